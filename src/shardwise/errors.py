@@ -1,0 +1,75 @@
+"""Every error that Shardwise raises, in one tree.
+
+    ShardwiseError
+    ├── ConfigError          a flag, variable, TOML key or keyword that cannot be
+    │   └── PlacementError   an illegal row of the placement table
+    ├── LaunchError          a run that cannot start: no such script, a port in use
+    ├── ModelError           a model or optimizer that cannot be trained as asked
+    │   ├── ModelMismatch    ranks built different models
+    │   └── BrokenView       user code replaced a tensor that the engine owns
+    ├── UsageError           a call at the wrong time: step without backward, bare backward
+    │   └── GradientAccess   a gradient touched between backward and step
+    ├── DataError            a dataset, sampler or batch that cannot be shared out
+    ├── MetricsError         ranks disagree on what they measured
+    ├── NonFiniteError       a gradient or loss became NaN or infinite
+    └── CollectiveError      a collective failed; the cause is usually on another rank
+        └── PeerLost         another rank went away
+
+A message is a sentence with the values in it, and ends with what to do.
+"""
+
+
+class ShardwiseError(Exception):
+    """The root of every error that Shardwise raises on purpose."""
+
+
+class ConfigError(ShardwiseError):
+    """A setting that is unknown, misspelt, of the wrong type or out of range."""
+
+
+class PlacementError(ConfigError):
+    """An illegal row of the placement table; names the cell and the nearest legal row."""
+
+
+class LaunchError(ShardwiseError):
+    """A run that cannot start, or a process that cannot find the others."""
+
+
+class ModelError(ShardwiseError):
+    """A model or an optimizer that cannot be trained as asked."""
+
+
+class ModelMismatch(ModelError):
+    """Ranks built different models; names the first difference."""
+
+
+class BrokenView(ModelError):
+    """User code replaced a parameter or its storage after the engine took it over."""
+
+
+class UsageError(ShardwiseError):
+    """A call that would be silently wrong; the message holds the line to write instead."""
+
+
+class GradientAccess(UsageError):
+    """A gradient was read or changed while it belongs to the engine."""
+
+
+class DataError(ShardwiseError):
+    """A dataset, a sampler or a batch that cannot be shared out over the ranks."""
+
+
+class MetricsError(ShardwiseError):
+    """Ranks disagree on which metrics they measured."""
+
+
+class NonFiniteError(ShardwiseError):
+    """A loss or a gradient became NaN or infinite; names parameter, rank and samples."""
+
+
+class CollectiveError(ShardwiseError):
+    """A collective failed on this rank; the cause is usually on another one."""
+
+
+class PeerLost(CollectiveError):
+    """Another rank ended or died while this one waited for it."""

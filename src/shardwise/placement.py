@@ -1,0 +1,91 @@
+"""The placement table: which of the training states is replicated and which is sharded.
+
+Training has three states. Each is replicated over the data-parallel group or sharded over it,
+and the row of these cells is all that data parallelism and ZeRO (Rajbhandari et al., 2020)
+differ in:
+
+    row      parameters   gradients    optimizer state
+    ZERO_0   replicated   replicated   replicated
+    ZERO_1   replicated   replicated   sharded
+    ZERO_2   replicated   sharded      sharded
+    ZERO_3   sharded      sharded      sharded
+
+A sharded state needs the states to its right sharded too: a rank that holds an interval of the
+parameters can only use that interval of their gradient, and so on.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from shardwise.errors import PlacementError
+
+
+class Spread(Enum):
+    """How a state lies over the data-parallel group."""
+
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
+
+
+STATES = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One row of the table: a cell for each state. Raises PlacementError for an illegal row."""
+
+    parameters: Spread = Spread.REPLICATED
+    gradients: Spread = Spread.REPLICATED
+    optimizer: Spread = Spread.REPLICATED
+
+    def __post_init__(self) -> None:
+        for holder, needed in zip(STATES, STATES[1:], strict=False):
+            if self.is_sharded(holder) and not self.is_sharded(needed):
+                nearest = _nearest_legal(self)
+                raise PlacementError(
+                    f"The row ({self.cells()}) is not legal: sharded {holder} need a sharded "
+                    f"{needed} state, and that cell says replicated. The nearest legal row is "
+                    f"{nearest.name} ({nearest.cells()}): write --zero {nearest.level}."
+                )
+
+    def is_sharded(self, state: str) -> bool:
+        """Whether `state` ("parameters", "gradients" or "optimizer") is sharded."""
+        return getattr(self, state) is Spread.SHARDED
+
+    @property
+    def level(self) -> int:
+        """The ZeRO number of this row: how many of its cells are sharded."""
+        return sum(self.is_sharded(state) for state in STATES)
+
+    @property
+    def name(self) -> str:
+        """The row's name in the table, such as ZERO_2."""
+        return f"ZERO_{self.level}"
+
+    def cells(self) -> str:
+        """The cells in words, such as "parameters replicated, gradients sharded, ..."."""
+        return ", ".join(f"{state} {getattr(self, state).value}" for state in STATES)
+
+    @classmethod
+    def zero(cls, level: int) -> "Placement":
+        """The row of a ZeRO number, 0 to 3."""
+        if level not in range(len(STATES) + 1):
+            raise PlacementError(
+                f"There is no row ZERO_{level}: --zero takes 0, 1, 2 or 3 "
+                "(0 replicates everything, 2 shards gradients and optimizer state)."
+            )
+        return cls.sharding(STATES[len(STATES) - level :])
+
+    @classmethod
+    def sharding(cls, states: tuple[str, ...]) -> "Placement":
+        """The row in which exactly `states` are sharded."""
+        return cls(**{state: Spread.SHARDED for state in states})
+
+
+def _nearest_legal(row: Placement) -> Placement:
+    """The legal row that differs from `row` in the fewest cells; the one with more sharding wins."""
+    legal = [Placement.zero(level) for level in reversed(range(len(STATES) + 1))]
+    return min(
+        legal,
+        key=lambda other: sum(other.is_sharded(s) != row.is_sharded(s) for s in STATES),
+    )
