@@ -1,0 +1,284 @@
+"""The settings of a run: what they are, and which of four sources wins.
+
+A setting comes from, in order of precedence: a flag of `shardwise run`, an environment variable
+SHARDWISE_<NAME> (for those who start with torchrun or srun), a TOML file, a keyword in the
+script. This is the one place where strings become types. Pure: nothing here starts or prints.
+"""
+
+import dataclasses
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.placement import STATES, Placement
+
+FLAGS_VARIABLE = "SHARDWISE_FLAGS"
+"""`shardwise run` hands its flags to the ranks in this variable, as a JSON object of strings."""
+
+PREFIX = "SHARDWISE_"
+
+PRECISIONS = ("fp32", "bf16-mixed", "bf16", "fp16-mixed")
+
+
+def _integer(low: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError("a whole number") from None
+        if value < low:
+            raise ValueError(f"a whole number of {low} or more")
+        return value
+
+    return parse
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError("a number above 0")
+    return value
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise ValueError("a number between 0 and 1")
+    return value
+
+
+def _switch(text: str) -> bool:
+    words = {"true": True, "yes": True, "on": True, "1": True}
+    words |= {"false": False, "no": False, "off": False, "0": False}
+    try:
+        return words[text.strip().lower()]
+    except KeyError:
+        raise ValueError("on or off") from None
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError("one of " + ", ".join(choices))
+        return text
+
+    return parse
+
+
+def _states(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if unknown := [name for name in names if name not in STATES]:
+        raise ValueError(f"names out of {', '.join(STATES)}, not {unknown[0]!r}")
+    return names
+
+
+def _setting(
+    default: Any, parse: Callable[[str], Any], group: str, help: str, metavar: str = ""
+) -> Any:
+    """A field of Settings; `metavar` is empty for an on/off switch."""
+    metadata = {"parse": parse, "group": group, "help": help, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings of a run. The command line's flags are made from these fields."""
+
+    device: str = _setting(
+        "auto",
+        _one_of("auto", "cpu", "cuda"),
+        "where",
+        "auto: a GPU per local rank where there are enough, else CPU",
+        "auto|cpu|cuda",
+    )
+    zero: int | None = _setting(
+        None, _integer(0), "spread", "0 replicates all; 1 shards optimizer state; 2 gradients too", "0|1|2"
+    )
+    shard: tuple[str, ...] | None = _setting(
+        None, _states, "spread", "the same by name: optimizer or gradients,optimizer", "STATES"
+    )
+    micro_batch_size: int | None = _setting(
+        None, _integer(1), "spread", "samples per worker per backward; the rest accumulates", "M"
+    )
+    bucket_mb: float = _setting(
+        25.0, _positive, "spread", "size of a flat bucket in MB", "MB"
+    )
+    overlap: bool = _setting(True, _switch, "spread", "reduce gradients beside backward")
+    sync_batch_norm: bool = _setting(
+        False, _switch, "spread", "BatchNorm statistics over all workers"
+    )
+    precision: str = _setting(
+        "fp32", _one_of(*PRECISIONS), "precision", "fp32, bf16-mixed, bf16 or fp16-mixed", "P"
+    )
+    reduce_dtype: str = _setting(
+        "fp32",
+        _one_of("fp32", "param"),
+        "precision",
+        "sum 16-bit gradients in fp32, or in their own dtype",
+        "fp32|param",
+    )
+    compile: bool = _setting(False, _switch, "precision", "torch.compile each unit, hooks outside")
+    nonfinite: str = _setting(
+        "stop",
+        _one_of("stop", "skip"),
+        "recover",
+        "a NaN gradient stops the run, or skips the step",
+        "stop|skip",
+    )
+    seed: int | None = _setting(None, _integer(0), "recover", "overrides the script's seed", "S")
+    timeout: float = _setting(
+        300.0, _positive, "watch", "seconds a collective may wait for a rank", "SECONDS"
+    )
+    ema_decay: float | None = _setting(
+        None, _fraction, "precision", "keep an exponential moving average of the weights", "D"
+    )
+    quiet: bool = _setting(False, _switch, "watch", "do not print the lines at the start")
+
+    @property
+    def placement(self) -> Placement:
+        """The row that `zero` or `shard` asks for; ZERO_0 when neither does."""
+        if self.shard is not None:
+            row = Placement.sharding(self.shard)
+            if self.zero is not None and self.zero != row.level:
+                raise ConfigError(
+                    f"zero={self.zero} and shard={','.join(self.shard)} ask for different rows "
+                    f"({Placement.zero(self.zero).name} and {row.name}): give one of them."
+                )
+            return row
+        return Placement.zero(self.zero or 0)
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place that settings come from: a name for messages, and its values as given."""
+
+    name: str
+    values: Mapping[str, Any]
+
+
+def flag(name: str) -> str:
+    """The spelling of a setting on the command line: micro_batch_size is --micro-batch-size."""
+    return "--" + name.replace("_", "-")
+
+
+def parse(name: str, value: Any, source: str) -> Any:
+    """`value` of setting `name` in its type; raises ConfigError with `source` in the message."""
+    try:
+        field = FIELDS[name]
+    except KeyError:
+        raise unknown_key(name, FIELDS, source) from None
+    if value is None:
+        return field.default
+    text = ",".join(value) if isinstance(value, list | tuple) else str(value)
+    try:
+        return field.metadata["parse"](text)
+    except ValueError as wanted:
+        raise ConfigError(f"{source}: {name} takes {wanted}, not {value!r}.") from None
+
+
+def unknown_key(name: str, known: Mapping[str, Any], source: str) -> ConfigError:
+    """The error for a key that does not exist, naming the nearest one that does."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]}?" if near else f"Known are: {', '.join(known)}."
+    return ConfigError(f"{source}: there is no setting {name!r}. {hint}")
+
+
+def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[Source]:
+    """The sources of this process, strongest first. Raises ConfigError for an unknown key."""
+    flags: dict[str, str] = json.loads(environ.get(FLAGS_VARIABLE, "{}"))
+    config = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
+    found = [Source("flag", flags), Source("environment", _from_environment(environ))]
+    if config:
+        found.append(Source(f"file {config}", _from_toml(Path(config))))
+    found.append(Source("the script", keywords))
+    return found
+
+
+def resolve(found: list[Source]) -> tuple[Settings, list[str]]:
+    """Merge `found` (strongest first) into Settings, and say in words what overrides what."""
+    values: dict[str, Any] = {}
+    winners: dict[str, str] = {}
+    overrides: list[str] = []
+    for source in found:
+        for name, raw in source.values.items():
+            value = parse(name, raw, source.name)
+            if name not in values:
+                values[name], winners[name] = value, source.name
+            elif values[name] != value:
+                overrides.append(
+                    f"{name}={_plain(values[name])} ({winners[name]}) "
+                    f"overrides {_plain(value)} ({source.name})"
+                )
+    # A row said in one way by a stronger source must not clash with the other way in a weaker.
+    if {"zero", "shard"} <= values.keys():
+        order = [source.name for source in found]
+        ranks = {name: order.index(winners[name]) for name in ("zero", "shard")}
+        if ranks["zero"] != ranks["shard"]:
+            weaker = max(ranks, key=lambda name: ranks[name])
+            stronger = "zero" if weaker == "shard" else "shard"
+            overrides.append(
+                f"{stronger}={_plain(values[stronger])} ({winners[stronger]}) "
+                f"overrides {weaker}={_plain(values[weaker])} ({winners[weaker]})"
+            )
+            del values[weaker]
+    return Settings(**values), overrides
+
+
+def load(keywords: Mapping[str, Any]) -> tuple[Settings, list[str]]:
+    """The settings of this process, given the keywords that the script wrote."""
+    return resolve(sources(os.environ, keywords))
+
+
+def _plain(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+_NOT_SETTINGS = {"FLAGS", "CONFIG"}
+_LAUNCH_PREFIX = PREFIX + "LAUNCH_"
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """SHARDWISE_<NAME> variables; those that the launcher itself sets are named SHARDWISE_LAUNCH_."""
+    values = {}
+    for variable, value in environ.items():
+        if not variable.startswith(PREFIX) or variable.startswith(_LAUNCH_PREFIX):
+            continue
+        name = variable.removeprefix(PREFIX)
+        if name in _NOT_SETTINGS:
+            continue
+        if name.lower() not in FIELDS:
+            raise unknown_key(name.lower(), FIELDS, f"environment variable {variable}")
+        values[name.lower()] = value
+    return values
+
+
+def _from_toml(path: Path) -> dict[str, Any]:
+    """The top level of a TOML file; keys are setting names, with hyphens or underscores."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"The config file {path} cannot be read: {error.strerror}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"The config file {path} is not TOML: {error}.") from None
+    values = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in FIELDS:
+            raise unknown_key(key, FIELDS, f"file {path}")
+        values[name] = value
+    return values

@@ -1,0 +1,81 @@
+"""What the loaders last gave: the weight that a loss takes when the user names none.
+
+A Loader opens a stream for each iteration and says what each batch holds. The engine asks for
+the batch that a loss came from, and Metrics asks whether the batch counts at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shardwise.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """This rank's part of one micro-batch.
+
+    `samples` is 0 for a stand-in: one real sample that a rank without any is given so that it
+    runs the same collectives as the others. `last` marks the last micro-batch of a step.
+    `indices` are dataset indices where the dataset is map-style, for messages.
+    """
+
+    samples: int
+    last: bool = True
+    indices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The shape of a stream, for the line at the start of a run. Numbers are of the whole run."""
+
+    batch_size: int | None
+    micro_batches: int
+    steps_per_epoch: int | None
+
+
+@dataclass(eq=False)
+class Stream:
+    """One iteration over a Loader, from its first batch until it ends or is dropped."""
+
+    name: str
+    plan: Plan
+    batch: Batch | None = None
+    training: bool = False
+
+
+@dataclass
+class Feed:
+    """The open streams of this process. `current` is the batch given last, by any of them."""
+
+    streams: list[Stream] = field(default_factory=list)
+    current: Batch | None = None
+
+    def open(self, name: str, plan: Plan) -> Stream:
+        """Register an iteration that has begun."""
+        stream = Stream(name, plan)
+        self.streams.append(stream)
+        return stream
+
+    def close(self, stream: Stream) -> None:
+        """Forget an iteration that has ended; closing twice is harmless."""
+        if stream in self.streams:
+            self.streams.remove(stream)
+            if self.current is stream.batch:
+                self.current = None
+
+    def give(self, stream: Stream, batch: Batch, *, training: bool) -> None:
+        """Say what is handed out now; `training` is whether autograd records at this moment."""
+        stream.batch, stream.training = batch, training
+        self.current = batch
+
+    def training_stream(self) -> Stream | None:
+        """The one open stream that feeds training, or None. Raises UsageError for two."""
+        training = [stream for stream in self.streams if stream.training and stream.batch]
+        if len(training) > 1:
+            names = " and ".join(stream.name for stream in training)
+            raise UsageError(
+                f"Two training loaders are open ({names}), so the weight of this loss cannot be "
+                "told. Write engine.backward(loss, weight=number_of_items_the_loss_is_a_mean_over)."
+            )
+        return training[0] if training else None

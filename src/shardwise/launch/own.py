@@ -1,0 +1,36 @@
+"""A process started by `shardwise run`."""
+
+from collections.abc import Mapping
+
+from shardwise.launch.identity import Identity, integer
+
+PREFIX = "SHARDWISE_LAUNCH_"
+
+
+def detect(environ: Mapping[str, str]) -> Identity | None:
+    """The identity that `shardwise run` gave, or None where it did not start this process."""
+    if PREFIX + "RANK" not in environ:
+        return None
+    number = {
+        name: integer(environ, PREFIX + name.upper(), "shardwise run")
+        for name in ("rank", "size", "local_rank", "local_size", "port")
+    }
+    listening = PREFIX + "LISTEN_FD"
+    fd = integer(environ, listening, "shardwise run") if listening in environ else None
+    return Identity(
+        launcher="shardwise run", address=environ[PREFIX + "ADDRESS"], listen_fd=fd, **number
+    )
+
+
+def environment(identity: Identity) -> dict[str, str]:
+    """The variables that `detect` reads back."""
+    values = {
+        "RANK": identity.rank,
+        "SIZE": identity.size,
+        "LOCAL_RANK": identity.local_rank,
+        "LOCAL_SIZE": identity.local_size,
+        "ADDRESS": identity.address,
+        "PORT": identity.port,
+        "LISTEN_FD": identity.listen_fd,
+    }
+    return {PREFIX + name: str(value) for name, value in values.items() if value is not None}

@@ -1,0 +1,21 @@
+"""A process started by torchrun (or by anything that sets its variables)."""
+
+from collections.abc import Mapping
+
+from shardwise.launch.identity import Identity, integer
+
+NAMES = {
+    "rank": "RANK",
+    "size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_size": "LOCAL_WORLD_SIZE",
+    "port": "MASTER_PORT",
+}
+
+
+def detect(environ: Mapping[str, str]) -> Identity | None:
+    """The identity that torchrun gave, or None where it did not start this process."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys():
+        return None
+    number = {name: integer(environ, variable, "torchrun") for name, variable in NAMES.items()}
+    return Identity(launcher="torchrun", address=environ["MASTER_ADDR"], **number)

@@ -1,0 +1,175 @@
+"""The run as one process sees it: who am I, who are the others, and what all may agree on."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardwise import collectives, config, launch, randomness
+from shardwise.collectives import Collectives, even_cuts
+from shardwise.errors import DataError, LaunchError, UsageError
+from shardwise.feed import Batch, Feed, Plan
+from shardwise.launch import report
+from shardwise.launch.identity import Identity
+
+T = TypeVar("T")
+
+_current: World | None = None
+
+
+class World:
+    """The group of ranks that trains together; made by `shardwise.init`.
+
+    Attributes: `rank`, `size`, `local_rank`, `local_size`, `device` (torch.device), `is_main`
+    (rank 0), `seed`, `launcher`, `settings`.
+    """
+
+    def __init__(self, identity: Identity, group: Collectives, device: torch.device) -> None:
+        self.rank = identity.rank
+        self.size = identity.size
+        self.local_rank = identity.local_rank
+        self.local_size = identity.local_size
+        self.launcher = identity.launcher
+        self.device = device
+        self.is_main = identity.rank == 0
+        self.host = socket.gethostname()
+        self.seed = 0
+        self.settings = config.Settings()
+        self.collectives = group
+        self.feed = Feed()
+        self.engines = 0
+        self._said: set[str] = set()
+
+    def any(self, flag: bool | Tensor) -> bool:
+        """Whether `flag` holds on any rank; for stopping early on all of them alike."""
+        row = torch.tensor([float(bool(flag))], device=self.collectives.small_device)
+        return bool(self.collectives.gather_rows(row).any())
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Run the block on rank 0 before the others (a download, a cache to fill)."""
+        if not self.is_main:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if self.is_main:
+                self.barrier()
+
+    def barrier(self) -> None:
+        """Return when every rank has come."""
+        self.collectives.barrier()
+
+    def broadcast_object(self, value: T, source: int = 0) -> T:
+        """Rank `source`'s `value` (picklable), on every rank."""
+        gathered = self.collectives.gather_objects(value if self.rank == source else None)
+        return gathered[source]  # type: ignore[no-any-return]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value` (picklable), in rank order, on every rank."""
+        return self.collectives.gather_objects(value)
+
+    def share(self, batch: T) -> T:
+        """This rank's rows of a total batch, for loops without a Loader.
+
+        `batch` is a tensor of shape (rows, ...) or a nest of such tensors, alike on all ranks.
+        Shares are contiguous and differ by a row at most. The number of rows becomes the weight
+        of the next `engine.backward`; a rank left without rows gets one, at weight 0.
+        """
+        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
+        if len(lengths) != 1 or 0 in lengths:
+            raise DataError(
+                f"world.share takes tensors of one equal first dimension above 0, not {sorted(lengths)}."
+            )
+        rows = lengths.pop()
+        cuts = even_cuts(rows, self.size)
+        first, end = cuts[self.rank], cuts[self.rank + 1]
+        taken = slice(first, end) if end > first else slice(0, 1)
+        stream = self.feed.open("world.share", Plan(batch_size=rows, micro_batches=1, steps_per_epoch=None))
+        self.feed.give(stream, Batch(samples=end - first), training=torch.is_grad_enabled())
+        for older in [s for s in self.feed.streams if s.name == "world.share" and s is not stream]:
+            self.feed.close(older)
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf[taken].to(self.device), batch)  # type: ignore[no-any-return]
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print`, on rank 0 alone."""
+        if self.is_main:
+            print(*values, **{"flush": True} | options)
+
+    def settle(self, **keywords: Any) -> config.Settings:
+        """The settings of this run given a script's keywords; says once what overrides what."""
+        settings, overrides = config.load(keywords)
+        for line in overrides:
+            if line not in self._said:
+                self._said.add(line)
+                self.print(f"shardwise: {line}", file=sys.stderr)
+        return settings
+
+
+def init(seed: int | None = None, **settings: Any) -> World:
+    """Join the other ranks, whoever launched them; alone, be a group of one.
+
+    Seeds torch, numpy and random alike on all ranks, so that all build the same model. Without
+    a seed, one is drawn and shared. `settings` are keywords of `shardwise.config.Settings`,
+    overridden by the TOML file, the environment and the flags. Calling it twice is an error.
+
+    Raises ConfigError for a setting that is wrong, LaunchError when the others cannot be reached.
+    """
+    global _current
+    if _current is not None:
+        raise UsageError("shardwise.init was called twice; call it once, at the top of the script.")
+    given = dict(settings) | ({"seed": seed} if seed is not None else {})
+    report.watch_exceptions()
+    chosen, _ = config.load(given)
+    identity = launch.detect(os.environ)
+    device = _device(identity, chosen.device)
+    group = collectives.connect(identity, device, chosen.timeout)
+    world = World(identity, group, device)
+    world.settings = world.settle(**given)
+    drawn = chosen.seed if chosen.seed is not None else secrets.randbits(31)
+    world.seed = world.broadcast_object(drawn)
+    randomness.seed_everything(randomness.seed_from(world.seed, "start"))
+    atexit.register(_leave)
+    _current = world
+    return world
+
+
+def current() -> World:
+    """The world of this process. Raises UsageError before `shardwise.init`."""
+    if _current is None:
+        raise UsageError("Call world = shardwise.init() first, at the top of the script.")
+    return _current
+
+
+def _leave() -> None:
+    """Leave the group; the last word of a process, also for tests that join again."""
+    global _current
+    world, _current = _current, None
+    if world is not None:
+        atexit.unregister(_leave)
+        world.collectives.close()
+
+
+def _device(identity: Identity, wanted: str) -> torch.device:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if gpus < identity.local_size:
+        raise LaunchError(
+            f"{identity.local_size} ranks run on this host, but it shows {gpus} GPU(s). "
+            f"Start {max(gpus, 1)} rank(s) here, or train on the CPU with --device cpu."
+        )
+    device = torch.device("cuda", identity.local_rank)
+    torch.cuda.set_device(device)
+    return device
