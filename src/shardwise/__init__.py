@@ -1,0 +1,39 @@
+"""Train a PyTorch model on many devices exactly as it trains on one."""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise import errors
+    from shardwise.data.loader import Loader
+    from shardwise.engine import Engine
+    from shardwise.metrics import Metrics
+    from shardwise.world import World, init
+
+    __version__: str
+
+__all__ = ["Engine", "Loader", "Metrics", "World", "__version__", "errors", "init"]
+
+_HOMES = {
+    "Engine": "shardwise.engine",
+    "Loader": "shardwise.data.loader",
+    "Metrics": "shardwise.metrics",
+    "World": "shardwise.world",
+    "init": "shardwise.world",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: the command line starts without torch."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name == "errors":
+        return import_module("shardwise.errors")
+    if name == "__version__":
+        return version("shardwise")
+    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

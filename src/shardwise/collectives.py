@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardwise.errors import CollectiveError, LaunchError, PeerLost
 from shardwise.launch.identity import Identity
+from shardwise.layout import even_cuts
 
 Cuts = Sequence[int]
 
@@ -362,11 +363,6 @@ def connect(identity: Identity, device: torch.device, timeout: float) -> Collect
     if backend == "nccl":
         return Nccl(identity.rank, identity.size, device)
     return Gloo(identity.rank, identity.size)
-
-
-def even_cuts(numel: int, size: int) -> list[int]:
-    """Offsets that cut `numel` elements into `size` intervals as equal as can be."""
-    return [numel * rank // size for rank in range(size + 1)]
 
 
 def _interval(buffer: Tensor, cuts: Cuts, rank: int) -> Tensor:

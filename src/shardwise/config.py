@@ -23,6 +23,9 @@ FLAGS_VARIABLE = "SHARDWISE_FLAGS"
 
 PREFIX = "SHARDWISE_"
 
+FLAG = "flag"
+"""The name of the strongest source, in messages."""
+
 PRECISIONS = ("fp32", "bf16-mixed", "bf16", "fp16-mixed")
 
 
@@ -104,7 +107,11 @@ class Settings:
         "auto|cpu|cuda",
     )
     zero: int | None = _setting(
-        None, _integer(0), "spread", "0 replicates all; 1 shards optimizer state; 2 gradients too", "0|1|2"
+        None,
+        _integer(0),
+        "spread",
+        "0 replicates all; 1 shards optimizer state; 2 gradients too",
+        "0|1|2",
     )
     shard: tuple[str, ...] | None = _setting(
         None, _states, "spread", "the same by name: optimizer or gradients,optimizer", "STATES"
@@ -112,9 +119,7 @@ class Settings:
     micro_batch_size: int | None = _setting(
         None, _integer(1), "spread", "samples per worker per backward; the rest accumulates", "M"
     )
-    bucket_mb: float = _setting(
-        25.0, _positive, "spread", "size of a flat bucket in MB", "MB"
-    )
+    bucket_mb: float = _setting(25.0, _positive, "spread", "size of a flat bucket in MB", "MB")
     overlap: bool = _setting(True, _switch, "spread", "reduce gradients beside backward")
     sync_batch_norm: bool = _setting(
         False, _switch, "spread", "BatchNorm statistics over all workers"
@@ -188,7 +193,8 @@ def parse(name: str, value: Any, source: str) -> Any:
     try:
         return field.metadata["parse"](text)
     except ValueError as wanted:
-        raise ConfigError(f"{source}: {name} takes {wanted}, not {value!r}.") from None
+        place = flag(name) if source == FLAG else f"{source}: {name}"
+        raise ConfigError(f"{place} takes {wanted}, not {value!r}.") from None
 
 
 def unknown_key(name: str, known: Mapping[str, Any], source: str) -> ConfigError:
@@ -202,7 +208,7 @@ def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[Sou
     """The sources of this process, strongest first. Raises ConfigError for an unknown key."""
     flags: dict[str, str] = json.loads(environ.get(FLAGS_VARIABLE, "{}"))
     config = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
-    found = [Source("flag", flags), Source("environment", _from_environment(environ))]
+    found = [Source(FLAG, flags), Source("environment", _from_environment(environ))]
     if config:
         found.append(Source(f"file {config}", _from_toml(Path(config))))
     found.append(Source("the script", keywords))
@@ -253,7 +259,7 @@ _LAUNCH_PREFIX = PREFIX + "LAUNCH_"
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """SHARDWISE_<NAME> variables; those that the launcher itself sets are named SHARDWISE_LAUNCH_."""
+    """SHARDWISE_<NAME> variables, but for those that the launcher itself sets (_LAUNCH_)."""
     values = {}
     for variable, value in environ.items():
         if not variable.startswith(PREFIX) or variable.startswith(_LAUNCH_PREFIX):

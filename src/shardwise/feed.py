@@ -6,7 +6,9 @@ the batch that a loss came from, and Metrics asks whether the batch counts at al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import WeakMethod
 
 from shardwise.errors import UsageError
 
@@ -50,6 +52,11 @@ class Feed:
 
     streams: list[Stream] = field(default_factory=list)
     current: Batch | None = None
+    _watchers: list[WeakMethod[Callable[[], None]]] = field(default_factory=list)
+
+    def watch_stand_ins(self, watcher: Callable[[], None]) -> None:
+        """Call `watcher` (a bound method, held weakly) before a stand-in is handed out."""
+        self._watchers.append(WeakMethod(watcher))
 
     def open(self, name: str, plan: Plan) -> Stream:
         """Register an iteration that has begun."""
@@ -66,6 +73,10 @@ class Feed:
 
     def give(self, stream: Stream, batch: Batch, *, training: bool) -> None:
         """Say what is handed out now; `training` is whether autograd records at this moment."""
+        if batch.samples == 0:
+            for watcher in [reference() for reference in self._watchers]:
+                if watcher is not None:
+                    watcher()
         stream.batch, stream.training = batch, training
         self.current = batch
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise import collectives, config, launch, randomness
-from shardwise.collectives import Collectives, even_cuts
+from shardwise.collectives import Collectives
 from shardwise.errors import DataError, LaunchError, UsageError
 from shardwise.feed import Batch, Feed, Plan
 from shardwise.launch import report
 from shardwise.launch.identity import Identity
+from shardwise.layout import even_cuts
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class World:
         self.collectives = group
         self.feed = Feed()
         self.engines = 0
+        self._keywords: dict[str, Any] = {}
         self._said: set[str] = set()
 
     def any(self, flag: bool | Tensor) -> bool:
@@ -109,7 +111,7 @@ class World:
 
     def settle(self, **keywords: Any) -> config.Settings:
         """The settings of this run given a script's keywords; says once what overrides what."""
-        settings, overrides = config.load(keywords)
+        settings, overrides = config.load(self._keywords | keywords)
         for line in overrides:
             if line not in self._said:
                 self._said.add(line)
@@ -136,6 +138,7 @@ def init(seed: int | None = None, **settings: Any) -> World:
     device = _device(identity, chosen.device)
     group = collectives.connect(identity, device, chosen.timeout)
     world = World(identity, group, device)
+    world._keywords = dict(settings)
     world.settings = world.settle(**given)
     drawn = chosen.seed if chosen.seed is not None else secrets.randbits(31)
     world.seed = world.broadcast_object(drawn)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Mapping
@@ -26,7 +27,8 @@ RANK_VARIABLE = "SHARDWISE_LAUNCH_RANK"
 class Report:
     """Why a rank died. `secondary` when the cause is likely on another rank.
 
-    `message` is the last line, `text` the whole traceback, `time` in seconds since the epoch.
+    `message` is the last line, `text` the whole traceback, `where` the user's own line that it
+    went through last ("" if none), `time` in seconds since the epoch.
     """
 
     rank: int
@@ -34,6 +36,7 @@ class Report:
     secondary: bool
     message: str
     text: str
+    where: str = ""
 
 
 def watch_exceptions() -> None:
@@ -46,26 +49,50 @@ def watch_exceptions() -> None:
 def _report_and_show(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    """Leave the report and show the traceback; one line where the cause lies elsewhere.
+
+    Written past sys.stderr, which torch.distributed wraps in a prefix of its own by then.
+    """
     text = "".join(traceback.format_exception(kind, error, trace))
-    if not issubclass(kind, KeyboardInterrupt):
+    shown = text
+    if isinstance(error, KeyboardInterrupt | CollectiveError):
+        shown = f"{_message(error)} [{_users_line(trace)}]\n"
+    if not isinstance(error, KeyboardInterrupt):
         write(Path(os.environ[DIRECTORY_VARIABLE]), error, text)
-    sys.__excepthook__(kind, error, trace)
+    if sys.__stderr__ is not None:
+        sys.__stderr__.write(shown)
+        sys.__stderr__.flush()
 
 
 def write(folder: Path, error: BaseException, text: str) -> None:
     """Leave the report of this rank in `folder`, whole or not at all."""
     rank = int(os.environ[RANK_VARIABLE])
-    message = f"{type(error).__name__}: {error}"
     report = Report(
         rank=rank,
         time=time.time(),
         secondary=isinstance(error, CollectiveError),
-        message=message,
+        message=_message(error),
         text=text,
+        where=_users_line(error.__traceback__),
     )
     aside = folder / f".{rank}.json"
     aside.write_text(json.dumps(asdict(report)))
     aside.rename(folder / f"{rank}.json")
+
+
+def _message(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _users_line(trace: TracebackType | None) -> str:
+    """The innermost line of a traceback that is neither ours nor of an installed package."""
+    libraries = {Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))}
+    libraries |= {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    for frame in reversed(traceback.extract_tb(trace)):
+        if not libraries & set(Path(frame.filename).parents):
+            name = frame.filename.removeprefix(f"{Path.cwd()}{os.sep}")
+            return f"{name}:{frame.lineno}: {frame.line}"
+    return ""
 
 
 def read(folder: Path) -> dict[int, Report]:
@@ -77,5 +104,3 @@ def read(folder: Path) -> dict[int, Report]:
 def environment(folder: Path) -> Mapping[str, str]:
     """The variable that makes a rank leave its report in `folder`."""
     return {DIRECTORY_VARIABLE: str(folder)}
-
-

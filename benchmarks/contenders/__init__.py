@@ -1,0 +1,64 @@
+"""Who takes part. One file per contender; each has `build(job, **options)`, which returns the
+function that trains one step: (inputs, targets) to this rank's loss.
+
+This table is read by the process that starts the ranks, so nothing here imports torch or a peer:
+a peer that is not installed fails in its own rank and is reported as such.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One line of the table: the file that builds it, and with which options."""
+
+    key: str
+    label: str
+    module: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    alone: bool = False
+    """Runs as one process on the whole batch, whatever the number of ranks."""
+
+
+PLAIN = Contender(key="plain", label="one process", module="plain", alone=True)
+
+PEERS = {
+    "ddp": [Contender(key="ddp", label="torch DDP", module="ddp")],
+    "zro": [Contender(key="zro", label="DDP + ZeroRedundancy", module="zero_redundancy")],
+    "fsdp2": [
+        Contender(key="fsdp2", label="FSDP2", module="fsdp2", options={"reshard": True}),
+        Contender(
+            key="fsdp2-keep", label="FSDP2, no reshard", module="fsdp2", options={"reshard": False}
+        ),
+    ],
+    "deepspeed": [
+        Contender(
+            key=f"deepspeed-{stage}",
+            label=f"DeepSpeed ZeRO-{stage}",
+            module="deepspeed",
+            options={"stage": stage},
+        )
+        for stage in range(4)
+    ],
+}
+"""A name of --peers, and the lines it stands for."""
+
+
+def row(zero: int) -> Contender:
+    """Our own contender for one row of the placement table."""
+    return Contender(
+        key=f"shardwise-{zero}",
+        label=f"Shardwise ZERO_{zero}",
+        module="shardwise",
+        options={"zero": zero},
+    )
+
+
+def chosen(peers: Sequence[str], rows: Sequence[int]) -> list[Contender]:
+    """The contenders of a table: one process first, for the limit. Raises ValueError."""
+    unknown = [peer for peer in peers if peer not in PEERS]
+    if unknown:
+        raise ValueError(f"No such peer: {', '.join(unknown)}. There are {', '.join(PEERS)}.")
+    return [PLAIN, *(line for peer in peers for line in PEERS[peer]), *map(row, rows)]

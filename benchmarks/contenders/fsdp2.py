@@ -1,0 +1,24 @@
+"""torch FSDP2, one unit per block; parameters freed after forward, or kept until backward."""
+
+from job import Job, Step
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def build(job: Job, *, reshard: bool) -> Step:
+    job.join_torch()
+    mesh = init_device_mesh("cpu", (job.size,))
+    model = job.model()
+    for unit in [*job.blocks(model), model]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+    optimizer = job.optimizer(model.parameters())
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = job.loss(model, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step

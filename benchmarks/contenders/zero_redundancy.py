@@ -1,0 +1,27 @@
+"""torch DDP with ZeroRedundancyOptimizer: optimizer state sharded by whole parameters."""
+
+import torch
+from job import HYPERPARAMETERS, Job, Step
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+
+def build(job: Job) -> Step:
+    job.join_torch()
+    model = DistributedDataParallel(job.model(), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        parameters_as_bucket_view=True,
+        **HYPERPARAMETERS,
+    )
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = job.loss(model, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step

@@ -1,0 +1,181 @@
+"""The ranks of one contender, seen from the process that starts and times them."""
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from contenders import Contender
+from workloads import Gpt
+
+HERE = Path(__file__).parent
+LOG_LINES = 30
+SAMPLE_EVERY = 0.01
+
+
+class CrewFailed(Exception):  # noqa: N818 (it says what happened)
+    """A rank raised, died or did not answer in time; the message ends with what it wrote."""
+
+
+class NotInstalled(Exception):  # noqa: N818
+    """A rank could not import what it needs; the message is the module's name."""
+
+
+@dataclass(frozen=True)
+class Stint:
+    """Some steps of a crew: per rank, the moments in ns at which each ended, and the losses."""
+
+    ends: list[list[int]]
+    losses: list[list[float]]
+
+
+class Crew:
+    """Started ranks, ready to step; a context manager that leaves no process behind.
+
+    Raises NotInstalled or CrewFailed. `limit` (seconds) bounds the start and each stint.
+    """
+
+    def __init__(self, contender: Contender, workload: Gpt, ranks: int, limit: float) -> None:
+        self.size = 1 if contender.alone else ranks
+        self._limit = limit
+        self._folder = tempfile.TemporaryDirectory(prefix="step-time-")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._lines: list[_Lines] = []
+        try:
+            self._start(contender, workload)
+            self.empty = [answer["empty"] for answer in self._answers()]
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of each rank."""
+        return [process.pid for process in self._processes]
+
+    def take(self, steps: int, meanwhile: Callable[[], None] | None = None) -> Stint:
+        """Train `steps` steps; call `meanwhile` again and again until they are done."""
+        for lines in self._lines:
+            lines.send({"steps": steps})
+        answers = self._answers(meanwhile)
+        return Stint([a["ends"] for a in answers], [a["losses"] for a in answers])
+
+    def close(self) -> None:
+        """End every rank: by hanging up, and then by force."""
+        for lines in self._lines:
+            lines.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=2)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._folder.cleanup()
+
+    def _start(self, contender: Contender, workload: Gpt) -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+            for rank in range(self.size):
+                job = {
+                    "workload": asdict(workload),
+                    "rank": rank,
+                    "size": self.size,
+                    "port": listener.getsockname()[1],
+                    "listen_fd": listener.fileno() if rank == 0 else None,
+                }
+                spec = {"module": contender.module, "options": contender.options, "job": job}
+                self._spawn(rank, spec, [listener.fileno()] if rank == 0 else [])
+
+    def _spawn(self, rank: int, spec: dict[str, Any], fds: list[int]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs, self._log(rank).open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, HERE / "worker.py", str(theirs.fileno()), json.dumps(spec)],
+                pass_fds=[theirs.fileno(), *fds],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder.name,
+                env=_environment(),
+            )
+        self._processes.append(process)
+        self._lines.append(_Lines(ours))
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank{rank}.log"
+
+    def _answers(self, meanwhile: Callable[[], None] | None = None) -> list[dict[str, Any]]:
+        """One message from every rank, in rank order."""
+        deadline = time.monotonic() + self._limit
+        waiting = dict(enumerate(self._lines))
+        answers: dict[int, dict[str, Any]] = {}
+        while waiting:
+            if meanwhile is not None:
+                meanwhile()
+            pause = SAMPLE_EVERY if meanwhile else deadline - time.monotonic()
+            ready, _, _ = select.select(list(waiting.values()), [], [], max(pause, 0))
+            for rank in [rank for rank, lines in waiting.items() if lines in ready]:
+                answers[rank] = self._checked(rank, waiting.pop(rank).receive())
+            if time.monotonic() > deadline:
+                raise CrewFailed(f"rank(s) {sorted(waiting)} gave no answer in {self._limit:.0f} s")
+        return [answers[rank] for rank in range(self.size)]
+
+    def _checked(self, rank: int, answer: dict[str, Any] | None) -> dict[str, Any]:
+        if answer is None:
+            written = self._log(rank).read_text(errors="replace").splitlines()[-LOG_LINES:]
+            raise CrewFailed("\n".join([f"rank {rank} died; it wrote:", *written]))
+        if "missing" in answer:
+            raise NotInstalled(answer["missing"])
+        if "error" in answer:
+            raise CrewFailed(f"rank {rank}: {answer['error'].rstrip()}")
+        return answer
+
+
+class _Lines:
+    """Lines of JSON over a socket, as something `select` takes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._file = connection.makefile("r")
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message, or None when the rank has gone."""
+        try:
+            line = self._file.readline()
+        except ConnectionError:
+            line = ""
+        return json.loads(line) if line else None
+
+    def close(self) -> None:
+        self._file.close()
+        self._connection.close()
+
+
+def _environment() -> dict[str, str]:
+    """One thread per rank, the loopback, and no setting of the caller's that moves one row."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SHARDWISE_")}
+    return kept | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+    }

@@ -1,0 +1,86 @@
+"""The models, in plain PyTorch, and their data. Every contender trains exactly these."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from workloads import Gpt
+
+POOL = 4
+"""Batches that the steps go round: few enough for the loss to fall, so that a contender which
+loses a gradient shows it in the loss."""
+
+
+class Block(nn.Module):
+    """Attention and MLP behind pre-norms: (rows, sequence, width) in and out."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(self._attend(self.qkv(self.norm_1(x))))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+    def _attend(self, qkv: Tensor) -> Tensor:
+        rows, sequence, _ = qkv.shape
+        q, k, v = qkv.view(rows, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).reshape(rows, sequence, -1)
+
+
+class GptModel(nn.Module):
+    """Tokens (rows, sequence), int64, to logits (rows, sequence, vocabulary), fp32."""
+
+    def __init__(self, size: Gpt) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.positions = nn.Embedding(size.sequence, size.width)
+        self.blocks = nn.ModuleList(Block(size.width, size.head_count) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.apply(_initialise)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def build(workload: Gpt) -> GptModel:
+    """The model, with the same weights in every process."""
+    torch.manual_seed(0)
+    return GptModel(workload)
+
+
+def batches(workload: Gpt, rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    """This rank's rows of each batch of the pool: inputs and targets, (rows, sequence), int64."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (workload.batch, workload.sequence + 1)
+    share = workload.batch // size
+    rows = slice(rank * share, (rank + 1) * share)
+    pool = [torch.randint(workload.vocabulary, shape, generator=generator) for _ in range(POOL)]
+    return [(whole[rows, :-1].contiguous(), whole[rows, 1:].contiguous()) for whole in pool]
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy over the tokens of these rows."""
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def blocks(model: GptModel) -> list[nn.Module]:
+    """The units by which a peer that wants to be told shards the model."""
+    return list(model.blocks)

@@ -1,0 +1,51 @@
+"""What is trained: the configurations, as data. Nothing here imports torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpt:
+    """A GPT on random tokens. `batch` is the TOTAL number of rows, cut over the ranks."""
+
+    name: str
+    width: int
+    layers: int
+    vocabulary: int
+    sequence: int
+    batch: int
+    heads: int = 0
+    """0: one head per 64 of width."""
+
+    @property
+    def head_count(self) -> int:
+        return self.heads or max(1, self.width // 64)
+
+    def describe(self) -> str:
+        """One line for the head of a table."""
+        return (
+            f"{self.name}: GPT, width {self.width}, {self.layers} layers, {self.head_count} heads, "
+            f"vocabulary {self.vocabulary}, sequence {self.sequence}, batch {self.batch}"
+        )
+
+
+CONFIGURATIONS = {
+    # Compute-bound: the arithmetic of a step outweighs the gradients it has to move.
+    "A": Gpt(name="A", width=384, layers=8, vocabulary=8192, sequence=128, batch=8),
+    # Communication-bound: more parameters, a quarter of the tokens.
+    "C": Gpt(name="C", width=512, layers=8, vocabulary=8192, sequence=64, batch=4),
+}
+
+
+def check(workload: Gpt, ranks: int) -> None:
+    """Refuse what the peers would train wrongly. Raises ValueError."""
+    if workload.batch % ranks:
+        raise ValueError(
+            f"A batch of {workload.batch} rows cannot be cut into {ranks} equal shares; DDP and "
+            f"its kin average over ranks, which is only right for equal ones. Choose a --batch "
+            f"that {ranks} divides."
+        )
+    if workload.width % workload.head_count:
+        raise ValueError(
+            f"A width of {workload.width} cannot be cut into {workload.head_count} equal heads; "
+            "choose --heads that divides it."
+        )

@@ -1,0 +1,129 @@
+"""A small byte-pair tokenizer, learned on the spot (Sennrich et al., 2016).
+
+A token is a string of bytes: the 256 single bytes, then what merging the most frequent pair,
+again and again, has made. So any file can be read, and any tokens can be turned back into it.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from functools import cached_property
+
+# No merge crosses a border between pieces: a line's indentation, a word with the space before
+# it, underscores, one digit, a run of punctuation. Every byte falls into one of them.
+PIECES = re.compile(
+    rb"\n[ \t]*| ?[A-Za-z\x80-\xff]+| ?_+|[0-9]| ?[!-/:-@\[-^`{-~]+|[ \t]+|[\x00-\x1f\x7f]"
+)
+
+Pair = tuple[int, int]
+
+
+class Tokenizer:
+    """Bytes to token ids and back. `merges` in the order learned: pair i makes token 256 + i."""
+
+    def __init__(self, merges: list[Pair]) -> None:
+        self.merges = merges
+        self.ranks = {pair: rank for rank, pair in enumerate(merges)}
+        self._known: dict[bytes, tuple[int, ...]] = {}
+
+    @cached_property
+    def tokens(self) -> list[bytes]:
+        """The bytes of each token id."""
+        tokens = [bytes([value]) for value in range(256)]
+        for left, right in self.merges:
+            tokens.append(tokens[left] + tokens[right])
+        return tokens
+
+    def encode(self, text: bytes) -> array[int]:
+        """The token ids of `text`."""
+        ids = array("H")
+        for piece in PIECES.findall(text):
+            if (known := self._known.get(piece)) is None:
+                known = self._known[piece] = tuple(self._encode_piece(piece))
+            ids.extend(known)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; bytes that are no UTF-8 come out as the replacement sign."""
+        return b"".join(self.tokens[token] for token in ids).decode(errors="replace")
+
+    def _encode_piece(self, piece: bytes) -> list[int]:
+        """Apply the merges to one piece, the earliest learned first."""
+        ids = list(piece)
+        while len(ids) > 1:
+            pair = min(zip(ids, ids[1:], strict=False), key=self._rank)
+            if pair not in self.ranks:
+                break
+            ids = merge(ids, pair, 256 + self.ranks[pair])
+        return ids
+
+    def _rank(self, pair: Pair) -> float:
+        return self.ranks.get(pair, float("inf"))
+
+
+def learn(texts: Iterable[bytes], vocabulary: int) -> Tokenizer:
+    """A tokenizer of at most `vocabulary` tokens for `texts`; the same for the same texts."""
+    counts: Counter[bytes] = Counter()
+    for text in texts:
+        counts.update(PIECES.findall(text))
+    # A piece seen once tells nothing about what is frequent, and half of all pieces are such.
+    learner = Learner({piece: count for piece, count in counts.items() if count > 1})
+    merges = []
+    while len(merges) < vocabulary - 256 and (pair := learner.most_frequent()):
+        learner.merge(pair, 256 + len(merges))
+        merges.append(pair)
+    return Tokenizer(merges)
+
+
+class Learner:
+    """Pieces under merging, and how often each pair stands in them.
+
+    Only the pieces that hold the merged pair are looked at, so that a merge costs little.
+    """
+
+    def __init__(self, counts: dict[bytes, int]) -> None:
+        self.pieces = [list(piece) for piece in counts]
+        self.counts = list(counts.values())
+        self.pairs: Counter[Pair] = Counter()
+        self.holders: defaultdict[Pair, set[int]] = defaultdict(set)
+        for index in range(len(self.pieces)):
+            self._count(index, sign=1)
+
+    def most_frequent(self) -> Pair | None:
+        """The pair to merge next: of equally frequent ones the smallest, so order is no matter."""
+        highest = max(self.pairs.values(), default=0)
+        if highest < 2:
+            return None
+        return min(pair for pair, count in self.pairs.items() if count == highest)
+
+    def merge(self, pair: Pair, token: int) -> None:
+        """Replace `pair` by `token` in every piece."""
+        for index in self.holders.pop(pair):
+            self._count(index, sign=-1)
+            self.pieces[index] = merge(self.pieces[index], pair, token)
+            self._count(index, sign=1)
+        del self.pairs[pair]
+
+    def _count(self, index: int, sign: int) -> None:
+        piece, count = self.pieces[index], sign * self.counts[index]
+        for pair in zip(piece, piece[1:], strict=False):
+            self.pairs[pair] += count
+            if sign > 0:
+                self.holders[pair].add(index)
+
+
+def merge(ids: list[int], pair: Pair, token: int) -> list[int]:
+    """`ids` with each `pair`, from the left, replaced by `token`."""
+    merged: list[int] = []
+    position = 0
+    while position < len(ids):
+        if position + 1 < len(ids) and (ids[position], ids[position + 1]) == pair:
+            merged.append(token)
+            position += 2
+        else:
+            merged.append(ids[position])
+            position += 1
+    return merged

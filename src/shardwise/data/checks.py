@@ -1,0 +1,133 @@
+"""What a Loader may be given: each mistake has its sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DistributedSampler, IterableDataset
+
+from shardwise.errors import DataError
+
+SHARDINGS = ("auto", "slice", "dataset")
+
+
+class UnknownLength(DataError, TypeError):  # noqa: N818 (the tree has no suffixes)
+    """`len` of a Loader whose stream does not know its length; a TypeError as `len` wants it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The arguments of a Loader that decide what it gives, and to how many ranks (`size`)."""
+
+    dataset: Any
+    batch_size: int | None
+    shuffle: bool
+    drop_last: bool
+    sampler: Any
+    batch_sampler: Any
+    sharding: str
+    micro_batch_size: int | None
+    seed_samples: bool | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    size: int
+
+    @property
+    def stream(self) -> bool:
+        """Whether the dataset is iterable rather than map-style."""
+        return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
+
+    def check(self) -> None:
+        """Raises DataError for arguments that cannot be, alone or together."""
+        if self.batch_sampler is None:
+            self._check_batch_size()
+        else:
+            self._check_batch_sampler()
+        if self.sharding not in SHARDINGS:
+            raise DataError(f"sharding is one of {', '.join(SHARDINGS)}, not {self.sharding!r}.")
+        if self.stream:
+            self._check_stream()
+        else:
+            self._check_map_style()
+
+    def _check_batch_size(self) -> None:
+        size = self.batch_size
+        if size is None:
+            raise DataError(
+                "A Loader needs batch_size, the TOTAL batch of all workers, or a batch_sampler."
+            )
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise DataError(f"batch_size is a whole number of 1 or more, not {size!r}.")
+        if size < self.size:
+            raise DataError(
+                f"batch_size={size} is the TOTAL batch, and cannot be shared by {self.size} "
+                f"workers. Make it {self.size} or more, or start at most {size} worker(s)."
+            )
+
+    def _check_batch_sampler(self) -> None:
+        others = {
+            "batch_size": self.batch_size is not None,
+            "shuffle": self.shuffle,
+            "sampler": self.sampler is not None,
+            "drop_last": self.drop_last,
+        }
+        if clash := [name for name, given in others.items() if given]:
+            raise DataError(
+                f"batch_sampler decides the batches, so {' and '.join(clash)} cannot be given "
+                "with it: leave one of them out."
+            )
+
+    def _check_stream(self) -> None:
+        kind = type(self.dataset).__name__
+        if not hasattr(self.dataset, "__iter__"):
+            raise DataError(
+                f"{kind} is no dataset: it has neither __getitem__ and __len__ nor __iter__."
+            )
+        if isinstance(self.dataset, Iterator):
+            raise DataError(
+                f"{kind} is an iterator, which can be read only once. "
+                "Give an IterableDataset whose __iter__ starts anew."
+            )
+        named = {"sampler": self.sampler, "batch_sampler": self.batch_sampler}
+        for name in [name for name, value in named.items() if value is not None]:
+            raise DataError(f"{kind} is iterable, so no {name} can choose its samples.")
+        if self.shuffle:
+            raise DataError(
+                f"shuffle=True needs a map-style dataset; {kind} is iterable and gives its own "
+                "order: shuffle inside it (a buffer drawn from torch's generator is seeded alike "
+                "on all ranks)."
+            )
+
+    def _check_map_style(self) -> None:
+        kind = type(self.dataset).__name__
+        if not hasattr(self.dataset, "__len__"):
+            raise DataError(f"{kind} has __getitem__ but no __len__, so it cannot be shared out.")
+        length = len(self.dataset)
+        if length == 0:
+            raise DataError(f"{kind} has length 0: check the path or the filter that it reads by.")
+        if self.sharding != "auto":
+            raise DataError(
+                f"sharding={self.sharding!r} is for iterable datasets; {kind} is map-style and "
+                "every rank takes its share of one order: leave sharding out."
+            )
+        if self.shuffle and self.sampler is not None:
+            raise DataError("shuffle and sampler both decide the order: give one of them.")
+        for sampler in (
+            self.sampler,
+            self.batch_sampler,
+            getattr(self.batch_sampler, "sampler", 0),
+        ):
+            _refuse_distributed(sampler)
+        if self.drop_last and self.sampler is None and length < (self.batch_size or 0):
+            raise DataError(
+                f"drop_last with batch_size={self.batch_size} drops all {length} samples of {kind}."
+            )
+
+
+def _refuse_distributed(sampler: Any) -> None:
+    if isinstance(sampler, DistributedSampler):
+        raise DataError(
+            "DistributedSampler gives each rank a part, but the Loader shards by itself. Write "
+            "Loader(dataset, batch_size=TOTAL, shuffle=True) without it; set_epoch is not needed."
+        )

@@ -1,0 +1,93 @@
+"""The order of the data, and its cut into steps, shares and micro-batches: pure arithmetic.
+
+    epoch        3 1 4 0 5 9 2 6 8 7 10          a function of (seed, epoch, length) alone
+    steps        3 1 4 0 5 9 | 2 6 8 7 10        total batches of 6; the last may be short
+    shares       3 1 4 , 0 5 9 | 2 6 , 8 7 10    contiguous, one per rank
+    micro-batch  3 1 ; 4 , 0 5 ; 9 | ...         of 2 rows; as many on every rank
+
+Nothing but the cut into shares depends on the number of ranks, so a run at any size sees the same
+steps. The position in the data is one integer, the samples consumed since training began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import even_cuts
+from shardwise.randomness import seed_from
+
+Rows = tuple[int, int]
+"""Rows [first, end) of a total batch, or of an epoch."""
+
+
+def epoch_order(seed: int, epoch: int, length: int, *, shuffle: bool) -> Tensor | range:
+    """The dataset indices of epoch `epoch` in total order, (length,) int64 where shuffled.
+
+    Draws from no global generator.
+    """
+    if not shuffle:
+        return range(length)
+    generator = torch.Generator().manual_seed(seed_from(seed, "order", epoch))
+    return torch.randperm(length, generator=generator)
+
+
+def indices(order: Tensor | range, rows: Rows) -> Sequence[int]:
+    """The dataset indices of `rows` of an epoch."""
+    part = order[rows[0] : rows[1]]
+    return part if isinstance(part, range) else part.tolist()
+
+
+def steps_per_epoch(length: int, batch_size: int, *, drop_last: bool) -> int:
+    """The number of total batches in `length` samples; a short last one counts unless dropped."""
+    return length // batch_size if drop_last else -(-length // batch_size)
+
+
+def used_length(length: int, batch_size: int, *, drop_last: bool) -> int:
+    """How many of `length` samples an epoch gives."""
+    return length // batch_size * batch_size if drop_last else length
+
+
+def steps(length: int, batch_size: int, offset: int = 0) -> Iterator[Rows]:
+    """The total batches from sample `offset` of an epoch on, as rows of the epoch."""
+    for first in range(offset, length, batch_size):
+        yield first, min(first + batch_size, length)
+
+
+def share(rows: int, size: int, rank: int) -> Rows:
+    """Rank `rank`'s contiguous rows of a total batch; shares differ by a row at most."""
+    cuts = even_cuts(rows, size)
+    return cuts[rank], cuts[rank + 1]
+
+
+def largest_share(rows: int, size: int) -> int:
+    """The number of rows of the largest share."""
+    return -(-rows // size)
+
+
+def micro_batches(rows: int, size: int, micro_batch_size: int | None) -> int:
+    """How many micro-batches a total batch of `rows` makes, alike on all ranks; at least 1."""
+    largest = largest_share(rows, size)
+    return max(1, -(-largest // (micro_batch_size or max(1, largest))))
+
+
+def micro_cuts(rows: Rows, micro_batch_size: int | None, count: int) -> list[Rows]:
+    """`rows` cut into `count` micro-batches; those past its end are empty."""
+    first, end = rows
+    width = micro_batch_size or end - first
+    bounds = [min(first + width * number, end) for number in range(count + 1)]
+    return list(pairwise(bounds))
+
+
+def parts(rows: int, size: int, rank: int, micro_batch_size: int | None) -> list[Rows]:
+    """The micro-batches of `rank` in a total batch of `rows`; an empty one wants a stand-in."""
+    count = micro_batches(rows, size, micro_batch_size)
+    return micro_cuts(share(rows, size, rank), micro_batch_size, count)
+
+
+def locate(samples: int, epoch_length: int) -> tuple[int, int]:
+    """(epoch, offset in it) of the position `samples`, where every epoch has `epoch_length`."""
+    return divmod(samples, epoch_length)

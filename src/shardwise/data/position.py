@@ -1,0 +1,70 @@
+"""How far training has come in its data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.data import order
+from shardwise.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """`offset` samples and `steps` steps into `epoch`; `before` samples lie in earlier epochs."""
+
+    epoch: int = 0
+    offset: int = 0
+    steps: int = 0
+    before: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Samples consumed since training began."""
+        return self.before + self.offset
+
+    def stepped(self, total: int) -> Position:
+        """After one more step, of `total` samples."""
+        return replace(self, offset=self.offset + total, steps=self.steps + 1)
+
+    def next_epoch(self, epoch_length: int | None) -> Position:
+        """The start of the next epoch, whatever is left of this one."""
+        passed = self.offset if epoch_length is None else epoch_length
+        return Position(epoch=self.epoch + 1, before=self.before + passed)
+
+    def same_epoch(self) -> Position:
+        """The start of this epoch."""
+        return replace(self, offset=0, steps=0)
+
+    def state(self, epoch_length: int | None) -> dict[str, int]:
+        """What to save: one integer where all epochs have one length, else where it lies too."""
+        if epoch_length is not None:
+            return {"samples": self.samples}
+        return {
+            "samples": self.samples,
+            "epoch": self.epoch,
+            "offset": self.offset,
+            "steps": self.steps,
+        }
+
+
+def restored(
+    state: Mapping[str, Any], epoch_length: int | None, batch_size: int | None
+) -> Position:
+    """The position that `state` tells. Raises DataError for a state of something else."""
+    try:
+        samples = int(state["samples"])
+        if epoch_length is not None:
+            epoch, offset = order.locate(samples, epoch_length)
+            steps = -(-offset // batch_size) if batch_size else 0
+        else:
+            epoch, offset, steps = (int(state[key]) for key in ("epoch", "offset", "steps"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"The state of a Loader holds samples (and epoch, offset and steps for a sampler or a "
+            f"stream), not {dict(state)!r}."
+        ) from error
+    if min(samples, epoch, offset, steps) < 0 or offset > samples:
+        raise DataError(f"{dict(state)!r} is no position in the data.")
+    return Position(epoch=epoch, offset=offset, steps=steps, before=samples - offset)

@@ -1,0 +1,223 @@
+"""How a dataset is read by the ranks: what to ask of its source, and what comes of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from shardwise.data import order
+from shardwise.data.checks import Given
+from shardwise.data.position import Position
+from shardwise.data.schedule import FromBatchSampler, FromSampler, InOrder, Schedule
+from shardwise.data.source import Item, MapSource, Micro, Request, StreamSource, may_draw
+from shardwise.data.transfer import copied
+from shardwise.errors import DataError
+from shardwise.world import World
+
+
+class Reader(ABC):
+    """One way of reading. `source` does it, in DataLoader workers or in the main process.
+
+    `epoch_length` is the number of samples that every epoch has, None where that may differ;
+    `steps` the number of steps of an epoch, None where unknown.
+    """
+
+    source: Any
+    epoch_length: int | None = None
+    steps: int | None = None
+
+    @abstractmethod
+    def asks(self, run: int, at: Position) -> Iterator[Any]:
+        """What to ask of the source, one item per micro-batch, for pass `run` from `at` on."""
+
+    def delivered(self, answers: Iterator[Item | None]) -> Iterator[Item]:
+        """The micro-batches of a pass, from what the source answers; None is past its end."""
+        return takewhile(lambda item: item is not None, answers)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Let go of what a pass has open in this process."""
+        self.source.close()
+
+
+def reader(given: Given, world: World) -> Reader:
+    """The reader for checked arguments."""
+    if not given.stream:
+        return MapReader(given, world)
+    return PartReader(given, world) if _sharded_by_dataset(given) else SliceReader(given, world)
+
+
+class MapReader(Reader):
+    """Each rank reads its share of every total batch of a schedule."""
+
+    def __init__(self, given: Given, world: World) -> None:
+        draws, seed_samples = may_draw(given.dataset), given.seed_samples
+        self.source = MapSource(
+            given.dataset,
+            given.collate_fn or default_collate,
+            seed=world.seed,
+            seed_samples=draws if seed_samples is None else seed_samples,
+            may_draw=draws or given.collate_fn is not None,
+        )
+        self._world = world
+        self._micro_batch_size = given.micro_batch_size
+        self._schedule = _schedule(given, world)
+        self.epoch_length, self.steps = self._schedule.epoch_length, self._schedule.steps
+
+    def asks(self, run: int, at: Position) -> Iterator[Micro]:
+        batches = self._schedule.batches(at.epoch, at.offset)
+        world = self._world
+        return micros(batches, at.epoch, world.size, world.rank, self._micro_batch_size)
+
+
+class SliceReader(Reader):
+    """Every rank reads the whole stream and keeps its share of each total batch."""
+
+    def __init__(self, given: Given, world: World) -> None:
+        assert given.batch_size is not None
+        self.source = _stream_source(given, given.dataset, world, sliced=True)
+        if hasattr(given.dataset, "__len__"):
+            self.steps = order.steps_per_epoch(
+                len(given.dataset), given.batch_size, drop_last=given.drop_last
+            )
+
+    def asks(self, run: int, at: Position) -> Iterator[Request]:
+        return requests(run, at.epoch, at.offset)
+
+
+class PartReader(Reader):
+    """Every rank reads a part of its own, until the parts of all ranks have ended."""
+
+    def __init__(self, given: Given, world: World) -> None:
+        assert given.batch_size is not None
+        dataset = given.dataset
+        if world.size > 1 and hasattr(dataset, "shard"):
+            dataset = dataset.shard(num_shards=world.size, index=world.rank)
+        self.source = _stream_source(given, dataset, world, sliced=False)
+        self._world = world
+        self._needed = given.batch_size if given.drop_last else 1
+        self._parts = order.micro_batches(given.batch_size, world.size, given.micro_batch_size)
+
+    def asks(self, run: int, at: Position) -> Iterator[Request]:
+        return requests(run, at.epoch, at.steps * self.source.chunk)
+
+    def delivered(self, answers: Iterator[Item | None]) -> Iterator[Item]:
+        items = super().delivered(answers)
+        return until_all_finish(items, self._world, parts=self._parts, needed=self._needed)
+
+
+def micros(
+    batches: Iterable[Sequence[Any]], epoch: int, size: int, rank: int, micro_batch_size: int | None
+) -> Iterator[Micro]:
+    """`rank`'s micro-batches of the total `batches`; a first row stands in where it has none."""
+    for batch in batches:
+        cuts = order.parts(len(batch), size, rank, micro_batch_size)
+        for part, (first, end) in enumerate(cuts):
+            yield Micro(
+                epoch=epoch,
+                part=part,
+                parts=len(cuts),
+                total=len(batch),
+                samples=end - first,
+                indices=tuple(batch[first:end] or batch[:1]),
+            )
+
+
+def requests(run: int, epoch: int, skip: int) -> Iterator[Request]:
+    """One micro-batch of a stream after another, until nobody asks any more."""
+    number = 0
+    while True:
+        yield Request(run, epoch, skip, number)
+        number += 1
+
+
+def until_all_finish(
+    items: Iterator[Item], world: World, *, parts: int, needed: int
+) -> Iterator[Item]:
+    """`items` of this rank's own part of a stream, going on until every rank's part has ended.
+
+    Each step begins with one small collective of the rows that the ranks have, and is the last
+    where they are fewer than `needed`. A rank that has finished goes on with a stand-in.
+    Raises DataError, on all ranks, for a part without samples.
+    """
+    stand_in: Any = None
+    finished = False
+    epoch = 0
+    while True:
+        if not finished:
+            micro, data = next(items)
+            epoch = micro.epoch
+            if micro.rows <= 0:
+                finished, stand_in = True, data
+        rows = _gathered(world, (-1 if stand_in is None else 0) if finished else micro.rows)
+        _check_parts(rows)
+        total = sum(rows)
+        if total < needed:
+            return
+        if finished:
+            for part in range(parts):
+                yield _stand_in(epoch, part, parts, total), copied(stand_in)
+        else:
+            yield replace(micro, total=total), data
+            for _ in range(parts - 1):
+                micro, data = next(items)
+                yield replace(micro, total=total), data
+
+
+def _stand_in(epoch: int, part: int, parts: int, total: int) -> Micro:
+    return Micro(epoch=epoch, part=part, parts=parts, total=total, samples=0)
+
+
+def _gathered(world: World, rows: int) -> list[int]:
+    """Every rank's `rows`, on every rank."""
+    device = world.collectives.small_device
+    row = torch.tensor([float(rows)], dtype=torch.float64, device=device)
+    return [int(value) for value in world.collectives.gather_rows(row).flatten().tolist()]
+
+
+def _check_parts(rows: list[int]) -> None:
+    empty = [str(rank) for rank, count in enumerate(rows) if count < 0]
+    if empty:
+        raise DataError(
+            f"The part of the stream on rank(s) {', '.join(empty)} of {len(rows)} holds no sample: "
+            'give each rank some, use sharding="slice", or start fewer workers.'
+        )
+
+
+def _schedule(given: Given, world: World) -> Schedule:
+    if given.batch_sampler is not None:
+        return FromBatchSampler(given.batch_sampler, world=world)
+    size, drop_last = given.batch_size, given.drop_last
+    assert size is not None
+    if given.sampler is not None:
+        return FromSampler(given.sampler, size, world=world, drop_last=drop_last)
+    return InOrder(
+        len(given.dataset), size, seed=world.seed, shuffle=given.shuffle, drop_last=drop_last
+    )
+
+
+def _stream_source(given: Given, dataset: Any, world: World, *, sliced: bool) -> StreamSource:
+    assert given.batch_size is not None
+    return StreamSource(
+        dataset,
+        given.collate_fn or default_collate,
+        seed=world.seed,
+        batch_size=given.batch_size,
+        micro_batch_size=given.micro_batch_size,
+        size=world.size,
+        rank=world.rank,
+        sliced=sliced,
+        drop_last=given.drop_last,
+    )
+
+
+def _sharded_by_dataset(given: Given) -> bool:
+    if given.sharding != "auto":
+        return given.sharding == "dataset"
+    shards = getattr(given.dataset, "num_shards", getattr(given.dataset, "n_shards", given.size))
+    return hasattr(given.dataset, "shard") and shards >= given.size

@@ -1,0 +1,131 @@
+"""Which samples make the steps of an epoch, as total batches of indices, alike on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from shardwise.data import order
+from shardwise.data.source import seed_cpu
+from shardwise.errors import DataError
+from shardwise.randomness import preserved, seed_from
+from shardwise.world import World
+
+
+class Schedule(ABC):
+    """The total batches of a map-style dataset.
+
+    `epoch_length` is the number of samples that every epoch gives, None where epochs may differ;
+    `steps` the number of steps, None where it is not known before the epoch begins.
+    """
+
+    epoch_length: int | None = None
+    steps: int | None = None
+
+    @abstractmethod
+    def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
+        """The total batches of `epoch` from its sample `offset` on."""
+
+
+class InOrder(Schedule):
+    """Our own order, shuffled or not: a pure function of (seed, epoch, length)."""
+
+    def __init__(
+        self, length: int, batch_size: int, *, seed: int, shuffle: bool, drop_last: bool
+    ) -> None:
+        self._batch_size = batch_size
+        self.epoch_length = order.used_length(length, batch_size, drop_last=drop_last)
+        self.steps = order.steps_per_epoch(length, batch_size, drop_last=drop_last)
+        self._length, self._seed, self._shuffle = length, seed, shuffle
+
+    def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
+        whole = order.epoch_order(self._seed, epoch, self._length, shuffle=self._shuffle)
+        assert self.epoch_length is not None
+        for rows in order.steps(self.epoch_length, self._batch_size, offset):
+            yield order.indices(whole, rows)
+
+
+class FromSampler(Schedule):
+    """The order that a user's sampler gives, drawn once per epoch, alike on all ranks."""
+
+    def __init__(
+        self, sampler: Iterable[Any], batch_size: int, *, world: World, drop_last: bool
+    ) -> None:
+        self._batch_size = batch_size
+        self._sampler, self._world, self._drop_last = sampler, world, drop_last
+        length = _length(sampler)
+        if length is not None:
+            self.steps = order.steps_per_epoch(length, batch_size, drop_last=drop_last)
+
+    def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
+        indices = [_plain(index) for index in _draw(self._sampler, self._world, epoch)]
+        _check_agreement(self._world, "sampler", epoch, indices)
+        length = order.used_length(len(indices), self._batch_size, drop_last=self._drop_last)
+        for first, end in order.steps(length, self._batch_size, offset):
+            yield indices[first:end]
+
+
+class FromBatchSampler(Schedule):
+    """The total batches that a user's batch sampler gives; their sizes may vary."""
+
+    def __init__(self, batch_sampler: Iterable[Iterable[Any]], *, world: World) -> None:
+        self._sampler, self._world = batch_sampler, world
+        self.steps = _length(batch_sampler)
+
+    def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
+        drawn = _draw(self._sampler, self._world, epoch)
+        batches = [[_plain(index) for index in batch] for batch in drawn]
+        _check_agreement(self._world, "batch_sampler", epoch, batches)
+        if [] in batches:
+            raise DataError(
+                f"The batch_sampler gave an empty batch (number {batches.index([])} of epoch "
+                f"{epoch}); every list is a total batch and holds at least one index."
+            )
+        passed = 0
+        for batch in batches:
+            if passed >= offset:
+                yield batch
+            passed += len(batch)
+
+
+def _draw(sampler: Iterable[Any], world: World, epoch: int) -> list[Any]:
+    """All that `sampler` gives in `epoch`; what it draws is seeded alike on all ranks."""
+    with preserved():
+        seed_cpu(seed_from(world.seed, "sampler", epoch))
+        for told in (sampler, getattr(sampler, "sampler", None)):
+            if (set_epoch := getattr(told, "set_epoch", None)) is not None:
+                set_epoch(epoch)
+        return list(sampler)
+
+
+def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) -> None:
+    if world.size == 1:
+        return
+    digest = hashlib.blake2b(repr(drawn).encode(), digest_size=16).hexdigest()
+    digests = world.gather(digest)
+    others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
+    if others:
+        raise DataError(
+            f"The {what} gave rank 0 another order than rank(s) {_listed(others)} in epoch "
+            f"{epoch}. It must give the same total order on every rank, since the Loader takes "
+            "each rank's share of it: draw with torch's global generator, which is seeded alike, "
+            "or with a generator of the same seed."
+        )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(str(number) for number in numbers)
+
+
+def _plain(index: Any) -> Any:
+    """An index as an int where it is one in disguise (a 0-dim tensor, a numpy integer)."""
+    return index.__index__() if hasattr(index, "__index__") else index
+
+
+def _length(sampler: Any) -> int | None:
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,125 @@
+"""One pass over a Loader: its steps, and the micro-batches of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from shardwise.data.source import Item, Micro
+from shardwise.data.transfer import to_device
+from shardwise.errors import UsageError
+from shardwise.feed import Batch, Plan
+from shardwise.world import World
+
+
+class Pass:
+    """Hands out the items of one pass, telling the feed what each holds.
+
+    `stepped(total)` is called when the last micro-batch of a step is handed out: from then on
+    the position lies behind that step.
+    """
+
+    def __init__(
+        self,
+        items: Iterator[Item],
+        *,
+        world: World,
+        name: str,
+        plan: Plan,
+        pinned: bool,
+        stepped: Callable[[int], None],
+    ) -> None:
+        self._items = items
+        self._world = world
+        self._pinned = pinned
+        self._stepped = stepped
+        self._stream = world.feed.open(name, plan)
+        self.open = True
+
+    def steps(self, first: int) -> Iterator[Step]:
+        """The steps of this pass, numbered from `first`; each is finished before the next."""
+        try:
+            for number, item in enumerate(self._items, first):
+                step = Step(self, item, number)
+                yield step
+                step._finish()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Forget the stream and let go of what reads the data; closing twice is harmless."""
+        self.open = False
+        self._world.feed.close(self._stream)
+        self._items = iter(())
+
+    def hand_out(self, item: Item) -> Any:
+        """The data of `item` on the device; the feed knows of it when this returns."""
+        self._check_open()
+        micro, data = item
+        data = to_device(data, self._world.device, non_blocking=self._pinned)
+        batch = Batch(
+            samples=micro.samples,
+            last=micro.last,
+            indices=_numbers(micro) if micro.samples else (),
+        )
+        self._world.feed.give(self._stream, batch, training=torch.is_grad_enabled())
+        if micro.last:
+            self._stepped(micro.total)
+        return data
+
+    def next_item(self) -> Item:
+        """The next micro-batch of a step that has begun."""
+        self._check_open()
+        return next(self._items)
+
+    def pass_over(self, micro: Micro, left: int) -> None:
+        """Leave a whole step out."""
+        for _ in range(left):
+            self.next_item()
+        self._stepped(micro.total)
+
+    def _check_open(self) -> None:
+        if not self.open:
+            raise UsageError(
+                "This step belongs to a loop over the Loader that has ended; "
+                "take its micro-batches inside the loop."
+            )
+
+
+class Step:
+    """The micro-batches of one step: iterate over it once. `number` counts from 0 in its epoch."""
+
+    def __init__(self, whole: Pass, first: Item, number: int) -> None:
+        self.number = number
+        self._pass = whole
+        self._first = first
+        self._taken = 0
+
+    def __len__(self) -> int:
+        return self._first[0].parts
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._taken:
+            raise UsageError(
+                f"Step {self.number} was iterated before; keep its batches with list(step)."
+            )
+        for part in range(len(self)):
+            item = self._pass.next_item() if part else self._first
+            self._taken += 1
+            yield self._pass.hand_out(item)
+
+    def _finish(self) -> None:
+        if self._taken == 0:
+            self._pass.pass_over(self._first[0], len(self) - 1)
+        elif self._taken < len(self):
+            raise UsageError(
+                f"Step {self.number} has {len(self)} micro-batches and {self._taken} were taken. "
+                "Take all of them, so that every rank joins in every gradient and no sample is "
+                "lost; to leave the epoch, break out of the loop over the steps."
+            )
+
+
+def _numbers(micro: Micro) -> tuple[int, ...]:
+    return tuple(index for index in micro.indices if isinstance(index, int))

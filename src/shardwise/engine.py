@@ -1,0 +1,517 @@
+"""The engine: forward is the user's, backward and step are here.
+
+    backward    seed autograd with the loss's weight; buckets reduce beside it (states/gradients)
+    step        reduce what is left; one small exchange: weights, norm, what was used;
+                update each bucket (states/optimizer_state) and publish it; clear
+
+What a step does follows from the placement's cells alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn, optim
+
+from shardwise import assembly, precision, randomness, start_lines, sync_batch_norm, units
+from shardwise import world as world_module
+from shardwise.assembly import Recipe
+from shardwise.errors import ModelError, NonFiniteError, PlacementError, UsageError
+from shardwise.export import write_safetensors
+from shardwise.feed import Batch
+from shardwise.states.buffers import Buffers
+from shardwise.window import Message, StepStats, Window
+
+_living: WeakSet[Engine] = WeakSet()
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """What all ranks know of a step after the exchange."""
+
+    weight: float
+    loss: float
+    squared_norm: float
+    used: list[bool]
+
+
+class Engine:
+    """Trains `models` with `optimizers` over all ranks, as one process would.
+
+    `models` and `optimizers` are one each or sequences; the objects stay the user's own and are
+    changed in place. `scaler` is a GradScaler to drive. `settings` are keywords of
+    `shardwise.config.Settings` (zero=2, precision="bf16-mixed" ...), overridden by the TOML file,
+    the environment and the flags. All ranks make their engines in the same order.
+
+    Attributes: `placement`, `world`, `steps` (how many were made), `settings`.
+
+    Raises PlacementError, ModelError (nothing to train, an optimizer that cannot be sharded),
+    ModelMismatch (ranks built different models).
+    """
+
+    def __init__(
+        self,
+        models: nn.Module | Sequence[nn.Module],
+        optimizers: optim.Optimizer | Sequence[optim.Optimizer],
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        **settings: Any,
+    ) -> None:
+        self.world = world_module.current()
+        self.settings = self.world.settle(**settings)
+        self.placement = self.settings.placement
+        if self.placement.is_sharded("parameters"):
+            raise PlacementError(
+                f"{self.placement.name} shards the parameters, which this version does not do "
+                "yet. The nearest row that it trains is ZERO_2: write --zero 2."
+            )
+        self._number = self.world.engines
+        self.world.engines += 1
+        self._group = self.world.collectives
+        self._recipe = Recipe(
+            _several(models, nn.Module),
+            _several(optimizers, optim.Optimizer),
+            self.placement,
+            self.settings,
+            self._group,
+        )
+        assembly.check_same_model(self._recipe)
+        preset = precision.PRESETS[self.settings.precision]
+        self._scale = precision.LossScale(scaler, active=preset.scaled)
+        masters = self._prepare_models(preset)
+        self._states = assembly.assemble(self._recipe, masters)
+        self._shape = self._recipe.shape()
+        self._start_alike()
+        self._exponent: int | None = None
+        self._window = Window()
+        self._announced = False
+        self.steps = 0
+        self._forbid_by_hand()
+        self.world.feed.watch_stand_ins(self._buffers.save)
+        self._reseed()
+        _living.add(self)
+        start_lines.announce_engine(self)
+
+    # -- building -------------------------------------------------------------------------
+
+    def _prepare_models(self, preset: precision.Preset) -> dict[nn.Parameter, Tensor]:
+        """Precision, synchronised BatchNorm, compilation; returns values from before a cast."""
+        models = self._recipe.models
+        masters: dict[nn.Parameter, Tensor] = {}
+        if preset.cast is not None:
+            masters = precision.cast_models(models, preset.cast)
+        if preset.cast is not None or preset.autocast is not None:
+            for model in models:
+                precision.ForwardPrecision(preset, self.world.device.type).attach(model)
+        self._buffers = Buffers(models, self._group)
+        if self.settings.sync_batch_norm and self.world.size > 1:
+            sync_batch_norm.convert(models, self._group.second_group(), self.world.feed)
+        if self.settings.compile:
+            for model in models:
+                for _, unit in units.find_units(model) or [("", model)]:
+                    unit.compile()
+        return masters
+
+    def _start_alike(self) -> None:
+        """Rank 0's weights and buffers on all ranks, whatever each rank's seed."""
+        self._states.parameters.broadcast()
+        assembly.broadcast_frozen(self._states, self._group)
+        self._buffers.broadcast()
+        self._buffers.leave_out(sync_batch_norm.converted(self._recipe.models))
+
+    def _forbid_by_hand(self) -> None:
+        """Let `optimizer.step()`, and reading or loading its emptied state, say what to write."""
+        for optimizer in self._recipe.optimizers:
+            optimizer.register_step_pre_hook(_refuse_step)
+            optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+            optimizer.register_load_state_dict_pre_hook(_refuse_load)
+
+    def _rebuild_if_changed(self) -> None:
+        """Lay out anew after `add_param_group` or a change of `requires_grad`."""
+        shape = self._recipe.shape()
+        if shape == self._shape:
+            return
+        if self._window.backwards:
+            raise UsageError(
+                "Parameter groups or requires_grad changed between engine.backward and "
+                "engine.step. Change them right after engine.step()."
+            )
+        assembly.check_same_model(self._recipe)
+        masters, averages = assembly.disassemble(self._recipe, self._states)
+        self._states = assembly.assemble(self._recipe, masters, averages)
+        self._shape = shape
+
+    # -- backward -------------------------------------------------------------------------
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        last: bool | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Add the gradient of `loss`, a scalar that is a mean over `weight` items of this rank.
+
+        Without `weight` it is the number of samples that the Loader last gave; without a Loader,
+        1. A device tensor is fine. `last=False` says that more backwards come in this step, which
+        saves communication and never changes a result. Touches this engine's parameters only.
+
+        Raises UsageError for a loss that is not a scalar of the graph, or when two training
+        loaders are open and the weight is left out.
+        """
+        _check_loss(loss)
+        self._states.parameters.check()
+        self._rebuild_if_changed()
+        batch, last = self._batch_and_last(weight, last)
+        weight = self._weight(weight, batch)
+        if not self._announced:
+            self._announced = True
+            start_lines.announce_batch(self)
+        if self._exponent is None:
+            self._agree_on_exponent(weight)
+        empty = not isinstance(weight, Tensor) and weight == 0
+        gradients = self._states.gradients
+        gradients.begin(last=last, weight=weight)
+        try:
+            torch.autograd.backward(
+                loss, self._seed(loss, weight), retain_graph=retain_graph, inputs=self._inputs()
+            )
+            gradients.finish()
+        except BaseException:
+            self._abandon()
+            raise
+        self._window.add(loss, weight, batch.indices if batch is not None else ())
+        if empty:
+            self._buffers.restore()
+        if last:
+            gradients.guard()
+
+    def _batch_and_last(
+        self, weight: float | Tensor | None, last: bool | None
+    ) -> tuple[Batch | None, bool]:
+        feed = self.world.feed
+        stream = feed.training_stream() if weight is None else None
+        batch = stream.batch if stream is not None else feed.current
+        if last is None:
+            last = batch.last if batch is not None else True
+        return batch, last
+
+    def _weight(self, weight: float | Tensor | None, batch: Batch | None) -> float | Tensor:
+        """The weight as a float, or as a 0-dim tensor where it lives on a GPU."""
+        if batch is not None and batch.samples == 0:
+            return 0.0
+        if weight is None:
+            return float(batch.samples) if batch is not None else 1.0
+        if isinstance(weight, Tensor):
+            if weight.numel() != 1:
+                raise UsageError(f"weight takes one number, not a tensor of shape {tuple(weight.shape)}.")
+            if weight.device.type != "cpu":
+                return weight.detach().reshape(())
+            weight = weight.item()
+        if not 0 <= weight < math.inf:
+            raise UsageError(f"weight takes a number of 0 or more, not {weight}.")
+        return float(weight)
+
+    def _agree_on_exponent(self, weight: float | Tensor) -> None:
+        """The power of two by which all ranks scale down, from the first weights of all."""
+        row = torch.as_tensor(weight, dtype=torch.float64).reshape(1).to(self._group.small_device)
+        self._follow_weight(float(self._group.gather_rows(row).sum()))
+
+    def _follow_weight(self, total: float) -> None:
+        self._exponent = round(math.log2(total)) if total > 0 else 0
+
+    @property
+    def _divisor(self) -> float:
+        """What the seed of backward is divided by; a power of two, so exactly."""
+        return math.ldexp(1.0, self._exponent or 0) / self._scale.value
+
+    def _seed(self, loss: Tensor, weight: float | Tensor) -> Tensor:
+        return torch.as_tensor(weight, dtype=loss.dtype, device=loss.device).div(self._divisor).view_as(loss)
+
+    def _inputs(self) -> list[nn.Parameter] | None:
+        """This engine's parameters where the graph may hold those of another engine too."""
+        if len(_living) == 1:
+            return None
+        return [tracked.parameter for tracked in self._states.parameters.tracked]
+
+    def _abandon(self) -> None:
+        """A backward failed: forget this step."""
+        self._states.gradients.abandon()
+        self._window = Window()
+
+    # -- step -----------------------------------------------------------------------------
+
+    def step(self, max_norm: float | None = None) -> StepStats:
+        """Average the gradients over everything since the last step, clip, update and clear.
+
+        `max_norm` clips by the global 2-norm, as torch.nn.utils.clip_grad_norm_ does. Collective.
+
+        Raises UsageError without a backward, NonFiniteError for a NaN or infinite gradient where
+        there is no loss scale (`--nonfinite skip` skips the step instead).
+        """
+        if not self._window.backwards:
+            raise UsageError("engine.step() without engine.backward(loss) since the last step: call backward first.")
+        if max_norm is not None and not max_norm > 0:
+            raise UsageError(f"max_norm takes a number above 0, not {max_norm}.")
+        self._states.parameters.check()
+        self._states.gradients.reduce()
+        totals = self._exchange()
+        stats = self._decide(totals)
+        if not stats.skipped:
+            self._update(totals, stats, max_norm)
+        self._end_step(totals)
+        return stats
+
+    def _exchange(self) -> _Totals:
+        """One small collective: all ranks learn the weight, the norm, and what was used."""
+        gradients, device = self._states.gradients, self._group.small_device
+        mine = Message(
+            weight=self._window.weight,
+            loss=self._window.loss,
+            squared_norm=gradients.squared_norm(),
+            used=gradients.used,
+            late=[number in gradients.late for number in range(len(gradients.collectors))],
+            news=bool(self._buffers.news()),
+        )
+        told = mine.row(device)
+        rows = self._group.gather_rows(torch.cat([told, self._buffers.values().to(device)]))
+        all_of_us = mine.join(rows[:, : told.numel()].tolist())
+        self._keep_buffers(rows[:, told.numel() :], rows[:, 0], news=all_of_us.news)
+        squared = float(all_of_us.squared_norm)
+        if any(all_of_us.late):
+            squared = self._correct([n for n, late in enumerate(all_of_us.late) if late])
+        return _Totals(
+            weight=float(all_of_us.weight),
+            loss=float(all_of_us.loss),
+            squared_norm=squared,
+            used=all_of_us.used,
+        )
+
+    def _correct(self, buckets: list[int]) -> float:
+        """Add the late gradients of `buckets`; returns the squared norm after that."""
+        self._states.gradients.reduce_late(buckets)
+        return self._sum_over_ranks(self._states.gradients.squared_norm())
+
+    def _sum_over_ranks(self, value: Tensor) -> float:
+        row = value.reshape(1).to(self._group.small_device)
+        return float(self._group.gather_rows(row).sum())
+
+    def _keep_buffers(self, rows: Tensor, weights: Tensor, *, news: bool) -> None:
+        """Average the buffers that forward changes; take in those seen changing for the first time."""
+        if self.world.size == 1 or not float(weights.sum()):
+            return
+        self._buffers.average(rows, weights)
+        if news:
+            found = self.world.gather(self._buffers.news())
+            self._buffers.follow({index for each in found for index in each})
+            values = self._buffers.values().to(self._group.small_device)
+            self._buffers.average(self._group.gather_rows(values), weights)
+        self._buffers.remember()
+
+    def _decide(self, totals: _Totals) -> StepStats:
+        """The step's figures, and whether it updates anything."""
+        if totals.weight == 0:
+            return StepStats(loss=math.nan, grad_norm=0.0, weight=0.0, skipped=True)
+        norm = math.sqrt(totals.squared_norm) / self._total_divisor(totals)
+        finite = math.isfinite(norm)
+        if not finite and not self._scale.active and self.settings.nonfinite == "stop":
+            raise self._nonfinite(totals)
+        return StepStats(
+            loss=totals.loss / totals.weight,
+            grad_norm=norm,
+            weight=totals.weight,
+            skipped=not finite,
+        )
+
+    def _total_divisor(self, totals: _Totals) -> float:
+        """What the summed gradients are to be divided by to be the mean: the one division."""
+        return totals.weight / self._divisor
+
+    def _update(self, totals: _Totals, stats: StepStats, max_norm: float | None) -> None:
+        """Update bucket by bucket; each is on its way to the others while the next is updated."""
+        factor = 1.0 / self._total_divisor(totals)
+        if max_norm is not None:
+            factor *= min(1.0, max_norm / (stats.grad_norm + 1e-6))
+        states, sent = self._states, []
+        sums = [collector.reduced for collector in states.gradients.collectors]
+        with torch.no_grad():
+            for inner in states.optimizer.inners:
+                states.optimizer.step(inner, sums, totals.used, factor)
+                if self.placement.is_sharded("optimizer"):
+                    sent += [states.parameters.publish(i) for i in states.optimizer.buckets_of(inner)]
+            if states.averages is not None:
+                states.averages.update()
+        for handle in sent:
+            handle.wait()
+        states.parameters.touch()
+
+    def _end_step(self, totals: _Totals) -> None:
+        if totals.weight:
+            self._scale.update(overflow=not math.isfinite(totals.squared_norm))
+            self._follow_weight(totals.weight)
+        self._states.gradients.clear()
+        self._window = Window()
+        self.steps += 1
+        self._reseed()
+
+    def _reseed(self) -> None:
+        """Randomness of the next step: a pure function of seed, engine, step and data rank."""
+        world = self.world
+        randomness.seed_everything(
+            randomness.seed_from(world.seed, "step", self._number, self.steps, world.rank)
+        )
+
+    def _nonfinite(self, totals: _Totals) -> NonFiniteError:
+        """What was not finite and where it came from, gathered from all ranks."""
+        tracked = self._states.parameters.tracked
+        names = [tracked[index].name for index in self._states.gradients.nonfinite()]
+        loss_is_bad = not math.isfinite(float(self._window.loss))
+        samples = [index for indices in self._window.indices for index in indices]
+        told = self.world.gather((names, loss_is_bad, samples, self._states.gradients.suspect()))
+        names = sorted({name for each in told for name in each[0]})
+        parts = []
+        for rank, (_, bad_loss, indices, suspect) in enumerate(told):
+            if bad_loss or suspect:
+                what = "loss" if bad_loss else "gradient"
+                parts.append(f"rank {rank} (its {what}; samples {_shortened(indices)})")
+        self._abandon()
+        origin = " and ".join(parts) or "the sum over the ranks (each rank's own part is finite)"
+        return NonFiniteError(
+            f"Step {self.steps}: the gradient is not finite in {_shortened(names)}. It comes from "
+            f"{origin}. Nothing was updated. Look at those samples, lower the learning rate or "
+            "clip with engine.step(max_norm=1.0); --nonfinite skip goes on without such steps."
+        )
+
+    # -- whole tensors --------------------------------------------------------------------
+
+    @contextmanager
+    def full_parameters(
+        self, module: nn.Module | None = None, *, write: bool = False
+    ) -> Iterator[None]:
+        """Inside the block the parameters of `module` (default: all) are whole, to read or write.
+
+        With `write=True` rank 0's values are everyone's on leaving, masters included. Collective:
+        every rank enters and leaves. Replicated parameters can also be read at any time.
+        """
+        del module  # all of them are whole where parameters are replicated
+        if write and self._window.backwards:
+            raise UsageError("full_parameters(write=True) between engine.backward and engine.step: write before or after.")
+        with torch.no_grad():
+            yield
+            if write:
+                self._states.parameters.check()
+                self._states.parameters.broadcast()
+                self._states.optimizer.refresh_masters()
+
+    @contextmanager
+    def ema(self) -> Iterator[None]:
+        """Inside the block the parameters hold their moving average (`ema_decay`). Collective."""
+        if self._states.averages is None:
+            raise UsageError("engine.ema() without a moving average: give --ema-decay 0.999 or ema_decay=0.999.")
+        if self._window.backwards:
+            raise UsageError("engine.ema() between engine.backward and engine.step: enter it after the step.")
+        with torch.no_grad():
+            context = self._states.averages.swapped_in()
+            context.__enter__()
+        try:
+            yield
+        finally:
+            context.__exit__(None, None, None)
+
+    def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
+        """Write `model` (default: the only one) as one plain safetensors file, from rank 0.
+
+        Names, shapes and dtypes are the plain model's; tied weights are written once. Inside
+        `engine.ema()` the averages are written.
+        """
+        if model is None:
+            if len(self._recipe.models) != 1:
+                raise UsageError("This engine has several models: say which, engine.export(path, model).")
+            model = self._recipe.models[0]
+        if self.world.is_main:
+            write_safetensors(model, path)
+
+    def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
+        """The state_dict that `optimizer` (default: the only one) would have in one process.
+
+        Every rank gets the whole of it. Collective.
+        """
+        if optimizer is None:
+            if len(self._recipe.optimizers) != 1:
+                raise UsageError("This engine has several optimizers: say which.")
+            optimizer = self._recipe.optimizers[0]
+        states = self._states.gathering.optimizer_state()
+        numbers: dict[nn.Parameter, int] = {}
+        groups = []
+        for group in optimizer.param_groups:
+            members = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
+            groups.append({**group, "params": members})
+        return {
+            "state": {number: states[p] for p, number in numbers.items() if p in states},
+            "param_groups": groups,
+        }
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the training states that this rank holds now, padding included."""
+        return self._states.state_bytes
+
+
+def _several(given: Any, kind: type[Any]) -> tuple[Any, ...]:
+    several = (given,) if isinstance(given, kind) else tuple(given)
+    wrong = [item for item in several if not isinstance(item, kind)]
+    if wrong or not several:
+        shown = type(wrong[0]).__name__ if wrong else "nothing"
+        raise ModelError(f"sw.Engine(models, optimizers) takes {kind.__name__}s, not {shown}.")
+    return several
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(
+            f"engine.backward takes a scalar loss, not {shape}. Take the mean over the items of "
+            "this batch: loss.mean(), or reduction='mean'."
+        )
+    if not loss.is_floating_point():
+        raise UsageError(f"engine.backward takes a real floating loss, not {loss.dtype}.")
+    if not loss.requires_grad:
+        raise UsageError(
+            "This loss does not depend on any parameter (it was computed under no_grad, detached, "
+            "or all parameters are frozen): compute it with gradients on."
+        )
+
+
+def _refuse_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    raise UsageError(
+        f"{type(optimizer).__name__}.step() by hand would update from gradients that are not "
+        "averaged over the workers. Write stats = engine.step(max_norm=...) instead (a GradScaler "
+        "goes into sw.Engine(..., scaler=scaler))."
+    )
+
+
+def _refuse_state_dict(optimizer: optim.Optimizer) -> None:
+    raise UsageError(
+        f"The state of {type(optimizer).__name__} lies with the engine. Write "
+        "engine.optimizer_state_dict(optimizer), on all ranks."
+    )
+
+
+def _refuse_load(optimizer: optim.Optimizer, state: Any) -> None:
+    raise UsageError(
+        f"{type(optimizer).__name__}.load_state_dict after sw.Engine(...) would not reach the "
+        "engine. Load it before the engine is made; its state is taken over."
+    )
+
+
+def _shortened(values: Sequence[Any], most: int = 8) -> str:
+    shown = ", ".join(str(value) for value in values[:most])
+    return f"{shown} and {len(values) - most} more" if len(values) > most else shown or "unknown"

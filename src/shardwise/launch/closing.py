@@ -1,0 +1,38 @@
+"""What a run says last: which rank failed and why, or who asked it to stop. Pure."""
+
+import signal
+
+from shardwise.launch.verdict import Verdict
+
+
+def words(judged: Verdict, how: str, trace: str, *, size: int, where: str = "") -> str:
+    """The closing words of a failed run, with the trace of the rank at fault last.
+
+    `how` says how the blamed rank ended, `where` at which line of the user's the one that waited
+    for it was. A run of one rank that ended by itself has said all.
+    """
+    by_itself = how.startswith("exit code")
+    if size == 1:
+        return "" if by_itself else f"\nshardwise: the program was ended by {how}.\n"
+    who = f"rank {judged.rank} of {size}"
+    if judged.waiting is not None:
+        return (
+            f"\nshardwise: {who} ended ({how}) while the others were still training.\n"
+            "All ranks must take the same number of steps: look for an exit, return or break "
+            f"that only rank {judged.rank} takes.\n"
+            f"Rank {judged.waiting} was waiting for it here:\n\n{where or trace}\n"
+        )
+    head = f"{who} failed ({how})" if by_itself else f"{who} was ended by {how}"
+    last = f" Its last words:\n\n{trace}" if trace else ""
+    return f"\nshardwise: {head}.{last}\n"
+
+
+def stopping(asked: signal.Signals, size: int, *, again: bool) -> str:
+    """The line at the moment when someone wants the run to end."""
+    by = {signal.SIGINT: "Ctrl-C", signal.SIGPIPE: "nobody reads the output any more"}
+    reason = by.get(asked, asked.name)
+    ranks = "the program" if size == 1 else f"{size} ranks"
+    if again:
+        return f"shardwise: {reason} again: killing {ranks}.\n"
+    hint = " Once more kills them at once." if asked == signal.SIGINT else ""
+    return f"shardwise: {reason}: stopping {ranks}.{hint}\n"

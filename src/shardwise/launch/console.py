@@ -1,0 +1,67 @@
+"""The launcher's own standard output and error as screens for its ranks."""
+
+import os
+import select
+from collections.abc import Mapping
+
+from shardwise.launch.output import Live, Screen, prefix, prefix_width
+
+STDOUT, STDERR = 1, 2
+
+
+class Console:
+    """Two screens, `out` and `err`; one and the same where both are the terminal.
+
+    `terminal` is the descriptor of the terminal that rank 0 draws live on, None without one.
+    `broken` turns true when what reads our output is gone.
+    """
+
+    def __init__(self, size: int, environ: Mapping[str, str]) -> None:
+        self.size = size
+        self.broken = False
+        self._terminals = [fd for fd in (STDOUT, STDERR) if os.isatty(fd)]
+        self._color = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+        live = bool(self._terminals) and size > 1 and environ.get("TERM") != "dumb"
+        self.terminal = self._terminals[0] if live else None
+        self.out = self._screen(STDOUT)
+        self.err = self.out if len(self._terminals) == 2 else self._screen(STDERR)
+
+    def screen(self, fd: int) -> Screen:
+        """The screen for what ranks write to `fd`, 1 or 2."""
+        return self.out if fd == STDOUT else self.err
+
+    def is_terminal(self, fd: int) -> bool:
+        """Whether our own `fd` is a terminal."""
+        return fd in self._terminals
+
+    def prefix(self, rank: int, fd: int) -> bytes:
+        """What stands before the lines of `rank` on `fd`."""
+        return prefix(rank, self.size, color=self._color and self.is_terminal(fd))
+
+    def width(self) -> tuple[int, int] | None:
+        """Rows and columns of the terminal, less the prefix; None where nobody watches."""
+        if not self._terminals:
+            return None
+        columns, rows = os.get_terminal_size(self._terminals[0])
+        taken = prefix_width(self.size) if self.size > 1 else 0
+        return (rows, columns - taken) if columns > taken else None
+
+    def close(self) -> None:
+        """Leave the cursor where a new line may be written."""
+        self.out.close()
+        if self.err is not self.out:
+            self.err.close()
+
+    def _screen(self, fd: int) -> Screen:
+        live = Live(self.prefix(0, fd)) if fd == self.terminal else None
+        return Screen(lambda data: self._write(fd, data), live)
+
+    def _write(self, fd: int, data: bytes) -> None:
+        """Write all of `data`, also where someone has set our output to non-blocking."""
+        while data and not self.broken:
+            try:
+                data = data[os.write(fd, data) :]
+            except BlockingIOError:
+                select.select([], [fd], [])
+            except OSError:  # the reader, or the terminal, is gone
+                self.broken = True

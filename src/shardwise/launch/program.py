@@ -1,0 +1,112 @@
+"""What every rank is to run: a Python file, a module or any program; found before the start."""
+
+import difflib
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from shardwise.errors import LaunchError
+
+
+def command(name: str, arguments: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
+    """The words to execute. Raises LaunchError, naming what is near, when there is no `name`."""
+    if module:
+        _check_module(name)
+        return (sys.executable, "-m", name, *arguments)
+    if Path(name).is_dir():
+        raise LaunchError(f"{name} is a directory; give the script in it{_example(Path(name))}.")
+    if name.endswith(".py"):
+        _check_file(name)
+        return (sys.executable, name, *arguments)
+    return (_executable(name), *arguments)
+
+
+def _check_file(name: str) -> None:
+    path = Path(name)
+    if not path.is_file():
+        raise LaunchError(f"There is no script {name} {_place(path)}.{_near(path)}")
+    if not os.access(path, os.R_OK):
+        raise LaunchError(f"The script {name} may not be read: check its permissions.")
+
+
+def _executable(name: str) -> str:
+    found = shutil.which(name)
+    if found is not None:
+        return found
+    path = Path(name)
+    if path.is_file():
+        raise LaunchError(
+            f"{name} is not executable. Write chmod +x {name}, or give it the ending .py "
+            "if it is Python."
+        )
+    where = _place(path) if os.sep in name else "on PATH"
+    raise LaunchError(f"There is no program {name} {where}.{_near(path)}")
+
+
+def _place(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"(nor a directory {folder})"
+    return f"in {folder.resolve()}"
+
+
+def _near(path: Path) -> str:
+    """ " Did you mean ...?", from the files beside the one that is missing."""
+    folder = path.parent
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
+    return f" Did you mean {folder / near[0]}?" if near else ""
+
+
+def _example(folder: Path) -> str:
+    scripts = sorted(folder.glob("*.py"))
+    return f", such as {scripts[0]}" if scripts else ""
+
+
+def _check_module(name: str) -> None:
+    """Find a module as `python -m` will, but execute none of it."""
+    head, *rest = name.split(".")
+    with _current_folder_first():
+        spec = importlib.util.find_spec(head) if head else None
+    path = head
+    for part in rest:
+        if spec is None:
+            break
+        path = f"{path}.{part}"
+        spec = _inside(spec, path)
+    if spec is not None and spec.submodule_search_locations is not None:
+        path = f"{path}.__main__"
+        spec = _inside(spec, path)
+    if spec is None:
+        raise _no_module(name, path)
+
+
+def _inside(package: ModuleSpec, path: str) -> ModuleSpec | None:
+    """The module `path` of `package`, or None; also when `package` is not one."""
+    places = package.submodule_search_locations
+    return None if places is None else PathFinder.find_spec(path, list(places))
+
+
+def _no_module(name: str, missing: str) -> LaunchError:
+    if missing.endswith(".__main__"):
+        return LaunchError(f"{name} is a package without {missing}: name a module in it.")
+    hint = (
+        "Did you mean to run the file without -m?"
+        if name.endswith(".py")
+        else ("Is it spelt so, and installed for this Python?")
+    )
+    return LaunchError(f"There is no module {missing} for {sys.executable}. {hint}")
+
+
+@contextmanager
+def _current_folder_first() -> Iterator[None]:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        yield
+    finally:
+        sys.path.pop(0)

@@ -1,0 +1,78 @@
+"""Signals as events to wait for, and the signals still to be sent."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+WATCHED = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH)
+
+
+class Signals:
+    """A context in which signals arrive at `fd`, one byte each, instead of interrupting.
+
+    Signals that whoever started us wants ignored (nohup) stay ignored.
+    """
+
+    def __enter__(self) -> "Signals":
+        self.fd, self._written = os.pipe()
+        for end in (self.fd, self._written):
+            os.set_blocking(end, False)
+        self._before_fd = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
+        self._before: dict[signal.Signals, Any] = {}
+        for number in WATCHED:
+            if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, _noted)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._before_fd)
+        os.close(self.fd)
+        os.close(self._written)
+
+    def arrived(self) -> list[signal.Signals]:
+        """The signals since the last call, in their order."""
+        try:
+            return [signal.Signals(number) for number in os.read(self.fd, 4096)]
+        except BlockingIOError:
+            return []
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """Its arrival was written to the wakeup descriptor; nothing else is to be done here."""
+
+
+class Plan:
+    """Signals to send to the ranks, each at its time; a new plan replaces the old."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._steps: list[tuple[float, signal.Signals]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
+    def make(self, steps: Sequence[tuple[float, signal.Signals]]) -> None:
+        """Send each signal so many seconds from now."""
+        now = self._clock()
+        self._steps = [(now + delay, number) for delay, number in steps]
+
+    def wait(self) -> float | None:
+        """Seconds until the next step; None when there is none."""
+        return max(0.0, self._steps[0][0] - self._clock()) if self._steps else None
+
+    def due(self) -> list[signal.Signals]:
+        """Take out the signals whose time has come."""
+        now = self._clock()
+        ready = [number for moment, number in self._steps if moment <= now]
+        self._steps = self._steps[len(ready) :]
+        return ready

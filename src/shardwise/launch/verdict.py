@@ -1,0 +1,89 @@
+"""Which rank a failed run is to be blamed on, and what to show of it. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.launch.report import Report
+
+CHAINED = (
+    "During handling of the above exception",
+    "The above exception was the direct cause",
+)
+TRACES = ("Traceback (most recent call last):", "Fatal Python error:")
+LINES_WITHOUT_TRACE = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a rank ended: `code` as subprocess has it (negative for a signal), `time` in seconds
+    since the epoch, `stopped` when the launcher had asked it to end by then."""
+
+    rank: int
+    code: int
+    time: float
+    stopped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The rank to blame and the exit code of the run. `waiting` is a rank that could not go on
+    because `rank` had ended in peace too early, None where `rank` itself failed."""
+
+    rank: int
+    exit_code: int
+    waiting: int | None = None
+
+
+def judge(ends: Sequence[End], reports: Mapping[int, Report]) -> Verdict | None:
+    """The verdict over a run whose ranks have all ended; None when all ended well.
+
+    The cause is the first failure that is not merely about another rank. Where there is none
+    but a rank ended with code 0 before the others failed, that rank left too early.
+    """
+    failures = [end for end in ends if end.code != 0 and _is_own(end, reports)]
+    if not failures:
+        return None
+    first = min(failures, key=lambda end: _moment(end, reports))
+    if _is_secondary(first, reports):
+        left = [end for end in ends if end.code == 0 and end.time <= first.time]
+        if left:
+            early = min(left, key=lambda end: end.time)
+            return Verdict(rank=early.rank, exit_code=1, waiting=first.rank)
+    return Verdict(rank=first.rank, exit_code=_exit_code(first))
+
+
+def _is_own(end: End, reports: Mapping[int, Report]) -> bool:
+    """Whether a rank failed by itself, rather than because the launcher ended it."""
+    return not end.stopped or end.rank in reports
+
+
+def _is_secondary(end: End, reports: Mapping[int, Report]) -> bool:
+    return end.rank in reports and reports[end.rank].secondary
+
+
+def _moment(end: End, reports: Mapping[int, Report]) -> tuple[bool, float]:
+    """The order of blame: causes before consequences, then by time."""
+    time = reports[end.rank].time if end.rank in reports else end.time
+    return _is_secondary(end, reports), time
+
+
+def _exit_code(end: End) -> int:
+    if end.stopped:
+        return 1
+    return 128 - end.code if end.code < 0 else end.code
+
+
+def last_words(tail: str) -> str:
+    """Of the end of a rank's output its last traceback with those it is chained to; else lines."""
+    lines = tail.rstrip().splitlines()
+    starts = [number for number, line in enumerate(lines) if _begins_trace(line)]
+    if not starts:
+        return "\n".join(lines[-LINES_WITHOUT_TRACE:])
+    start = starts.pop()
+    while starts and any(line.startswith(CHAINED) for line in lines[starts[-1] : start]):
+        start = starts.pop()
+    return "\n".join(lines[start:])
+
+
+def _begins_trace(line: str) -> bool:
+    return line.lstrip(" +|").startswith(TRACES) or "Group Traceback (most recent" in line

@@ -1,0 +1,147 @@
+"""Exact means over all ranks, whatever the sizes of their batches."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import world as worlds
+from shardwise.errors import MetricsError, UsageError
+from shardwise.world import World
+
+Number = float | Tensor
+
+
+class Metrics:
+    """Weighted means of what a loop measures, over all its batches and all ranks.
+
+        metrics = Metrics()
+        with torch.no_grad():
+            for x, y in loader:
+                out = model(x)
+                metrics.add(loss=loss_fn(out, y), accuracy=(out.argmax(1) == y).float().mean())
+        print(metrics.compute())            # {"loss": ..., "accuracy": ...}, alike on all ranks
+
+    A stand-in (the batch of a rank that has no samples left) counts for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._world = worlds.current()
+        self._sums: dict[str, Number] = {}
+        self._weights: dict[str, Number] = {}
+
+    def add(self, n: Number | None = None, **means: Any) -> None:
+        """Count `means`, each a mean over `n` items: numbers or 0-dim tensors.
+
+        `n` (a number or a 0-dim tensor) is by default the samples of the batch that a Loader gave
+        last. Tensors are kept on their device in float64, where that has it; nothing waits for
+        the device. Where the batch is a stand-in, or `n` is 0, the values are ignored, NaN too.
+
+        Raises UsageError without `n` where no Loader gave a batch, MetricsError for an `n` below
+        0 or a value that is not a scalar.
+        """
+        weight = _weight(self._world, n)
+        values = {name: _scalar(name, mean) for name, mean in means.items()}
+        for name, value in values.items():
+            product: Number = 0.0
+            if isinstance(weight, Tensor):
+                product = torch.where(weight != 0, weight * value, torch.zeros_like(weight))
+            elif weight != 0:
+                product = value * weight
+            self._sums[name] = _plus(self._sums.get(name, 0.0), product)
+            self._weights[name] = _plus(self._weights.get(name, 0.0), weight)
+
+    def compute(self) -> dict[str, float]:
+        """The means over all that was added on all ranks since the last call; then start over.
+
+        One collective round, so every rank must come. A mean over no items is NaN. Raises
+        MetricsError, on all ranks alike, where ranks measured different things or a weight is
+        below 0; nothing is forgotten then.
+        """
+        own = {name: (float(self._sums[name]), float(self._weights[name])) for name in self._sums}
+        ranks = self._world.gather(own)
+        _check_names(ranks)
+        _check_weights(ranks)
+        self._sums, self._weights = {}, {}
+        return {name: _mean([rank[name] for rank in ranks]) for name in ranks[0]}
+
+
+Totals = dict[str, tuple[float, float]]
+"""Of one rank: the weighted sum and the weight by name."""
+
+
+def _weight(world: World, n: Any) -> Number:
+    batch = world.feed.current
+    if batch is not None and batch.samples == 0:
+        return 0.0
+    if n is None:
+        if batch is None:
+            raise UsageError(
+                "Metrics.add cannot tell how many items these are means over, since no Loader "
+                "gave a batch: write metrics.add(n=len(x), ...)."
+            )
+        return float(batch.samples)
+    weight = _scalar("n", n)
+    if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
+        raise MetricsError(f"Metrics.add takes an n of 0 or more, not {n!r}.")
+    return weight
+
+
+def _scalar(name: str, value: Any) -> Number:
+    """`value` as a float, or as a tensor in the widest float of its device."""
+    if isinstance(value, Tensor):
+        if value.ndim or value.is_complex():
+            raise MetricsError(
+                f"Metrics.add takes numbers and 0-dim tensors, but {name} is a tensor of shape "
+                f"{tuple(value.shape)} and dtype {value.dtype}: give its mean, and n=."
+            )
+        wide = torch.float32 if value.device.type == "mps" else torch.float64
+        return value.detach().to(wide)
+    if isinstance(value, Real):
+        return float(value)
+    raise MetricsError(
+        f"Metrics.add takes numbers and 0-dim tensors, but {name} is a {type(value).__name__}."
+    )
+
+
+def _plus(total: Number, value: Number) -> Number:
+    return total + value
+
+
+def _mean(totals: list[tuple[float, float]]) -> float:
+    weight = math.fsum(weight for _, weight in totals)
+    sums = [value for value, _ in totals]
+    if weight == 0:
+        return math.nan
+    # fsum raises where infinities of both signs meet; plain addition gives the NaN they make
+    return (math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)) / weight
+
+
+def _check_names(ranks: list[Totals]) -> None:
+    if all(rank.keys() == ranks[0].keys() for rank in ranks):
+        return
+    found: dict[tuple[str, ...], list[str]] = {}
+    for number, rank in enumerate(ranks):
+        found.setdefault(tuple(sorted(rank)), []).append(str(number))
+    said = "; ".join(
+        f"rank(s) {', '.join(numbers)}: {', '.join(names) or 'nothing'}"
+        for names, numbers in found.items()
+    )
+    raise MetricsError(
+        f"Ranks disagree on what they measured ({said}). Every rank must add the same names, "
+        "also for a batch whose values do not matter to it."
+    )
+
+
+def _check_weights(ranks: list[Totals]) -> None:
+    for number, rank in enumerate(ranks):
+        for name, (_, weight) in rank.items():
+            if not 0 <= weight < math.inf:
+                raise MetricsError(
+                    f"{name} was added on rank {number} with a total n of {weight}; "
+                    "n is a number of items, 0 or more."
+                )

@@ -1,0 +1,1 @@
+"""The three states of training, one file for each: parameters, gradients, optimizer state."""

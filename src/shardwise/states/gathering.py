@@ -1,0 +1,112 @@
+"""Whole tensors out of intervals: every rank gets them all. For rebuilding, and for small models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.collectives import Collectives
+from shardwise.states.optimizer_state import OptimizerState
+from shardwise.states.parameters import ReplicatedParameters, view_like
+
+
+class Gathering:
+    """Puts together what the ranks hold in parts; every call is collective."""
+
+    def __init__(
+        self,
+        parameters: ReplicatedParameters,
+        optimizer: OptimizerState,
+        group: Collectives,
+        *,
+        scattered: bool,
+    ) -> None:
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._group = group
+        self._scattered = scattered
+
+    def tensors(self, parts: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
+        """By parameter, what `parts` (one tensor per bucket, over this rank's interval) hold."""
+        return {
+            parameter: whole
+            for index, part in enumerate(parts)
+            for parameter, whole in self._bucket(index, part).items()
+        }
+
+    def _bucket(self, index: int, part: Tensor) -> dict[nn.Parameter, Tensor]:
+        bucket, own = self._parameters.buckets[index], self._optimizer.parts[index].own
+        flat = part.new_zeros(bucket.numel)
+        flat[own[0] : own[1]] = part
+        if self._scattered:
+            self._group.all_gather(flat, bucket.cuts).wait()
+        found = {}
+        for slot in bucket.slots:
+            parameter = self._parameters.tracked[slot.parameter].parameter
+            view = view_like(flat, slot.start, parameter)
+            found[parameter] = view.clone(memory_format=torch.preserve_format)
+        return found
+
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        """By parameter, its value in the master dtype."""
+        return self.tensors([part.master for part in self._optimizer.parts])
+
+    def optimizer_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """By parameter, its state as the user's optimizer would hold it."""
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        for index, group in enumerate(self._optimizer.groups):
+            if group.kind.elementwise:
+                states |= self._flat_state(index, group.kind.tensor_keys)
+            else:
+                states |= self._whole_state(index)
+        return states
+
+    def _whole_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
+        held = {
+            segment.pieces[0].parameter: state for segment, state in self._optimizer.state_of(index)
+        }
+        gathered = self._group.gather_objects(held) if self._scattered else [held]
+        device = self._parameters.flats[index].device
+        return {
+            self._parameters.tracked[number].parameter: {
+                key: value.to(device) if isinstance(value, Tensor) else value
+                for key, value in state.items()
+            }
+            for part in gathered
+            for number, state in part.items()
+        }
+
+    def _flat_state(
+        self, index: int, tensor_keys: frozenset[str]
+    ) -> dict[nn.Parameter, dict[str, Any]]:
+        held = self._optimizer.state_of(index)
+        singles = {
+            piece.parameter: {k: v for k, v in state.items() if k not in tensor_keys}
+            for segment, state in held
+            for piece in segment.pieces
+        }
+        dtypes = {k: v.dtype for _, state in held for k, v in state.items() if k in tensor_keys}
+        told = self._group.gather_objects((singles, dtypes)) if self._scattered else [(singles, dtypes)]
+        all_singles = {number: single for part, _ in told for number, single in part.items()}
+        all_dtypes = {key: dtype for _, part in told for key, dtype in part.items()}
+        states: dict[nn.Parameter, dict[str, Any]] = {
+            self._parameters.tracked[number].parameter: dict(single)
+            for number, single in all_singles.items()
+        }
+        for key in sorted(all_dtypes):
+            whole = self._bucket(index, self._joined(index, key, all_dtypes[key]))
+            for parameter, state in states.items():
+                state[key] = whole[parameter]
+        return states
+
+    def _joined(self, index: int, key: str, dtype: torch.dtype) -> Tensor:
+        """State `key` of all segments, laid over this rank's interval."""
+        part = self._optimizer.parts[index]
+        joined = torch.zeros_like(part.master, dtype=dtype)
+        for segment, state in self._optimizer.state_of(index):
+            if key in state:
+                joined[segment.first - part.own[0] : segment.end - part.own[0]] = state[key]
+        return joined

@@ -1,0 +1,45 @@
+"""What stands in for a gradient while it belongs to the engine.
+
+Between the last backward of a step and `engine.step()` a gradient is a weighted sum, perhaps on
+its way to other ranks. Reading it gives nothing meaningful and changing it (clip_grad_norm_) does
+nothing. So `param.grad` is then a tensor without memory whose every use raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import BrokenView, GradientAccess
+
+
+class GradientGuard(Tensor):
+    """A tensor of a parameter's shape, dtype and device, without storage; any use raises."""
+
+    @staticmethod
+    def __new__(cls, like: Tensor) -> GradientGuard:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[no-any-return, attr-defined]
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = str(func)
+        if "_to_copy" in name:
+            raise BrokenView(
+                "The model was cast or moved between engine.backward and engine.step. "
+                "Do it before sw.Engine(...); for lower precision use --precision."
+            )
+        raise GradientAccess(
+            f"A gradient was touched ({name}) between engine.backward and engine.step, where it "
+            "belongs to the engine. Write engine.backward(loss) instead of loss.backward(), and "
+            "engine.step(max_norm=1.0) instead of clip_grad_norm_ and optimizer.step(); the norm "
+            "is in stats.grad_norm."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"<the engine's until engine.step(), shape {tuple(self.shape)}>"

@@ -1,0 +1,150 @@
+"""What kind of optimizer the user chose, found by trying it on small tensors.
+
+Sharded optimizer state updates arbitrary intervals of flattened parameters. That equals the
+user's optimizer only if each element's update depends on that element alone (Adam, SGD, Adagrad).
+Some optimizers need whole tensors (Muon, LAMB, Adafactor: norms, factors, orthogonalisation), and
+a few look across tensors (Prodigy). No list of names could know the user's own, so two trials do:
+the same random steps on a tensor whole and split, and on two tensors together and apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from shardwise.errors import ModelError
+
+_SHAPE = (4, 6)
+_STEPS = 3
+_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`elementwise`: may be cut anywhere. `separable`: tensors do not look at each other.
+
+    `tensor_keys` are the state entries that have the parameter's shape (exp_avg ...); the other
+    entries (step ...) are one value per parameter.
+    """
+
+    elementwise: bool
+    separable: bool
+    tensor_keys: frozenset[str]
+
+
+def bare_copy(face: optim.Optimizer) -> optim.Optimizer:
+    """An optimizer of the same class, options and attributes as `face`, without its parameters.
+
+    Made without `__init__`, whose signature is the class's own affair; hooks and what a scheduler
+    put on the instance stay behind.
+    """
+    inner = type(face).__new__(type(face))
+    kept = {k: v for k, v in face.__dict__.items() if k not in ("step", "zero_grad")}
+    inner.__dict__.update(kept)
+    inner.__dict__.update({k: type(v)() for k, v in kept.items() if k.endswith("_hooks")})
+    inner.param_groups = []
+    inner.state = defaultdict(dict)
+    return inner
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's options, without its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def examine(face: optim.Optimizer, group: dict[str, Any], device: torch.device) -> Kind:
+    """Try `face` with the options of `group`. Raises ModelError for one that needs a closure."""
+    draw = torch.Generator().manual_seed(0)
+    # Two halves of different scale, so that any norm over the whole shows itself.
+    scale = torch.cat([torch.ones(2, _SHAPE[1]), torch.full((2, _SHAPE[1]), 30.0)])
+    tensors = [torch.randn(_SHAPE, generator=draw) * scale for _ in range(2)]
+    grads = [
+        [torch.randn(_SHAPE, generator=draw) * scale for _ in range(_STEPS)] for _ in tensors
+    ]
+    whole, state = _run(face, group, tensors[:1], [grads[0]], device)
+    keys = frozenset(
+        key
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.shape == torch.Size(_SHAPE)
+    )
+    together, _ = _run(face, group, tensors, grads, device)
+    separable = _close(together[0], whole[0])
+    return Kind(_is_elementwise(face, group, tensors[0], grads[0], whole[0], device), separable, keys)
+
+
+def _is_elementwise(
+    face: optim.Optimizer,
+    group: dict[str, Any],
+    tensor: Tensor,
+    grads: list[Tensor],
+    whole: Tensor,
+    device: torch.device,
+) -> bool:
+    cut = tensor.numel() // 2 - 1
+    halves = tensor.flatten().split([cut, tensor.numel() - cut])
+    parts = [[g.flatten()[:cut] for g in grads], [g.flatten()[cut:] for g in grads]]
+    try:
+        split = [
+            _run(face, group, [half], [part], device)[0][0]
+            for half, part in zip(halves, parts, strict=True)
+        ]
+    except Exception:  # an optimizer that refuses flat tensors says so in its own way
+        return False
+    return _close(torch.cat(split), whole.flatten())
+
+
+def _run(
+    face: optim.Optimizer,
+    group: dict[str, Any],
+    tensors: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+    device: torch.device,
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """A few steps of a fresh copy; returns the tensors (on the CPU) and the first one's state."""
+    inner = bare_copy(face)
+    params = [torch.nn.Parameter(tensor.clone().to(device)) for tensor in tensors]
+    inner.param_groups = [settings_of(group) | {"params": params}]
+    for param in params:
+        inner.state[param] = _initial_state(face, group, param)
+    for step in range(_STEPS):
+        for param, own in zip(params, grads, strict=True):
+            param.grad = own[step].clone().to(device)
+        _step(inner)
+    return [param.detach().cpu() for param in params], dict(inner.state[params[0]])
+
+
+def _step(inner: optim.Optimizer) -> None:
+    try:
+        inner.step()
+    except TypeError as error:
+        if "closure" in str(error):
+            raise ModelError(
+                f"{type(inner).__name__} re-evaluates the loss through a closure, which "
+                "engine.step() cannot do. Use an optimizer whose step() takes none."
+            ) from error
+        raise
+
+
+def _initial_state(face: optim.Optimizer, group: dict[str, Any], like: Tensor) -> dict[str, Any]:
+    """The state that `face` made in its constructor (Adagrad's sums), in the shape of `like`."""
+    owner = next((p for p in group["params"] if face.state.get(p) and p.ndim), None)
+    if owner is None:
+        return {}
+    fresh: dict[str, Any] = {}
+    for key, value in face.state[owner].items():
+        if isinstance(value, Tensor):
+            same = value.shape == owner.shape
+            fill = value.flatten()[0].item() if value.numel() else 0.0
+            fresh[key] = torch.full_like(like, fill) if same else value.clone()
+        else:
+            fresh[key] = value
+    return fresh
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE)

@@ -1,0 +1,28 @@
+"""Fixtures for all tests."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shardwise import world as worlds
+from shardwise.collectives import Solo
+from shardwise.launch.identity import Identity
+from shardwise.world import World
+from tests.distributed.group import Groups
+
+
+@pytest.fixture(scope="session")
+def group() -> Iterator[Groups]:
+    """`group(size)(function, *args)` runs `function(world, *args)` on `size` gloo ranks."""
+    groups = Groups()
+    yield groups
+    groups.close()
+
+
+@pytest.fixture
+def solo(monkeypatch: pytest.MonkeyPatch) -> World:
+    """A world of one rank as `shardwise.init` makes it, without a process group."""
+    world = World(Identity(launcher="python"), Solo(), torch.device("cpu"))
+    monkeypatch.setattr(worlds, "_current", world)
+    return world

@@ -1,0 +1,258 @@
+"""Real gloo ranks for tests: one warm group per world size for the whole session.
+
+    def rows(world, total):
+        return world.share(torch.arange(total)).tolist()
+
+    def test_rows(group):
+        assert group(2)(rows, 5) == [[0, 1], [2, 3, 4]]
+
+Importing torch costs seconds of CPU per rank, so a group is started by the first case that needs
+it, as `shardwise run` starts its ranks, and serves all later cases of that size.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Pipe, wait
+from pathlib import Path
+from typing import IO, Any
+
+from shardwise.launch import own
+from shardwise.launch.identity import Identity
+from tests.distributed.worker import Outcome
+
+WORKER = Path(__file__).with_name("worker.py")
+ROOT = Path(__file__).parents[2]
+
+START_LIMIT = 120.0
+GRACE = 1.0
+"""Seconds that ranks may take to fail like the first; then it is ended, and they lose a peer."""
+
+
+class RankFailed(AssertionError):  # noqa: N818 (it reads as the verdict in a test report)
+    """A case failed; the message holds the tracebacks, the primary one last."""
+
+
+class Groups:
+    """`groups(size)` is the group of that size."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+
+    def __call__(self, size: int) -> "Group":
+        return self._groups.setdefault(size, Group(size))
+
+    def close(self) -> None:
+        """End every group; nothing of them is left."""
+        for group in self._groups.values():
+            group.close()
+
+
+class Group:
+    """`size` ranks, started when first used and again after a case that broke them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._ranks: list[_Rank] = []
+
+    def __call__(self, function: Callable[..., Any], *args: Any, limit: float = 60) -> list[Any]:
+        """`function(world, *args)` in every rank; the results by rank.
+
+        `function` stands at the top level of a test module, `args` and results are picklable.
+        Raises RankFailed when any rank raises, or when `limit` seconds have passed.
+        """
+        __tracebackhide__ = True
+        outcomes = self._outcomes(function, args, limit)
+        if any(outcome.error for outcome in outcomes):
+            raise RankFailed(_story(function, outcomes))
+        return [pickle.loads(outcome.result) for outcome in outcomes]
+
+    def errors(
+        self, function: Callable[..., Any], *args: Any, limit: float = 60
+    ) -> list[tuple[str, str] | None]:
+        """As a call, but returns each rank's (type name, message), or None where none raised."""
+        __tracebackhide__ = True
+        return [outcome.error for outcome in self._outcomes(function, args, limit)]
+
+    def close(self) -> None:
+        """End the ranks: politely where they are idle, and surely."""
+        for rank in self._ranks:
+            rank.end()
+        for rank in self._ranks:
+            rank.reap()
+        self._ranks = []
+
+    def _outcomes(
+        self, function: Callable[..., Any], args: tuple[Any, ...], limit: float
+    ) -> list[Outcome]:
+        __tracebackhide__ = True
+        if not self._ranks:
+            self._start()
+        case = pickle.dumps((function, args))
+        for rank in self._ranks:
+            rank.tell("run", case)
+        outcomes = self._collect(limit)
+        late = [number for number in range(self.size) if number not in outcomes]
+        if late:
+            stacks = self._stacks(late)
+            self._kill()
+            told = [outcomes[number] for number in sorted(outcomes)]
+            raise RankFailed(
+                f"{function.__name__} took more than {limit} s on rank(s) {late}.\n"
+                f"{_story(function, told)}\n{stacks}"
+            )
+        if any(outcome.error for outcome in outcomes.values()) and not self._in_step(outcomes):
+            self._kill()
+        return [outcomes[number] for number in range(self.size)]
+
+    def _start(self) -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+            self._ranks = [_Rank(rank, self.size, listener) for rank in range(self.size)]
+        try:
+            for rank in self._ranks:
+                rank.connection.send(sys.path)
+            for rank in self._ranks:
+                if not rank.connection.poll(START_LIMIT):
+                    raise RankFailed(f"Rank {rank.number} did not start.\n{rank.output()}")
+                rank.connection.recv()
+        except (OSError, EOFError) as error:
+            said = "\n".join(rank.output() for rank in self._ranks)
+            self._kill()
+            raise RankFailed(f"A group of {self.size} could not start.\n{said}") from error
+
+    def _collect(self, limit: float) -> dict[int, Outcome]:
+        """The outcomes that come within `limit` seconds, by rank.
+
+        A rank that failed is ended when the others do not soon end too, so that they lose a peer
+        as they would in a run.
+        """
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + limit
+        impatient = None
+        while len(outcomes) < self.size and (left := deadline - time.monotonic()) > 0:
+            waiting = {rank.connection: rank for rank in self._ranks if rank.number not in outcomes}
+            for ready in wait(list(waiting), min(left, 0.2)):
+                rank = waiting[ready]
+                outcomes[rank.number] = rank.outcome()
+            failed = [number for number, outcome in outcomes.items() if outcome.error]
+            if failed and impatient is None:
+                impatient = time.monotonic() + GRACE
+            if impatient and time.monotonic() > impatient:
+                for number in failed:
+                    self._ranks[number].process.kill()
+        return outcomes
+
+    def _in_step(self, outcomes: Mapping[int, Outcome]) -> bool:
+        """Whether the ranks, some of which raised, can run another case."""
+        if any(outcome.secondary for outcome in outcomes.values()):
+            return False
+        if len({outcome.calls for outcome in outcomes.values()}) > 1:
+            return False
+        try:
+            for rank in self._ranks:
+                rank.tell("sync")
+            return all(rank.connection.poll(5) and rank.connection.recv() for rank in self._ranks)
+        except (OSError, EOFError):
+            return False
+
+    def _stacks(self, numbers: list[int]) -> str:
+        for number in numbers:
+            self._ranks[number].process.send_signal(signal.SIGUSR2)
+        time.sleep(0.5)
+        return "\n".join(self._ranks[number].output() for number in numbers)
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            rank.process.kill()
+        self.close()
+
+
+class _Rank:
+    """One process of a group, the connection to it, and what it printed."""
+
+    def __init__(self, number: int, size: int, listener: socket.socket) -> None:
+        self.number = number
+        self.printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in reap)
+        self.connection, theirs = Pipe()
+        inherited = [theirs.fileno()] + ([listener.fileno()] if number == 0 else [])
+        identity = Identity(
+            launcher="shardwise run",
+            rank=number,
+            size=size,
+            local_rank=number,
+            local_size=size,
+            address="127.0.0.1",
+            port=listener.getsockname()[1],
+            listen_fd=listener.fileno() if number == 0 else None,
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, str(WORKER), str(theirs.fileno())],
+            env=_environment(identity),
+            pass_fds=inherited,
+            stdin=subprocess.DEVNULL,
+            stdout=self.printed,
+            stderr=self.printed,
+        )
+        theirs.close()
+
+    def outcome(self) -> Outcome:
+        """What this rank says of its case; when it is gone, that."""
+        try:
+            said = self.connection.recv()
+        except (EOFError, OSError):
+            code = self.process.wait()
+            text = f"rank {self.number} ended with exit code {code}\n{self.output()}"
+            return Outcome(error=("Died", f"exit code {code}"), trace=text, calls=-1)
+        assert isinstance(said, Outcome)
+        return said
+
+    def output(self) -> str:
+        """All that this rank has printed."""
+        self.printed.seek(0)
+        text = self.printed.read().decode(errors="replace")
+        return f"--- printed by rank {self.number} ---\n{text[-20000:]}"
+
+    def tell(self, *message: Any) -> None:
+        """Send a message; that a rank is gone shows when its outcome is read."""
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+    def end(self) -> None:
+        """Ask for an end; an idle rank leaves its group and exits."""
+        self.tell("end")
+
+    def reap(self) -> None:
+        """Wait for the end, or make it so."""
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.connection.close()
+        self.printed.close()
+
+
+def _environment(identity: Identity) -> dict[str, str]:
+    strange = ("SHARDWISE_", "PYTEST_")
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(strange) and name not in names
+    }
+    return kept | own.environment(identity) | {"OMP_NUM_THREADS": "1"}
+
+
+def _story(function: Callable[..., Any], outcomes: list[Outcome]) -> str:
+    """The tracebacks of all ranks that raised; the likely cause of the others comes last."""
+    failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.error]
+    failed.sort(key=lambda pair: (not pair[1].secondary, -pair[0]))
+    parts = [f"=== rank {rank} of {len(outcomes)} ===\n{outcome.trace}" for rank, outcome in failed]
+    return f"{function.__name__} failed.\n" + "\n".join(parts)

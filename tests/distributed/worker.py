@@ -1,0 +1,111 @@
+"""One rank of a warm group: joins once, then runs the cases that its group sends.
+
+Started by group.py as `python worker.py FD`, where FD is one end of a connection. A message is
+("run", pickled (function, args)), ("sync",) or ("end",); end of file means the session died.
+"""
+
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+SECONDS_A_COLLECTIVE_MAY_WAIT = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a rank says of a case: a pickled result, or an error in words.
+
+    `calls` is the number of collectives this rank has begun; where it differs between ranks,
+    the group cannot be used again.
+    """
+
+    result: bytes = b""
+    error: tuple[str, str] | None = None
+    trace: str = ""
+    secondary: bool = False
+    calls: int = 0
+
+
+def serve(connection: Connection) -> None:
+    """Join the group that the environment names, then run cases until the connection ends."""
+    sys.path[:] = connection.recv()
+    world = _join()
+    connection.send("ready")
+    while True:
+        try:
+            message = connection.recv()
+        except EOFError:
+            return
+        if message[0] == "end":
+            return
+        if message[0] == "sync":
+            world.barrier()
+            connection.send("in step")
+        else:
+            connection.send(_run(world, message[1]))
+
+
+def _join() -> Any:
+    import torch
+
+    import shardwise.world
+
+    torch.set_num_threads(1)
+    return shardwise.world.init(
+        seed=0, device="cpu", quiet=True, timeout=SECONDS_A_COLLECTIVE_MAY_WAIT
+    )
+
+
+def _run(world: Any, case: bytes) -> Outcome:
+    """Run one case in a world as it was just after init, with warnings as errors."""
+    from shardwise.errors import CollectiveError
+
+    environ = dict(os.environ)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _reset(world)
+            function, args = pickle.loads(case)
+            done = {"result": pickle.dumps(function(world, *args))}
+    except BaseException as error:
+        done = {
+            "error": (type(error).__name__, str(error)),
+            "trace": traceback.format_exc(),
+            "secondary": isinstance(error, CollectiveError),
+        }
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+    return Outcome(calls=getattr(world.collectives, "_calls", 0), **done)
+
+
+def _reset(world: Any) -> None:
+    import torch
+
+    from shardwise import randomness
+    from shardwise.feed import Feed
+
+    gc.collect()
+    world.feed, world.engines = Feed(), 0
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    randomness.seed_everything(0)
+    random.seed(0)
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session, which ends us
+    # Results name this file's Outcome by the module that the tests import it from.
+    Outcome.__module__ = "tests.distributed.worker"
+    sys.modules["tests.distributed.worker"] = sys.modules["__main__"]
+    serve(Connection(int(sys.argv[1])))
