@@ -15,14 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-import machine
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from primitives import Operation, large, ours, small
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+
+import machine
+from primitives import Operation, large, ours, small
 
 Spans = dict[str, list[tuple[int, int]]]
 """For each operation, when each of its repeats began and ended on this rank, in ns."""

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import models
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+import models
 from workloads import Gpt
 
 Step = Callable[[Tensor, Tensor], Tensor]

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from workloads import Gpt
 
 POOL = 4

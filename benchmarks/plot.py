@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+
 from figures import Line
 from memory import MB
 from report import Result, milliseconds

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from figures import AGREE, Line, disagreement, limit_scale, ratio
-from memory import MB
 from rich.box import SIMPLE
 from rich.table import Table
+
+from figures import AGREE, Line, disagreement, limit_scale, ratio
+from memory import MB
+from neighbours import BUSY
 from workloads import Gpt
 
 Column = tuple[str, Callable[[Line], str]]
@@ -21,6 +23,8 @@ class Result:
     ranks: int
     cores: int
     lines: list[Line]
+    others: float | None = None
+    """The share of the machine that other processes took meanwhile."""
 
     @property
     def scale(self) -> float:
@@ -71,6 +75,16 @@ def table(result: Result) -> Table:
     return drawn
 
 
+def remarks(result: Result) -> str:
+    """What a reader of the table has to know before believing it."""
+    said = f"losses agree to {disagreement(result.lines):.1e}"
+    if result.others is not None:
+        said += f"; other processes took {result.others:.0%} of the machine"
+        if result.others > BUSY:
+            said += ": too much, take these figures as indicative only"
+    return said
+
+
 def as_json(results: Sequence[Result], machine: dict[str, str], method: dict[str, Any]) -> Any:
     """Everything that was measured, and the figures that the tables show."""
     return {"machine": machine, "method": method, "results": [_result_json(r) for r in results]}
@@ -115,6 +129,7 @@ def _result_json(result: Result) -> dict[str, Any]:
         "ranks": result.ranks,
         "cores": result.cores,
         "limit_ms": result.limit,
+        "share_of_other_processes": result.others,
         "loss_disagreement": disagreement(result.lines),
         "contenders": [_line_json(result, line) for line in result.lines],
     }

@@ -29,15 +29,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 import contenders
 import machine
 import report
 import workloads
 from crew import Crew
-from figures import disagreement
+from neighbours import Neighbours
 from report import Result
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rounds import Plan, measure
 from workloads import Gpt
 
@@ -76,18 +77,19 @@ def _run(
     """Measure case after case; each table is printed as soon as it is known."""
     plan = _plan(options)
     results = []
-    with _progress() as progress:
+    with _progress(console) as progress:
         task = progress.add_task("", total=len(cases) * plan.rounds * len(takers))
         for workload, ranks in cases:
+            neighbours = Neighbours()
             lines = measure(
                 takers,
                 plan,
                 lambda who, w=workload, r=ranks: Crew(who, w, r, options.limit),
                 _teller(progress, task, f"{workload.name}, {ranks} ranks"),
             )
-            results.append(Result(workload, ranks, machine.cores(), lines))
+            results.append(Result(workload, ranks, machine.cores(), lines, neighbours.share()))
             console.print(report.table(results[-1]))
-            console.print(f"losses agree to {disagreement(lines):.1e}\n", highlight=False)
+            console.print(report.remarks(results[-1]) + "\n", highlight=False, soft_wrap=True)
     return results
 
 
@@ -102,13 +104,13 @@ def _teller(progress: Progress, task: Any, case: str) -> Callable[[str], None]:
     return told
 
 
-def _progress() -> Progress:
+def _progress(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
     )
 

@@ -15,6 +15,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
+
 from job import Job, Step
 from memory import own_memory
 from workloads import Gpt

@@ -6,6 +6,7 @@ again and again, has made. So any file can be read, and any tokens can be turned
 
 from __future__ import annotations
 
+import itertools
 import re
 from array import array
 from collections import Counter, defaultdict
@@ -54,7 +55,7 @@ class Tokenizer:
         """Apply the merges to one piece, the earliest learned first."""
         ids = list(piece)
         while len(ids) > 1:
-            pair = min(zip(ids, ids[1:], strict=False), key=self._rank)
+            pair = min(itertools.pairwise(ids), key=self._rank)
             if pair not in self.ranks:
                 break
             ids = merge(ids, pair, 256 + self.ranks[pair])
@@ -109,7 +110,7 @@ class Learner:
 
     def _count(self, index: int, sign: int) -> None:
         piece, count = self.pieces[index], sign * self.counts[index]
-        for pair in zip(piece, piece[1:], strict=False):
+        for pair in itertools.pairwise(piece):
             self.pairs[pair] += count
             if sign > 0:
                 self.holders[pair].add(index)

@@ -22,6 +22,8 @@ import bpe
 LEFT_OUT = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 LEFT_OUT |= {"site-packages", "dist-packages", "__pycache__"}
 
+Sample = tuple[Tensor, Tensor]
+
 HELD_OUT_SHARE = 20
 """One file in this many is held out."""
 
@@ -48,6 +50,13 @@ class Corpus:
     def token_bytes(self) -> Tensor:
         """The number of bytes in each token, (vocabulary,) float."""
         return torch.tensor([float(len(token)) for token in self.tokenizer.tokens])
+
+    def windows(self, context: int, held_out: int) -> tuple[Windows, Dataset[Sample]]:
+        """Windows to learn, and `held_out` windows to evaluate on (fewer if there are fewer).
+
+        Raises CorpusError for text that is too short.
+        """
+        return Windows(self.training, context), spread(Windows(self.held_out, context), held_out)
 
     def __str__(self) -> str:
         return (
@@ -134,7 +143,7 @@ def join(tokenizer: bpe.Tokenizer, texts: list[bytes]) -> array[int]:
     return tokens
 
 
-class Windows(Dataset[tuple[Tensor, Tensor]]):
+class Windows(Dataset[Sample]):
     """Tokens cut into windows: a sample is (tokens, targets), both (context,) int64, where
     each target is the token after."""
 
@@ -156,7 +165,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
 
-def spread(windows: Windows, count: int) -> Dataset[tuple[Tensor, Tensor]]:
+def spread(windows: Windows, count: int) -> Dataset[Sample]:
     """`count` of the windows, evenly spread, so that many files are among them."""
     count = min(count, len(windows))
     return Subset(windows, [index * len(windows) // count for index in range(count)])

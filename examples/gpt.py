@@ -18,22 +18,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes of a GPT; raises ValueError for those that cannot be."""
+    """The sizes of a GPT. `width` is a multiple of twice `heads`."""
 
     vocabulary: int
     context: int
     layers: int
     width: int
     heads: int
-
-    def __post_init__(self) -> None:
-        if min(self.layers, self.heads, self.context) < 1:
-            raise ValueError("--layers, --heads and --context take whole numbers above 0.")
-        if self.width < 1 or self.width % (2 * self.heads):
-            raise ValueError(
-                f"--width {self.width} cannot be cut into {self.heads} heads of even size: "
-                f"take a multiple of {2 * self.heads}."
-            )
 
 
 class Attention(nn.Module):
@@ -102,7 +93,7 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight)
 
     @property
-    def parameters_count(self) -> int:
+    def number_of_parameters(self) -> int:
         """The number of trainable numbers."""
         return sum(parameter.numel() for parameter in self.parameters())
 

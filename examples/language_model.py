@@ -26,15 +26,15 @@ import corpus
 import gpt
 import report
 import shardwise as sw
-from log import Log, resident_bytes
+from log import HeldOut, Log, resident_bytes
 
 
 def main() -> None:
     args = arguments()
     world = sw.init(seed=0)
-    text = shared_corpus(world, args)
+    text = shared_text(world, args)
 
-    model = gpt.GPT(shape(args, len(text.tokenizer.tokens))).to(world.device)
+    model = gpt.GPT(shape(args, text)).to(world.device)
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
@@ -42,26 +42,202 @@ def main() -> None:
         optimizer, args.lr, total_steps=args.steps + 1, pct_start=0.1, cycle_momentum=False
     )
     engine = sw.Engine(model, optimizer)
-    loader = sw.Loader(
-        corpus.Windows(text.training, args.context), batch_size=args.batch_size, shuffle=True
-    )
-    held_out = sw.Loader(
-        corpus.spread(corpus.Windows(text.held_out, args.context), args.held_out),
-        batch_size=args.batch_size,
-    )
+    windows, held_out = text.windows(args.context, args.held_out)
+    loader = sw.Loader(windows, batch_size=args.batch_size, shuffle=True)
+    held_out_loader = sw.Loader(held_out, batch_size=args.batch_size)
     token_bytes = text.token_bytes.to(world.device)
-    deadline = time.monotonic() + 60 * args.minutes
 
     with Log(args.out, args.steps, visible=world.is_main) as log:
         log.say(str(text))
-        log.evaluated(evaluate(model, held_out, token_bytes))
         train(
             engine,
             model,
             loader,
             scheduler,
             log,
-            evaluate=lambda: evaluate(model, held_out, token_bytes),
-            is_over=lambda: world.any(time.monotonic() > deadline),
+            evaluate=lambda: evaluate(model, held_out_loader, token_bytes),
+            every=args.evaluate_every,
+            is_over=time_limit(world, args.minutes),
         )
-    ...
+    resident = world.gather(resident_bytes())
+
+    engine.export(args.out / "model.safetensors")
+    with engine.full_parameters():
+        if world.is_main:
+            show_sample(model, text, args, log)
+    if world.is_main:
+        close(world, engine, model, args, log, resident)
+
+
+def train(
+    engine: sw.Engine,
+    model: gpt.GPT,
+    loader: sw.Loader,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    log: Log,
+    *,
+    evaluate: Callable[[], HeldOut],
+    every: int,
+    is_over: Callable[[], bool],
+) -> None:
+    """Train for `log.steps` steps, and evaluate before, after and in between."""
+    log.evaluated(evaluate())
+    for _ in loader.epochs(log.steps):  # enough of them: an epoch has a step at least
+        for step in loader.steps():
+            for tokens, targets in step:
+                engine.backward(gpt.token_loss(model, tokens, targets))
+            stats = engine.step(max_norm=1.0)
+            scheduler.step()
+
+            log.trained(
+                loss=float(stats.loss),
+                tokens=float(stats.weight) * model.shape.context,
+                grad_norm=float(stats.grad_norm),
+                learning_rate=scheduler.get_last_lr()[0],
+            )
+            is_last = log.step == log.steps or is_over()
+            if is_last or log.step % every == 0:
+                log.evaluated(evaluate())
+            if is_last:
+                return
+
+
+def evaluate(model: gpt.GPT, loader: sw.Loader, token_bytes: Tensor) -> HeldOut:
+    """Measure `model` on every held-out window once, over all workers."""
+    metrics = sw.Metrics()
+    model.eval()
+    with torch.no_grad():
+        for tokens, targets in loader:
+            metrics.add(
+                n=targets.numel(),
+                loss=gpt.token_loss(model, tokens, targets),
+                bytes=token_bytes[targets].mean(),
+            )
+    model.train()
+    mean = metrics.compute()
+    return HeldOut(loss=float(mean["loss"]), bytes_per_token=float(mean["bytes"]))
+
+
+def shared_text(world: sw.World, args: argparse.Namespace) -> corpus.Corpus:
+    """The corpus: made once, by the main rank, and sent to the others."""
+    text: corpus.Corpus | corpus.CorpusError | None = None
+    if world.is_main:
+        print(f"reading {args.data or 'the standard library'}, learning a tokenizer", flush=True)
+        try:
+            text = corpus.read(args.data, vocabulary=args.vocabulary)
+            text.windows(args.context, args.held_out)
+        except corpus.CorpusError as error:
+            text = error
+    text = world.broadcast_object(text)
+    if not isinstance(text, corpus.Corpus):
+        world.print(f"language_model: {text}", file=sys.stderr)
+        sys.exit(2)
+    return text
+
+
+def shape(args: argparse.Namespace, text: corpus.Corpus) -> gpt.Shape:
+    """The sizes of the model that the flags ask for."""
+    return gpt.Shape(
+        vocabulary=len(text.tokenizer.tokens),
+        context=args.context,
+        layers=args.layers,
+        width=args.width,
+        heads=args.heads,
+    )
+
+
+def time_limit(world: sw.World, minutes: float) -> Callable[[], bool]:
+    """Whether `minutes` have gone by on any rank, so that all stop at the same step."""
+    deadline = time.monotonic() + 60 * minutes
+    return lambda: world.any(time.monotonic() > deadline)
+
+
+def show_sample(model: gpt.GPT, text: corpus.Corpus, args: argparse.Namespace, log: Log) -> None:
+    """Print what the model writes after the prompt."""
+    prompt = list(text.tokenizer.encode(f"\n{args.prompt}".encode()))
+    written = gpt.continue_text(model, prompt, args.sample, seed=0)
+    sample = Text(args.prompt, style="bold").append(text.tokenizer.decode(written), "not bold")
+    log.say(Panel(sample, title="the model writes", title_align="left"))
+
+
+def close(
+    world: sw.World,
+    engine: sw.Engine,
+    model: gpt.GPT,
+    args: argparse.Namespace,
+    log: Log,
+    resident: list[int],
+) -> None:
+    """Draw the curves and print the closing table."""
+    first, last = log.curves.held_out[0][1], log.curves.held_out[-1][1]
+    workers = f"{world.size} on {world.device.type}, started by {world.launcher}"
+    parameters = f"{model.number_of_parameters / 1e6:.2f}M parameters"
+    report.draw(
+        log.curves,
+        args.out / "loss.png",
+        subtitle=f"{parameters} · {log.tokens:,.0f} tokens in {log.seconds:,.0f} s · "
+        f"{world.size} worker{'s' * (world.size > 1)} · {engine.placement.name}",
+    )
+    if log.step < log.steps:
+        log.say(f"stopped at step {log.step} of {log.steps}: --minutes {args.minutes:g} are over")
+    rows = {
+        "workers": workers,
+        "placement": engine.placement.name,
+        "model": parameters,
+        "trained": f"{log.step} steps, {log.tokens:,.0f} tokens, {log.seconds:,.1f} s",
+        "tokens/s": f"{log.tokens / log.seconds:,.0f}",
+        "held-out perplexity": f"{first.perplexity:,.1f} → {last.perplexity:,.1f} per token",
+        "held-out bits": f"{first.bits_per_byte:.3f} → {last.bits_per_byte:.3f} per byte",
+        "resident set": report.resident_line(resident),
+        "files": report.files_lines(args.out),
+    }
+    log.say(report.table(rows))
+
+
+def arguments() -> argparse.Namespace:
+    """The flags of this script; those of the run belong to `shardwise run`."""
+    parser = argparse.ArgumentParser(
+        description="A GPT learns Python's standard library, or the text of --data.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    whole, path = positive(int), Path
+    size = parser.add_argument_group("model")
+    size.add_argument("--layers", type=whole, default=6, help="blocks")
+    size.add_argument("--width", type=whole, default=256, help="numbers per token")
+    size.add_argument("--heads", type=whole, default=4, help="attention heads")
+    size.add_argument("--context", type=whole, default=128, help="tokens the model looks at")
+    size.add_argument("--vocabulary", type=whole, default=2048, help="tokens, 256 to 65536")
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=whole, default=300, help="steps of training")
+    training.add_argument("--batch-size", type=whole, default=16, help="windows in all per step")
+    training.add_argument("--lr", type=positive(float), default=2e-3, help="peak learning rate")
+    training.add_argument("--minutes", type=positive(float), default=3.0, help="stop after these")
+    text = parser.add_argument_group("text")
+    text.add_argument("--data", type=path, help="a file or folder (default: Python's library)")
+    text.add_argument("--held-out", type=whole, default=256, help="windows to evaluate on")
+    text.add_argument("--evaluate-every", type=whole, default=100, help="steps in between")
+    text.add_argument("--prompt", default="def", help="what the sample begins with")
+    text.add_argument("--sample", type=whole, default=160, help="tokens in the sample")
+    text.add_argument("--out", type=path, default=path("runs/language_model"), help="folder")
+    args = parser.parse_args()
+    if args.width % (2 * args.heads):
+        parser.error(f"--width {args.width} is no multiple of 2 x --heads = {2 * args.heads}.")
+    if not 256 <= args.vocabulary <= 2**16:
+        parser.error(f"--vocabulary takes 256 to 65536, not {args.vocabulary}.")
+    return args
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """A parser of numbers above 0."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if value <= 0:
+            raise argparse.ArgumentTypeError(f"takes a number above 0, not {text}")
+        return value
+
+    return parse
+
+
+if __name__ == "__main__":
+    main()

@@ -69,7 +69,7 @@ class Log:
         self.tokens = 0.0
         self.seconds = 0.0
         self._lap = self._last_line = time.monotonic()
-        self._console = Console(quiet=not visible, highlight=False)
+        self._console = Console(quiet=not visible, highlight=False, markup=False)
         self._bar = bar(self._console) if visible and self._console.is_terminal else None
         self._jsonl: TextIO | None = None
         self._tensorboard: Any = None

@@ -10,12 +10,15 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from rich.table import Table
 
 from log import Curves
 
 INK, GREY, FAINT, BLUE, ORANGE = "#22272e", "#6b7480", "#d5dae1", "#2563a8", "#d9622b"
+
+MOST_FIGURES = 8
+"""Points of one curve that carry their figure, at most."""
 
 STYLE = {
     "font.size": 10.5,
@@ -38,10 +41,12 @@ def draw(curves: Curves, path: Path, *, subtitle: str) -> None:
         figure, (above, below) = plt.subplots(
             2, 1, figsize=(8, 6.4), sharex=True, height_ratios=(3, 2), layout="constrained"
         )
+        figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
         draw_losses(above, curves)
         draw_perplexity(below, curves)
-        below.xaxis.set_major_locator(MaxNLocator(integer=True))
+        below.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         below.set_xlabel("step")
+        figure.align_ylabels()
         above.set_title(subtitle, loc="left", size=9.5, color=GREY, pad=12)
         figure.savefig(path, dpi=150)
         plt.close(figure)
@@ -63,29 +68,36 @@ def draw_perplexity(axes: Axes, curves: Curves) -> None:
     values = [result.perplexity for _, result in curves.held_out]
     axes.plot(steps, values, color=ORANGE, linewidth=2.2, marker="o", markersize=6)
     axes.set_yscale("log")
-    axes.margins(y=0.25)
-    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.margins(x=0.07, y=0.25)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("held-out perplexity")
-    for step, value in zip(steps, values, strict=True):
+    every = -(-len(values) // MOST_FIGURES)
+    last = len(values) - 1
+    for index, (step, value) in enumerate(zip(steps, values, strict=True)):
+        if index % every and index != last:
+            continue
         axes.annotate(
             f"{value:,.0f}" if value >= 100 else f"{value:.1f}",
             (step, value),
             textcoords="offset points",
-            xytext=(0, 9),
-            ha="center",
+            xytext=(5, 6),
             size=9.5,
             color=ORANGE,
         )
 
 
-def smoothed(values: list[float], share: float = 0.06) -> list[float]:
-    """The mean of each value with those before it, over `share` of the run."""
+def smoothed(values: list[float], share: float = 0.03) -> list[float]:
+    """The mean of each value with its neighbours, `share` of all on each side.
+
+    Fewer at the beginning, alike on both sides: there the curve falls fast and must not lag.
+    """
     reach = max(1, round(share * len(values)))
     means = []
-    for end in range(1, len(values) + 1):
-        recent = values[max(0, end - reach) : end]
-        means.append(sum(recent) / len(recent))
+    for middle in range(len(values)):
+        side = min(reach, middle)
+        around = values[middle - side : middle + side + 1]
+        means.append(sum(around) / len(around))
     return means
 
 
@@ -108,9 +120,13 @@ def resident_line(resident: list[int]) -> str:
 
 
 def files_lines(folder: Path) -> str:
-    """The files in `folder`, a line each, with their sizes."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return "\n".join(f"{path} ({size_text(path.stat().st_size)})" for path in paths)
+    """`folder`, and what lies in it, a line each, with sizes; a folder in it counts as one."""
+    lines = [f"{folder}/"]
+    for path in sorted(folder.iterdir()):
+        inside = path.rglob("*") if path.is_dir() else [path]
+        size = sum(file.stat().st_size for file in inside if file.is_file())
+        lines.append(f"  {path.name}{'/' * path.is_dir()} ({size_text(size)})")
+    return "\n".join(lines)
 
 
 def size_text(size: int) -> str:

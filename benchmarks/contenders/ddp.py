@@ -1,8 +1,9 @@
 """torch DistributedDataParallel, gradients as views of its buckets (its faster setting)."""
 
-from job import Job, Step
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from job import Job, Step
 
 
 def build(job: Job) -> Step:

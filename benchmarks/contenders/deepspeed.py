@@ -7,8 +7,9 @@ update, and none needs a compiler.
 import os
 
 import deepspeed
-from job import Job, Step
 from torch import Tensor
+
+from job import Job, Step
 
 
 def build(job: Job, *, stage: int) -> Step:

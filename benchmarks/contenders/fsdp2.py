@@ -1,9 +1,10 @@
 """torch FSDP2, one unit per block; parameters freed after forward, or kept until backward."""
 
-from job import Job, Step
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from job import Job, Step
 
 
 def build(job: Job, *, reshard: bool) -> Step:

@@ -1,7 +1,8 @@
 """One plain PyTorch process on the whole batch, one thread: what the limit is taken from."""
 
-from job import Job, Step
 from torch import Tensor
+
+from job import Job, Step
 
 
 def build(job: Job) -> Step:

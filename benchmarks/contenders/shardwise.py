@@ -2,10 +2,10 @@
 
 import os
 
-from job import Job, Step
 from torch import Tensor
 
 import shardwise as sw
+from job import Job, Step
 from shardwise.launch import own
 from shardwise.launch.identity import Identity
 

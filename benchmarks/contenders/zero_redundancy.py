@@ -1,10 +1,11 @@
 """torch DDP with ZeroRedundancyOptimizer: optimizer state sharded by whole parameters."""
 
 import torch
-from job import HYPERPARAMETERS, Job, Step
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+
+from job import HYPERPARAMETERS, Job, Step
 
 
 def build(job: Job) -> Step:

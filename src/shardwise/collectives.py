@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.errors import CollectiveError, LaunchError, PeerLost
+from shardwise.errors import CollectiveError, LaunchError, PeerLost, UsageError
 from shardwise.launch.identity import Identity
 from shardwise.layout import even_cuts
 
@@ -86,6 +86,13 @@ class Collectives(ABC):
         """The same ranks over channels of their own, for calls whose order against the others
         may differ from rank to rank (collectives inside forward and backward)."""
 
+    @abstractmethod
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        """The group of `groups` that this rank is in; a rank in none stands alone.
+
+        `groups` are disjoint lists of ranks, alike on all ranks. Raises UsageError otherwise.
+        """
+
     def gather_objects(self, value: Any) -> list[Any]:
         """A list of every rank's `value` (picklable), in rank order, on all ranks. Blocks."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -135,6 +142,10 @@ class Solo(Collectives):
         return
 
     def second_group(self) -> Collectives:
+        return self
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        _check_groups(groups, self.size)
         return self
 
 
@@ -207,6 +218,9 @@ class Gloo(Collectives):
 
     def second_group(self) -> Collectives:
         return Gloo(self.rank, self.size, dist.new_group(backend="gloo"))
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        return _split(self.rank, self.size, groups, "gloo", Gloo)
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -309,6 +323,12 @@ class Nccl(Collectives):
     def second_group(self) -> Collectives:
         return Nccl(self.rank, self.size, self._device, dist.new_group(backend="nccl"))
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        def make(rank: int, size: int, group: dist.ProcessGroup) -> Collectives:
+            return Nccl(rank, size, self._device, group)
+
+        return _split(self.rank, self.size, groups, "nccl", make)
+
     @property
     def small_device(self) -> torch.device:
         return self._device
@@ -363,6 +383,34 @@ def connect(identity: Identity, device: torch.device, timeout: float) -> Collect
     if backend == "nccl":
         return Nccl(identity.rank, identity.size, device)
     return Gloo(identity.rank, identity.size)
+
+
+def _check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
+    seen: set[int] = set()
+    for rank in (rank for group in groups for rank in group):
+        if not 0 <= rank < size:
+            raise UsageError(f"Rank {rank} in {groups} does not exist: there are {size} ranks.")
+        if rank in seen:
+            raise UsageError(f"Rank {rank} is twice in {groups}: each rank belongs to one group.")
+        seen.add(rank)
+
+
+def _split(
+    rank: int,
+    size: int,
+    groups: Sequence[Sequence[int]],
+    backend: str,
+    make: Callable[[int, int, dist.ProcessGroup], Collectives],
+) -> Collectives:
+    """Every rank takes part in making every group, and gets its own."""
+    _check_groups(groups, size)
+    mine: Collectives = Solo()
+    for members in groups:
+        made = dist.new_group(list(members), backend=backend)
+        if rank in members and len(members) > 1:
+            assert isinstance(made, dist.ProcessGroup)
+            mine = make(sorted(members).index(rank), len(members), made)
+    return mine
 
 
 def _interval(buffer: Tensor, cuts: Cuts, rank: int) -> Tensor:

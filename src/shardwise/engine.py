@@ -262,6 +262,7 @@ class Engine:
         if max_norm is not None and not max_norm > 0:
             raise UsageError(f"max_norm takes a number above 0, not {max_norm}.")
         self._states.parameters.check()
+        self._states.gradients.check_guards()
         self._states.gradients.reduce()
         totals = self._exchange()
         stats = self._decide(totals)
@@ -448,7 +449,8 @@ class Engine:
             if len(self._recipe.optimizers) != 1:
                 raise UsageError("This engine has several optimizers: say which.")
             optimizer = self._recipe.optimizers[0]
-        states = self._states.gathering.optimizer_state()
+        # A parameter that was frozen on the way has left its state with the user's optimizer.
+        states = {**optimizer.state, **self._states.gathering.optimizer_state()}
         numbers: dict[nn.Parameter, int] = {}
         groups = []
         for group in optimizer.param_groups:
@@ -458,6 +460,11 @@ class Engine:
             "state": {number: states[p] for p, number in numbers.items() if p in states},
             "param_groups": groups,
         }
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale; 1 where the precision needs none."""
+        return self._scale.value
 
     @property
     def state_bytes(self) -> int:

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -49,6 +49,7 @@ class World:
         self.collectives = group
         self.feed = Feed()
         self.engines = 0
+        self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._keywords: dict[str, Any] = {}
         self._said: set[str] = set()
 
@@ -80,6 +81,22 @@ class World:
     def gather(self, value: T) -> list[T]:
         """Every rank's `value` (picklable), in rank order, on every rank."""
         return self.collectives.gather_objects(value)
+
+    def sum(self, value: Tensor, groups: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """`value` (any shape, alike on all ranks) summed over all ranks, or over groups of them.
+
+        With `groups`, disjoint lists of ranks, each rank gets its own group's sum; a rank in no
+        group keeps its value. Raises UsageError for a rank that is listed twice.
+        """
+        group = self.collectives
+        if groups is not None:
+            key = tuple(tuple(members) for members in groups)
+            if key not in self._groups:
+                self._groups[key] = group.split(groups)
+            group = self._groups[key]
+        total = value.detach().clone(memory_format=torch.contiguous_format)
+        group.all_reduce(total.view(-1)).wait()
+        return total
 
     def share(self, batch: T) -> T:
         """This rank's rows of a total batch, for loops without a Loader.

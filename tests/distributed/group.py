@@ -52,6 +52,8 @@ class Groups:
     def close(self) -> None:
         """End every group; nothing of them is left."""
         for group in self._groups.values():
+            group.end()
+        for group in self._groups.values():
             group.close()
 
 
@@ -81,10 +83,14 @@ class Group:
         __tracebackhide__ = True
         return [outcome.error for outcome in self._outcomes(function, args, limit)]
 
+    def end(self) -> None:
+        """Ask the ranks for an end, which they come to when idle."""
+        for rank in self._ranks:
+            rank.tell("end")
+
     def close(self) -> None:
         """End the ranks: politely where they are idle, and surely."""
-        for rank in self._ranks:
-            rank.end()
+        self.end()
         for rank in self._ranks:
             rank.reap()
         self._ranks = []
@@ -223,10 +229,6 @@ class _Rank:
         """Send a message; that a rank is gone shows when its outcome is read."""
         with contextlib.suppress(OSError):
             self.connection.send(message)
-
-    def end(self) -> None:
-        """Ask for an end; an idle rank leaves its group and exits."""
-        self.tell("end")
 
     def reap(self) -> None:
         """Wait for the end, or make it so."""

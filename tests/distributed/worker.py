@@ -60,9 +60,11 @@ def _join() -> Any:
     import shardwise.world
 
     torch.set_num_threads(1)
-    return shardwise.world.init(
+    world = shardwise.world.init(
         seed=0, device="cpu", quiet=True, timeout=SECONDS_A_COLLECTIVE_MAY_WAIT
     )
+    world.first_settings = world.settings  # type: ignore[attr-defined]
+    return world
 
 
 def _run(world: Any, case: bytes) -> Outcome:
@@ -73,6 +75,8 @@ def _run(world: Any, case: bytes) -> Outcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            # torch compares num_workers with the cores of this machine
+            warnings.filterwarnings("ignore", "This DataLoader will create")
             _reset(world)
             function, args = pickle.loads(case)
             done = {"result": pickle.dumps(function(world, *args))}
@@ -96,6 +100,7 @@ def _reset(world: Any) -> None:
 
     gc.collect()
     world.feed, world.engines = Feed(), 0
+    world.seed, world.settings = 0, world.first_settings
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     randomness.seed_everything(0)

@@ -110,5 +110,5 @@ def test_a_state_with_its_epoch_is_restored():
     [({}, 10), ({"samples": "many"}, 10), ({"samples": -1}, 10), ({"samples": 3}, None)],
 )
 def test_a_state_of_something_else_is_refused(state, length):
-    with pytest.raises(DataError, match="position|state of a Loader"):
+    with pytest.raises(DataError, match=r"position|state of a Loader"):
         restored(state, length, 4)

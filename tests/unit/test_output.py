@@ -59,7 +59,10 @@ def test_a_line_without_end_is_cut_and_a_bar_without_end_is_forgotten() -> None:
         # rich: erase the line, then write
         ([b"\r\x1b[2K50%"], b"\r\x1b[2K[0] 50%"),
         # several rows: up, erase, write again
-        ([b"a\nb", b"\r\x1b[2K\x1b[1A\x1b[2KA\nB"], b"[0] a\n[0] b\r\x1b[2K\x1b[1A\x1b[2K[0] A\n[0] B"),
+        (
+            [b"a\nb", b"\r\x1b[2K\x1b[1A\x1b[2KA\nB"],
+            b"[0] a\n[0] b\r\x1b[2K\x1b[1A\x1b[2K[0] A\n[0] B",
+        ),
         # a sequence that comes in two pieces is passed on whole
         ([b"\x1b[3", b"1mred"], b"\x1b[31m[0] \x1b[31mred"),
         ([b"x\x1b", b"[0m"], b"[0] x\x1b[0m"),

@@ -57,7 +57,8 @@ class Loader:
     default where the dataset might draw: not for a TensorDataset, a sequence, a Hugging Face
     dataset without transform, or a Subset of such. Without it a dataset's batched fetch
     (`__getitems__`) is used, and a draw is a function of the micro-batch's first index. What
-    `collate_fn` draws is always a function of the latter.
+    `collate_fn` draws is always a function of the latter. A generator that the dataset made for
+    itself is not seeded.
 
     A `for` begins the next epoch. Left early, an epoch is over, unless only its first step was
     taken (`next(iter(loader))` is a look). After `load_state_dict` it re-enters where it was.
@@ -105,11 +106,12 @@ class Loader:
         self.name = name or f"Loader({type(dataset).__name__})"
         self.dataset = dataset
         self.batch_size = batch_size
-        self._position = Position()
+        self._position = self._began = Position()  # now, and where the newest pass began
         self._reenter = False  # the next pass goes on from the position rather than anew
         self._taken = 0  # steps that the newest pass has given
         self._run = 0  # the number of the newest pass
-        self._pass: Pass | None = None
+        # weak, since it calls back: dropping a Loader ends its workers at once
+        self._newest: weakref.ref[Pass] | None = None
         self._pinned = pin_memory and self._world.device.type == "cuda"
         self._reader = reader(given, self._world)
         self._plan = _plan(given, self._reader)
@@ -192,7 +194,7 @@ class Loader:
 
         Raises DataError where `state` is of something else, UsageError inside a loop.
         """
-        if self._pass is not None and self._pass.open:
+        if self._open_pass() is not None:
             raise UsageError(
                 f"{self.name} is being iterated: load its state before the loop, not inside."
             )
@@ -201,10 +203,10 @@ class Loader:
 
     def _begin(self) -> None:
         """Start a new pass; what is left of an older one is dropped."""
-        if self._pass is not None:
-            self._pass.close()
+        if (older := self._open_pass()) is not None:
+            older.close()
         self._settle()
-        self._reenter = False
+        self._began, self._reenter = self._position, False
         self._taken = 0
         self._run += 1
 
@@ -215,10 +217,14 @@ class Loader:
         if self._taken > 1:
             self._position = self._position.next_epoch(self._reader.epoch_length)
         else:
-            self._position = self._position.same_epoch()
+            self._position, self._reenter = self._began, self._began.offset > 0
+
+    def _open_pass(self) -> Pass | None:
+        newest = self._newest() if self._newest is not None else None
+        return newest if newest is not None and newest.open else None
 
     def _open(self) -> Pass:
-        self._pass = Pass(
+        opened = Pass(
             self._items(),
             world=self._world,
             name=self.name,
@@ -226,7 +232,8 @@ class Loader:
             pinned=self._pinned,
             stepped=self._stepped,
         )
-        return self._pass
+        self._newest = weakref.ref(opened)
+        return opened
 
     def _stepped(self, total: int) -> None:
         self._position = self._position.stepped(total)
@@ -253,10 +260,7 @@ class Loader:
 
 
 class _Asks:
-    """The `batch_sampler` of torch's DataLoader: asks anew for each pass.
-
-    Holds its Loader weakly, so that dropping a Loader ends its workers at once.
-    """
+    """The `batch_sampler` of torch's DataLoader: asks anew for each pass."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = weakref.ref(loader)

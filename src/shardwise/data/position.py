@@ -33,10 +33,6 @@ class Position:
         passed = self.offset if epoch_length is None else epoch_length
         return Position(epoch=self.epoch + 1, before=self.before + passed)
 
-    def same_epoch(self) -> Position:
-        """The start of this epoch."""
-        return replace(self, offset=0, steps=0)
-
     def state(self, epoch_length: int | None) -> dict[str, int]:
         """What to save: one integer where all epochs have one length, else where it lies too."""
         if epoch_length is not None:

@@ -14,7 +14,13 @@ from torch.utils.data import default_collate
 from shardwise.data import order
 from shardwise.data.checks import Given
 from shardwise.data.position import Position
-from shardwise.data.schedule import FromBatchSampler, FromSampler, InOrder, Schedule
+from shardwise.data.schedule import (
+    FromBatchSampler,
+    FromSampler,
+    InOrder,
+    Schedule,
+    length_of,
+)
 from shardwise.data.source import Item, MapSource, Micro, Request, StreamSource, may_draw
 from shardwise.data.transfer import copied
 from shardwise.errors import DataError
@@ -81,10 +87,9 @@ class SliceReader(Reader):
     def __init__(self, given: Given, world: World) -> None:
         assert given.batch_size is not None
         self.source = _stream_source(given, given.dataset, world, sliced=True)
-        if hasattr(given.dataset, "__len__"):
-            self.steps = order.steps_per_epoch(
-                len(given.dataset), given.batch_size, drop_last=given.drop_last
-            )
+        length = length_of(given.dataset)
+        if length is not None:
+            self.steps = order.steps_per_epoch(length, given.batch_size, drop_last=given.drop_last)
 
     def asks(self, run: int, at: Position) -> Iterator[Request]:
         return requests(run, at.epoch, at.offset)

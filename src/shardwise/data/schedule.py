@@ -55,7 +55,7 @@ class FromSampler(Schedule):
     ) -> None:
         self._batch_size = batch_size
         self._sampler, self._world, self._drop_last = sampler, world, drop_last
-        length = _length(sampler)
+        length = length_of(sampler)
         if length is not None:
             self.steps = order.steps_per_epoch(length, batch_size, drop_last=drop_last)
 
@@ -72,7 +72,7 @@ class FromBatchSampler(Schedule):
 
     def __init__(self, batch_sampler: Iterable[Iterable[Any]], *, world: World) -> None:
         self._sampler, self._world = batch_sampler, world
-        self.steps = _length(batch_sampler)
+        self.steps = length_of(batch_sampler)
 
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
         drawn = _draw(self._sampler, self._world, epoch)
@@ -124,8 +124,9 @@ def _plain(index: Any) -> Any:
     return index.__index__() if hasattr(index, "__index__") else index
 
 
-def _length(sampler: Any) -> int | None:
+def length_of(items: Any) -> int | None:
+    """`len(items)`, or None where that is not known."""
     try:
-        return len(sampler)
+        return len(items)
     except (TypeError, NotImplementedError):
         return None

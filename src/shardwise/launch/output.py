@@ -133,7 +133,8 @@ class Live:
         end = b"\x1b[0m" if self._style else b""
         end += b"\x1b[?25h" if self._hidden else b""
         end += b"\n" * (len(self._rows) - self._row - 1) + (b"\n" if self._rows[-1] else b"")
-        self.__init__(self._prefix)  # type: ignore[misc]
+        self._rows, self._row, self._home = [bytearray()], 0, True
+        self._style, self._hidden = b"", False
         return end
 
     @property

@@ -3,11 +3,12 @@
 import difflib
 import importlib.util
 import os
+import pkgutil
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import FileFinder, ModuleSpec
 from pathlib import Path
 
 from shardwise.errors import LaunchError
@@ -88,8 +89,11 @@ def _check_module(name: str) -> None:
 
 def _inside(package: ModuleSpec, path: str) -> ModuleSpec | None:
     """The module `path` of `package`, or None; also when `package` is not one."""
-    places = package.submodule_search_locations
-    return None if places is None else PathFinder.find_spec(path, list(places))
+    places = package.submodule_search_locations or []
+    finders = [pkgutil.get_importer(place) for place in places]
+    found = [finder.find_spec(path) for finder in finders if isinstance(finder, FileFinder)]
+    specs = [spec for spec in found if spec is not None]
+    return next((spec for spec in specs if spec.loader), specs[0] if specs else None)
 
 
 def _no_module(name: str, missing: str) -> LaunchError:

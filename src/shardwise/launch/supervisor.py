@@ -28,6 +28,9 @@ HERE = "127.0.0.1"
 SETTLE = 0.4
 """Seconds after the first failure in which others may tell that they failed too."""
 
+UNEXPLAINED = 3.0
+"""The same while every failed rank has only lost another one, which must be about to end."""
+
 LAST_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL for a rank that did not heed SIGINT."""
 
@@ -70,6 +73,7 @@ class Supervisor:
         self._plan = Plan()
         self._asked: signal.Signals | None = None
         self._stopping = False
+        self._explained = False
         self._memory = cause.memory()
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.fd, selectors.EVENT_READ, self._on_signals)
@@ -147,10 +151,20 @@ class Supervisor:
             with suppress(KeyError):
                 self._selector.unregister(source.fd)
             source.drain()
-        assert child.end is not None
-        if child.end.code != 0 and not self._plan and not self._stopping:
-            grace = SETTLE + self._job.grace
-            self._plan.make([(SETTLE, signal.SIGTERM), (grace, signal.SIGKILL)])
+        if self._asked is None and not self._stopping:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Once a rank has failed, plan to end the others, soon after the cause has shown."""
+        ends = self._ends()
+        if all(end.code == 0 for end in ends):
+            return
+        explained = verdict.is_explained(ends, report.read(self._folder))
+        if self._plan and explained == self._explained:
+            return
+        self._explained = explained
+        wait = SETTLE if explained else UNEXPLAINED
+        self._plan.make([(wait, signal.SIGTERM), (wait + self._job.grace, signal.SIGKILL)])
 
     def _stop(self, asked: signal.Signals) -> None:
         """Someone wants the run to end; a second time, at once."""
@@ -182,7 +196,7 @@ class Supervisor:
 
     def _speak(self) -> int:
         """Say which rank failed and why, where one did; returns the exit code."""
-        ends = [child.end for child in self._children if child.end is not None]
+        ends = self._ends()
         reports = report.read(self._folder)
         judged = verdict.judge(ends, reports)
         if judged is None:
@@ -195,6 +209,9 @@ class Supervisor:
         words = closing.words(judged, how, trace, size=self._job.size, where=where)
         self._console.err.lines(words.encode())
         return judged.exit_code
+
+    def _ends(self) -> list[verdict.End]:
+        return [child.end for child in self._children if child.end is not None]
 
     def _how(self, child: Child) -> str:
         assert child.end is not None

@@ -38,18 +38,23 @@ def judge(ends: Sequence[End], reports: Mapping[int, Report]) -> Verdict | None:
     """The verdict over a run whose ranks have all ended; None when all ended well.
 
     The cause is the first failure that is not merely about another rank. Where there is none
-    but a rank ended with code 0 before the others failed, that rank left too early.
+    but a rank ended by itself with code 0, that rank left too early.
     """
     failures = [end for end in ends if end.code != 0 and _is_own(end, reports)]
     if not failures:
         return None
     first = min(failures, key=lambda end: _moment(end, reports))
     if _is_secondary(first, reports):
-        left = [end for end in ends if end.code == 0 and end.time <= first.time]
+        left = [end for end in ends if end.code == 0 and not end.stopped]
         if left:
             early = min(left, key=lambda end: end.time)
             return Verdict(rank=early.rank, exit_code=1, waiting=first.rank)
     return Verdict(rank=first.rank, exit_code=_exit_code(first))
+
+
+def is_explained(ends: Sequence[End], reports: Mapping[int, Report]) -> bool:
+    """Whether the cause of a failure is among `ends`: not all of them lost another rank."""
+    return any(not _is_secondary(end, reports) for end in ends)
 
 
 def _is_own(end: End, reports: Mapping[int, Report]) -> bool:

@@ -56,12 +56,21 @@ class Buffers:
         self.remember()
 
     def news(self) -> list[int]:
-        """Buffers that changed since `remember` and are not followed yet."""
+        """Buffers not followed yet, of modules of which one changed since `remember`.
+
+        Of the module as a whole, since torch's batch_norm writes its running statistics without
+        raising their version, as it does that of the count beside them.
+        """
+        changed = {
+            self._places[index][0]
+            for index, mark in enumerate(self._seen)
+            if self._mark(index) != mark
+        }
         followed = set(self._followed)
         return [
             index
-            for index, mark in enumerate(self._seen)
-            if index not in followed and self._mark(index) != mark
+            for index, (module, _) in enumerate(self._places)
+            if module in changed and index not in followed
         ]
 
     def follow(self, indices: set[int]) -> None:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives, Handle
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, UsageError
 from shardwise.layout import Bucket
 from shardwise.placement import Placement
 from shardwise.states.guard import GradientGuard
@@ -113,6 +113,7 @@ class Gradients:
         self.late: dict[int, list[tuple[int, Tensor]]] = {}
         self.used = [False] * len(self._params)
         self._own_norms: list[Tensor] = []
+        self._guarded = False
         self._reductions = 0
         self._hooks = [
             param.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -147,8 +148,10 @@ class Gradients:
         `last`: nothing more comes in this step, so replicated gradients may start their way.
         With a `weight` of zero whatever arrives (perhaps NaN) is thrown away.
         """
+        self.check_guards()
         for param in self._params:
             param.grad = None
+        self._guarded = False
         for collector in self.collectors:
             collector.remaining = collector.expected
             collector.collected = False
@@ -198,6 +201,19 @@ class Gradients:
         """Until `clear`, let every touch of `param.grad` raise."""
         for param, guard in zip(self._params, self._guards, strict=True):
             param.grad = guard
+        self._guarded = True
+
+    def check_guards(self) -> None:
+        """Raise UsageError if user code cleared gradients that have not been used yet."""
+        if self._guarded and any(
+            param.grad is not guard
+            for param, guard in zip(self._params, self._guards, strict=True)
+        ):
+            raise UsageError(
+                "Gradients were cleared between engine.backward and engine.step, by zero_grad() or "
+                "param.grad = None, which would not clear what is already on its way. "
+                "engine.step() clears by itself: leave zero_grad out, or call it before backward."
+            )
 
     def _complete(self, collector: _Collector) -> None:
         """Collect a bucket's gradients and, where this backward reduces, launch it."""
@@ -403,6 +419,7 @@ class Gradients:
             param.grad = None
         self.late.clear()
         self._own_norms.clear()
+        self._guarded = False
         self.used = [False] * len(self._params)
         self._reductions = 0
 

@@ -78,24 +78,32 @@ class InnerOptimizer:
         self._regroup()
 
     def _regroup(self) -> None:
-        """One inner parameter group per part, holding its segments."""
-        self.inner.param_groups = [
-            self._options(group) | {"params": [segment.tensor for segment in part.segments]}
-            for part, group in zip(self.parts, self._groups, strict=True)
-        ]
+        """An inner parameter group for each of the user's, its segments in registration order."""
+        self._numbers = sorted({group.index for group in self._groups})
+        self.inner.param_groups = []
+        for number in self._numbers:
+            held = [
+                segment
+                for part, group in zip(self.parts, self._groups, strict=True)
+                if group.index == number
+                for segment in part.segments
+            ]
+            held.sort(key=lambda segment: segment.pieces[0].parameter)
+            self.inner.param_groups.append({"params": [segment.tensor for segment in held]})
 
-    def _options(self, group: GroupOf) -> dict[str, Any]:
-        options = settings_of(group.options)
-        return options | {"fused": True} if self._fused else options
+    def _follow_face(self) -> None:
+        """Take the options of the user's groups as they are now: schedulers edit them."""
+        for number, inner in zip(self._numbers, self.inner.param_groups, strict=True):
+            inner.update(settings_of(self._groups[0].face.param_groups[number]))
+            if self._fused:
+                inner["fused"] = True
 
     def step(self, sums: Sequence[Tensor], used: Sequence[bool], factor: float) -> None:
         """Update from the reduced `sums` of each part times `factor`; `used` is by parameter."""
         for part in self.parts:
             self._cut_by_use(part, used)
-        for part, total, inner, group in zip(
-            self.parts, sums, self.inner.param_groups, self._groups, strict=True
-        ):
-            inner.update(self._options(group))
+        self._follow_face()
+        for part, total in zip(self.parts, sums, strict=True):
             self._offer(part, total, used, factor)
         if self._divides:
             # torch's fused kernels divide the gradient by this on the way, in fp32.
@@ -184,26 +192,29 @@ class OptimizerState:
         return _Part(bucket, own, target, target if master is None else master)
 
     def _build(self) -> None:
-        together: dict[optim.Optimizer, InnerOptimizer] = {}
-        for index, (part, group) in enumerate(zip(self.parts, self.groups, strict=True)):
+        """Cut every bucket into segments, give each an inner optimizer, take over old state."""
+        for part, group in zip(self.parts, self.groups, strict=True):
             part.segments = self._segments(part, group)
+        together: dict[optim.Optimizer, InnerOptimizer] = {}
+        for part, group in zip(self.parts, self.groups, strict=True):
             if group.kind.separable:
                 inner = InnerOptimizer([part], [group], _may_fuse(group, part))
-                self.inners.append(inner)
-            elif group.face not in together:
-                members = [i for i, g in enumerate(self.groups) if g.face is group.face]
-                for i in members:
-                    self.parts[i].segments = self._segments(self.parts[i], self.groups[i])
+            elif group.face in together:
+                inner = together[group.face]
+            else:
+                members = [i for i, other in enumerate(self.groups) if other.face is group.face]
                 inner = together[group.face] = InnerOptimizer(
                     [self.parts[i] for i in members], [self.groups[i] for i in members], False
                 )
+            if inner not in self.inners:
                 self.inners.append(inner)
-            else:
-                inner = together[group.face]
             self._inner_of.append(inner)
+        for index in range(len(self.parts)):
             self._adopt(index)
+        taken = {tracked.parameter for tracked in self._parameters.tracked}
         for face in self._old:
-            face.state.clear()
+            for parameter in [p for p in face.state if p in taken]:
+                del face.state[parameter]
 
     def _segments(self, part: _Part, group: GroupOf) -> list[Segment]:
         pieces = part.bucket.pieces(*part.own)

@@ -1,0 +1,21 @@
+# Each target is a script in scripts/, so that a person, an editor and CI run the same lines.
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all check
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install:  ## make .venv with everything that the other targets need
+	@scripts/install
+
+demo: install  ## train a language model on two workers, three minutes at most
+	.venv/bin/shardwise run -n 2 --zero 2 examples/language_model.py
+
+test: install  ## the tests, without the long products of parity tables
+	@scripts/test
+
+test-all: install  ## all tests
+	@scripts/test -m ""
+
+check: install  ## lint, format, types, import floors
+	@scripts/check

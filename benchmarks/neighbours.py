@@ -1,0 +1,43 @@
+"""Who else used the machine while we measured. A figure from a busy machine should say so."""
+
+import resource
+import time
+from pathlib import Path
+
+from machine import cores
+
+BUSY = 0.05
+"""The share of the machine in other hands from which on figures are only indicative."""
+
+# Of /proc/stat: user, nice, system, steal. Interrupts are left out: loopback traffic is ours.
+COUNTED = (1, 2, 3, 8)
+TICKS = 100.0
+
+
+class Neighbours:
+    """Watches from when it is made. Our own share is that of this process and of its children
+    that have ended by the time of asking."""
+
+    def __init__(self) -> None:
+        self._begun, self._all, self._ours = time.monotonic(), _all_seconds(), _our_seconds()
+
+    def share(self) -> float | None:
+        """The part of the cores' time that went to others; None where it cannot be read."""
+        total = _all_seconds()
+        if total is None or self._all is None:
+            return None
+        others = (total - self._all) - (_our_seconds() - self._ours)
+        return max(others, 0.0) / ((time.monotonic() - self._begun) * cores())
+
+
+def _all_seconds() -> float | None:
+    try:
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()
+    except OSError:
+        return None
+    return sum(int(fields[index]) for index in COUNTED) / TICKS
+
+
+def _our_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)

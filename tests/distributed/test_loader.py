@@ -1,0 +1,309 @@
+"""The Loader on real ranks: one order, every sample once, whatever the number of ranks."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
+
+from shardwise.data import Loader
+
+SIZES = (1, 2, 3, 4)
+
+
+class Drawing(Dataset):
+    """A sample is its index and a draw of every generator."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index, torch.rand(()).item() + random.random() + np.random.rand()
+
+
+class Stream(IterableDataset):
+    """first, first + stride, ... below `end`, shuffled in a small buffer."""
+
+    def __init__(self, end, first=0, stride=1):
+        self.numbers = range(first, end, stride)
+
+    def __iter__(self):
+        for start in range(0, len(self.numbers), 3):
+            buffer = list(self.numbers[start : start + 3])
+            for place in torch.randperm(len(buffer)).tolist():
+                yield buffer[place], torch.rand(()).item()
+
+
+class Sharded(Stream):
+    """As Hugging Face's: a stream that can be cut in shards."""
+
+    def __init__(self, end, first=0, stride=1, num_shards=4):
+        super().__init__(end, first, stride)
+        self.end, self.num_shards = end, num_shards
+
+    def shard(self, num_shards, index):
+        return Sharded(self.end, index, num_shards, self.num_shards // num_shards)
+
+
+def _record(world, loader, epochs=1, most=None):
+    """[epoch, step, part, samples, last, [row, ...]] of this rank's micro-batches."""
+    seen = []
+    for epoch in loader.epochs(epochs):
+        for step in loader.steps():
+            for part, batch in enumerate(step):
+                now = world.feed.current
+                columns = [x.tolist() for x in batch]
+                rows = list(zip(*columns, strict=True))
+                seen.append((epoch, step.number, part, now.samples, now.last, rows))
+            if len(seen) == most:
+                return seen
+    return seen
+
+
+def _run(world, dataset, batch, options, epochs=1):
+    return _record(world, Loader(dataset, batch, **options), epochs)
+
+
+def _total(ranks, epoch=0):
+    """The steps of an epoch as lists of rows in total order, stand-ins left out."""
+    assert len({tuple(record[:3] for record in records) for records in ranks}) == 1
+    steps = {}
+    for records in ranks:
+        for number, step, _, samples, _, rows in records:
+            if number == epoch:
+                assert samples in (0, len(rows))
+                steps.setdefault(step, []).extend(rows if samples else [])
+    return [steps[step] for step in sorted(steps)]
+
+
+# --- map-style -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro", [None, 1, 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_order_and_draws_do_not_depend_on_ranks_or_workers(group, num_workers, micro):
+    plain = group(1)(_run, Drawing(13), 4, {"shuffle": True}, 2)
+    options = {"shuffle": True, "num_workers": num_workers, "micro_batch_size": micro}
+    for size in SIZES:
+        ranks = group(size)(_run, Drawing(13), 4, options, 2)
+        for epoch in (0, 1):
+            steps = _total(ranks, epoch)
+            assert steps == _total(plain, epoch)
+            assert sorted(int(row[0]) for step in steps for row in step) == list(range(13))
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(2, 4), st.integers(1, 25), st.integers(4, 9), st.none() | st.integers(1, 3))
+@example(4, 5, 4, None)  # one row left for four ranks
+@example(4, 1, 4, 1)
+def test_every_sample_comes_once_and_each_step_is_as_long_on_all_ranks(
+    group, size, length, batch, micro
+):
+    options = {"shuffle": True, "micro_batch_size": micro}
+    ranks = group(size)(_run, Drawing(length), batch, options)
+    assert sorted(row[0] for step in _total(ranks) for row in step) == list(range(length))
+    for records in ranks:
+        assert all(rows for *_, rows in records)  # a stand-in is a real sample
+        assert all(micro is None or len(rows) <= micro for *_, rows in records)
+
+
+def test_a_stand_in_is_the_first_row_of_the_step(group):
+    ranks = group(3)(_run, Drawing(4), 3, {"shuffle": True})
+    last = [records[-1] for records in ranks]
+    assert [record[3] for record in last] == [0, 0, 1]
+    assert last[0][-1] == last[1][-1] == last[2][-1]
+
+
+def _shares(world):
+    return [rows.tolist() for (rows,) in Loader(TensorDataset(torch.arange(7)), 5)]
+
+
+def test_shares_are_contiguous_blocks(group):
+    assert group(2)(_shares) == [[[0, 1], [5]], [[2, 3, 4], [6]]]
+
+
+def _interrupted(world, dataset, batch, options, stop):
+    first = Loader(dataset, batch, **options)
+    seen = _record(world, first, 3, stop)
+    return seen, first.state_dict()
+
+
+def _resumed(world, dataset, batch, options, state):
+    loader = Loader(dataset, batch, **options)
+    loader.load_state_dict(state)
+    return _record(world, loader, 3)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1), (1, 4)])
+def test_an_interrupted_run_goes_on_at_any_size(group, before, after):
+    options = {"shuffle": True}
+    plain = group(1)(_run, Drawing(11), 4, options, 3)
+    first = group(before)(_interrupted, Drawing(11), 4, options, 4)
+    states = [state for _, state in first]
+    assert states == [{"samples": 15}] * before
+    then = group(after)(_resumed, Drawing(11), 4, options, states[0])
+    for epoch in range(3):
+        parts = [_total(ranks, epoch) for ranks in ([seen for seen, _ in first], then)]
+        assert parts[0] + parts[1] == _total(plain, epoch)
+
+
+def _generators_untouched(world, num_workers):
+    def states():
+        return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+
+    before = states()
+    for dataset in (Drawing(9), Stream(9), Sharded(9)):
+        for _ in Loader(dataset, 4, num_workers=num_workers):
+            assert states() == before
+    return states() == before
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_generators_of_a_rank_are_left_alone(group, num_workers):
+    assert group(2)(_generators_untouched, num_workers) == [True, True]
+
+
+# --- samplers ------------------------------------------------------------------------------
+
+
+def _sampled(world, length):
+    torch.manual_seed(world.rank)  # users' own seeds differ, the order must not
+    loader = Loader(Drawing(length), 4, sampler=RandomSampler(range(length)))
+    return _record(world, loader, 2)
+
+
+def test_a_random_sampler_is_the_same_on_all_ranks_and_sizes(group):
+    plain = group(1)(_sampled, 10)
+    ranks = group(3)(_sampled, 10)
+    for epoch in (0, 1):
+        assert _total(ranks, epoch) == _total(plain, epoch)
+    assert _total(plain, 0) != _total(plain, 1)
+
+
+def test_a_batch_sampler_gives_total_batches(group):
+    options = {"batch_sampler": [[4, 3, 2, 1], [0], [5, 6]]}
+    for size in SIZES:
+        steps = _total(group(size)(_run, Drawing(7), None, options))
+        assert [[row[0] for row in step] for step in steps] == options["batch_sampler"]
+
+
+def _own_orders(world, kind):
+    order = [0, 1, 2, 3] if world.rank < 2 else [3, 2, 1, 0]
+    options = {"sampler": order, "batch_size": 4}
+    if kind == "batch_sampler":
+        options = {"batch_sampler": [order]}
+    list(Loader(Drawing(4), **options))
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
+def test_ranks_with_different_orders_are_named_on_all_ranks(group, kind):
+    errors = group(4).errors(_own_orders, kind)
+    assert len(set(errors)) == 1
+    name, message = errors[0]
+    assert name == "DataError"
+    assert f"The {kind} gave rank 0 another order than rank(s) 2, 3 in epoch 0" in message
+
+
+def _too_small(world):
+    Loader(Drawing(9), 2)
+
+
+def test_a_batch_smaller_than_the_number_of_workers(group):
+    errors = group(3).errors(_too_small)
+    assert all(name == "DataError" and "cannot be shared by 3 workers" in m for name, m in errors)
+
+
+# --- streams -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro", [None, 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sliced_stream_is_the_same_for_any_ranks_and_workers(group, num_workers, micro):
+    plain = group(1)(_run, Stream(14), 5, {}, 2)
+    assert sorted(row[0] for step in _total(plain) for row in step) == list(range(14))
+    options = {"num_workers": num_workers, "micro_batch_size": micro}
+    for size in SIZES:
+        ranks = group(size)(_run, Stream(14), 5, options, 2)
+        assert [_total(ranks, epoch) for epoch in (0, 1)] == [_total(plain, e) for e in (0, 1)]
+
+
+def test_a_sliced_stream_resumes_at_another_size(group):
+    plain = group(1)(_run, Stream(14), 5, {}, 3)
+    first = group(2)(_interrupted, Stream(14), 5, {}, 5)
+    assert {str(state) for _, state in first} == {
+        str({"samples": 24, "epoch": 1, "offset": 10, "steps": 2})
+    }
+    then = group(3)(_resumed, Stream(14), 5, {}, first[0][1])
+    assert _total(then, 1) == _total(plain, 1)[2:]
+    assert _total(then, 2) == _total(plain, 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_stream_with_shards_goes_on_until_all_have_finished(group, size, num_workers):
+    options = {"num_workers": num_workers}
+    ranks = group(size)(_run, Sharded(14), 5, options, 2)
+    for epoch in (0, 1):
+        steps = _total(ranks, epoch)
+        assert sorted(row[0] for step in steps for row in step) == list(range(14))
+    assert all(rows for records in ranks for *_, rows in records)
+    again = group(size)(_run, Sharded(14), 5, {"micro_batch_size": 1}, 1)
+    assert _total(again) == _total(ranks)
+
+
+def test_a_stream_with_too_few_shards_is_sliced(group):
+    few = Sharded(8, num_shards=2)
+    assert _total(group(3)(_run, few, 4, {})) == _total(group(1)(_run, Stream(8), 4, {}))
+
+
+def _own_part(world, lengths, options, epochs=1):
+    first = 100 * world.rank
+    loader = Loader(Stream(first + lengths[world.rank], first), 4, sharding="dataset", **options)
+    return _record(world, loader, epochs), loader.state_dict()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_parts_of_different_length(group, num_workers):
+    said = group(2)(_own_part, [7, 2], {"num_workers": num_workers})
+    ranks = [records for records, _ in said]
+    assert [[record[3] for record in records] for records in ranks] == [[2, 2, 2, 1], [2, 0, 0, 0]]
+    assert [len(step) for step in _total(ranks)] == [4, 2, 2, 1]
+    assert [state["samples"] for _, state in said] == [9, 9]
+    stand_ins = [record[-1] for record in ranks[1][1:]]
+    assert all(len(rows) == 1 and rows[0][0] in (100, 101) for rows in stand_ins)
+
+
+def test_parts_drop_a_short_last_batch_when_asked(group):
+    said = group(2)(_own_part, [7, 5], {"drop_last": True})
+    assert [len(step) for step in _total([records for records, _ in said])] == [4, 4]
+
+
+def _resumed_part(world, lengths, state):
+    first = 100 * world.rank
+    loader = Loader(Stream(first + lengths[world.rank], first), 4, sharding="dataset")
+    loader.load_state_dict(state)
+    return _record(world, loader, 1)
+
+
+def test_parts_resume_at_the_same_size(group):
+    lengths = [9, 2]
+    ranks = [records for records, _ in group(2)(_own_part, lengths, {})]
+    state = {"samples": 8, "epoch": 0, "offset": 8, "steps": 3}
+    resumed = group(2)(_resumed_part, lengths, state)
+    assert _total(resumed) == _total(ranks)[3:]
+    assert [[record[3] for record in records] for records in resumed] == [[2, 1], [0, 0]]
+
+
+def test_a_part_without_samples_is_named_on_all_ranks(group):
+    errors = group(3).errors(_own_part, [3, 0, 3], {})
+    assert len(set(errors)) == 1
+    assert errors[0][0] == "DataError"
+    assert "on rank(s) 1 of 3 holds no sample" in errors[0][1]

@@ -1,0 +1,68 @@
+"""A small set of cases in which every two values of different factors meet: all-pairs testing.
+
+Greedy, as in AETG (Cohen, Dalal, Fredman and Patton, 1997), but without chance: each case starts
+from the first two values that have not met and takes, factor by factor, the value that lets most
+new pairs meet.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+Factors = Mapping[str, Sequence[Any]]
+Case = dict[str, Any]
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairwise(factors: Factors, allowed: Callable[[Case], bool] = lambda case: True) -> list[Case]:
+    """Cases, each with a value of every factor, that cover all pairs of values that may meet.
+
+    `allowed` judges cases, unfinished ones too, and says no only to what no further value could
+    make right. Raises ValueError where an unfinished case that it allowed has no way on.
+    """
+    open_pairs = dict.fromkeys(p for p in all_pairs(factors) if allowed(dict(p)))
+    cases = []
+    while open_pairs:
+        case = _filled(dict(next(iter(open_pairs))), factors, open_pairs, allowed)
+        for pair in pairs_of(case, factors):
+            open_pairs.pop(pair, None)
+        cases.append(case)
+    return cases
+
+
+def all_pairs(factors: Factors) -> list[Pair]:
+    """Every two values of different factors."""
+    return [
+        ((one, value), (other, another))
+        for one, other in combinations(factors, 2)
+        for value in factors[one]
+        for another in factors[other]
+    ]
+
+
+def pairs_of(case: Case, factors: Factors) -> list[Pair]:
+    """The pairs of values that meet in `case`."""
+    return list(combinations([(name, case[name]) for name in factors], 2))
+
+
+def _filled(
+    case: Case, factors: Factors, open_pairs: Mapping[Pair, None], allowed: Callable[[Case], bool]
+) -> Case:
+    for name in factors:
+        if name in case:
+            continue
+        choices = [value for value in factors[name] if allowed(case | {name: value})]
+        if not choices:
+            raise ValueError(f"No value of {name} goes with {case}.")
+        case[name] = max(
+            choices, key=lambda value: _new(case, name, value, tuple(factors), open_pairs)
+        )
+    return {name: case[name] for name in factors}
+
+
+def _new(
+    case: Case, name: str, value: Any, order: tuple[str, ...], open_pairs: Mapping[Pair, None]
+) -> int:
+    """How many pairs that have not met would meet if `case` took `value`."""
+    met = (sorted([(name, value), item], key=lambda i: order.index(i[0])) for item in case.items())
+    return sum(tuple(pair) in open_pairs for pair in met)

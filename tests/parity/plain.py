@@ -1,0 +1,85 @@
+"""The other side of every comparison: plain PyTorch in one process, which imports nothing of ours.
+
+Run as `python -m tests.parity.plain` it trains one problem after another: pickled Problems come
+in on stdin, pickled Trained go out on stdout.
+"""
+
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.parity.problems import BATCH, MICRO_ROWS, Problem, loss_of, weight_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A training as it went: by step the mean loss and the norm before clipping; how it ended."""
+
+    losses: list[float]
+    norms: list[float]
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+
+
+def train(problem: Problem) -> Trained:
+    """Train `problem` as anyone would: the gradient is that of the mean over each window."""
+    model, optimizer, scheduler = problem.model_and_optimizer()
+    x, y = problem.data()
+    losses, norms = [], []
+    for first, end in problem.windows():
+        total, loss = weight_of(y[first:end]), 0.0
+        for rows in micro_batches(problem, first, end):
+            part = loss_of(model, x[rows], y[rows]) * (weight_of(y[rows]) / total)
+            part.backward()
+            loss += part.item()
+        clip = problem.clip or float("inf")
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        losses.append(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return Trained(
+        losses=losses, norms=norms, model=model.state_dict(), optimizer=optimizer.state_dict()
+    )
+
+
+def micro_batches(problem: Problem, first: int, end: int) -> list[list[int]]:
+    """The rows that meet in one forward: the whole window, but where BatchNorm is looking.
+
+    There, micro-batch i is the i-th micro-batches of all workers together, in their order.
+    """
+    if problem.model != "convnet" or problem.micro == "1":
+        return [list(range(first, end))]
+    size, width = problem.workers, MICRO_ROWS[problem.workers]
+    cuts = [first + (end - first) * rank // size for rank in range(size + 1)]
+    shares = [range(cuts[rank], cuts[rank + 1]) for rank in range(size)]
+    unions = [
+        [row for share in shares for row in share[start : start + width]]
+        for start in range(0, BATCH, width)
+    ]
+    return [union for union in unions if union]
+
+
+def serve() -> None:
+    """Answer until stdin ends."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            problem = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        trained = train(problem)
+        assert not any(name.split(".")[0] == "shardwise" for name in sys.modules)
+        pickle.dump(trained, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    # As the module that the tests import, so that pickles name it alike.
+    from tests.parity import plain
+
+    plain.serve()

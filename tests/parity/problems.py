@@ -1,0 +1,189 @@
+"""What is trained in the parity tests: tiny models, their data and optimizers.
+
+Imports torch and nothing of ours, because the plain process that everything is compared with
+takes its models from here too.
+
+No parameter has a gradient that is zero but for rounding (a bias before BatchNorm, the bias of
+attention's keys), and no activation has a kink: both turn the last bit of a sum into a
+difference that says nothing about it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+
+BATCH = 18
+"""Rows of a total batch: three micro-batches for each of 1, 2, 3 and 4 workers."""
+
+MICRO_ROWS = {1: 6, 2: 3, 3: 2, 4: 2}
+"""Rows of a micro-batch by number of workers, so that a full window has three."""
+
+ROWS = {"1": 36, "3": 36, "short": 39}
+"""Rows of the dataset. The last 3 of 39 are a window of one micro-batch, in which one worker of
+four has no row."""
+
+EPOCHS = {"1": 10, "3": 10, "short": 7}
+"""For 20 steps, or 21."""
+
+CLASSES, TOKENS, LENGTH, WIDTH = 5, 24, 8, 16
+IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What a plain process needs to know of a case.
+
+    `micro` is a key of ROWS. `clip` is the max_norm of clipping, or None. `groups` is the number
+    of parameter groups, which differ in their weight decay. `workers` is how many the windows
+    are cut for, where the cut changes the result (BatchNorm); else 1.
+    """
+
+    model: str
+    optimizer: str
+    micro: str
+    dtype: torch.dtype
+    clip: float | None
+    schedule: str
+    groups: int
+    workers: int
+
+    def model_and_optimizer(self, seed: int = 0) -> tuple[nn.Module, optim.Optimizer, Any]:
+        """A fresh model, its optimizer and its scheduler."""
+        torch.manual_seed(seed)
+        model = MODELS[self.model]().to(self.dtype)
+        optimizer = OPTIMIZERS[self.optimizer](parameter_groups(model, self.groups))
+        return model, optimizer, SCHEDULES[self.schedule](optimizer)
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """All rows: inputs and targets."""
+        return DATA[self.model](ROWS[self.micro], self.dtype)
+
+    def windows(self) -> Iterator[list[tuple[int, int]]]:
+        """The total batches of the whole training, in order: rows [first, end) of the data."""
+        for _ in range(EPOCHS[self.micro]):
+            for first in range(0, ROWS[self.micro], BATCH):
+                yield first, min(first + BATCH, ROWS[self.micro])
+
+
+class MLP(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(10, 24), nn.GELU(), nn.Linear(24, 24), nn.GELU(), nn.Linear(24, CLASSES)
+        )
+
+
+class ConvNet(nn.Module):
+    """Two convolutions, each with BatchNorm: running averages exponential and cumulative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 6, 3, padding=1, bias=False)
+        self.first_norm = nn.BatchNorm2d(6)
+        self.second = nn.Conv2d(6, 8, 3, stride=2, bias=False)
+        self.second_norm = nn.BatchNorm2d(8, momentum=None)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (N, 2, 8, 8)."""
+        x = F.silu(self.first_norm(self.first(x)))
+        x = F.silu(self.second_norm(self.second(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.merge = nn.Linear(WIDTH, WIDTH)
+        self.between = nn.LayerNorm(WIDTH)
+        self.widen = nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (N, T, WIDTH)."""
+        heads = self.mix(self.before(x)).unflatten(-1, (3, 2, WIDTH // 2))
+        query, key, value = heads.movedim(-3, 0).transpose(2, 3)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.merge(mixed.transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.widen(self.between(x))))
+
+
+class GPT(nn.Module):
+    """Two layers; the output layer's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(TOKENS, WIDTH)
+        self.places = nn.Parameter(0.1 * torch.randn(LENGTH, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.3)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (N, T) tokens; returns (N, TOKENS, T)."""
+        x = self.tokens(x) + self.places
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).transpose(1, 2)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean over the targets of `y` that count."""
+    return F.cross_entropy(model(x), y, ignore_index=IGNORED)
+
+
+def weight_of(y: Tensor) -> int:
+    """How many targets count: rows, or tokens."""
+    return int((y != IGNORED).sum())
+
+
+def parameter_groups(model: nn.Module, count: int) -> list[dict[str, Any]]:
+    """All parameters as one group, or matrices with decay and the rest without."""
+    parameters = list(model.parameters())
+    if count == 1:
+        return [{"params": parameters, "weight_decay": 0.02}]
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _vectors(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, 10, generator=draw)
+    return x.to(dtype), torch.randint(CLASSES, (rows,), generator=draw)
+
+
+def _images(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    x = torch.randn(rows, 2, 8, 8, generator=draw) + torch.randn(rows, 1, 1, 1, generator=draw)
+    return x.to(dtype), torch.randint(CLASSES, (rows,), generator=draw)
+
+
+def _texts(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Tokens, of which 1 to LENGTH count in a row; a count of rows is not a count of tokens."""
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randint(TOKENS, (rows, LENGTH), generator=draw)
+    y = (x * 5 + 1) % TOKENS
+    counted = torch.randint(1, LENGTH + 1, (rows, 1), generator=draw)
+    return x, y.masked_fill(torch.arange(LENGTH) >= counted, IGNORED)
+
+
+MODELS = {"mlp": MLP, "convnet": ConvNet, "gpt": GPT}
+DATA = {"mlp": _vectors, "convnet": _images, "gpt": _texts}
+OPTIMIZERS = {
+    "sgd": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9),
+    "adamw": lambda groups: optim.AdamW(groups, lr=3e-3),
+    "adagrad": lambda groups: optim.Adagrad(groups, lr=0.02),
+}
+SCHEDULES = {
+    "constant": lambda optimizer: optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+    "cosine": lambda optimizer: optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+}

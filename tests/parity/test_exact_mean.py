@@ -1,0 +1,206 @@
+"""Promise 2: the gradient is that of the mean over all items of all workers and micro-batches.
+
+Hypothesis draws how rows and weights lie; each draw is many windows, to make one call of a group
+worth it. The plain side is autograd in this process, over the items that count.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import shardwise as sw
+
+FEW = settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a rank runs backward on: rows of random data whose loss counts `weight` items.
+
+    With `nan` its data, and so its loss and gradients, are NaN.
+    """
+
+    rows: int
+    weight: float
+    nan: bool = False
+
+    def data(self, place: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets; `place` says which part of all this is."""
+        draw = torch.Generator().manual_seed(hash(place) % 2**31)
+        x = torch.randn(self.rows, 5, generator=draw, dtype=torch.float64)
+        y = torch.randn(self.rows, 2, generator=draw, dtype=torch.float64)
+        return (x * math.nan if self.nan else x), y
+
+
+Window = Sequence[Sequence[Part]]
+"""The micro-batches of one step, each with a part of every rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Windows, and how they are reduced. `tells_last`: whether `last=` is given or left out."""
+
+    windows: Sequence[Window]
+    zero: int
+    tells_last: bool
+
+
+COUNTS = st.one_of(st.integers(1, 600).map(float), st.sampled_from([1e-3, 0.37, 1.0, 65536.0]))
+WEIGHED = st.builds(Part, rows=st.integers(1, 4), weight=COUNTS)
+WEIGHTLESS = st.builds(Part, rows=st.integers(1, 2), weight=st.just(0.0), nan=st.booleans())
+PARTS = st.one_of(WEIGHED, WEIGHED, WEIGHTLESS)
+
+
+def _runs(size: int) -> st.SearchStrategy[list[Run]]:
+    micro_batch = st.lists(PARTS, min_size=size, max_size=size)
+    window = st.lists(micro_batch, min_size=1, max_size=3)
+    run = st.builds(
+        Run,
+        windows=st.lists(window, min_size=1, max_size=3),
+        zero=st.sampled_from([0, 1, 2]),
+        tells_last=st.booleans(),
+    )
+    return st.lists(run, min_size=4, max_size=8)
+
+
+SMALL, MIDDLING, ALL_IN_ONE = 0.0001, 0.0005, 25.0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_step_is_that_of_the_weighted_mean(group, size):
+    @FEW
+    @given(_runs(size))
+    def check(runs):
+        told = group(size)(_steps_of_all, runs, [(SMALL, True)])
+        for run, *ranks in zip(runs, *told, strict=True):
+            for steps in ranks:
+                _assert_equal(steps[0], _plain_steps(run), 1e-9)
+
+    check()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_buckets_and_overlap_change_nothing(group, size):
+    @FEW
+    @given(_runs(size))
+    def check(runs):
+        ways = [(SMALL, True), (SMALL, False), (MIDDLING, True), (ALL_IN_ONE, False)]
+        for overlapped, waiting, *others in group(size)(_steps_of_all, runs, ways)[0]:
+            _assert_equal(waiting, overlapped, 0.0)
+            for other in others:
+                _assert_equal(other, overlapped, 1e-12)
+
+    check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one step did: the gradient that it applied, and its figures."""
+
+    gradient: Tensor
+    loss: float
+    norm: float
+    weight: float
+
+
+def _model() -> nn.Module:
+    """Two layers used in every backward and, at the end, one that none uses."""
+    torch.manual_seed(3)
+    model = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 2), nn.Linear(4, 4)])
+    return model.double()
+
+
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model[1](torch.tanh(model[0](x))) - y).square().mean()
+
+
+def _steps_of_all(world, runs, ways) -> list[list[list[Step]]]:
+    """By run and by way (bucket size, overlap), the steps of our engine."""
+    return [[_steps(world, run, *way) for way in ways] for run in runs]
+
+
+def _steps(world, run: Run, bucket_mb: float, overlap: bool) -> list[Step]:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = sw.Engine(model, optimizer, zero=run.zero, bucket_mb=bucket_mb, overlap=overlap)
+    steps = []
+    for number, window in enumerate(run.windows):
+        for index, micro_batch in enumerate(window):
+            part = micro_batch[world.rank]
+            loss = _loss(model, *part.data((number, index, world.rank)))
+            last = {"last": index == len(window) - 1} if run.tells_last else {}
+            engine.backward(loss, weight=part.weight, **last)
+        before = _flat(model)
+        stats = engine.step()
+        steps.append(
+            Step(
+                gradient=before - _flat(model),
+                loss=stats.loss,
+                norm=stats.grad_norm,
+                weight=stats.weight,
+            )
+        )
+    return steps
+
+
+def _plain_steps(run: Run) -> list[Step]:
+    """What autograd says of the same windows, without parts that weigh nothing."""
+    model, steps = _model(), []
+    for number, window in enumerate(run.windows):
+        parts = {
+            (number, index, rank): part
+            for index, micro_batch in enumerate(window)
+            for rank, part in enumerate(micro_batch)
+            if part.weight
+        }
+        total = sum(part.weight for part in parts.values())
+        loss = sum(_loss(model, *p.data(place)) * (p.weight / total) for place, p in parts.items())
+        gradient = _gradient(model, loss)
+        _descend(model, gradient)
+        steps.append(
+            Step(
+                gradient=gradient,
+                loss=float(loss) if parts else math.nan,
+                norm=float(gradient.norm()),
+                weight=total,
+            )
+        )
+    return steps
+
+
+def _gradient(model: nn.Module, loss: Tensor | int) -> Tensor:
+    params = list(model.parameters())
+    if not isinstance(loss, Tensor):
+        return torch.zeros_like(_flat(model))
+    grads = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def _descend(model: nn.Module, gradient: Tensor) -> None:
+    values = _flat(model) - gradient
+    nn.utils.vector_to_parameters(values, model.parameters())
+
+
+def _flat(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def _assert_equal(ours: Sequence[Step], wanted: Sequence[Step], tolerance: float) -> None:
+    """The largest difference of a gradient is relative to its largest value."""
+    for one, other in zip(ours, wanted, strict=True):
+        distance = (one.gradient - other.gradient).abs().max()
+        assert distance <= tolerance * other.gradient.abs().max()
+        figures = (one.loss, one.norm, one.weight)
+        expected = (other.loss, other.norm, other.weight)
+        assert figures == pytest.approx(expected, rel=tolerance, abs=0.0, nan_ok=True)

@@ -1,0 +1,188 @@
+"""Promise 1: every row, on any number of workers, trains as one plain PyTorch process does.
+
+In fp64 losses, gradient norms and every tensor agree to 1e-8 over 20 steps; in fp32 losses and
+norms to 1e-5. Every two values of the factors below meet in some case; `-m full` runs the whole
+product of those that the promise names.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.layout import even_cuts
+from tests.parity.pairwise import pairwise
+from tests.parity.plain import Trained
+from tests.parity.problems import BATCH, EPOCHS, MICRO_ROWS, Problem, loss_of, weight_of
+
+PROMISED = {
+    "workers": (1, 2, 3, 4),
+    "zero": (0, 1, 2),
+    "optimizer": ("sgd", "adamw", "adagrad"),
+    "model": ("mlp", "convnet", "gpt"),
+    "micro": ("1", "3", "short"),
+    "dtype": (torch.float64, torch.float32),
+}
+FURTHER = {
+    "bucket_mb": (0.002, 0.0005, 25.0),
+    "overlap": (True, False),
+    "clip": (None, 0.3),
+    "schedule": ("cosine", "constant"),
+    "groups": (2, 1),
+    "feed": ("loader", "hand"),
+}
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
+
+
+def _allowed(case):
+    """Only the Loader can tell BatchNorm which rows are stand-ins."""
+    stand_ins = case.get("model") == "convnet" and case.get("micro", "1") != "1"
+    return not (stand_ins and case.get("feed") == "hand")
+
+
+def _whole_product() -> Iterator[dict[str, Any]]:
+    """The product of what is promised; the further factors are drawn, the same each time."""
+    for number, values in enumerate(product(*PROMISED.values())):
+        draw = random.Random(number)
+        case = dict(zip(PROMISED, values, strict=True))
+        case |= {name: draw.choice(choices) for name, choices in FURTHER.items()}
+        yield case if _allowed(case) else case | {"feed": "loader"}
+
+
+def _name(case):
+    return "-".join(
+        f"{key}={value}" if isinstance(value, int | float | None) else str(value).split(".")[-1]
+        for key, value in case.items()
+    )
+
+
+@pytest.mark.parametrize("case", pairwise(PROMISED | FURTHER, _allowed), ids=_name)
+def test_trains_as_one_plain_process(group, plain, case):
+    _compare(group, plain, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", list(_whole_product()), ids=_name)
+def test_the_whole_product_trains_as_one_plain_process(group, plain, case):
+    _compare(group, plain, case)
+
+
+# -- on every rank ----------------------------------------------------------------------------
+
+
+def _train(world, case, problem) -> tuple[str, Trained]:
+    """Train with our engine; returns what the rank's own model looks like, and the whole."""
+    model, optimizer, scheduler = problem.model_and_optimizer(seed=world.rank)
+    engine = sw.Engine(
+        model,
+        optimizer,
+        zero=case["zero"],
+        bucket_mb=case["bucket_mb"],
+        overlap=case["overlap"],
+        sync_batch_norm=True,
+    )
+    losses, norms = [], []
+    feed = {"loader": _from_loader, "hand": _by_hand}[case["feed"]]
+    for window in feed(world, case, problem):
+        for (x, y), told in window:
+            engine.backward(loss_of(model, x, y), **told)
+        stats = engine.step(max_norm=problem.clip)
+        scheduler.step()
+        losses.append(stats.loss)
+        norms.append(stats.grad_norm)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    whole = Trained(
+        losses=losses, norms=norms, model=state, optimizer=engine.optimizer_state_dict()
+    )
+    return _digest(state), whole
+
+
+def _from_loader(world, case, problem) -> Iterator[Any]:
+    """Each window's batches, with what `backward` is told: tokens are ours to count, rows not."""
+    x, y = problem.data()
+    data = torch.utils.data.TensorDataset(x, y)
+    rows = None if problem.micro == "1" else MICRO_ROWS[world.size]
+    loader = sw.Loader(data, batch_size=BATCH, micro_batch_size=rows)
+    told = (lambda y: {"weight": weight_of(y)}) if problem.model == "gpt" else (lambda y: {})
+    for _ in loader.epochs(EPOCHS[problem.micro]):
+        for step in loader.steps():
+            yield (((x, y), told(y)) for x, y in step)
+
+
+def _by_hand(world, case, problem) -> Iterator[Any]:
+    """The same windows sliced by hand; a rank without rows runs one at weight 0."""
+    x, y = problem.data()
+    for first, end in problem.windows():
+        cuts = even_cuts(end - first, world.size)
+        most = -(-(end - first) // world.size)
+        width = most if problem.micro == "1" else MICRO_ROWS[world.size]
+        mine = range(first + cuts[world.rank], first + cuts[world.rank + 1])
+        yield [
+            _slice(x, y, mine[start : start + width], last=start + width >= most)
+            for start in range(0, most, width)
+        ]
+
+
+def _slice(x, y, rows, *, last):
+    taken = list(rows) or [0]
+    weight = weight_of(y[taken]) if rows else 0
+    return (x[taken], y[taken]), {"weight": weight, "last": last}
+
+
+def _digest(state):
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
+
+
+# -- the comparison ---------------------------------------------------------------------------
+
+
+def _compare(group, plain, case):
+    wanted = plain(_problem(case))
+    results = group(case["workers"])(_train, case, _problem(case), limit=120)
+    assert len({digest for digest, _ in results}) == 1, "ranks end with different models"
+    ours, tolerance = results[0][1], TOLERANCE[case["dtype"]]
+    _assert_close("losses", torch.tensor(ours.losses), torch.tensor(wanted.losses), tolerance)
+    _assert_close("norms", torch.tensor(ours.norms), torch.tensor(wanted.norms), tolerance)
+    assert case["clip"] is None or max(wanted.norms) > case["clip"], "clipping was never on"
+    exact = case["dtype"] == torch.float64
+    _assert_same("model", ours.model, wanted.model, tolerance if exact else None)
+    _assert_same("optimizer", ours.optimizer, wanted.optimizer, tolerance if exact else None)
+
+
+def _problem(case):
+    names = ("model", "optimizer", "micro", "dtype", "clip", "schedule", "groups")
+    looks_across_rows = case["model"] == "convnet" and case["micro"] != "1"
+    return Problem(
+        **{name: case[name] for name in names},
+        workers=case["workers"] if looks_across_rows else 1,
+    )
+
+
+def _assert_same(name, ours, plain, tolerance):
+    """Compare nests of states: single values exactly, tensors within `tolerance` (None: shapes)."""
+    if isinstance(plain, dict):
+        assert ours.keys() == plain.keys(), name
+        for key in plain:
+            _assert_same(f"{name}[{key}]", ours[key], plain[key], tolerance)
+    elif isinstance(plain, list):
+        assert len(ours) == len(plain), name
+        for number, (one, other) in enumerate(zip(ours, plain, strict=True)):
+            _assert_same(f"{name}[{number}]", one, other, tolerance)
+    elif isinstance(plain, Tensor):
+        assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), name
+        if plain.ndim == 0 or tolerance is not None:
+            _assert_close(name, ours, plain, tolerance if plain.ndim else 0.0)
+    else:
+        assert ours == plain, name
+
+
+def _assert_close(name, ours, plain, tolerance):
+    """The largest difference, relative to the largest value."""
+    distance = (ours - plain).abs().max() / plain.abs().max().clamp(min=1e-30)
+    assert distance <= tolerance, f"{name} is {distance:.1e} off; {tolerance} is allowed"

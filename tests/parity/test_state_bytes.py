@@ -1,0 +1,101 @@
+"""Bytes per rank are those of the ZeRO paper's table (Rajbhandari et al., 2020) plus padding."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.layout import padding
+from shardwise.states.gradients import IN_FLIGHT
+
+FORMULAS = {
+    ("fp32", 0): (16, 0),
+    ("fp32", 1): (8, 8),
+    ("fp32", 2): (4, 12),
+    ("bf16", 0): (16, 0),
+    ("bf16", 1): (4, 12),
+    ("bf16", 2): (2, 14),
+}
+"""(a, b): a rank of N holds a P + b P / N bytes for P parameters under Adam."""
+
+MOMENTS = 8
+"""Bytes of Adam's two moments, per element: the only state that leaves padding out."""
+
+BUCKET_MB = 0.02
+
+
+def _model():
+    return nn.Sequential(nn.Linear(50, 90), nn.GELU(), nn.Linear(90, 90), nn.Linear(90, 3))
+
+
+def _held(world, zero, precision):
+    """After a step: what the engine says, what lives in tensors, and what the layout tells."""
+    others = _storages()
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = sw.Engine(model, optimizer, zero=zero, precision=precision, bucket_mb=BUCKET_MB)
+    x, y = world.share((torch.randn(8, 50), torch.arange(8) % 3))
+    engine.backward(F.cross_entropy(model(x), y))
+    engine.step()
+    del x, y
+    return {
+        "bytes": engine.state_bytes,
+        "living": sum(size for place, size in _storages().items() if place not in others),
+        "buckets": engine._states.parameters.buckets,
+        "own": [part.own for part in engine._states.optimizer.parts],
+        "in_flight": IN_FLIGHT * _largest(engine) if zero == 2 else 0,
+    }
+
+
+def _largest(engine):
+    return max(flat.numel() * flat.element_size() for flat in engine._states.parameters.flats)
+
+
+def _storages():
+    """Every storage that a Python tensor holds now: its size in bytes by its address."""
+    gc.collect()
+    living = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+    storages = [tensor.untyped_storage() for tensor in living if tensor.device.type == "cpu"]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _tail(held):
+    """Elements before the first and behind the last parameter that a rank updates, by bucket."""
+    tail = 0
+    for bucket, (first, end) in zip(held["buckets"], held["own"], strict=True):
+        pieces = bucket.pieces(first, end)
+        tail += end - first - (pieces[-1].end - pieces[0].start if pieces else 0)
+    return tail
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("precision", "zero"), FORMULAS)
+def test_state_bytes_are_the_formula_plus_padding(group, size, precision, zero):
+    whole, shared = FORMULAS[precision, zero]
+    parameters = sum(parameter.numel() for parameter in _model().parameters())
+    ranks = group(size)(_held, zero, precision)
+    for held in ranks:
+        padded = parameters + padding(held["buckets"])
+        formula = whole * padded + shared * padded / size
+        assert held["bytes"] == formula - MOMENTS * _tail(held)
+    assert sum(held["bytes"] for held in ranks) >= (size * whole + shared) * parameters
+    assert padded < 1.05 * parameters
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("precision", "zero"), FORMULAS)
+def test_no_more_lives_than_is_told(group, size, precision, zero):
+    """Beside the states: step counts, and the buffers that sharded gradients travel in."""
+    for held in group(size)(_held, zero, precision):
+        assert 0 <= held["living"] - held["bytes"] <= held["in_flight"] + 2048
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_intervals_are_equal_after_padding(group, size):
+    for bucket in group(size)(_held, 2, "fp32")[0]["buckets"]:
+        lengths = {bucket.interval(rank)[1] - bucket.interval(rank)[0] for rank in range(size)}
+        assert len(lengths) == 1
+        assert bucket.numel == size * lengths.pop()

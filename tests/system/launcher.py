@@ -1,0 +1,102 @@
+"""Starts `shardwise` as a user types it, and finds every process that it leaves behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parent / "scripts"
+LIMIT = 40.0
+"""Seconds that a run may take, on a machine that does other things too."""
+
+
+@dataclass
+class Ran:
+    """How a run ended and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    def lines(self) -> list[str]:
+        """The lines of its standard output, sorted: ranks race."""
+        return sorted(self.out.splitlines())
+
+
+@dataclass
+class Launcher:
+    """Runs of one test; its processes carry a mark in their environment."""
+
+    folder: Path
+    mark: str = field(default_factory=lambda: f"mark-{uuid.uuid4().hex}")
+
+    def start(self, *words: str, **options: Any) -> "subprocess.Popen[str]":
+        """Start `shardwise WORDS` in the background."""
+        settings: dict[str, Any] = {"cwd": self.folder, "text": True, "stdin": subprocess.DEVNULL}
+        settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+        environ = settings.pop("env", {})
+        settings["env"] = self.environ() | environ
+        return subprocess.Popen([sys.executable, "-m", "shardwise", *words], **settings)
+
+    def environ(self) -> dict[str, str]:
+        """Our environment with the mark, and a place for temporary files of its own."""
+        known = {name: value for name, value in os.environ.items() if "SHARDWISE" not in name}
+        temporary = self.folder / "temporary"
+        temporary.mkdir(exist_ok=True)
+        return known | {"TEST_MARK": self.mark, "TMPDIR": str(temporary)}
+
+    def run(self, *words: str, **options: Any) -> Ran:
+        """Run `shardwise WORDS` to its end."""
+        return self.finish(self.start(*words, **options))
+
+    def finish(self, process: "subprocess.Popen[str]", limit: float = LIMIT) -> Ran:
+        """Wait for the end of a run; kill it and fail when it does not come."""
+        try:
+            out, err = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            out, err = process.communicate()
+            raise AssertionError(f"It did not end in {limit} s:\n{out}\n{err}") from None
+        return Ran(process.returncode, out, err)
+
+    def left(self) -> list[int]:
+        """Processes with our mark that are alive."""
+        mark = f"TEST_MARK={self.mark}".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                if state != "Z" and mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+            except OSError:  # it ended meanwhile, or is not ours to read
+                continue
+        return found
+
+    def wait_until_gone(self, limit: float = 8.0) -> list[int]:
+        """Processes that are still alive after `limit` seconds."""
+        until = time.monotonic() + limit
+        while (alive := self.left()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return alive
+
+    def kill_all(self) -> None:
+        """Kill what is left, so that no test harms the next."""
+        for pid in self.left():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def folders_left(self) -> list[Path]:
+        """Temporary folders of the launcher that still exist."""
+        return list((self.folder / "temporary").glob("shardwise-*"))
+
+
+def script(name: str) -> str:
+    """The path of a script of these tests."""
+    return str(SCRIPTS / f"{name}.py")

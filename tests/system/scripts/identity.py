@@ -1,0 +1,20 @@
+"""Print who this rank is, and the arguments that it was given."""
+
+import json
+import os
+import sys
+
+from shardwise import launch
+
+identity = launch.detect(os.environ)
+print(
+    json.dumps(
+        {
+            "rank": identity.rank,
+            "size": identity.size,
+            "local_rank": identity.local_rank,
+            "launcher": identity.launcher,
+            "arguments": sys.argv[1:],
+        }
+    )
+)

@@ -1,0 +1,335 @@
+"""`shardwise run`, as a user types it: real processes, real signals, a real terminal."""
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.launcher import LIMIT, Launcher, Ran, script
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+
+@pytest.fixture
+def shardwise(tmp_path: Path) -> Iterator[Launcher]:
+    """A launcher; nothing may be left of its runs when the test ends."""
+    launcher = Launcher(tmp_path)
+    yield launcher
+    left = launcher.wait_until_gone()
+    launcher.kill_all()
+    assert left == []
+    assert launcher.folders_left() == []
+
+
+class TestStarting:
+    def identities(self, ran: Ran) -> list[tuple[int, int, int, list[str]]]:
+        assert ran.code == 0, ran.err
+        told = [json.loads(line.partition("{")[1] + line.partition("{")[2]) for line in ran.lines()]
+        assert all(one["launcher"] == "shardwise run" for one in told)
+        return sorted(
+            (one["rank"], one["size"], one["local_rank"], one["arguments"]) for one in told
+        )
+
+    @pytest.mark.parametrize(
+        "count",
+        [["-n", "2"], ["-n2"], ["-np", "2"], ["--nproc-per-node", "2"], ["--nproc_per_node=2"]],
+    )
+    def test_every_rank_knows_who_it_is(self, shardwise: Launcher, count: list[str]) -> None:
+        ran = shardwise.run("run", *count, script("identity"), "-n", "7", "--zero", "9", "--", "x")
+        arguments = ["-n", "7", "--zero", "9", "--", "x"]
+        assert self.identities(ran) == [(0, 2, 0, arguments), (1, 2, 1, arguments)]
+
+    def test_one_rank_when_there_is_no_gpu(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", script("identity"), env={"CUDA_VISIBLE_DEVICES": ""})
+        assert self.identities(ran) == [(0, 1, 0, [])]
+
+    def test_a_module_of_the_current_folder(self, shardwise: Launcher) -> None:
+        (shardwise.folder / "pack").mkdir()
+        (shardwise.folder / "pack" / "mod.py").write_text(Path(script("identity")).read_text())
+        ran = shardwise.run("run", "-n", "2", "-m", "pack.mod", "--epochs", "3")
+        assert self.identities(ran) == [(rank, 2, rank, ["--epochs", "3"]) for rank in (0, 1)]
+
+    def test_any_program(self, shardwise: Launcher) -> None:
+        assert shardwise.run("run", "-n", "2", "echo", "-n", "hi").lines() == ["[0] hi", "[1] hi"]
+
+    def test_flags_reach_the_ranks_and_outer_runs_do_not(self, shardwise: Launcher) -> None:
+        ran = shardwise.run(
+            *("run", "-n", "1", "--zero", "2", "--no-overlap", "--config", "c.toml", "env"),
+            env={"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "x", "OMP_NUM_THREADS": "3"},
+            **self.config(shardwise, "seed = 1"),
+        )
+        values = dict(line.split("=", 1) for line in ran.lines() if "=" in line)
+        flags = {"zero": "2", "overlap": "off", "config": "c.toml"}
+        assert json.loads(values["SHARDWISE_FLAGS"]) == flags
+        assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & values.keys()
+        assert values["OMP_NUM_THREADS"] == "3"
+
+    def config(self, shardwise: Launcher, text: str) -> dict[str, str]:
+        (shardwise.folder / "c.toml").write_text(text)
+        return {}
+
+    def test_rank_0_reads_our_input_and_the_others_nothing(self, shardwise: Launcher) -> None:
+        with (shardwise.folder / "input").open("w+") as given:
+            given.write("to all")
+            given.seek(0)
+            ran = shardwise.run("run", "-n", "2", script("reader"), stdin=given)
+        assert ran.lines() == ["[0] read 'to all'", "[1] read ''"]
+
+
+class TestOutput:
+    def test_each_stream_stays_its_own_and_each_line_has_its_rank(
+        self, shardwise: Launcher
+    ) -> None:
+        ran = shardwise.run("run", "-n", "2", script("streams"))
+        assert ran.lines() == ["[0] last 0", "[0] out 0", "[1] last 1", "[1] out 1"]
+        assert sorted(ran.err.splitlines()) == ["[0] err 0", "[1] err 1"]
+
+    def test_one_rank_has_no_prefix(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "-n", "1", script("streams"))
+        assert (ran.out, ran.err) == ("out 0\nlast 0", "err 0\n")
+
+    def test_much_output_comes_whole_and_in_order(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "-n", "2", "seq", "100000")
+        assert ran.out.count("\n") == 200_000
+        for rank in (0, 1):
+            mine = re.findall(rf"^\[{rank}\] (\d+)$", ran.out, re.MULTILINE)
+            assert mine == [str(number) for number in range(1, 100_001)]
+
+    def test_a_process_left_behind_does_not_hold_us_up(self, shardwise: Launcher) -> None:
+        began = time.monotonic()
+        ran = shardwise.run("run", "-n", "2", script("orphan"))
+        assert (ran.code, ran.lines()) == (0, ["[0] left", "[1] left"])
+        assert time.monotonic() - began < 20
+
+    def test_the_run_ends_when_nobody_reads_it(self, shardwise: Launcher) -> None:
+        process = shardwise.start("run", "-n", "2", "yes")
+        assert process.stdout is not None
+        process.stdout.read(100)
+        process.stdout.close()
+        process.stdout = None
+        assert shardwise.finish(process).code == 128 + signal.SIGPIPE
+
+    def test_a_bar_lives_on_a_terminal_while_another_rank_speaks(self, shardwise: Launcher) -> None:
+        code, seen = on_terminal(shardwise, "run", "-n", "2", script("bar"))
+        zero, one = "\x1b[36m[0]\x1b[0m ", "\x1b[35m[1]\x1b[0m "
+        assert code == 0
+        assert f"{zero}terminal True 76\r\n" in seen
+        assert f"{one}terminal False 76\r\n" in seen
+        bars = re.findall(r"\r\x1b\[2K" + re.escape(zero) + r"bar (\d)", seen)
+        assert bars == [str(step) for step in range(1, 9)]
+        made_room = r"\r\x1b\[0m\x1b\[J" + re.escape(f"{one}hello\r\n{zero}bar ") + r"\d"
+        assert re.search(made_room, seen), repr(seen)
+        assert seen.endswith(f"{zero}bar 8\r\n")
+
+    def test_no_color(self, shardwise: Launcher) -> None:
+        code, seen = on_terminal(shardwise, "run", "-n", "2", script("bar"), env={"NO_COLOR": "1"})
+        assert code == 0
+        assert "[1] hello\r\n" in seen
+        assert "\x1b[36m" not in seen
+
+
+def on_terminal(
+    shardwise: Launcher, *words: str, env: dict[str, str] | None = None
+) -> tuple[int, str]:
+    """Run on a terminal of 80 columns; the exit code and all that was seen on it."""
+    ours, theirs = os.openpty()
+    import termios
+
+    termios.tcsetwinsize(theirs, (24, 80))
+    environ = {"TERM": "xterm", **(env or {})}
+    process = shardwise.start(*words, stdout=theirs, stderr=theirs, stdin=theirs, env=environ)
+    os.close(theirs)
+    seen = b""
+    until = time.monotonic() + LIMIT
+    while time.monotonic() < until:
+        if not select.select([ours], [], [], 1.0)[0]:
+            continue
+        try:
+            seen += os.read(ours, 4096)
+        except OSError:  # closed at the other end
+            break
+    os.close(ours)
+    return process.wait(timeout=LIMIT), seen.decode()
+
+
+class TestFailing:
+    def test_the_traceback_of_the_third_step_comes_last(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "-n", "2", script("third_step"))
+        assert ran.code == 1
+        assert "[0] step 2" in ran.lines()
+        live, _, closing = ran.err.partition("\nshardwise: rank 1 of 2 failed (exit code 1).")
+        assert "[1] ValueError: no such token in step 3" in live
+        assert 'in train_one_step\n    raise ValueError(f"no such token' in closing
+        assert closing.endswith("\nValueError: no such token in step 3\n")
+
+    def test_the_cause_and_not_the_consequence(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "-n", "2", script("init_third"))
+        live, _, closing = ran.err.partition("\nshardwise: rank 1 of 2 failed (exit code 1).")
+        assert "[0] PeerLost: " in live
+        assert "[rank" not in ran.err  # torch's prefix beside ours
+        assert "PeerLost" not in closing
+        assert closing.endswith("\nValueError: no such token in step 3\n")
+        assert ran.code == 1
+
+    def test_a_rank_that_leaves_in_peace_too_early(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "-n", "2", script("early"))
+        assert ran.code == 1
+        assert (
+            "shardwise: rank 1 of 2 ended (exit code 0) while the others were still training"
+        ) in ran.err
+        assert ran.err.endswith("early.py:9: world.barrier()\n")
+
+    def test_a_killed_rank_is_named_for_what_it_likely_was(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "-n", "2", script("killed"))
+        assert ran.code == 137
+        assert "rank 1 of 2 was ended by SIGKILL, most likely by the out-of-memory" in ran.err
+        assert "Its memory had reached 0.0 GB; the host has " in ran.err
+
+    def test_the_code_of_the_failing_rank_even_if_others_resist(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "-n", "2", "--grace", "0.5", script("stubborn"))
+        assert ran.code == 7
+        assert "rank 0 of 2 failed (exit code 7)" in ran.err
+
+    def test_a_crash_in_native_code_shows_its_python_lines(self, shardwise: Launcher) -> None:
+        crash = "import faulthandler; faulthandler._sigsegv()"
+        ran = shardwise.run("run", "-n", "2", sys.executable, "-c", crash)
+        assert ran.code == 128 + signal.SIGSEGV
+        assert "was ended by SIGSEGV: a crash in native code" in ran.err
+        assert ran.err.endswith('File "<string>", line 1 in <module>\n')
+
+    def test_one_rank_has_said_all_itself(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "-n", "1", sys.executable, "-c", "raise SystemExit('no')")
+        assert (ran.code, ran.err) == (1, "no\n")
+
+
+class TestStopping:
+    def reading(self, shardwise: Launcher, *flags: str) -> "subprocess.Popen[str]":
+        """A run of two ranks with two DataLoader workers each, once all of them read."""
+        process = shardwise.start("run", "-n", "2", *flags, script("workers"))
+        assert process.stdout is not None
+        assert {process.stdout.readline() for _ in range(2)} == {"[0] reading\n", "[1] reading\n"}
+        assert len(shardwise.left()) >= 1 + 2 + 4
+        return process
+
+    def test_ctrl_c_leaves_nothing(self, shardwise: Launcher) -> None:
+        process = self.reading(shardwise)
+        process.send_signal(signal.SIGINT)
+        ran = shardwise.finish(process)
+        assert ran.code == 130
+        assert "shardwise: Ctrl-C: stopping 2 ranks." in ran.err
+        assert shardwise.wait_until_gone(limit=1.0) == []
+
+    def test_kill_9_of_the_launcher_leaves_nothing(self, shardwise: Launcher) -> None:
+        process = self.reading(shardwise)
+        process.kill()
+        assert shardwise.finish(process).code == -signal.SIGKILL
+        assert shardwise.wait_until_gone() == []
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+    def test_asked_to_end(self, shardwise: Launcher, number: signal.Signals) -> None:
+        process = self.sleeping(shardwise)
+        process.send_signal(number)
+        ran = shardwise.finish(process)
+        assert ran.code == 128 + number
+        assert f"shardwise: {number.name}: stopping 2 ranks." in ran.err
+
+    def test_a_second_ctrl_c_kills_at_once(self, shardwise: Launcher) -> None:
+        process = self.sleeping(shardwise, "--grace", "100")
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        ran = shardwise.finish(process)
+        assert ran.code == 130
+        assert ran.err.endswith("shardwise: Ctrl-C again: killing 2 ranks.\n")
+
+    def sleeping(self, shardwise: Launcher, *flags: str) -> "subprocess.Popen[str]":
+        """A run whose ranks do not heed Ctrl-C, once they are up."""
+        deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); print('up'); time.sleep(60)"
+        process = shardwise.start("run", "-n", "2", *flags, sys.executable, "-c", deaf)
+        assert process.stdout is not None
+        assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
+        return process
+
+
+class TestRefusing:
+    """What is wrong is said in one line, with exit code 2, before anything starts."""
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["run", "-n", "0", "x.py"], "-n 0: a run has at least one rank"),
+            (["run", "-n", "-2", "x.py"], "-n -2: a run has at least one rank"),
+            (["run", "-n", "two", "x.py"], "'two' is not a valid integer"),
+            (["run", "trian.py"], "There is no script trian.py in .* Did you mean train.py?"),
+            (["run", "-m", "no.such"], "There is no module no for"),
+            (["run", "temporary"], "temporary is a directory"),
+            (["run", "nosuchprogram"], "There is no program nosuchprogram on PATH"),
+            (["run"], "What shall be run"),
+            (["run", "--shard", "gradients", "train.py"], "sharded gradients need a sharded opt"),
+            (["run", "--zero", "7", "train.py"], "There is no row ZERO_7"),
+            (["run", "--zreo", "2", "train.py"], "no flag --zreo. Did you mean --zero?"),
+            (["run", "--bucket-mb", "big", "train.py"], "--bucket-mb takes a number above 0"),
+            (["run", "--config", "bad.toml", "train.py"], "no setting 'zreo'. Did you mean zero?"),
+            (["run", "--config", "none.toml", "train.py"], "none.toml cannot be read"),
+            (["train.py", "-n", "2"], "no command 'train.py'. Did you mean: shardwise run train"),
+        ],
+    )
+    def test_said_in_one_line(self, shardwise: Launcher, words: list[str], message: str) -> None:
+        (shardwise.folder / "train.py").write_text("print('started')")
+        (shardwise.folder / "bad.toml").write_text("zreo = 2")
+        ran = shardwise.run(*words)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.count("\n") == 1
+        assert re.match(f"shardwise: .*{message}", ran.err), ran.err
+
+    def test_a_variable_with_a_typo(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "true", env={"SHARDWISE_ZREO": "2"})
+        assert ran.code == 2
+        assert "variable SHARDWISE_ZREO: there is no setting 'zreo'. Did you mean zero?" in ran.err
+
+    def test_a_port_in_use(self, shardwise: Launcher) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            ran = shardwise.run("run", "--port", str(port), "true")
+        assert ran.code == 2
+        assert f"Port {port} on 127.0.0.1 is in use by another process" in ran.err
+
+    def test_a_free_port_is_used(self, shardwise: Launcher) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        ran = shardwise.run("run", "--port", str(port), "env")
+        assert f"SHARDWISE_LAUNCH_PORT={port}" in ran.lines()
+
+
+class TestHelp:
+    def test_it_fits_a_screen_with_an_example_on_top_and_flags_in_groups(
+        self, shardwise: Launcher
+    ) -> None:
+        ran = shardwise.run("run", "--help")
+        lines = ran.out.splitlines()
+        assert ran.code == 0
+        assert "shardwise run -n 4 --zero 2 train.py" in lines[0]
+        assert len(lines) <= 40
+        assert max(map(len, lines)) <= 100
+        places = [
+            lines.index(name) for name in ("Where", "Spread", "Precision", "Recover", "Watch")
+        ]
+        assert places == sorted(places)
+
+    def test_the_version(self, shardwise: Launcher) -> None:
+        assert re.fullmatch(r"shardwise \d+\.\d+\.\d+\n", shardwise.run("--version").out)
+
+    def test_alone_it_lists_its_commands(self, shardwise: Launcher) -> None:
+        ran = shardwise.run()
+        assert ran.code == 0
+        assert "run  Train on N workers as on one." in ran.out

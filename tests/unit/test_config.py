@@ -1,0 +1,165 @@
+"""Settings: four sources, one place where strings become types, typos refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise import config
+from shardwise.config import Settings, Source
+from shardwise.errors import ConfigError, PlacementError
+
+
+def resolve(environ: dict[str, str], **keywords: Any) -> tuple[Settings, list[str]]:
+    return config.resolve(config.sources(environ, keywords))
+
+
+def flags(**values: str) -> dict[str, str]:
+    return {config.FLAGS_VARIABLE: json.dumps(values)}
+
+
+class TestPrecedence:
+    def test_each_source_alone(self, tmp_path: Path) -> None:
+        file = tmp_path / "c.toml"
+        file.write_text("micro-batch-size = 3\n")
+        for environ, keywords in [
+            (flags(micro_batch_size="3"), {}),
+            ({"SHARDWISE_MICRO_BATCH_SIZE": "3"}, {}),
+            ({"SHARDWISE_CONFIG": str(file)}, {}),
+            (flags(config=str(file)), {}),
+            ({}, {"micro_batch_size": 3}),
+        ]:
+            settings, overrides = resolve(environ, **keywords)
+            assert settings == Settings(micro_batch_size=3)
+            assert overrides == []
+
+    def test_the_strongest_wins_and_says_so(self, tmp_path: Path) -> None:
+        file = tmp_path / "c.toml"
+        file.write_text("seed = 3\n")
+        environ = flags(seed="1", config=str(file)) | {"SHARDWISE_SEED": "2"}
+        settings, overrides = resolve(environ, seed=4)
+        assert settings.seed == 1
+        assert overrides == [
+            "seed=1 (flag) overrides 2 (environment)",
+            f"seed=1 (flag) overrides 3 (file {file})",
+            "seed=1 (flag) overrides 4 (the script)",
+        ]
+
+    def test_what_agrees_overrides_nothing(self) -> None:
+        assert resolve(flags(zero="2"), zero=2)[1] == []
+
+    def test_the_row_in_another_way_is_overridden_too(self) -> None:
+        settings, overrides = resolve(flags(zero="1"), shard=["optimizer", "gradients"])
+        assert settings.placement.level == 1
+        assert overrides == ["zero=1 (flag) overrides shard=optimizer,gradients (the script)"]
+
+
+class TestTypes:
+    @pytest.mark.parametrize(
+        ("name", "text", "value"),
+        [
+            ("zero", "2", 2),
+            ("shard", "gradients, optimizer", ("gradients", "optimizer")),
+            ("shard", ["optimizer"], ("optimizer",)),
+            ("overlap", "off", False),
+            ("overlap", False, False),
+            ("bucket_mb", 12, 12.0),
+            ("ema_decay", "0.99", 0.99),
+            ("precision", "bf16", "bf16"),
+            ("timeout", None, 300.0),
+        ],
+    )
+    def test_accepted(self, name: str, text: Any, value: Any) -> None:
+        assert config.parse(name, text, "here") == value
+
+    @pytest.mark.parametrize(
+        ("name", "text", "message"),
+        [
+            ("zero", "two", "here: zero takes a whole number, not 'two'"),
+            ("micro_batch_size", "0", "a whole number of 1 or more, not '0'"),
+            ("timeout", "-1", "a number above 0"),
+            ("timeout", "inf", "a number above 0"),
+            ("ema_decay", "1", "a number between 0 and 1"),
+            ("overlap", "maybe", "on or off"),
+            ("precision", "fp8", "one of fp32, bf16-mixed"),
+            ("shard", "weights", "names out of parameters, gradients, optimizer, not 'weights'"),
+        ],
+    )
+    def test_refused(self, name: str, text: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            config.parse(name, text, "here")
+
+    def test_a_flag_is_named_as_it_is_typed(self) -> None:
+        with pytest.raises(ConfigError, match=r"^--micro-batch-size takes a whole number"):
+            resolve(flags(micro_batch_size="x"))
+
+
+class TestTypos:
+    @pytest.mark.parametrize(
+        ("environ", "keywords", "message"),
+        [
+            ({"SHARDWISE_ZREO": "2"}, {}, "SHARDWISE_ZREO: .* 'zreo'. Did you mean zero"),
+            ({}, {"precison": "fp32"}, "the script: .* 'precison'. Did you mean precision"),
+            ({}, {"qqqqqq": 1}, "Known are: device, zero, "),
+        ],
+    )
+    def test_named(self, environ: dict[str, str], keywords: Any, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            resolve(environ, **keywords)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("zreo = 2", "file .*: there is no setting 'zreo'. Did you mean zero"),
+            ("[zero]\nstage = 2", "zero takes a whole number"),
+            ("zero =", "is not TOML"),
+            (None, "cannot be read: No such file"),
+        ],
+    )
+    def test_in_a_file(self, tmp_path: Path, text: str | None, message: str) -> None:
+        file = tmp_path / "c.toml"
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            resolve({"SHARDWISE_CONFIG": str(file)})
+
+    def test_the_launchers_own_variables_are_no_settings(self) -> None:
+        assert resolve({"SHARDWISE_LAUNCH_RANK": "0"})[0] == Settings()
+
+
+class TestRow:
+    @pytest.mark.parametrize(
+        ("settings", "level"),
+        [
+            (Settings(), 0),
+            (Settings(zero=2), 2),
+            (Settings(shard=("optimizer",)), 1),
+            (Settings(zero=1, shard=("optimizer",)), 1),
+        ],
+    )
+    def test_placement(self, settings: Settings, level: int) -> None:
+        assert settings.placement.level == level
+
+    def test_two_rows_at_once_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="ask for different rows"):
+            _ = Settings(zero=2, shard=("optimizer",)).placement
+
+    def test_an_illegal_row_is_refused(self) -> None:
+        with pytest.raises(PlacementError):
+            _ = Settings(shard=("gradients",)).placement
+
+
+def test_every_setting_has_a_group_and_a_help_of_one_line() -> None:
+    for name, field in config.FIELDS.items():
+        assert field.metadata["group"] in {"where", "spread", "precision", "recover", "watch"}, name
+        assert 0 < len(field.metadata["help"]) <= 66, name
+
+
+def test_sources_have_names() -> None:
+    found = config.sources({}, {"seed": 1})
+    assert found == [
+        Source("flag", {}),
+        Source("environment", {}),
+        Source("the script", {"seed": 1}),
+    ]

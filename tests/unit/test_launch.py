@@ -1,0 +1,381 @@
+"""Who am I, what to run, whom to blame: the launcher's decisions, as tables."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise import launch
+from shardwise.errors import LaunchError
+from shardwise.launch import cause, closing, environment, gpus, own, program, report, verdict
+from shardwise.launch.cause import Memory
+from shardwise.launch.identity import Identity
+from shardwise.launch.report import Report
+from shardwise.launch.signals import Plan
+from shardwise.launch.verdict import End, Verdict
+
+OURS = {
+    "SHARDWISE_LAUNCH_RANK": "3",
+    "SHARDWISE_LAUNCH_SIZE": "4",
+    "SHARDWISE_LAUNCH_LOCAL_RANK": "1",
+    "SHARDWISE_LAUNCH_LOCAL_SIZE": "2",
+    "SHARDWISE_LAUNCH_ADDRESS": "127.0.0.1",
+    "SHARDWISE_LAUNCH_PORT": "4321",
+}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+
+
+class TestWhoAmI:
+    @pytest.mark.parametrize(
+        ("environ", "identity"),
+        [
+            ({}, Identity(launcher="python")),
+            (
+                TORCHRUN,
+                Identity(
+                    launcher="torchrun",
+                    rank=5,
+                    size=8,
+                    local_rank=1,
+                    local_size=4,
+                    address="node0",
+                    port=29500,
+                ),
+            ),
+            (
+                TORCHRUN | OURS,
+                Identity(
+                    launcher="shardwise run",
+                    rank=3,
+                    size=4,
+                    local_rank=1,
+                    local_size=2,
+                    address="127.0.0.1",
+                    port=4321,
+                ),
+            ),
+        ],
+    )
+    def test_detect(self, environ: dict[str, str], identity: Identity) -> None:
+        assert launch.detect(environ) == identity
+
+    def test_what_we_tell_is_what_we_read(self) -> None:
+        identity = Identity(
+            launcher="shardwise run", size=2, local_size=2, address="::1", port=1, listen_fd=7
+        )
+        assert own.detect(own.environment(identity)) == identity
+
+    @pytest.mark.parametrize(
+        ("environ", "message"),
+        [
+            (TORCHRUN | {"RANK": "eight"}, "RANK='eight', set by torchrun, is not a number"),
+            (TORCHRUN | {"RANK": "8"}, "rank 8 of 8"),
+            ({"SHARDWISE_LAUNCH_RANK": "0"}, "SHARDWISE_LAUNCH_SIZE is not set"),
+        ],
+    )
+    def test_nonsense_is_refused(self, environ: dict[str, str], message: str) -> None:
+        with pytest.raises(LaunchError, match=message):
+            launch.detect(environ)
+
+
+class TestEnvironmentOfARank:
+    IDENTITY = Identity(
+        launcher="shardwise run", rank=1, size=2, local_rank=1, local_size=2, address="h", port=1
+    )
+
+    def of(self, **base: str) -> dict[str, str]:
+        return environment.of_rank(
+            base, self.IDENTITY, flags={"zero": "2"}, reports=Path("/r"), cores=8, columns=76
+        )
+
+    def test_what_is_told(self) -> None:
+        values = self.of(HOME="/home/me")
+        assert values.pop("GLOO_SOCKET_IFNAME") == ("lo0" if sys.platform == "darwin" else "lo")
+        assert values == {
+            "HOME": "/home/me",
+            "OMP_NUM_THREADS": "4",
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONUNBUFFERED": "1",
+            "COLUMNS": "76",
+            "SHARDWISE_FLAGS": '{"zero": "2"}',
+            "SHARDWISE_LAUNCH_RANK": "1",
+            "SHARDWISE_LAUNCH_SIZE": "2",
+            "SHARDWISE_LAUNCH_LOCAL_RANK": "1",
+            "SHARDWISE_LAUNCH_LOCAL_SIZE": "2",
+            "SHARDWISE_LAUNCH_ADDRESS": "h",
+            "SHARDWISE_LAUNCH_PORT": "1",
+            "SHARDWISE_LAUNCH_REPORTS": "/r",
+        }
+
+    def test_what_the_user_set_stays(self) -> None:
+        values = self.of(OMP_NUM_THREADS="3", GLOO_SOCKET_IFNAME="eth1", SHARDWISE_ZERO="1")
+        assert values["OMP_NUM_THREADS"] == "3"
+        assert values["GLOO_SOCKET_IFNAME"] == "eth1"
+        assert values["SHARDWISE_ZERO"] == "1"
+
+    def test_outer_runs_are_forgotten(self) -> None:
+        outer = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "SHARDWISE_LAUNCH_LISTEN_FD": "3"}
+        values = self.of(**TORCHRUN, **outer)
+        assert not (TORCHRUN.keys() | outer.keys()) & values.keys()
+
+
+class TestProgram:
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "train.py").touch()
+        (tmp_path / "notes").touch()
+        (tmp_path / "pack" / "inner").mkdir(parents=True)
+        for name in ("__init__", "__main__", "mod", "inner/deep"):
+            (tmp_path / "pack" / f"{name}.py").write_text("raise RuntimeError('executed')")
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("name", "module", "words"),
+        [
+            ("train.py", False, (sys.executable, "train.py", "-n", "3")),
+            ("pack", True, (sys.executable, "-m", "pack", "-n", "3")),
+            ("pack.mod", True, (sys.executable, "-m", "pack.mod", "-n", "3")),
+            ("pack.inner.deep", True, (sys.executable, "-m", "pack.inner.deep", "-n", "3")),
+            ("json.tool", True, (sys.executable, "-m", "json.tool", "-n", "3")),
+            ("/bin/sh", False, ("/bin/sh", "-n", "3")),
+        ],
+    )
+    def test_found(self, name: str, module: bool, words: tuple[str, ...]) -> None:
+        assert program.command(name, ("-n", "3"), module=module) == words
+
+    @pytest.mark.parametrize(
+        ("name", "module", "message"),
+        [
+            ("trian.py", False, "There is no script trian.py in .* Did you mean train.py"),
+            ("none/x.py", False, r"no script none/x.py \(nor a directory none\)"),
+            ("pack", False, "pack is a directory; give the script in it, such as pack/__init__.py"),
+            ("train", False, "There is no program train on PATH. Did you mean train.py"),
+            ("./notes", False, "not executable. Write chmod"),
+            ("nope", True, "There is no module nope for"),
+            ("pack.nope", True, "There is no module pack.nope for"),
+            ("pack.mod.nope", True, "There is no module pack.mod.nope for"),
+            ("pack.inner", True, "pack.inner is a package without pack.inner.__main__"),
+            ("train.py", True, "no module train.py .* the file without -m"),
+            ("", True, "There is no module"),
+        ],
+    )
+    def test_not_found(self, name: str, module: bool, message: str) -> None:
+        with pytest.raises(LaunchError, match=message):
+            program.command(name, (), module=module)
+
+
+@pytest.mark.parametrize(
+    ("present", "listed", "seen"),
+    [
+        (0, None, 0),
+        (0, "0,1", 0),
+        (4, None, 4),
+        (4, "", 0),
+        (4, "-1", 0),
+        (4, "2, 3", 2),
+        (4, "0,9,1", 1),
+        (4, "GPU-8a,GPU-9b", 2),
+    ],
+)
+def test_visible_gpus(present: int, listed: str | None, seen: int) -> None:
+    assert gpus.visible(present, listed) == seen
+
+
+def _report(rank: int, time: float, *, secondary: bool = False) -> Report:
+    return Report(rank=rank, time=time, secondary=secondary, message="", text="")
+
+
+def _end(rank: int, code: int, time: float, *, stopped: bool = False) -> End:
+    return End(rank=rank, code=code, time=time, stopped=stopped)
+
+
+class TestVerdict:
+    @pytest.mark.parametrize(
+        ("ends", "reports", "judged"),
+        [
+            # all well
+            ([_end(0, 0, 5.0), _end(1, 0, 6.0)], [], None),
+            # no reports: the first that failed
+            ([_end(0, 1, 2.0), _end(1, 3, 1.0)], [], Verdict(rank=1, exit_code=3)),
+            # what the launcher ended is not to blame
+            ([_end(0, -15, 2.0, stopped=True), _end(1, 3, 3.0)], [], Verdict(rank=1, exit_code=3)),
+            # a consequence that was seen first
+            (
+                [_end(0, 1, 1.0), _end(1, 1, 2.0)],
+                [_report(0, 0.9, secondary=True), _report(1, 0.8)],
+                Verdict(rank=1, exit_code=1),
+            ),
+            # killed without a report; the other lost it
+            (
+                [_end(0, 1, 1.0), _end(1, -9, 1.1)],
+                [_report(0, 0.9, secondary=True)],
+                Verdict(rank=1, exit_code=137),
+            ),
+            # it raised, and was stopped while it tidied up
+            (
+                [_end(0, 1, 1.0), _end(1, -15, 2.0, stopped=True)],
+                [_report(0, 0.9, secondary=True), _report(1, 0.8)],
+                Verdict(rank=1, exit_code=1),
+            ),
+            # two causes: the earlier
+            (
+                [_end(0, 1, 1.0), _end(1, 1, 1.1)],
+                [_report(0, 0.9), _report(1, 0.8)],
+                Verdict(rank=1, exit_code=1),
+            ),
+            # it left in peace, too early
+            (
+                [_end(0, 1, 2.0), _end(1, 0, 1.0), _end(2, -15, 3.0, stopped=True)],
+                [_report(0, 1.9, secondary=True)],
+                Verdict(rank=1, exit_code=1, waiting=0),
+            ),
+            # the same, but its process was the last to end
+            (
+                [_end(0, 1, 2.0), _end(1, 0, 2.1)],
+                [_report(0, 1.9, secondary=True)],
+                Verdict(rank=1, exit_code=1, waiting=0),
+            ),
+            # an end in peace does not excuse a failure
+            ([_end(0, 2, 2.0), _end(1, 0, 1.0)], [], Verdict(rank=0, exit_code=2)),
+            # all lost each other: a cut connection
+            (
+                [_end(0, 1, 2.0), _end(1, 1, 1.0)],
+                [_report(0, 1.9, secondary=True), _report(1, 1.95, secondary=True)],
+                Verdict(rank=0, exit_code=1),
+            ),
+        ],
+    )
+    def test_judge(self, ends: list[End], reports: list[Report], judged: Verdict | None) -> None:
+        assert verdict.judge(ends, {found.rank: found for found in reports}) == judged
+
+    def test_what_explains_a_failure(self) -> None:
+        lost = {0: _report(0, 1.0, secondary=True)}
+        assert not verdict.is_explained([_end(0, 1, 1.0)], lost)
+        assert verdict.is_explained([_end(0, 1, 1.0), _end(1, 0, 1.1)], lost)
+        assert verdict.is_explained([_end(0, 1, 1.0), _end(1, 1, 1.1)], lost)
+
+    TRACE = "Traceback (most recent call last):\n  File 'a.py'\nValueError: a"
+    LINKED = "\nDuring handling of the above exception, another exception occurred:\n"
+
+    @pytest.mark.parametrize(
+        ("tail", "shown"),
+        [
+            ("", ""),
+            ("\n".join(map(str, range(40))), "\n".join(map(str, range(20, 40)))),
+            (f"step 1\n{TRACE}\n", TRACE),
+            (f"{TRACE}\nstep 2\n{TRACE}", TRACE),
+            (f"x\n{TRACE}\n{LINKED}\n{TRACE}", f"{TRACE}\n{LINKED}\n{TRACE}"),
+            (
+                "x\nFatal Python error: Aborted\n\nThread 1",
+                "Fatal Python error: Aborted\n\nThread 1",
+            ),
+        ],
+    )
+    def test_last_words(self, tail: str, shown: str) -> None:
+        assert verdict.last_words(tail) == shown
+
+
+class TestCause:
+    FREE = Memory(total=16 * 10**9, available=12 * 10**9, kills=1)
+
+    @pytest.mark.parametrize(
+        ("code", "kills", "words"),
+        [
+            (3, 1, "exit code 3"),
+            (137, 1, "exit code 137 (a shell's word for SIGKILL)"),
+            (255, 1, "exit code 255"),
+            (
+                -9,
+                1,
+                "SIGKILL, most likely by the out-of-memory killer (if nobody typed kill -9). "
+                "Its memory had reached 2.5 GB; the host has 16.0 GB, of which 12.0 GB are free",
+            ),
+            (-9, 2, "SIGKILL, by the out-of-memory killer: the kernel has counted it."),
+            (-9, None, "SIGKILL, most likely by the out-of-memory killer"),
+            (-11, 1, "SIGSEGV: a crash in native code"),
+            (-7 if sys.platform == "linux" else -10, 1, "SIGBUS: shared memory may be full"),
+            (-6, 1, "SIGABRT: native code gave up"),
+            (-15, 1, "SIGTERM: something outside asked it to end"),
+            (-int(signal.SIGUSR1), 1, "SIGUSR1"),
+        ],
+    )
+    def test_words(self, code: int, kills: int | None, words: str) -> None:
+        now = Memory(total=16 * 10**9, available=12 * 10**9, kills=kills)
+        said = cause.of_exit(code, before=self.FREE, now=now, peak=25 * 10**8)
+        assert said.startswith(words)
+
+    def test_unknown_signal(self) -> None:
+        assert cause.of_exit(-200, before=Memory(), now=Memory(), peak=0) == "signal 200"
+
+    def test_memory_can_be_read(self) -> None:
+        memory = cause.memory()
+        if sys.platform == "linux":
+            assert memory.total is not None
+            assert memory.available is not None
+            assert 0 < memory.available <= memory.total
+
+
+class TestClosingWords:
+    def test_the_trace_comes_last(self) -> None:
+        judged = Verdict(rank=1, exit_code=1)
+        said = closing.words(judged, "exit code 1", "ValueError: boom", size=2)
+        assert said == (
+            "\nshardwise: rank 1 of 2 failed (exit code 1). Its last words:\n\nValueError: boom\n"
+        )
+
+    def test_a_killed_rank_without_words(self) -> None:
+        said = closing.words(Verdict(rank=1, exit_code=137), "SIGKILL, out", "", size=2)
+        assert said == "\nshardwise: rank 1 of 2 was ended by SIGKILL, out.\n"
+
+    def test_one_that_left_too_early(self) -> None:
+        judged = Verdict(rank=1, exit_code=1, waiting=0)
+        said = closing.words(judged, "exit code 0", "T", size=2, where="train.py:9: barrier()")
+        assert "rank 1 of 2 ended (exit code 0) while the others were still training" in said
+        assert said.endswith("Rank 0 was waiting for it here:\n\ntrain.py:9: barrier()\n")
+
+    def test_alone_it_has_said_all(self) -> None:
+        assert closing.words(Verdict(rank=0, exit_code=1), "exit code 1", "T", size=1) == ""
+
+
+class TestPlan:
+    def test_signals_come_at_their_time_and_a_new_plan_replaces_the_old(self) -> None:
+        now = [100.0]
+        plan = Plan(clock=lambda: now[0])
+        assert (plan.wait(), plan.due(), bool(plan)) == (None, [], False)
+        plan.make([(0, signal.SIGINT), (5, signal.SIGTERM), (7, signal.SIGKILL)])
+        assert (plan.due(), plan.wait()) == ([signal.SIGINT], 5.0)
+        now[0] += 6
+        assert (plan.wait(), plan.due(), plan.wait()) == (0.0, [signal.SIGTERM], 1.0)
+        plan.make([(0, signal.SIGKILL)])
+        assert (plan.due(), bool(plan)) == ([signal.SIGKILL], False)
+
+
+class TestReport:
+    def test_written_and_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(report.RANK_VARIABLE, "2")
+        try:
+            raise ValueError("boom")
+        except ValueError as error:
+            report.write(tmp_path, error, "the text")
+        found = report.read(tmp_path)[2]
+        assert (found.message, found.text, found.secondary) == (
+            "ValueError: boom",
+            "the text",
+            False,
+        )
+        assert found.where.endswith(': raise ValueError("boom")')
+
+
+def test_the_command_line_does_not_import_torch() -> None:
+    code = "import sys, shardwise.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

@@ -1,0 +1,62 @@
+"""The placement table, cell by cell."""
+
+import itertools
+
+import pytest
+
+from shardwise.errors import PlacementError
+from shardwise.placement import STATES, Placement, Spread
+
+LEGAL = {
+    (): "ZERO_0",
+    ("optimizer",): "ZERO_1",
+    ("gradients", "optimizer"): "ZERO_2",
+    ("parameters", "gradients", "optimizer"): "ZERO_3",
+}
+SUBSETS = [subset for count in range(4) for subset in itertools.combinations(STATES, count)]
+
+
+@pytest.mark.parametrize("sharded", SUBSETS, ids=lambda subset: "+".join(subset) or "none")
+def test_every_row_is_legal_or_refused(sharded: tuple[str, ...]) -> None:
+    if sharded not in LEGAL:
+        with pytest.raises(PlacementError, match="The nearest legal row is ZERO_"):
+            Placement.sharding(sharded)
+        return
+    row = Placement.sharding(sharded)
+    assert row.name == LEGAL[sharded]
+    assert row.level == len(sharded)
+    assert row == Placement.zero(row.level)
+    assert [row.is_sharded(state) for state in STATES] == [s in sharded for s in STATES]
+
+
+@pytest.mark.parametrize(
+    ("sharded", "fault", "nearest"),
+    [
+        (("gradients",), "sharded gradients need a sharded optimizer", "--zero 2"),
+        (("parameters",), "sharded parameters need a sharded gradients", "--zero"),
+        (("parameters", "optimizer"), "that cell says replicated", "--zero 3"),
+        (("parameters", "gradients"), "sharded gradients need a sharded optimizer", "--zero 3"),
+    ],
+)
+def test_a_refusal_names_row_cell_and_nearest(
+    sharded: tuple[str, ...], fault: str, nearest: str
+) -> None:
+    with pytest.raises(PlacementError) as refused:
+        Placement.sharding(sharded)
+    message = str(refused.value)
+    assert fault in message
+    assert nearest in message
+    assert all(state in message for state in STATES)
+
+
+@pytest.mark.parametrize("level", [-1, 4])
+def test_there_are_four_rows(level: int) -> None:
+    with pytest.raises(PlacementError, match=f"There is no row ZERO_{level}"):
+        Placement.zero(level)
+
+
+def test_cells_are_said_in_words() -> None:
+    assert Placement.zero(1).cells() == (
+        "parameters replicated, gradients replicated, optimizer sharded"
+    )
+    assert Placement().optimizer is Spread.REPLICATED
