@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise import layout
+from shardwise import habits, layout
 from shardwise.collectives import Collectives
 from shardwise.config import Settings
-from shardwise.errors import ModelError, ModelMismatch, UsageError
+from shardwise.errors import ModelError, ModelMismatch
 from shardwise.placement import Placement
 from shardwise.states.averages import Averages
 from shardwise.states.gathering import Gathering
@@ -22,11 +23,6 @@ from shardwise.states.gradients import Gradients
 from shardwise.states.optimizer_state import NARROW, GroupOf, OptimizerState
 from shardwise.states.optimizer_trial import examine
 from shardwise.states.parameters import ReplicatedParameters, Tracked, locate
-
-STRAY = (
-    "loss.backward() reached {name} without the engine, so its gradient would never be averaged "
-    "over the workers. Write engine.backward(loss) instead."
-)
 
 
 @dataclass(frozen=True)
@@ -79,11 +75,14 @@ class States:
         """Bytes of parameters, gradients, optimizer state and averages on this rank now."""
         flats = sum(flat.numel() * flat.element_size() for flat in self.parameters.flats)
         averages = self.averages.state_bytes if self.averages is not None else 0
-        return flats + self.gradients.state_bytes + self.optimizer.state_bytes + averages
+        return flats + self.gradients.reduction.state_bytes + self.optimizer.state_bytes + averages
 
     def expected_bytes(self, moments: int) -> int:
         """The same once the optimizer has `moments` state tensors for each master element."""
-        later = sum(moments * part.master.numel() * part.master.element_size() for part in self.optimizer.parts)
+        later = sum(
+            moments * part.master.numel() * part.master.element_size()
+            for part in self.optimizer.parts
+        )
         masters = sum(
             part.master.numel() * part.master.element_size()
             for part in self.optimizer.parts
@@ -116,9 +115,9 @@ def assemble(
         recipe.group,
         overlap=recipe.settings.overlap,
         exact_sum=recipe.settings.reduce_dtype == "fp32",
-        stray=lambda name: UsageError(STRAY.format(name=name)),
+        stray=habits.stray_backward,
     )
-    own = [collector.own for collector in gradients.collectors]
+    own = [rest.own for rest in gradients.reduction.rests]
     groups = [owners[tracked[bucket.slots[0].parameter].parameter] for bucket in buckets]
     separate = [_master(parameters, i, own[i], masters) for i in range(len(buckets))]
     optimizer = OptimizerState(parameters, groups, own, separate)
@@ -135,7 +134,9 @@ def assemble(
     )
 
 
-def disassemble(recipe: Recipe, states: States) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None]:
+def disassemble(
+    recipe: Recipe, states: States
+) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None]:
     """Give everything back to the user's objects; returns masters and averages by parameter."""
     masters = states.gathering.masters()
     averages = states.gathering.tensors(states.averages.tensors) if states.averages else None
@@ -181,7 +182,9 @@ def _check_trainable(located: Sequence[Tracked], tracked: Sequence[Tracked]) -> 
             "none): there is nothing for the engine to train."
         )
     if not tracked:
-        raise ModelError("No optimizer holds a trainable parameter of the model: pass model.parameters() to it.")
+        raise ModelError(
+            "No optimizer holds a trainable parameter of the model: pass model.parameters() to it."
+        )
     lost = [t.name for t in located if t.parameter.requires_grad and t not in tracked]
     if lost:
         warnings.warn(
@@ -250,8 +253,6 @@ def check_same_model(recipe: Recipe) -> None:
 
 def hash_of(lines: Sequence[str]) -> str:
     """A short digest of `lines`."""
-    import hashlib
-
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 

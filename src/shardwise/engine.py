@@ -20,10 +20,21 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise import assembly, precision, randomness, start_lines, sync_batch_norm, units
+from shardwise import (
+    assembly,
+    diagnosis,
+    habits,
+    precision,
+    randomness,
+    start_lines,
+    sync_batch_norm,
+    units,
+)
 from shardwise import world as world_module
 from shardwise.assembly import Recipe
-from shardwise.errors import ModelError, NonFiniteError, PlacementError, UsageError
+from shardwise.collectives import Handle
+from shardwise.errors import ModelError, PlacementError, UsageError
+from shardwise.exact_mean import Seeds, weight_of
 from shardwise.export import write_safetensors
 from shardwise.feed import Batch
 from shardwise.states.buffers import Buffers
@@ -89,11 +100,12 @@ class Engine:
         self._states = assembly.assemble(self._recipe, masters)
         self._shape = self._recipe.shape()
         self._start_alike()
-        self._exponent: int | None = None
+        self._seeds = Seeds(self._scale, self._group)
         self._window = Window()
         self._announced = False
         self.steps = 0
-        self._forbid_by_hand()
+        for optimizer in self._recipe.optimizers:
+            habits.forbid(optimizer)
         self.world.feed.watch_stand_ins(self._buffers.save)
         self._reseed()
         _living.add(self)
@@ -125,13 +137,6 @@ class Engine:
         assembly.broadcast_frozen(self._states, self._group)
         self._buffers.broadcast()
         self._buffers.leave_out(sync_batch_norm.converted(self._recipe.models))
-
-    def _forbid_by_hand(self) -> None:
-        """Let `optimizer.step()`, and reading or loading its emptied state, say what to write."""
-        for optimizer in self._recipe.optimizers:
-            optimizer.register_step_pre_hook(_refuse_step)
-            optimizer.register_state_dict_pre_hook(_refuse_state_dict)
-            optimizer.register_load_state_dict_pre_hook(_refuse_load)
 
     def _rebuild_if_changed(self) -> None:
         """Lay out anew after `add_param_group` or a change of `requires_grad`."""
@@ -167,29 +172,25 @@ class Engine:
         Raises UsageError for a loss that is not a scalar of the graph, or when two training
         loaders are open and the weight is left out.
         """
-        _check_loss(loss)
+        habits.check_loss(loss)
         self._states.parameters.check()
         self._rebuild_if_changed()
         batch, last = self._batch_and_last(weight, last)
-        weight = self._weight(weight, batch)
+        weight = weight_of(weight, batch)
         if not self._announced:
             self._announced = True
             start_lines.announce_batch(self)
-        if self._exponent is None:
-            self._agree_on_exponent(weight)
-        empty = not isinstance(weight, Tensor) and weight == 0
+        seed = self._seeds.seed(loss, weight)
         gradients = self._states.gradients
         gradients.begin(last=last, weight=weight)
         try:
-            torch.autograd.backward(
-                loss, self._seed(loss, weight), retain_graph=retain_graph, inputs=self._inputs()
-            )
+            torch.autograd.backward(loss, seed, retain_graph=retain_graph, inputs=self._inputs())
             gradients.finish()
         except BaseException:
             self._abandon()
             raise
         self._window.add(loss, weight, batch.indices if batch is not None else ())
-        if empty:
+        if batch is not None and batch.samples == 0:
             self._buffers.restore()
         if last:
             gradients.guard()
@@ -203,38 +204,6 @@ class Engine:
         if last is None:
             last = batch.last if batch is not None else True
         return batch, last
-
-    def _weight(self, weight: float | Tensor | None, batch: Batch | None) -> float | Tensor:
-        """The weight as a float, or as a 0-dim tensor where it lives on a GPU."""
-        if batch is not None and batch.samples == 0:
-            return 0.0
-        if weight is None:
-            return float(batch.samples) if batch is not None else 1.0
-        if isinstance(weight, Tensor):
-            if weight.numel() != 1:
-                raise UsageError(f"weight takes one number, not a tensor of shape {tuple(weight.shape)}.")
-            if weight.device.type != "cpu":
-                return weight.detach().reshape(())
-            weight = weight.item()
-        if not 0 <= weight < math.inf:
-            raise UsageError(f"weight takes a number of 0 or more, not {weight}.")
-        return float(weight)
-
-    def _agree_on_exponent(self, weight: float | Tensor) -> None:
-        """The power of two by which all ranks scale down, from the first weights of all."""
-        row = torch.as_tensor(weight, dtype=torch.float64).reshape(1).to(self._group.small_device)
-        self._follow_weight(float(self._group.gather_rows(row).sum()))
-
-    def _follow_weight(self, total: float) -> None:
-        self._exponent = round(math.log2(total)) if total > 0 else 0
-
-    @property
-    def _divisor(self) -> float:
-        """What the seed of backward is divided by; a power of two, so exactly."""
-        return math.ldexp(1.0, self._exponent or 0) / self._scale.value
-
-    def _seed(self, loss: Tensor, weight: float | Tensor) -> Tensor:
-        return torch.as_tensor(weight, dtype=loss.dtype, device=loss.device).div(self._divisor).view_as(loss)
 
     def _inputs(self) -> list[nn.Parameter] | None:
         """This engine's parameters where the graph may hold those of another engine too."""
@@ -258,7 +227,10 @@ class Engine:
         there is no loss scale (`--nonfinite skip` skips the step instead).
         """
         if not self._window.backwards:
-            raise UsageError("engine.step() without engine.backward(loss) since the last step: call backward first.")
+            raise UsageError(
+                "engine.step() without engine.backward(loss) since the last step: "
+                "call backward first."
+            )
         if max_norm is not None and not max_norm > 0:
             raise UsageError(f"max_norm takes a number above 0, not {max_norm}.")
         self._states.parameters.check()
@@ -279,7 +251,7 @@ class Engine:
             loss=self._window.loss,
             squared_norm=gradients.squared_norm(),
             used=gradients.used,
-            late=[number in gradients.late for number in range(len(gradients.collectors))],
+            late=[number in gradients.late for number in range(len(gradients.sums))],
             news=bool(self._buffers.news()),
         )
         told = mine.row(device)
@@ -306,7 +278,7 @@ class Engine:
         return float(self._group.gather_rows(row).sum())
 
     def _keep_buffers(self, rows: Tensor, weights: Tensor, *, news: bool) -> None:
-        """Average the buffers that forward changes; take in those seen changing for the first time."""
+        """Average the buffers that forward changes, those seen changing only now included."""
         if self.world.size == 1 or not float(weights.sum()):
             return
         self._buffers.average(rows, weights)
@@ -321,10 +293,12 @@ class Engine:
         """The step's figures, and whether it updates anything."""
         if totals.weight == 0:
             return StepStats(loss=math.nan, grad_norm=0.0, weight=0.0, skipped=True)
-        norm = math.sqrt(totals.squared_norm) / self._total_divisor(totals)
+        norm = math.sqrt(totals.squared_norm) / self._seeds.divisor(totals.weight)
         finite = math.isfinite(norm)
         if not finite and not self._scale.active and self.settings.nonfinite == "stop":
-            raise self._nonfinite(totals)
+            error = diagnosis.nonfinite_error(self.steps, self._states, self._window, self._group)
+            self._abandon()
+            raise error
         return StepStats(
             loss=totals.loss / totals.weight,
             grad_norm=norm,
@@ -332,22 +306,21 @@ class Engine:
             skipped=not finite,
         )
 
-    def _total_divisor(self, totals: _Totals) -> float:
-        """What the summed gradients are to be divided by to be the mean: the one division."""
-        return totals.weight / self._divisor
-
     def _update(self, totals: _Totals, stats: StepStats, max_norm: float | None) -> None:
         """Update bucket by bucket; each is on its way to the others while the next is updated."""
-        factor = 1.0 / self._total_divisor(totals)
+        factor = 1.0 / self._seeds.divisor(totals.weight)
         if max_norm is not None:
             factor *= min(1.0, max_norm / (stats.grad_norm + 1e-6))
-        states, sent = self._states, []
-        sums = [collector.reduced for collector in states.gradients.collectors]
+        states = self._states
+        sent: list[Handle] = []
+        sums = states.gradients.sums
         with torch.no_grad():
             for inner in states.optimizer.inners:
                 states.optimizer.step(inner, sums, totals.used, factor)
                 if self.placement.is_sharded("optimizer"):
-                    sent += [states.parameters.publish(i) for i in states.optimizer.buckets_of(inner)]
+                    sent += [
+                        states.parameters.publish(i) for i in states.optimizer.buckets_of(inner)
+                    ]
             if states.averages is not None:
                 states.averages.update()
         for handle in sent:
@@ -357,7 +330,7 @@ class Engine:
     def _end_step(self, totals: _Totals) -> None:
         if totals.weight:
             self._scale.update(overflow=not math.isfinite(totals.squared_norm))
-            self._follow_weight(totals.weight)
+            self._seeds.follow(totals.weight)
         self._states.gradients.clear()
         self._window = Window()
         self.steps += 1
@@ -368,27 +341,6 @@ class Engine:
         world = self.world
         randomness.seed_everything(
             randomness.seed_from(world.seed, "step", self._number, self.steps, world.rank)
-        )
-
-    def _nonfinite(self, totals: _Totals) -> NonFiniteError:
-        """What was not finite and where it came from, gathered from all ranks."""
-        tracked = self._states.parameters.tracked
-        names = [tracked[index].name for index in self._states.gradients.nonfinite()]
-        loss_is_bad = not math.isfinite(float(self._window.loss))
-        samples = [index for indices in self._window.indices for index in indices]
-        told = self.world.gather((names, loss_is_bad, samples, self._states.gradients.suspect()))
-        names = sorted({name for each in told for name in each[0]})
-        parts = []
-        for rank, (_, bad_loss, indices, suspect) in enumerate(told):
-            if bad_loss or suspect:
-                what = "loss" if bad_loss else "gradient"
-                parts.append(f"rank {rank} (its {what}; samples {_shortened(indices)})")
-        self._abandon()
-        origin = " and ".join(parts) or "the sum over the ranks (each rank's own part is finite)"
-        return NonFiniteError(
-            f"Step {self.steps}: the gradient is not finite in {_shortened(names)}. It comes from "
-            f"{origin}. Nothing was updated. Look at those samples, lower the learning rate or "
-            "clip with engine.step(max_norm=1.0); --nonfinite skip goes on without such steps."
         )
 
     # -- whole tensors --------------------------------------------------------------------
@@ -404,7 +356,10 @@ class Engine:
         """
         del module  # all of them are whole where parameters are replicated
         if write and self._window.backwards:
-            raise UsageError("full_parameters(write=True) between engine.backward and engine.step: write before or after.")
+            raise UsageError(
+                "full_parameters(write=True) between engine.backward and engine.step: "
+                "write before or after."
+            )
         with torch.no_grad():
             yield
             if write:
@@ -416,9 +371,13 @@ class Engine:
     def ema(self) -> Iterator[None]:
         """Inside the block the parameters hold their moving average (`ema_decay`). Collective."""
         if self._states.averages is None:
-            raise UsageError("engine.ema() without a moving average: give --ema-decay 0.999 or ema_decay=0.999.")
+            raise UsageError(
+                "engine.ema() without a moving average: give --ema-decay 0.999 or ema_decay=0.999."
+            )
         if self._window.backwards:
-            raise UsageError("engine.ema() between engine.backward and engine.step: enter it after the step.")
+            raise UsageError(
+                "engine.ema() between engine.backward and engine.step: enter it after the step."
+            )
         with torch.no_grad():
             context = self._states.averages.swapped_in()
             context.__enter__()
@@ -435,7 +394,9 @@ class Engine:
         """
         if model is None:
             if len(self._recipe.models) != 1:
-                raise UsageError("This engine has several models: say which, engine.export(path, model).")
+                raise UsageError(
+                    "This engine has several models: say which, engine.export(path, model)."
+                )
             model = self._recipe.models[0]
         if self.world.is_main:
             write_safetensors(model, path)
@@ -450,7 +411,8 @@ class Engine:
                 raise UsageError("This engine has several optimizers: say which.")
             optimizer = self._recipe.optimizers[0]
         # A parameter that was frozen on the way has left its state with the user's optimizer.
-        states = {**optimizer.state, **self._states.gathering.optimizer_state()}
+        states: dict[Any, Any] = dict(optimizer.state)
+        states |= self._states.gathering.optimizer_state()
         numbers: dict[nn.Parameter, int] = {}
         groups = []
         for group in optimizer.param_groups:
@@ -479,46 +441,3 @@ def _several(given: Any, kind: type[Any]) -> tuple[Any, ...]:
         shown = type(wrong[0]).__name__ if wrong else "nothing"
         raise ModelError(f"sw.Engine(models, optimizers) takes {kind.__name__}s, not {shown}.")
     return several
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise UsageError(
-            f"engine.backward takes a scalar loss, not {shape}. Take the mean over the items of "
-            "this batch: loss.mean(), or reduction='mean'."
-        )
-    if not loss.is_floating_point():
-        raise UsageError(f"engine.backward takes a real floating loss, not {loss.dtype}.")
-    if not loss.requires_grad:
-        raise UsageError(
-            "This loss does not depend on any parameter (it was computed under no_grad, detached, "
-            "or all parameters are frozen): compute it with gradients on."
-        )
-
-
-def _refuse_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    raise UsageError(
-        f"{type(optimizer).__name__}.step() by hand would update from gradients that are not "
-        "averaged over the workers. Write stats = engine.step(max_norm=...) instead (a GradScaler "
-        "goes into sw.Engine(..., scaler=scaler))."
-    )
-
-
-def _refuse_state_dict(optimizer: optim.Optimizer) -> None:
-    raise UsageError(
-        f"The state of {type(optimizer).__name__} lies with the engine. Write "
-        "engine.optimizer_state_dict(optimizer), on all ranks."
-    )
-
-
-def _refuse_load(optimizer: optim.Optimizer, state: Any) -> None:
-    raise UsageError(
-        f"{type(optimizer).__name__}.load_state_dict after sw.Engine(...) would not reach the "
-        "engine. Load it before the engine is made; its state is taken over."
-    )
-
-
-def _shortened(values: Sequence[Any], most: int = 8) -> str:
-    shown = ", ".join(str(value) for value in values[:most])
-    return f"{shown} and {len(values) - most} more" if len(values) > most else shown or "unknown"

@@ -129,7 +129,9 @@ def _bucket(specs: Sequence[Spec], group: list[int], ranks: int) -> Bucket:
         borders = [0]
         for load in loads:
             borders.append(borders[-1] + load)
-        return Bucket(specs[group[0]].key, slots, numel, tuple(starts[border] for border in borders))
+        return Bucket(
+            specs[group[0]].key, slots, numel, tuple(starts[border] for border in borders)
+        )
     slots = _slots(specs, group)
     share = _aligned(-(-slots[-1].end // ranks))
     cuts = tuple(share * rank for rank in range(ranks + 1))

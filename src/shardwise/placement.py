@@ -16,6 +16,7 @@ parameters can only use that interval of their gradient, and so on.
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 from shardwise.errors import PlacementError
 
@@ -39,7 +40,7 @@ class Placement:
     optimizer: Spread = Spread.REPLICATED
 
     def __post_init__(self) -> None:
-        for holder, needed in zip(STATES, STATES[1:], strict=False):
+        for holder, needed in pairwise(STATES):
             if self.is_sharded(holder) and not self.is_sharded(needed):
                 nearest = _nearest_legal(self)
                 raise PlacementError(
@@ -79,11 +80,11 @@ class Placement:
     @classmethod
     def sharding(cls, states: tuple[str, ...]) -> "Placement":
         """The row in which exactly `states` are sharded."""
-        return cls(**{state: Spread.SHARDED for state in states})
+        return cls(**dict.fromkeys(states, Spread.SHARDED))
 
 
 def _nearest_legal(row: Placement) -> Placement:
-    """The legal row that differs from `row` in the fewest cells; the one with more sharding wins."""
+    """The legal row that differs in the fewest cells; the one with more sharding wins."""
     legal = [Placement.zero(level) for level in reversed(range(len(STATES) + 1))]
     return min(
         legal,

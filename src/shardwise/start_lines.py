@@ -34,7 +34,9 @@ def announce_batch(engine: Engine) -> None:
 
 def _run_line(engine: Engine) -> str:
     world = engine.world
-    workers = f"{world.size} worker{'s' if world.size > 1 else ''} on {world.host} ({world.device.type})"
+    workers = (
+        f"{world.size} worker{'s' if world.size > 1 else ''} on {world.host} ({world.device.type})"
+    )
     transport = f"over {world.collectives.name}, " if world.size > 1 else ""
     row = f"{engine.placement.name} ({sharded_states(engine.placement)})"
     return f"shardwise: {workers}, {transport}{row}, {engine.settings.precision}"
@@ -53,7 +55,9 @@ def _model_line(engine: Engine) -> str:
     found = sum(len(units.find_units(model)) for model in engine._recipe.models)
     moments = max((len(g.kind.tensor_keys) for g in states.optimizer.groups), default=0)
     here = states.expected_bytes(moments)
-    line = f"  model: {_count(count)} parameters in {found + 1} units, state {_bytes(here)} per worker"
+    line = (
+        f"  model: {_count(count)} parameters in {found + 1} units, state {_bytes(here)} per worker"
+    )
     if engine.placement.level:
         line += f" (replicated: {_bytes(_replicated_bytes(engine, moments))})"
     return line

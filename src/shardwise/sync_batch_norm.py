@@ -36,7 +36,9 @@ class _Normalise(torch.autograd.Function):
         scale, shift = mean.to(wide.dtype), variance.to(wide.dtype)
         ctx.save_for_backward(x, weight, scale, (variance + eps).rsqrt(), total)
         ctx.group, ctx.counts, ctx.dims = group, counts, dims
-        out = F.batch_norm(wide, scale, shift, _like(weight, wide), _like(bias, wide), False, 0.0, eps)
+        out = F.batch_norm(
+            wide, scale, shift, _like(weight, wide), _like(bias, wide), False, 0.0, eps
+        )
         ctx.mark_non_differentiable(mean, variance, total)
         return out.to(x.dtype), mean, variance, total
 
@@ -92,15 +94,15 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     _group: Collectives
     _feed: Feed
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         """x: (N, C, ...). In eval mode as the plain class; in training over all ranks."""
         if not self.training:
             return super().forward(x)
-        self._check_input_dim(x)
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
         batch = self._feed.current
         counts = batch is None or batch.samples > 0
-        out, mean, variance, total = _Normalise.apply(
+        out, mean, variance, total = _Normalise.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, self.eps, self._group, counts
         )
         if self.track_running_stats and self.running_mean is not None:
@@ -130,15 +132,15 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return tuple(reduced)
 
 
-class SyncBatchNorm1d(_SyncBatchNorm, nn.BatchNorm1d):  # type: ignore[misc]
+class SyncBatchNorm1d(_SyncBatchNorm, nn.BatchNorm1d):
     _plain = nn.BatchNorm1d
 
 
-class SyncBatchNorm2d(_SyncBatchNorm, nn.BatchNorm2d):  # type: ignore[misc]
+class SyncBatchNorm2d(_SyncBatchNorm, nn.BatchNorm2d):
     _plain = nn.BatchNorm2d
 
 
-class SyncBatchNorm3d(_SyncBatchNorm, nn.BatchNorm3d):  # type: ignore[misc]
+class SyncBatchNorm3d(_SyncBatchNorm, nn.BatchNorm3d):
     _plain = nn.BatchNorm3d
 
 

@@ -109,13 +109,16 @@ class World:
         lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
         if len(lengths) != 1 or 0 in lengths:
             raise DataError(
-                f"world.share takes tensors of one equal first dimension above 0, not {sorted(lengths)}."
+                "world.share takes tensors of one equal first dimension above 0, not "
+                f"{sorted(lengths)}."
             )
         rows = lengths.pop()
         cuts = even_cuts(rows, self.size)
         first, end = cuts[self.rank], cuts[self.rank + 1]
         taken = slice(first, end) if end > first else slice(0, 1)
-        stream = self.feed.open("world.share", Plan(batch_size=rows, micro_batches=1, steps_per_epoch=None))
+        stream = self.feed.open(
+            "world.share", Plan(batch_size=rows, micro_batches=1, steps_per_epoch=None)
+        )
         self.feed.give(stream, Batch(samples=end - first), training=torch.is_grad_enabled())
         for older in [s for s in self.feed.streams if s.name == "world.share" and s is not stream]:
             self.feed.close(older)

@@ -5,7 +5,8 @@ takes its models from here too.
 
 No parameter has a gradient that is zero but for rounding (a bias before BatchNorm, the bias of
 attention's keys), and no activation has a kink: both turn the last bit of a sum into a
-difference that says nothing about it.
+difference that says nothing about it. For the same reason Adagrad's sums start above zero: else
+its first step is lr times the sign of each gradient, however small.
 """
 
 from collections.abc import Iterator
@@ -181,7 +182,7 @@ DATA = {"mlp": _vectors, "convnet": _images, "gpt": _texts}
 OPTIMIZERS = {
     "sgd": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9),
     "adamw": lambda groups: optim.AdamW(groups, lr=3e-3),
-    "adagrad": lambda groups: optim.Adagrad(groups, lr=0.02),
+    "adagrad": lambda groups: optim.Adagrad(groups, lr=0.01, initial_accumulator_value=1e-3),
 }
 SCHEDULES = {
     "constant": lambda optimizer: optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),

@@ -171,7 +171,7 @@ def _plain_steps(run: Run) -> list[Step]:
         steps.append(
             Step(
                 gradient=gradient,
-                loss=float(loss) if parts else math.nan,
+                loss=float(loss.detach()) if parts else math.nan,
                 norm=float(gradient.norm()),
                 weight=total,
             )

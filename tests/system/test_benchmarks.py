@@ -19,7 +19,7 @@ def run(command: str, *arguments: str, code: int = 0) -> str:
         [sys.executable, BENCHMARKS / command, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == code, done.stdout + done.stderr

@@ -108,7 +108,7 @@ class TestOutput:
         began = time.monotonic()
         ran = shardwise.run("run", "-n", "2", script("orphan"))
         assert (ran.code, ran.lines()) == (0, ["[0] left", "[1] left"])
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 45
 
     def test_the_run_ends_when_nobody_reads_it(self, shardwise: Launcher) -> None:
         process = shardwise.start("run", "-n", "2", "yes")
@@ -126,7 +126,7 @@ class TestOutput:
         assert f"{one}terminal False 76\r\n" in seen
         bars = re.findall(r"\r\x1b\[2K" + re.escape(zero) + r"bar (\d)", seen)
         assert bars == [str(step) for step in range(1, 9)]
-        made_room = r"\r\x1b\[0m\x1b\[J" + re.escape(f"{one}hello\r\n{zero}bar ") + r"\d"
+        made_room = r"\r\x1b\[0m\x1b\[J" + re.escape(f"{one}hello\r\n{zero}bar 4")
         assert re.search(made_room, seen), repr(seen)
         assert seen.endswith(f"{zero}bar 8\r\n")
 
@@ -225,7 +225,7 @@ class TestStopping:
         process.send_signal(signal.SIGINT)
         ran = shardwise.finish(process)
         assert ran.code == 130
-        assert "shardwise: Ctrl-C: stopping 2 ranks." in ran.err
+        assert ran.err == "shardwise: Ctrl-C: stopping 2 ranks. Once more kills them at once.\n"
         assert shardwise.wait_until_gone(limit=1.0) == []
 
     def test_kill_9_of_the_launcher_leaves_nothing(self, shardwise: Launcher) -> None:

@@ -265,6 +265,7 @@ class TestVerdict:
         assert verdict.is_explained([_end(0, 1, 1.0), _end(1, 1, 1.1)], lost)
 
     TRACE = "Traceback (most recent call last):\n  File 'a.py'\nValueError: a"
+    GROUP = "  + Exception Group Traceback (most recent call last):\n  | " + TRACE
     LINKED = "\nDuring handling of the above exception, another exception occurred:\n"
 
     @pytest.mark.parametrize(
@@ -274,6 +275,8 @@ class TestVerdict:
             ("\n".join(map(str, range(40))), "\n".join(map(str, range(20, 40)))),
             (f"step 1\n{TRACE}\n", TRACE),
             (f"{TRACE}\nstep 2\n{TRACE}", TRACE),
+            (f"bar 50%{TRACE}", TRACE),
+            (f"x\n{GROUP}", GROUP),
             (f"x\n{TRACE}\n{LINKED}\n{TRACE}", f"{TRACE}\n{LINKED}\n{TRACE}"),
             (
                 "x\nFatal Python error: Aborted\n\nThread 1",

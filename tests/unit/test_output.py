@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.launch import output
-from shardwise.launch.output import Lines, Live, Screen, Tail
+from shardwise.launch.output import Hush, Lines, Live, Screen, Tail
 
 UP, ERASE, DOWN_CLEAR = b"\x1b[1A", b"\x1b[2K", b"\x1b[0m\x1b[J"
 
@@ -151,3 +151,23 @@ def test_the_tail_is_plain_text_of_the_last_lines() -> None:
     tail.feed(b"one\n\x1b[31mtwo\x1b[0m\n 1%\r 2")
     tail.feed(b"%\nthree")
     assert tail.text() == " 2%\nthree"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "now", "later"),
+    [
+        ([b"saving\n", b"saved\n"], b"saving\nsaved\n", b""),
+        ([b"x\nTraceback (most recent call last):\n  File\n", b"KeyboardInterrupt\n"], b"x\n", b""),
+        (
+            [b"x\nTraceback (most recent call last):\n  File\n", b"OSError: full\n"],
+            b"x\n",
+            b"Traceback (most recent call last):\n  File\nOSError: full\n",
+        ),
+    ],
+)
+def test_after_ctrl_c_only_its_own_traceback_is_forgotten(
+    pieces: list[bytes], now: bytes, later: bytes
+) -> None:
+    hush = Hush()
+    assert b"".join(map(hush.feed, pieces)) == now
+    assert hush.close() == later

@@ -13,7 +13,7 @@ from shardwise.errors import DataError
 SHARDINGS = ("auto", "slice", "dataset")
 
 
-class UnknownLength(DataError, TypeError):  # noqa: N818 (the tree has no suffixes)
+class UnknownLength(DataError, TypeError):
     """`len` of a Loader whose stream does not know its length; a TypeError as `len` wants it."""
 
 

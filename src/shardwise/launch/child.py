@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from shardwise.errors import LaunchError
 from shardwise.launch import warden
 from shardwise.launch.console import STDERR, STDOUT, Console
-from shardwise.launch.output import Lines, Tail
+from shardwise.launch.output import Hush, Lines, Tail
 from shardwise.launch.verdict import End
 
 READ_SIZE = 2**16
@@ -26,6 +26,7 @@ class Source:
         os.set_blocking(fd, False)
         self.fd = fd
         self.open = True
+        self._hush: Hush | None = None
         self._take = take
         self._finish = finish
 
@@ -33,11 +34,17 @@ class Source:
         """Pass on what has come; False at the end of the stream."""
         return self._read() != b""
 
+    def hush(self) -> None:
+        """From now on, do not show that the rank was interrupted: the user knows."""
+        self._hush = Hush()
+
     def drain(self) -> None:
         """Pass on what the ended rank has left; do not wait for others who hold the pipe."""
         for _ in range(MOST_READS):
             if not self._read():
                 break
+        if self._hush:
+            self._take(self._hush.close())
         self._finish()
         self.open = False
         os.close(self.fd)
@@ -51,7 +58,7 @@ class Source:
         except OSError:  # the other end of a terminal was closed
             return b""
         if data:
-            self._take(data)
+            self._take(self._hush.feed(data) if self._hush else data)
         return data
 
 
@@ -115,6 +122,11 @@ class Child:
         self.peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         self.end = End(rank=self.rank, code=code, time=time.time(), stopped=stopped)
         return True
+
+    def hush(self) -> None:
+        """Show no traceback of the interrupt that is about to come."""
+        for source in self.sources:
+            source.hush()
 
     def resize(self) -> None:
         """Tell a rank that draws live the new width of the terminal."""

@@ -223,6 +223,25 @@ def _style_after(style: bytes, token: bytes, args: bytes) -> bytes:
     return token if args.startswith(b"0;") or len(style) > 128 else style + token
 
 
+class Hush:
+    """After Ctrl-C: withholds a traceback, and forgets it if it only tells of the interrupt."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """What may be shown of `data` now."""
+        data = self._held + data
+        start = data.find(b"Traceback (most recent call last):")
+        self._held = data[start:] if start >= 0 else b""
+        return data[:start] if start >= 0 else data
+
+    def close(self) -> bytes:
+        """What was withheld for no reason."""
+        last = self._held.rstrip().rpartition(b"\n")[2]
+        return b"" if last.startswith(b"KeyboardInterrupt") else self._held
+
+
 class Screen:
     """One file that all ranks write to; at most one of them draws live on it."""
 

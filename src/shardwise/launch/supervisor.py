@@ -174,6 +174,8 @@ class Supervisor:
         elif asked == signal.SIGINT:
             kill = (grace + LAST_GRACE, signal.SIGKILL)
             self._plan.make([(0, asked), (grace, signal.SIGTERM), kill])
+            for child in self._children:
+                child.hush()
         else:
             self._plan.make([(0, signal.SIGTERM), (grace, signal.SIGKILL)])
         words = closing.stopping(asked, self._job.size, again=self._asked is not None)

@@ -1,5 +1,6 @@
 """Which rank a failed run is to be blamed on, and what to show of it. Pure."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,8 +10,14 @@ CHAINED = (
     "During handling of the above exception",
     "The above exception was the direct cause",
 )
-TRACES = ("Traceback (most recent call last):", "Fatal Python error:")
 LINES_WITHOUT_TRACE = 20
+
+_TRACE = re.compile(
+    r"^[^|\n]*?((?:  \+ Exception Group )?Traceback \(most recent call last\):"
+    r"|Fatal Python error:)",
+    re.MULTILINE,
+)
+"""The start of a traceback, maybe behind an unfinished progress bar; not inside a group's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +87,11 @@ def _exit_code(end: End) -> int:
 
 def last_words(tail: str) -> str:
     """Of the end of a rank's output its last traceback with those it is chained to; else lines."""
-    lines = tail.rstrip().splitlines()
-    starts = [number for number, line in enumerate(lines) if _begins_trace(line)]
+    text = tail.rstrip()
+    starts = [match.start(1) for match in _TRACE.finditer(text)]
     if not starts:
-        return "\n".join(lines[-LINES_WITHOUT_TRACE:])
+        return "\n".join(text.splitlines()[-LINES_WITHOUT_TRACE:])
     start = starts.pop()
-    while starts and any(line.startswith(CHAINED) for line in lines[starts[-1] : start]):
+    while starts and any(words in text[starts[-1] : start] for words in CHAINED):
         start = starts.pop()
-    return "\n".join(lines[start:])
-
-
-def _begins_trace(line: str) -> bool:
-    return line.lstrip(" +|").startswith(TRACES) or "Group Traceback (most recent" in line
+    return text[start:]

@@ -1,4 +1,4 @@
-"""Whole tensors out of intervals: every rank gets them all. For rebuilding, and for small models."""
+"""Whole tensors out of intervals, on every rank: for a rebuild, and for models that are small."""
 
 from __future__ import annotations
 
@@ -89,7 +89,11 @@ class Gathering:
             for piece in segment.pieces
         }
         dtypes = {k: v.dtype for _, state in held for k, v in state.items() if k in tensor_keys}
-        told = self._group.gather_objects((singles, dtypes)) if self._scattered else [(singles, dtypes)]
+        told = (
+            self._group.gather_objects((singles, dtypes))
+            if self._scattered
+            else [(singles, dtypes)]
+        )
         all_singles = {number: single for part, _ in told for number, single in part.items()}
         all_dtypes = {key: dtype for _, part in told for key, dtype in part.items()}
         states: dict[nn.Parameter, dict[str, Any]] = {

@@ -1,26 +1,25 @@
 """Gradients: collected per bucket as backward makes them, and reduced beside the rest of it.
 
 autograd makes each gradient as a tensor of its own. When a bucket's last one has arrived they
-are copied into its flat buffer at once, and the buffer starts its collective: an all-reduce when
-the optimizer state is replicated, else a reduce-scatter. Buckets start in one order on every rank.
+are moved into its flat buffer at once, and the buffer starts its collective. Buckets start in one
+order on every rank.
 
-    arrive ─▶ collect (flat buffer) ─▶ launch ─▶ settle (the sum lands in `reduced`)
+    arrive ─▶ collect (flat buffer) ─▶ launch ─▶ settle (the sum comes to rest)
 
 - replicated gradients have a buffer for good: micro-batches add up in it, and it is reduced once
   per step, in place;
-- sharded gradients borrow a buffer from a pool for the time of one reduction, after every
-  micro-batch; only the rank's own interval stays.
+- sharded gradients borrow a buffer for the time of one reduction, after every micro-batch; only
+  the rank's own interval stays.
 
 Which gradients will arrive is learned, not assumed: a bucket starts early once as many have come
 as in earlier backwards, and the rest start when backward ends. A gradient that comes after its
-bucket has started (a branch that was asleep, a segment that reentrant checkpointing ran twice)
+bucket has started (a branch that was asleep, a segment that reentrant checkpointing ran again)
 finds `param.grad` empty, so it never writes into a buffer in flight; it is kept aside as *late*
 and all ranks reduce it together in `step`.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,15 +27,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.collectives import Collectives, Handle
+from shardwise.collectives import Collectives
 from shardwise.errors import ModelError, UsageError
-from shardwise.layout import Bucket
 from shardwise.placement import Placement
 from shardwise.states.guard import GradientGuard
 from shardwise.states.parameters import ReplicatedParameters, view_like
-
-IN_FLIGHT = 4
-"""Borrowed buffers that may be on their way at once; the oldest is waited for beyond that."""
+from shardwise.states.reduction import Reduction, Rest
 
 PATIENCE = 8
 """Backwards without a gradient after which a parameter is no longer waited for."""
@@ -51,29 +47,23 @@ _NORM_CHUNK = 1 << 17
 class _Collector:
     """What one bucket has gathered so far in this backward and in this step."""
 
-    index: int
-    bucket: Bucket
-    own: tuple[int, int]
-    """The elements whose sum this rank needs: its interval, or all of them."""
-    kept: Tensor | None
-    """The buffer that replicated gradients rest in."""
-    reduced: Tensor
-    """The sum over all ranks, of the elements `own`."""
+    rest: Rest
     gaps: list[tuple[int, int]]
+    """The elements that belong to no parameter."""
     expected: int = UNLEARNED
     """Arrivals to wait for in a backward."""
     remaining: int = UNLEARNED
-    collected: bool = False
-    """Whether this backward's gradients have left `param.grad`."""
     filled: bool = False
-    """Whether `kept` holds gradients of this step."""
-    settled: bool = False
-    """Whether `reduced` holds a sum of this step."""
+    """Whether `rest.kept` holds gradients of this step."""
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 class Gradients:
-    """The gradients of all buckets through one step; see the module's docstring."""
+    """The gradients of all buckets through one step; see the module's docstring.
+
+    `used` says by parameter whether it had a gradient in this step, `late` by bucket which came
+    too late for it. `stray` makes the error for a backward that the engine does not know of.
+    """
 
     def __init__(
         self,
@@ -88,57 +78,36 @@ class Gradients:
         self._parameters = parameters
         self._params = [tracked.parameter for tracked in parameters.tracked]
         self._sharded = placement.is_sharded("gradients")
-        self._scatter = placement.is_sharded("optimizer")
-        self._group = group
+        self._rank, self._alone = group.rank, group.size == 1
         self._overlap = overlap
-        self._exact_sum = exact_sum
         self._stray = stray
         self._guards = [GradientGuard(param) for param in self._params]
-        self._pool: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        self.collectors = [self._collector(i, b) for i, b in enumerate(parameters.buckets)]
+        self._guarded = False
+        self.reduction = Reduction(
+            parameters.buckets, parameters.flats, placement, group, exact_sum=exact_sum
+        )
+        self._collectors = [_Collector(rest, _gaps(rest)) for rest in self.reduction.rests]
         self._collector_of = {
             slot.parameter: collector
-            for collector in self.collectors
-            for slot in collector.bucket.slots
+            for collector in self._collectors
+            for slot in collector.rest.bucket.slots
         }
-        self._arrivals = [0] * len(self._params)
         self._learned = [0] * len(self._params)
         self._absent = [0] * len(self._params)
-        self._active = False
-        self._reducing = False
-        self._empty = False
-        self._unknown_weight: Tensor | None = None
-        self._cursor = 0
-        self._flight: deque[tuple[_Collector, Tensor, Handle]] = deque()
+        self._own_norms: list[Tensor] = []
         self.late: dict[int, list[tuple[int, Tensor]]] = {}
         self.used = [False] * len(self._params)
-        self._own_norms: list[Tensor] = []
-        self._guarded = False
         self._reductions = 0
+        self._active = False
         self._hooks = [
-            param.register_post_accumulate_grad_hook(partial(self._arrived, index))
+            param.register_post_accumulate_grad_hook(partial(self._arrived, index))  # type: ignore[no-untyped-call]
             for index, param in enumerate(self._params)
         ]
 
-    def _collector(self, index: int, bucket: Bucket) -> _Collector:
-        own = bucket.interval(self._group.rank) if self._scatter else (0, bucket.numel)
-        flat = self._parameters.flats[index]
-        length = own[1] - own[0] if self._sharded else bucket.numel
-        memory = self._group.allocate(length, flat.dtype, flat.device)
-        kept = None if self._sharded else memory
-        reduced = memory if self._sharded else memory[own[0] : own[1]]
-        ends = [0, *(slot.end for slot in bucket.slots)]
-        starts = [*(slot.start for slot in bucket.slots), bucket.numel]
-        gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
-        return _Collector(index, bucket, own, kept, reduced, gaps)
-
     @property
-    def state_bytes(self) -> int:
-        """Bytes of gradient that this rank keeps between steps."""
-        return sum(
-            memory.numel() * memory.element_size()
-            for memory in (c.kept if c.kept is not None else c.reduced for c in self.collectors)
-        )
+    def sums(self) -> list[Tensor]:
+        """By bucket, the reduced gradient of the elements that this rank updates."""
+        return [rest.reduced for rest in self.reduction.rests]
 
     # -- one backward ---------------------------------------------------------------------
 
@@ -149,12 +118,11 @@ class Gradients:
         With a `weight` of zero whatever arrives (perhaps NaN) is thrown away.
         """
         self.check_guards()
+        self._guarded = False
         for param in self._params:
             param.grad = None
-        self._guarded = False
-        for collector in self.collectors:
+        for collector in self._collectors:
             collector.remaining = collector.expected
-            collector.collected = False
         # After a first reduction in a step, sums must not be mixed with parts: reduce each.
         self._reducing = self._sharded or last or self._reductions > 0
         self._empty = not isinstance(weight, Tensor) and weight == 0
@@ -164,10 +132,10 @@ class Gradients:
         self._active = True
 
     def _arrived(self, index: int, param: Tensor) -> None:
-        """autograd has added a gradient to `param.grad`."""
+        """autograd has put a gradient into `param.grad`."""
         if not self._active:
             param.grad = None
-            raise self._stray(self._parameters.tracked[index].alias)
+            raise self._stray(self._parameters.tracked[index].name)
         self._arrivals[index] += 1
         collector = self._collector_of[index]
         collector.remaining -= 1
@@ -177,14 +145,14 @@ class Gradients:
     def _advance(self) -> None:
         """Start the buckets that are complete, strictly in order."""
         while (
-            self._cursor < len(self.collectors) and self.collectors[self._cursor].remaining <= 0
+            self._cursor < len(self._collectors) and self._collectors[self._cursor].remaining <= 0
         ):
-            self._complete(self.collectors[self._cursor])
+            self._complete(self._collectors[self._cursor])
             self._cursor += 1
 
     def finish(self) -> None:
         """Backward has ended: start what has not started, set late gradients aside, learn."""
-        for collector in self.collectors[self._cursor :]:
+        for collector in self._collectors[self._cursor :]:
             self._complete(collector)
         self._active = False
         self._set_late_aside()
@@ -194,62 +162,42 @@ class Gradients:
     def abandon(self) -> None:
         """Backward has failed: forget the step, after what is in flight has landed."""
         self._active = False
-        self._drain()
+        self.reduction.drain()
         self.clear()
-
-    def guard(self) -> None:
-        """Until `clear`, let every touch of `param.grad` raise."""
-        for param, guard in zip(self._params, self._guards, strict=True):
-            param.grad = guard
-        self._guarded = True
-
-    def check_guards(self) -> None:
-        """Raise UsageError if user code cleared gradients that have not been used yet."""
-        if self._guarded and any(
-            param.grad is not guard
-            for param, guard in zip(self._params, self._guards, strict=True)
-        ):
-            raise UsageError(
-                "Gradients were cleared between engine.backward and engine.step, by zero_grad() or "
-                "param.grad = None, which would not clear what is already on its way. "
-                "engine.step() clears by itself: leave zero_grad out, or call it before backward."
-            )
 
     def _complete(self, collector: _Collector) -> None:
         """Collect a bucket's gradients and, where this backward reduces, launch it."""
-        collector.collected = True
-        if collector.kept is not None and self._reductions == 0:
-            self._collect(collector, collector.kept, fresh=not collector.filled)
+        kept = collector.rest.kept
+        if kept is not None and self._reductions == 0:
+            self._collect(collector, kept, fresh=not collector.filled)
             collector.filled = True
-            buffer = collector.kept
+            buffer = kept
         else:
-            buffer = self._borrow(collector)
+            buffer = self.reduction.borrow(collector.rest)
             self._collect(collector, buffer, fresh=True)
         if self._reducing:
-            self._launch(collector, buffer)
+            self.reduction.launch(collector.rest, buffer)
 
     def _collect(self, collector: _Collector, buffer: Tensor, *, fresh: bool) -> None:
         """Move what has arrived out of `param.grad` into `buffer`, in one call per bucket."""
-        views = self._views(collector, buffer)
-        targets, grads, rest = [], [], []
-        for slot, view in zip(collector.bucket.slots, views, strict=True):
+        targets, grads, absent = [], [], []
+        slots = collector.rest.bucket.slots
+        for slot, view in zip(slots, self._views(collector, buffer), strict=True):
             param = self._params[slot.parameter]
             grad, param.grad = param.grad, None
             if grad is None or self._empty:
-                rest.append(view)
+                absent.append(view)
                 continue
             if collector.expected == UNLEARNED:
                 self._refuse_sparse(slot.parameter, grad)
             self.used[slot.parameter] = True
             targets.append(view)
             grads.append(self._cleaned(grad))
-        self._check_own(grads)
+        if grads and not self._alone:
+            # Not finite if this rank's part is not: names the rank if the sum turns out so.
+            self._own_norms += torch._foreach_norm(grads)
         if fresh:
-            rest += [buffer[first:end] for first, end in collector.gaps]
-            if targets:
-                torch._foreach_copy_(targets, grads)
-            if rest:
-                torch._foreach_zero_(rest)
+            _move(targets, grads, absent + [buffer[a:b] for a, b in collector.gaps])
         elif targets:
             torch._foreach_add_(targets, grads)
 
@@ -259,29 +207,25 @@ class Gradients:
             return grad
         return torch.where(self._unknown_weight == 0, torch.zeros_like(grad), grad)
 
-    def _check_own(self, grads: list[Tensor]) -> None:
-        """Keep a number that is not finite if this rank's part is not, to name the rank later."""
-        if grads and self._group.size > 1:
-            self._own_norms += torch._foreach_norm(grads)
-
     def _refuse_sparse(self, index: int, grad: Tensor) -> None:
         if grad.layout != torch.strided:
             raise ModelError(
-                f"The gradient of {self._parameters.tracked[index].alias} is sparse, which flat "
+                f"The gradient of {self._parameters.tracked[index].name} is sparse, which flat "
                 "buckets cannot hold. Build its embedding with sparse=False."
             )
 
     def _views(self, collector: _Collector, buffer: Tensor) -> list[Tensor]:
-        """Views of `buffer`, one per slot; buffers live as long as this object, so they are kept."""
+        """Views of `buffer`, one per slot; buffers live as long as this object, so kept."""
         views = collector.views.get(buffer.data_ptr())
         if views is None:
             views = collector.views[buffer.data_ptr()] = [
                 view_like(buffer, slot.start, self._params[slot.parameter])
-                for slot in collector.bucket.slots
+                for slot in collector.rest.bucket.slots
             ]
         return views
 
     def _set_late_aside(self) -> None:
+        """Keep what arrived after its bucket had been collected."""
         for index, (count, param) in enumerate(zip(self._arrivals, self._params, strict=True)):
             if not count or param.grad is None:
                 continue
@@ -290,16 +234,21 @@ class Gradients:
                 continue
             self._refuse_sparse(index, grad)
             self.used[index] = True
-            self.late.setdefault(self._collector_of[index].index, []).append((index, grad))
+            number = self._collector_of[index].rest.index
+            self.late.setdefault(number, []).append((index, self._cleaned(grad)))
         if not self._reducing:
             for number, entries in self.late.items():
-                self._add_late(self.collectors[number], entries)
+                kept = self._collectors[number].rest.kept
+                assert kept is not None
+                self._add(self._collectors[number], kept, entries)
             self.late.clear()
 
-    def _add_late(self, collector: _Collector, entries: list[tuple[int, Tensor]]) -> None:
-        assert collector.kept is not None
-        views = self._views(collector, collector.kept)
-        place = {slot.parameter: view for slot, view in zip(collector.bucket.slots, views, strict=True)}
+    def _add(
+        self, collector: _Collector, buffer: Tensor, entries: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        views = self._views(collector, buffer)
+        slots = collector.rest.bucket.slots
+        place = {slot.parameter: view for slot, view in zip(slots, views, strict=True)}
         for index, grad in entries:
             place[index].add_(grad)
 
@@ -313,97 +262,66 @@ class Gradients:
                 self._absent[index] += 1
                 if self._absent[index] >= PATIENCE:
                     self._learned[index] = 0
-        for collector in self.collectors:
-            collector.expected = sum(self._learned[s.parameter] for s in collector.bucket.slots)
+        for collector in self._collectors:
+            slots = collector.rest.bucket.slots
+            collector.expected = sum(self._learned[slot.parameter] for slot in slots)
 
-    # -- on the way -----------------------------------------------------------------------
+    # -- between backward and step --------------------------------------------------------
 
-    def _launch(self, collector: _Collector, buffer: Tensor) -> None:
-        if self._scatter:
-            handle = self._group.reduce_scatter(
-                buffer, collector.bucket.cuts, exact_sum=self._exact_sum
+    def guard(self) -> None:
+        """Until the next `begin` or `clear`, let every touch of `param.grad` raise."""
+        for param, guard in zip(self._params, self._guards, strict=True):
+            param.grad = guard
+        self._guarded = True
+
+    def check_guards(self) -> None:
+        """Raise UsageError if user code cleared gradients that have not been used yet."""
+        if self._guarded and any(
+            param.grad is not guard for param, guard in zip(self._params, self._guards, strict=True)
+        ):
+            raise UsageError(
+                "Gradients were cleared between engine.backward and engine.step, by zero_grad() or "
+                "param.grad = None, which would not clear what is already on its way. "
+                "engine.step() clears by itself: leave zero_grad out, or call it before backward."
             )
-        else:
-            handle = self._group.all_reduce(buffer, exact_sum=self._exact_sum)
-        self._flight.append((collector, buffer, handle))
-
-    def _settle_oldest(self) -> None:
-        """Wait for the collective that started first and add its sum to `reduced`."""
-        collector, buffer, handle = self._flight.popleft()
-        handle.wait()
-        if buffer is not collector.kept:
-            part = buffer[collector.own[0] : collector.own[1]]
-            if collector.settled:
-                collector.reduced.add_(part)
-            else:
-                collector.reduced.copy_(part)
-            self._give_back(buffer)
-        collector.settled = True
-
-    def _drain(self) -> None:
-        while self._flight:
-            self._settle_oldest()
-
-    def _borrow(self, collector: _Collector) -> Tensor:
-        while sum(buffer is not c.kept for c, buffer, _ in self._flight) >= IN_FLIGHT:
-            self._settle_oldest()
-        like = self._parameters.flats[collector.index]
-        spare = self._pool.setdefault((like.dtype, like.device), [])
-        if spare:
-            return spare.pop()[: collector.bucket.numel]
-        largest = max(
-            c.bucket.numel
-            for c, flat in zip(self.collectors, self._parameters.flats, strict=True)
-            if (flat.dtype, flat.device) == (like.dtype, like.device)
-        )
-        whole = self._group.allocate(largest, like.dtype, like.device)
-        return whole[: collector.bucket.numel]
-
-    def _give_back(self, buffer: Tensor) -> None:
-        whole = buffer if buffer._base is None else buffer._base
-        self._pool[(buffer.dtype, buffer.device)].append(whole)
 
     # -- the end of a step ----------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Return when `reduced` holds the sums of this step, late gradients left out."""
+        """Return when the sums of this step have come to rest, late gradients left out."""
         if self._reductions == 0:
-            for collector in self.collectors:
-                assert collector.kept is not None
-                self._launch(collector, collector.kept)
+            for rest in self.reduction.rests:
+                assert rest.kept is not None
+                self.reduction.launch(rest, rest.kept)
             self._reductions = 1
-        self._drain()
+        self.reduction.drain()
 
     def reduce_late(self, numbers: Sequence[int]) -> None:
         """Reduce the late gradients of the buckets `numbers` (alike on all ranks)."""
         for number in numbers:
-            collector = self.collectors[number]
-            buffer = self._borrow(collector)
+            collector = self._collectors[number]
+            buffer = self.reduction.borrow(collector.rest)
             buffer.zero_()
-            views = self._views(collector, buffer)
-            place = dict(zip((s.parameter for s in collector.bucket.slots), views, strict=True))
-            for index, grad in self.late.get(number, []):
-                place[index].add_(grad)
-            self._launch(collector, buffer)
+            self._add(collector, buffer, self.late.get(number, []))
+            self.reduction.launch(collector.rest, buffer)
         self.late.clear()
-        self._drain()
+        self.reduction.drain()
 
     def squared_norm(self) -> Tensor:
         """The sum of squares of this rank's own intervals, as an fp64 scalar on its device."""
         parts = []
-        for collector in self.collectors:
-            first, end = collector.bucket.interval(self._group.rank)
-            offset = collector.own[0]
-            parts.append(_squares(collector.reduced[first - offset : end - offset]))
+        for rest in self.reduction.rests:
+            first, end = rest.bucket.interval(self._rank)
+            parts.append(_squares(rest.reduced[first - rest.own[0] : end - rest.own[0]]))
         return torch.stack([part.to(parts[0].device) for part in parts]).sum()
 
     def nonfinite(self) -> list[int]:
         """The parameters whose reduced gradient is not finite in what this rank holds."""
         bad = set()
-        for collector in self.collectors:
-            for piece in collector.bucket.pieces(*collector.own):
-                a, b = piece.start - collector.own[0], piece.end - collector.own[0]
-                if not bool(torch.isfinite(collector.reduced[a:b]).all()):
+        for rest in self.reduction.rests:
+            for piece in rest.bucket.pieces(*rest.own):
+                part = rest.reduced[piece.start - rest.own[0] : piece.end - rest.own[0]]
+                if not bool(torch.isfinite(part).all()):
                     bad.add(piece.parameter)
         return sorted(bad)
 
@@ -413,8 +331,8 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget this step; the buffers stay."""
-        for collector in self.collectors:
-            collector.filled = collector.settled = False
+        for collector in self._collectors:
+            collector.filled = collector.rest.settled = False
         for param in self._params:
             param.grad = None
         self.late.clear()
@@ -431,6 +349,20 @@ class Gradients:
             param.grad = None
 
 
+def _gaps(rest: Rest) -> list[tuple[int, int]]:
+    ends = [0, *(slot.end for slot in rest.bucket.slots)]
+    starts = [*(slot.start for slot in rest.bucket.slots), rest.bucket.numel]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+
+def _move(targets: list[Tensor], grads: list[Tensor], blank: list[Tensor]) -> None:
+    """Copy `grads` over `targets` and zeros over `blank`, each in one call."""
+    if targets:
+        torch._foreach_copy_(targets, grads)
+    if blank:
+        torch._foreach_zero_(blank)
+
+
 def _squares(values: Tensor) -> Tensor:
     """The sum of squares in fp64, by chunks: short fp32 sums, so that none drifts."""
     if values.is_complex():
@@ -439,5 +371,5 @@ def _squares(values: Tensor) -> Tensor:
         values = values.float()
     if not values.numel():
         return torch.zeros((), dtype=torch.float64, device=values.device)
-    norms = torch._foreach_norm(values.split(_NORM_CHUNK))
+    norms = torch._foreach_norm(torch.split(values, _NORM_CHUNK))
     return torch.stack(norms).double().square().sum()

@@ -20,12 +20,12 @@ class GradientGuard(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor) -> GradientGuard:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[no-any-return, attr-defined]
+        return torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = str(func)
@@ -41,5 +41,5 @@ class GradientGuard(Tensor):
             "is in stats.grad_norm."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<the engine's until engine.step(), shape {tuple(self.shape)}>"

@@ -246,14 +246,17 @@ class OptimizerState:
         inner = self._inner_of[index].inner
         old = self._old[group.face]
         for segment in part.segments:
-            states = [old.get(self._parameters.tracked[p.parameter].parameter) for p in segment.pieces]
-            if not states or not states[0]:
+            states = [
+                old.get(self._parameters.tracked[p.parameter].parameter) for p in segment.pieces
+            ]
+            known = [state for state in states if state]
+            if not known:
                 continue
             inner.state[segment.tensor] = {
-                key: self._joined(segment, key, states)
+                key: self._joined(segment, key, known)
                 if group.kind.elementwise and key in group.kind.tensor_keys
                 else _copied(value)
-                for key, value in states[0].items()
+                for key, value in known[0].items()
             }
 
     def _joined(self, segment: Segment, key: str, states: Sequence[dict[str, Any]]) -> Tensor:
@@ -290,9 +293,7 @@ class OptimizerState:
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state and separate masters that this rank keeps now."""
-        total = sum(
-            _bytes(part.master) for part in self.parts if part.master is not part.target
-        )
+        total = sum(_bytes(part.master) for part in self.parts if part.master is not part.target)
         for inner in self.inners:
             for state in inner.inner.state.values():
                 total += sum(_bytes(v) for v in state.values() if isinstance(v, Tensor) and v.ndim)

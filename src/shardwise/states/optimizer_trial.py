@@ -63,9 +63,7 @@ def examine(face: optim.Optimizer, group: dict[str, Any], device: torch.device) 
     # Two halves of different scale, so that any norm over the whole shows itself.
     scale = torch.cat([torch.ones(2, _SHAPE[1]), torch.full((2, _SHAPE[1]), 30.0)])
     tensors = [torch.randn(_SHAPE, generator=draw) * scale for _ in range(2)]
-    grads = [
-        [torch.randn(_SHAPE, generator=draw) * scale for _ in range(_STEPS)] for _ in tensors
-    ]
+    grads = [[torch.randn(_SHAPE, generator=draw) * scale for _ in range(_STEPS)] for _ in tensors]
     whole, state = _run(face, group, tensors[:1], [grads[0]], device)
     keys = frozenset(
         key
@@ -74,7 +72,9 @@ def examine(face: optim.Optimizer, group: dict[str, Any], device: torch.device) 
     )
     together, _ = _run(face, group, tensors, grads, device)
     separable = _close(together[0], whole[0])
-    return Kind(_is_elementwise(face, group, tensors[0], grads[0], whole[0], device), separable, keys)
+    return Kind(
+        _is_elementwise(face, group, tensors[0], grads[0], whole[0], device), separable, keys
+    )
 
 
 def _is_elementwise(
@@ -86,7 +86,7 @@ def _is_elementwise(
     device: torch.device,
 ) -> bool:
     cut = tensor.numel() // 2 - 1
-    halves = tensor.flatten().split([cut, tensor.numel() - cut])
+    halves = torch.split(tensor.flatten(), [cut, tensor.numel() - cut])
     parts = [[g.flatten()[:cut] for g in grads], [g.flatten()[cut:] for g in grads]]
     try:
         split = [

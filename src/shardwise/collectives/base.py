@@ -1,0 +1,151 @@
+"""The verbs of a group of ranks, and the group of one."""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import UsageError
+
+Cuts = Sequence[int]
+
+
+class Handle:
+    """A collective in flight. `wait()` returns when its result may be read; once is enough."""
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Return when the result is in the buffer. Raises PeerLost when another rank is gone."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class Collectives(ABC):
+    """The verbs of a group of ranks, over flat contiguous buffers."""
+
+    name: str
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A zeroed flat buffer of `numel` elements in memory that this transport moves well."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    @abstractmethod
+    def all_reduce(self, buffer: Tensor, *, exact_sum: bool = True) -> Handle:
+        """Sum `buffer` over the ranks, in place and alike on all.
+
+        With `exact_sum`, 16-bit floats are summed in fp32 and rounded once.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, buffer: Tensor, cuts: Cuts, *, exact_sum: bool = True) -> Handle:
+        """Sum `buffer` over the ranks into each rank's own interval of it; the rest is left."""
+
+    @abstractmethod
+    def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
+        """Send each rank's own interval of `buffer` into the same place on all ranks."""
+
+    @abstractmethod
+    def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
+        """Copy `buffer` of rank `source` over that of every rank."""
+
+    @abstractmethod
+    def gather_rows(self, row: Tensor) -> Tensor:
+        """Stack one small vector of each rank: (k,) on every rank becomes (size, k). Blocks."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank has come."""
+
+    @abstractmethod
+    def second_group(self) -> Collectives:
+        """The same ranks over channels of their own, for calls whose order against the others
+        may differ from rank to rank (collectives inside forward and backward)."""
+
+    @abstractmethod
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        """The group of `groups` that this rank is in; a rank in none stands alone.
+
+        `groups` are disjoint lists of ranks, alike on all ranks. Raises UsageError otherwise.
+        """
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """A list of every rank's `value` (picklable), in rank order, on all ranks. Blocks."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        device = self.small_device
+        lengths = self.gather_rows(torch.tensor([float(data.numel())], device=device))
+        counts = [int(length) for length in lengths.flatten().tolist()]
+        cuts = [sum(counts[:rank]) for rank in range(self.size + 1)]
+        buffer = torch.zeros(cuts[-1], dtype=torch.uint8, device=device)
+        buffer[cuts[self.rank] : cuts[self.rank + 1]] = data.to(device)
+        self.all_gather(buffer, cuts).wait()
+        whole = buffer.cpu().numpy().tobytes()
+        return [pickle.loads(whole[a:b]) for a, b in pairwise(cuts)]
+
+    @property
+    def small_device(self) -> torch.device:
+        """Where a small vector for `gather_rows` lives."""
+        return torch.device("cpu")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group."""
+
+
+class Solo(Collectives):
+    """A group of one: every verb is already done."""
+
+    name = "none"
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1)
+
+    def all_reduce(self, buffer: Tensor, *, exact_sum: bool = True) -> Handle:
+        return Handle()
+
+    def reduce_scatter(self, buffer: Tensor, cuts: Cuts, *, exact_sum: bool = True) -> Handle:
+        return Handle()
+
+    def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
+        return Handle()
+
+    def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
+        return Handle()
+
+    def gather_rows(self, row: Tensor) -> Tensor:
+        return row.unsqueeze(0)
+
+    def barrier(self) -> None:
+        return
+
+    def second_group(self) -> Collectives:
+        return self
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        check_groups(groups, self.size)
+        return self
+
+    def close(self) -> None:
+        return
+
+
+def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
+    seen: set[int] = set()
+    for rank in (rank for group in groups for rank in group):
+        if not 0 <= rank < size:
+            raise UsageError(f"Rank {rank} in {groups} does not exist: there are {size} ranks.")
+        if rank in seen:
+            raise UsageError(f"Rank {rank} is twice in {groups}: each rank belongs to one group.")
+        seen.add(rank)

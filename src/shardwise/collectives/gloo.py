@@ -1,0 +1,150 @@
+"""CPU ranks over Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.collectives.base import Collectives, Cuts, Handle
+from shardwise.collectives.wire import explain, interval, split, widened, wire
+from shardwise.layout import even_cuts
+
+
+class Gloo(Collectives):
+    """CPU ranks over Gloo, by its point-to-point messages.
+
+    Gloo's own reduce-scatter is an all-reduce inside and its all-gather copies more than it
+    sends, so both are done here by direct exchange: each rank sends every other rank that one's
+    interval and sums what comes in, always in rank order. Measured on 64 MB, 2 ranks: 26 ms
+    against 100 (reduce-scatter), 19 against 77 (all-gather); `benchmarks/collectives.py` prints
+    the figures of this machine.
+    """
+
+    name = "gloo"
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(rank, size)
+        self._group = group
+        self._calls = 0
+        self._spare: dict[torch.dtype, list[Tensor]] = {}
+
+    def all_reduce(self, buffer: Tensor, *, exact_sum: bool = True) -> Handle:
+        cuts = even_cuts(buffer.numel(), self.size)
+        scatter = self.reduce_scatter(buffer, cuts, exact_sum=exact_sum)
+
+        def finish() -> None:
+            scatter.wait()
+            self.all_gather(buffer, cuts).wait()
+
+        return Handle(finish)
+
+    def reduce_scatter(self, buffer: Tensor, cuts: Cuts, *, exact_sum: bool = True) -> Handle:
+        own = interval(buffer, cuts, self.rank)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        scratch = self._borrow(own.numel() * len(others), own.dtype)
+        rows = {rank: scratch[i * own.numel() :][: own.numel()] for i, rank in enumerate(others)}
+        works = self._exchange({q: interval(buffer, cuts, q) for q in others}, rows)
+
+        def finish() -> None:
+            self._wait(works, "reduce-scatter")
+            rows[self.rank] = own
+            _sum_in_rank_order([rows[rank] for rank in range(self.size)], own, exact_sum)
+            self._give_back(scratch)
+
+        return Handle(finish)
+
+    def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
+        own = interval(buffer, cuts, self.rank)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        works = self._exchange(
+            dict.fromkeys(others, own), {q: interval(buffer, cuts, q) for q in others}
+        )
+        return Handle(lambda: self._wait(works, "all-gather"))
+
+    def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
+        self._calls += 1
+        with self._named("broadcast"):
+            work = dist.broadcast(wire(buffer), group_src=source, group=self._group, async_op=True)
+        return Handle(lambda: self._wait([work], "broadcast"))
+
+    def gather_rows(self, row: Tensor) -> Tensor:
+        rows = row.new_empty((self.size, row.numel()))
+        rows[self.rank] = row
+        buffer = rows.view(-1)
+        self.all_gather(buffer, range(0, buffer.numel() + 1, row.numel())).wait()
+        return rows
+
+    def barrier(self) -> None:
+        self.gather_rows(torch.zeros(1))
+
+    def second_group(self) -> Collectives:
+        return Gloo(self.rank, self.size, dist.new_group(backend="gloo"))
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        return split(self.rank, self.size, groups, "gloo", Gloo)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[dist.Work]:
+        """Start one message to and from every other rank; empty ones are not sent."""
+        self._calls += 1
+        tag = self._calls % 2**20
+        works: list[dist.Work | None] = []
+        with self._named("exchange"):
+            for rank, tensor in receives.items():
+                if tensor.numel():
+                    works.append(
+                        dist.irecv(wire(tensor), group_src=rank, group=self._group, tag=tag)
+                    )
+            for rank, tensor in sends.items():
+                if tensor.numel():
+                    works.append(
+                        dist.isend(wire(tensor), group_dst=rank, group=self._group, tag=tag)
+                    )
+        return [work for work in works if work is not None]
+
+    def _wait(self, works: Sequence[Any], what: str) -> None:
+        with self._named(what):
+            for work in works:
+                work.wait()
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Turn a transport's error into one that says which call it was, and on which rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise explain(error, self.rank, self.size, f"{what} (call {self._calls})") from error
+
+    def _borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Scratch memory, kept between calls so that no step pays for fresh pages."""
+        spare = self._spare.setdefault(dtype, [])
+        for index, tensor in enumerate(spare):
+            if tensor.numel() >= numel:
+                return spare.pop(index)[:numel]
+        return torch.empty(numel, dtype=dtype)
+
+    def _give_back(self, scratch: Tensor) -> None:
+        whole = scratch if scratch._base is None else scratch._base
+        self._spare[scratch.dtype].append(whole)
+
+
+def _sum_in_rank_order(rows: list[Tensor], out: Tensor, exact_sum: bool) -> None:
+    """out = rows[0] + rows[1] + ..., always from the left, so that every run gives the same bits.
+
+    `out` may be one of the rows.
+    """
+    if len(rows) == 2 and widened(out, exact_sum) is out:
+        torch.add(rows[0], rows[1], out=out)
+        return
+    total = widened(rows[0], exact_sum)
+    total = total.clone() if total is rows[0] else total
+    for row in rows[1:]:
+        total.add_(row)
+    out.copy_(total)

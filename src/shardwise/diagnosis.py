@@ -1,0 +1,56 @@
+"""When a gradient is not finite: which parameter, which rank, which samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.assembly import States
+from shardwise.collectives import Collectives
+from shardwise.errors import NonFiniteError
+from shardwise.window import Window
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Testimony:
+    """What one rank knows of the step."""
+
+    parameters: list[str]
+    loss_is_bad: bool
+    gradient_is_bad: bool
+    samples: list[int]
+
+    def accusation(self, rank: int) -> str | None:
+        if not (self.loss_is_bad or self.gradient_is_bad):
+            return None
+        what = "loss" if self.loss_is_bad else "gradient"
+        return f"rank {rank} (its {what}; samples {_shortened(self.samples)})"
+
+
+def nonfinite_error(
+    step: int, states: States, window: Window, group: Collectives
+) -> NonFiniteError:
+    """The error that all ranks raise alike. Collective."""
+    tracked = states.parameters.tracked
+    mine = _Testimony(
+        parameters=[tracked[index].name for index in states.gradients.nonfinite()],
+        loss_is_bad=not math.isfinite(float(window.loss)),
+        gradient_is_bad=states.gradients.suspect(),
+        samples=[index for indices in window.indices for index in indices],
+    )
+    told: list[_Testimony] = group.gather_objects(mine)
+    names = sorted({name for each in told for name in each.parameters})
+    accused = [text for rank, each in enumerate(told) if (text := each.accusation(rank))]
+    origin = " and ".join(accused) or "the sum over the ranks (each rank's own part is finite)"
+    return NonFiniteError(
+        f"Step {step}: the gradient is not finite in {_shortened(names)}. It comes from {origin}. "
+        "Nothing was updated. Look at those samples, lower the learning rate or clip with "
+        "engine.step(max_norm=1.0); --nonfinite skip goes on without such steps."
+    )
+
+
+def _shortened(values: Sequence[Any], most: int = 8) -> str:
+    shown = ", ".join(str(value) for value in values[:most])
+    return f"{shown} and {len(values) - most} more" if len(values) > most else shown or "unknown"

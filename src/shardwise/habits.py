@@ -1,0 +1,64 @@
+"""Habits of a plain training loop that would be silently wrong here: each says what to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, optim
+
+from shardwise.errors import UsageError
+
+
+def stray_backward(name: str) -> UsageError:
+    """The error for a `loss.backward()` that reached parameter `name` without the engine."""
+    return UsageError(
+        f"loss.backward() reached {name} without the engine, so its gradient would never be "
+        "averaged over the workers. Write engine.backward(loss) instead."
+    )
+
+
+def check_loss(loss: Any) -> None:
+    """Raise UsageError unless `loss` is a real floating scalar that gradients can flow from."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(
+            f"engine.backward takes a scalar loss, not {shape}. Take the mean over the items of "
+            "this batch: loss.mean(), or reduction='mean'."
+        )
+    if not loss.is_floating_point():
+        raise UsageError(f"engine.backward takes a real floating loss, not {loss.dtype}.")
+    if not loss.requires_grad:
+        raise UsageError(
+            "This loss does not depend on any parameter (it was computed under no_grad, detached, "
+            "or all parameters are frozen): compute it with gradients on."
+        )
+
+
+def forbid(optimizer: optim.Optimizer) -> None:
+    """Let `step`, `state_dict` and `load_state_dict` of the user's optimizer raise from now on."""
+    if _refuse_step not in optimizer._optimizer_step_pre_hooks.values():
+        optimizer.register_step_pre_hook(_refuse_step)
+        optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+        optimizer.register_load_state_dict_pre_hook(_refuse_load)
+
+
+def _refuse_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    raise UsageError(
+        f"{type(optimizer).__name__}.step() by hand would update from gradients that are not "
+        "averaged over the workers. Write stats = engine.step(max_norm=...) instead (a GradScaler "
+        "goes into sw.Engine(..., scaler=scaler))."
+    )
+
+
+def _refuse_state_dict(optimizer: optim.Optimizer) -> None:
+    raise UsageError(
+        f"The state of {type(optimizer).__name__} lies with the engine. Write "
+        "engine.optimizer_state_dict(optimizer), on all ranks."
+    )
+
+
+def _refuse_load(optimizer: optim.Optimizer, state: Any) -> None:
+    raise UsageError(
+        f"{type(optimizer).__name__}.load_state_dict after sw.Engine(...) would not reach the "
+        "engine. Load it before the engine is made; its state is taken over."
+    )

@@ -1,0 +1,121 @@
+"""Gradients on the way: from a rank's flat buffer to the sum over all ranks.
+
+A buffer that is not a bucket's own for good is borrowed from a pool, and goes back when its sum
+has been added to where the bucket's sums rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives import Collectives, Handle
+from shardwise.layout import Bucket
+from shardwise.placement import Placement
+
+IN_FLIGHT = 4
+"""Borrowed buffers that may be on their way at once; the oldest is waited for beyond that."""
+
+
+@dataclass(eq=False)
+class Rest:
+    """Where a bucket's gradient rests on this rank.
+
+    `own` are the elements whose sum this rank needs: its interval, or all of them. `kept` is the
+    whole buffer where gradients are replicated. `reduced` has the elements `own`; once `settled`
+    it holds a sum of this step.
+    """
+
+    index: int
+    bucket: Bucket
+    own: tuple[int, int]
+    kept: Tensor | None
+    reduced: Tensor
+    settled: bool = False
+
+
+class Reduction:
+    """The collectives of a step's gradients: all-reduce, or reduce-scatter where the optimizer
+    state is sharded. Every rank launches the same buckets in the same order."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        flats: Sequence[Tensor],
+        placement: Placement,
+        group: Collectives,
+        *,
+        exact_sum: bool,
+    ) -> None:
+        self._group = group
+        self._exact_sum = exact_sum
+        self._scatter = placement.is_sharded("optimizer")
+        self._flight: deque[tuple[Rest, Tensor, Handle]] = deque()
+        self._pool: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        sharded = placement.is_sharded("gradients")
+        self.rests = [
+            self._rest(index, bucket, flat, sharded)
+            for index, (bucket, flat) in enumerate(zip(buckets, flats, strict=True))
+        ]
+
+    def _rest(self, index: int, bucket: Bucket, flat: Tensor, sharded: bool) -> Rest:
+        own = bucket.interval(self._group.rank) if self._scatter else (0, bucket.numel)
+        length = own[1] - own[0] if sharded else bucket.numel
+        memory = self._group.allocate(length, flat.dtype, flat.device)
+        if sharded:
+            return Rest(index, bucket, own, None, memory)
+        return Rest(index, bucket, own, memory, memory[own[0] : own[1]])
+
+    def launch(self, rest: Rest, buffer: Tensor) -> None:
+        """Start to reduce `buffer`, a bucket's gradients of this rank."""
+        if self._scatter:
+            handle = self._group.reduce_scatter(buffer, rest.bucket.cuts, exact_sum=self._exact_sum)
+        else:
+            handle = self._group.all_reduce(buffer, exact_sum=self._exact_sum)
+        self._flight.append((rest, buffer, handle))
+
+    def drain(self) -> None:
+        """Return when everything that was launched has come to rest."""
+        while self._flight:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        rest, buffer, handle = self._flight.popleft()
+        handle.wait()
+        if buffer is not rest.kept:
+            part = buffer[rest.own[0] : rest.own[1]]
+            if rest.settled:
+                rest.reduced.add_(part)
+            else:
+                rest.reduced.copy_(part)
+            self.give_back(buffer)
+        rest.settled = True
+
+    def borrow(self, rest: Rest) -> Tensor:
+        """A buffer of the bucket's length, with anything in it."""
+        while sum(buffer is not r.kept for r, buffer, _ in self._flight) >= IN_FLIGHT:
+            self._settle_oldest()
+        dtype, device = rest.reduced.dtype, rest.reduced.device
+        spare = self._pool.setdefault((dtype, device), [])
+        if not spare:
+            alike = [
+                r for r in self.rests if (r.reduced.dtype, r.reduced.device) == (dtype, device)
+            ]
+            largest = max(r.bucket.numel for r in alike)
+            spare.append(self._group.allocate(largest, dtype, device))
+        return spare.pop()[: rest.bucket.numel]
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Return what `borrow` gave."""
+        whole = buffer if buffer._base is None else buffer._base
+        self._pool[(buffer.dtype, buffer.device)].append(whole)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of gradient that this rank keeps between steps."""
+        kept = (rest.kept if rest.kept is not None else rest.reduced for rest in self.rests)
+        return sum(memory.numel() * memory.element_size() for memory in kept)
