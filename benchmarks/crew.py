@@ -21,11 +21,11 @@ LOG_LINES = 30
 SAMPLE_EVERY = 0.01
 
 
-class CrewFailed(Exception):  # noqa: N818 (it says what happened)
+class CrewFailed(Exception):
     """A rank raised, died or did not answer in time; the message ends with what it wrote."""
 
 
-class NotInstalled(Exception):  # noqa: N818
+class NotInstalled(Exception):
     """A rank could not import what it needs; the message is the module's name."""
 
 

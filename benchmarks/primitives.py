@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives import Gloo, even_cuts
+from shardwise.collectives import Gloo
 
 Operation = Callable[[], object]
 
@@ -45,12 +45,12 @@ def small() -> dict[str, Operation]:
 
 
 def ours(numel: int, rank: int, size: int) -> dict[str, Operation]:
-    """The same verbs through Shardwise's seam, over the same group."""
+    """The same verbs through Shardwise's seam, over the same group; `size` divides `numel`."""
     group = Gloo(rank, size)
     cpu = torch.device("cpu")
     buffer = group.allocate(numel, torch.float32, cpu).fill_(0.0)
     row = torch.zeros(SMALL // 4)
-    cuts = even_cuts(numel, size)
+    cuts = range(0, numel + 1, numel // size)
     return {
         "Gloo.all_reduce": lambda: group.all_reduce(buffer).wait(),
         "Gloo.reduce_scatter": lambda: group.reduce_scatter(buffer, cuts).wait(),

@@ -60,8 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = _console()
     for name, value in about.items():
         console.print(f"{name:>9}  {value}", highlight=False, soft_wrap=True)
-    results = _run(takers, cases, options, console)
-    _write(results, about, options)
+    try:
+        results = _run(takers, cases, options, console, about)
+    except KeyboardInterrupt:
+        console.print("Interrupted; the tables that were complete are written.")
+        return 130
     faults = report.faults(results)
     for fault in faults:
         console.print(fault, style="red", highlight=False, soft_wrap=True, markup=False)
@@ -73,8 +76,9 @@ def _run(
     cases: Sequence[tuple[Gpt, int]],
     options: argparse.Namespace,
     console: Console,
+    about: dict[str, str],
 ) -> list[Result]:
-    """Measure case after case; each table is printed as soon as it is known."""
+    """Measure case after case; each table is printed and kept as soon as it is known."""
     plan = _plan(options)
     results = []
     with _progress(console) as progress:
@@ -90,6 +94,7 @@ def _run(
             results.append(Result(workload, ranks, machine.cores(), lines, neighbours.share()))
             console.print(report.table(results[-1]))
             console.print(report.remarks(results[-1]) + "\n", highlight=False, soft_wrap=True)
+            _write(results, about, options)
     return results
 
 

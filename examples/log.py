@@ -68,6 +68,7 @@ class Log:
         self.step = 0
         self.tokens = 0.0
         self.seconds = 0.0
+        self._pace = 0.0
         self._lap = self._last_line = time.monotonic()
         self._console = Console(quiet=not visible, highlight=False, markup=False)
         self._bar = bar(self._console) if visible and self._console.is_terminal else None
@@ -99,14 +100,15 @@ class Log:
     def trained(self, *, loss: float, tokens: float, **figures: float) -> None:
         """Note a step of training on `tokens` tokens; `figures` is whatever else was measured."""
         now = time.monotonic()
-        rate = tokens / (now - self._lap)
+        taken, self._lap = now - self._lap, now
+        rate = tokens / taken
+        self._pace = 0.9 * self._pace + 0.1 * rate if self.step else rate
         self.step += 1
         self.tokens += tokens
-        self.seconds += now - self._lap
-        self._lap = now
+        self.seconds += taken
         self.curves.losses.append((self.step, loss))
         self._record("train", {"loss": loss, "tokens_per_second": rate} | figures)
-        self._show(f"loss {loss:.3f} · {rate:,.0f} tok/s · {resident_bytes() / 1e6:,.0f} MB")
+        self._show(f"loss {loss:.3f} · {self._pace:,.0f} tok/s · {resident_bytes() / 1e6:,.0f} MB")
 
     def evaluated(self, result: HeldOut) -> None:
         """Note an evaluation; the time since the last step was spent on it."""

@@ -124,7 +124,7 @@ class Engine:
                 precision.ForwardPrecision(preset, self.world.device.type).attach(model)
         self._buffers = Buffers(models, self._group)
         if self.settings.sync_batch_norm and self.world.size > 1:
-            sync_batch_norm.convert(models, self._group.second_group(), self.world.feed)
+            sync_batch_norm.convert(models, self.world.side_channel, self.world.feed)
         if self.settings.compile:
             for model in models:
                 for _, unit in units.find_units(model) or [("", model)]:

@@ -94,7 +94,6 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     _group: Collectives
     _feed: Feed
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         """x: (N, C, ...). In eval mode as the plain class; in training over all ranks."""
         if not self.training:
@@ -151,11 +150,14 @@ CLASSES: dict[type[nn.Module], type[_SyncBatchNorm]] = {
 
 def convert(models: Iterable[nn.Module], group: Collectives, feed: Feed) -> int:
     """Let every BatchNorm1d/2d/3d of `models` use the statistics of all ranks; returns how many."""
+    # Not a decorator: this imports torch's compiler, seconds that only who needs it should pay.
+    run_eagerly = torch.compiler.disable(recursive=True)  # type: ignore[no-untyped-call]
     count = 0
     for module in (module for model in models for module in model.modules()):
         cls = CLASSES.get(type(module))
         if cls is not None:
             module.__class__ = cls
+            cls.forward = run_eagerly(_SyncBatchNorm.forward)  # type: ignore[method-assign]
             module.__dict__.update({"_group": group, "_feed": feed})
             count += 1
     return count

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -52,6 +53,12 @@ class World:
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._keywords: dict[str, Any] = {}
         self._said: set[str] = set()
+
+    @cached_property
+    def side_channel(self) -> Collectives:
+        """The same ranks over channels of their own, for collectives inside forward and backward,
+        whose order against those of the engines may differ. Made at first use, by all ranks."""
+        return self.collectives.second_group()
 
     def any(self, flag: bool | Tensor) -> bool:
         """Whether `flag` holds on any rank; for stopping early on all of them alike."""

@@ -19,11 +19,21 @@ Cuts = Sequence[int]
 class Handle:
     """A collective in flight. `wait()` returns when its result may be read; once is enough."""
 
-    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, finish: Callable[[], None] | None = None, advance: Callable[[], None] | None = None
+    ) -> None:
         self._finish = finish
+        self._advance = advance
+
+    def advance(self) -> None:
+        """Wait for the first half of a collective of two halves, and start the second."""
+        advance, self._advance = self._advance, None
+        if advance is not None:
+            advance()
 
     def wait(self) -> None:
         """Return when the result is in the buffer. Raises PeerLost when another rank is gone."""
+        self.advance()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()

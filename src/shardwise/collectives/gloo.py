@@ -36,12 +36,13 @@ class Gloo(Collectives):
     def all_reduce(self, buffer: Tensor, *, exact_sum: bool = True) -> Handle:
         cuts = even_cuts(buffer.numel(), self.size)
         scatter = self.reduce_scatter(buffer, cuts, exact_sum=exact_sum)
+        second: list[Handle] = []
 
-        def finish() -> None:
+        def advance() -> None:
             scatter.wait()
-            self.all_gather(buffer, cuts).wait()
+            second.append(self.all_gather(buffer, cuts))
 
-        return Handle(finish)
+        return Handle(lambda: second[0].wait(), advance)
 
     def reduce_scatter(self, buffer: Tensor, cuts: Cuts, *, exact_sum: bool = True) -> Handle:
         own = interval(buffer, cuts, self.rank)

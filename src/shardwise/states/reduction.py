@@ -20,6 +20,10 @@ from shardwise.placement import Placement
 IN_FLIGHT = 4
 """Borrowed buffers that may be on their way at once; the oldest is waited for beyond that."""
 
+LAG = 2
+"""How many buckets later the second half of an all-reduce starts: by then the first half of all
+ranks has most likely come, so that nobody waits."""
+
 
 @dataclass(eq=False)
 class Rest:
@@ -77,9 +81,13 @@ class Reduction:
         else:
             handle = self._group.all_reduce(buffer, exact_sum=self._exact_sum)
         self._flight.append((rest, buffer, handle))
+        if len(self._flight) > LAG:
+            self._flight[-1 - LAG][2].advance()
 
     def drain(self) -> None:
         """Return when everything that was launched has come to rest."""
+        for _, _, handle in self._flight:
+            handle.advance()
         while self._flight:
             self._settle_oldest()
 
