@@ -36,7 +36,7 @@ GRACE = 1.0
 """Seconds that ranks may take to fail like the first; then it is ended, and they lose a peer."""
 
 
-class RankFailed(AssertionError):  # noqa: N818 (it reads as the verdict in a test report)
+class RankFailed(AssertionError):
     """A case failed; the message holds the tracebacks, the primary one last."""
 
 

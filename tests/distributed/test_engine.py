@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
@@ -308,8 +307,8 @@ class AcrossTensors(torch.optim.Optimizer):
 
 
 def across_tensors_case(world):
+    model = mlp()
     with pytest.raises(ModelError, match=r"AcrossTensors looks across tensors.*--zero 0"):
-        model = mlp()
         sw.Engine(model, AcrossTensors(model.parameters()), zero=1)
     world.engines = 0
     model, plain = mlp(), mlp()
@@ -686,15 +685,16 @@ def test_weight_norm_before_the_engine(group, zero):
 
 
 def bad_models_case(world):
+    model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ModelError, match="no trainable parameter"):
-        model = nn.Linear(2, 2).requires_grad_(False)
         sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = nn.Embedding(5, 3, sparse=True)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(torch.tensor([1, 2])).square().mean()
     with pytest.raises(ModelError, match="sparse=False"):
-        model = nn.Embedding(5, 3, sparse=True)
-        engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        engine.backward(model(torch.tensor([1, 2])).square().mean())
+        engine.backward(loss)
+    model = nn.Linear(2, 2)
     with pytest.raises(ModelError, match="closure"):
-        model = nn.Linear(2, 2)
         sw.Engine(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(PlacementError, match="nearest legal row is ZERO_2"):
         sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), shard=("gradients",))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.assembly import States
 from shardwise.collectives import Collectives
+from shardwise.engine.assembly import States
+from shardwise.engine.window import Window
 from shardwise.errors import NonFiniteError
-from shardwise.window import Window
 
 
 @dataclass(frozen=True, kw_only=True)

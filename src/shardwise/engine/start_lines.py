@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardwise import units
+from shardwise.model import units
 from shardwise.placement import Placement
 
 if TYPE_CHECKING:
-    from shardwise.engine import Engine
+    from shardwise.engine.engine import Engine
 
 
 def announce_engine(engine: Engine) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
 from shardwise.feed import Batch
-from shardwise.precision import LossScale
+from shardwise.model.precision import LossScale
 
 
 def weight_of(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:

@@ -20,25 +20,18 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise import (
-    assembly,
-    diagnosis,
-    habits,
-    precision,
-    randomness,
-    start_lines,
-    sync_batch_norm,
-    units,
-)
+from shardwise import randomness
 from shardwise import world as world_module
-from shardwise.assembly import Recipe
 from shardwise.collectives import Handle
+from shardwise.engine import assembly, diagnosis, habits, start_lines
+from shardwise.engine.assembly import Recipe
+from shardwise.engine.exact_mean import Seeds, weight_of
+from shardwise.engine.window import Message, StepStats, Window
 from shardwise.errors import ModelError, PlacementError, UsageError
-from shardwise.exact_mean import Seeds, weight_of
-from shardwise.export import write_safetensors
 from shardwise.feed import Batch
-from shardwise.states.buffers import Buffers
-from shardwise.window import Message, StepStats, Window
+from shardwise.model import precision, sync_batch_norm, units
+from shardwise.model.buffers import Buffers
+from shardwise.model.export import write_safetensors
 
 _living: WeakSet[Engine] = WeakSet()
 

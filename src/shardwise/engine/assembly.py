@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise import habits, layout
+from shardwise import layout
 from shardwise.collectives import Collectives
 from shardwise.config import Settings
+from shardwise.engine import habits
 from shardwise.errors import ModelError, ModelMismatch
 from shardwise.placement import Placement
 from shardwise.states.averages import Averages
