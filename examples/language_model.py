@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.panel import Panel
@@ -197,28 +198,29 @@ def close(
 def arguments() -> argparse.Namespace:
     """The flags of this script; those of the run belong to `shardwise run`."""
     parser = argparse.ArgumentParser(
-        description="A GPT learns Python's standard library, or the text of --data.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="A GPT learns Python's standard library, or the text of --data."
     )
-    whole, path = positive(int), Path
     size = parser.add_argument_group("model")
-    size.add_argument("--layers", type=whole, default=6, help="blocks")
-    size.add_argument("--width", type=whole, default=256, help="numbers per token")
-    size.add_argument("--heads", type=whole, default=4, help="attention heads")
-    size.add_argument("--context", type=whole, default=128, help="tokens the model looks at")
-    size.add_argument("--vocabulary", type=whole, default=2048, help="tokens, 256 to 65536")
+    whole: dict[str, Any] = {"type": positive(int), "metavar": "N"}
+    size.add_argument("--layers", default=6, help="blocks: %(default)s", **whole)
+    size.add_argument("--width", default=256, help="numbers per token: %(default)s", **whole)
+    size.add_argument("--heads", default=4, help="attention heads: %(default)s", **whole)
+    size.add_argument("--context", default=128, help="tokens it looks at: %(default)s", **whole)
+    size.add_argument("--vocabulary", default=2048, help="different tokens: %(default)s", **whole)
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=whole, default=300, help="steps of training")
-    training.add_argument("--batch-size", type=whole, default=16, help="windows in all per step")
-    training.add_argument("--lr", type=positive(float), default=2e-3, help="peak learning rate")
-    training.add_argument("--minutes", type=positive(float), default=3.0, help="stop after these")
+    some: dict[str, Any] = {"type": positive(float), "metavar": "X"}
+    training.add_argument("--steps", default=300, help="steps in all: %(default)s", **whole)
+    training.add_argument("--batch-size", default=16, help="windows per step: %(default)s", **whole)
+    training.add_argument("--lr", default=2e-3, help="peak learning rate: %(default)s", **some)
+    training.add_argument("--minutes", default=3.0, help="stop after these: %(default)s", **some)
     text = parser.add_argument_group("text")
-    text.add_argument("--data", type=path, help="a file or folder (default: Python's library)")
-    text.add_argument("--held-out", type=whole, default=128, help="windows to evaluate on")
-    text.add_argument("--evaluate-every", type=whole, default=50, help="steps in between")
-    text.add_argument("--prompt", default="def", help="what the sample begins with")
-    text.add_argument("--sample", type=whole, default=160, help="tokens in the sample")
-    text.add_argument("--out", type=path, default=path("runs/language_model"), help="folder")
+    path: dict[str, Any] = {"type": Path, "metavar": "PATH"}
+    text.add_argument("--data", help="a file or folder of text: Python's library", **path)
+    text.add_argument("--held-out", default=128, help="windows evaluated: %(default)s", **whole)
+    text.add_argument("--evaluate-every", default=50, help="so many steps: %(default)s", **whole)
+    text.add_argument("--prompt", default="def", help="the sample's beginning: %(default)s")
+    text.add_argument("--sample", default=160, help="tokens in the sample: %(default)s", **whole)
+    text.add_argument("--out", default="runs/language_model", help="folder: %(default)s", **path)
     args = parser.parse_args()
     if args.width % (2 * args.heads):
         parser.error(f"--width {args.width} is no multiple of 2 x --heads = {2 * args.heads}.")

@@ -42,6 +42,8 @@ class Stream:
 
     name: str
     plan: Plan
+    passing: bool = False
+    """Whether it has no end of its own, and gives way to the next stream (world.share)."""
     batch: Batch | None = None
     training: bool = False
 
@@ -58,9 +60,11 @@ class Feed:
         """Call `watcher` (a bound method, held weakly) before a stand-in is handed out."""
         self._watchers.append(WeakMethod(watcher))
 
-    def open(self, name: str, plan: Plan) -> Stream:
+    def open(self, name: str, plan: Plan, *, passing: bool = False) -> Stream:
         """Register an iteration that has begun."""
-        stream = Stream(name, plan)
+        for older in [stream for stream in self.streams if stream.passing]:
+            self.close(older)
+        stream = Stream(name, plan, passing)
         self.streams.append(stream)
         return stream
 
@@ -80,13 +84,21 @@ class Feed:
         stream.batch, stream.training = batch, training
         self.current = batch
 
-    def training_stream(self) -> Stream | None:
-        """The one open stream that feeds training, or None. Raises UsageError for two."""
-        training = [stream for stream in self.streams if stream.training and stream.batch]
-        if len(training) > 1:
+    def training_streams(self) -> list[Stream]:
+        """The open streams whose last batch was given while autograd recorded, oldest first."""
+        return [stream for stream in self.streams if stream.training and stream.batch]
+
+    def batch_of_loss(self, *, weighted: bool) -> Batch | None:
+        """The batch that a loss comes from, or None without any.
+
+        Unless the loss is `weighted` by the user, raises UsageError for two training streams.
+        """
+        training = self.training_streams()
+        if len(training) > 1 and not weighted:
             names = " and ".join(stream.name for stream in training)
             raise UsageError(
                 f"Two training loaders are open ({names}), so the weight of this loss cannot be "
                 "told. Write engine.backward(loss, weight=number_of_items_the_loss_is_a_mean_over)."
             )
-        return training[0] if training else None
+        latest = [stream.batch for stream in training if stream.batch is self.current]
+        return latest[0] if latest else training[-1].batch if training else None

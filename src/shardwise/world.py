@@ -123,12 +123,9 @@ class World:
         cuts = even_cuts(rows, self.size)
         first, end = cuts[self.rank], cuts[self.rank + 1]
         taken = slice(first, end) if end > first else slice(0, 1)
-        stream = self.feed.open(
-            "world.share", Plan(batch_size=rows, micro_batches=1, steps_per_epoch=None)
-        )
+        plan = Plan(batch_size=rows, micro_batches=1, steps_per_epoch=None)
+        stream = self.feed.open("world.share", plan, passing=True)
         self.feed.give(stream, Batch(samples=end - first), training=torch.is_grad_enabled())
-        for older in [s for s in self.feed.streams if s.name == "world.share" and s is not stream]:
-            self.feed.close(older)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf[taken].to(self.device), batch)  # type: ignore[no-any-return]
 
     def print(self, *values: Any, **options: Any) -> None:

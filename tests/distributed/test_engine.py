@@ -583,7 +583,7 @@ def habits_case(world):
         (lambda: engine.backward(loss().detach()), UsageError, "does not depend on any parameter"),
         (lambda: engine.backward(loss(), weight=-1), UsageError, "0 or more"),
         (lambda: engine.step(max_norm=0), UsageError, "call backward first"),
-        (lambda: sw.Engine(model, optimizer, zero=3), PlacementError, "--zero 2"),
+        (lambda: sw.Engine(mlp(), optimizer, zero=3), PlacementError, "--zero 2"),
         (lambda: sw.init(), UsageError, "twice"),
     ]
     for call, error, text in table:
@@ -702,6 +702,31 @@ def bad_models_case(world):
 
 def test_bad_models_are_named(group):
     group(1)(bad_models_case)
+
+
+def second_engine_case(world):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = sw.Engine(model, optimizer, zero=2)
+    engine.backward(model(world.share(batch(0))).square().mean())
+    engine.step()
+    with pytest.raises(UsageError, match=r"0\.weight is already trained by another engine"):
+        sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    engine.close()
+    plain = mlp()
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step, (net, each) in enumerate(
+        [(plain, reference), (plain, reference), (model, optimizer)]
+    ):
+        each.zero_grad()
+        net(batch(min(step, 1))).square().mean().backward()
+        each.step()
+    same_weights(model, plain)
+    assert optimizer.state_dict()["state"].keys() == reference.state_dict()["state"].keys()
+
+
+def test_a_closed_engine_leaves_plain_objects(group):
+    group(2)(second_engine_case)
 
 
 def mismatch_case(world):

@@ -71,7 +71,7 @@ def _runs(size: int) -> st.SearchStrategy[list[Run]]:
         zero=st.sampled_from([0, 1, 2]),
         tells_last=st.booleans(),
     )
-    return st.lists(run, min_size=3, max_size=5)
+    return st.lists(run, min_size=2, max_size=3)
 
 
 WAYS = [(0.0001, True), (0.0001, False), (0.0005, True), (25.0, False)]

@@ -49,7 +49,8 @@ class Gloo(Collectives):
         others = [rank for rank in range(self.size) if rank != self.rank]
         scratch = self._borrow(own.numel() * len(others), own.dtype)
         rows = {rank: scratch[i * own.numel() :][: own.numel()] for i, rank in enumerate(others)}
-        works = self._exchange({q: interval(buffer, cuts, q) for q in others}, rows)
+        sends = {rank: interval(buffer, cuts, rank) for rank in others}
+        works = self._exchange("reduce-scatter", sends, rows)
 
         def finish() -> None:
             self._wait(works, "reduce-scatter")
@@ -62,9 +63,8 @@ class Gloo(Collectives):
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
         own = interval(buffer, cuts, self.rank)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        works = self._exchange(
-            dict.fromkeys(others, own), {q: interval(buffer, cuts, q) for q in others}
-        )
+        receives = {rank: interval(buffer, cuts, rank) for rank in others}
+        works = self._exchange("all-gather", dict.fromkeys(others, own), receives)
         return Handle(lambda: self._wait(works, "all-gather"))
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
@@ -92,12 +92,14 @@ class Gloo(Collectives):
     def close(self) -> None:
         dist.destroy_process_group()
 
-    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[dist.Work]:
+    def _exchange(
+        self, what: str, sends: dict[int, Tensor], receives: dict[int, Tensor]
+    ) -> list[dist.Work]:
         """Start one message to and from every other rank; empty ones are not sent."""
         self._calls += 1
         tag = self._calls % 2**20
         works: list[dist.Work | None] = []
-        with self._named("exchange"):
+        with self._named(what):
             for rank, tensor in receives.items():
                 if tensor.numel():
                     works.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -50,6 +51,7 @@ _GONE = ("closed by peer", "connection reset", "broken pipe", "connection refuse
 def explain(error: RuntimeError, rank: int, size: int, what: str) -> CollectiveError:
     """The error that a user reads when the transport gives up."""
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    first = re.sub(r"^\[.*?\] ", "", first).split(". ")[0].rstrip(".")
     if any(sign in str(error).lower() for sign in _GONE):
         return PeerLost(
             f"Rank {rank} of {size} lost another rank in {what}: {first}. "

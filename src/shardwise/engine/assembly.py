@@ -106,7 +106,7 @@ def assemble(
     located = recipe.located()
     tracked = [t for t in located if t.parameter in owners and t.parameter.requires_grad]
     frozen = [t for t in located if not t.parameter.requires_grad]
-    _check_trainable(located, tracked)
+    _check_trainable(located, tracked, main=recipe.group.rank == 0)
     buckets = _buckets(recipe, tracked, owners)
     parameters = ReplicatedParameters(tracked, buckets, recipe.group)
     scattered = recipe.placement.is_sharded("optimizer")
@@ -176,7 +176,7 @@ def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
     return owners
 
 
-def _check_trainable(located: Sequence[Tracked], tracked: Sequence[Tracked]) -> None:
+def _check_trainable(located: Sequence[Tracked], tracked: Sequence[Tracked], *, main: bool) -> None:
     if not any(t.parameter.requires_grad for t in located):
         raise ModelError(
             "The model has no trainable parameter (all have requires_grad=False, or there are "
@@ -187,7 +187,7 @@ def _check_trainable(located: Sequence[Tracked], tracked: Sequence[Tracked]) -> 
             "No optimizer holds a trainable parameter of the model: pass model.parameters() to it."
         )
     lost = [t.name for t in located if t.parameter.requires_grad and t not in tracked]
-    if lost:
+    if lost and main:
         warnings.warn(
             f"{len(lost)} trainable parameter(s) are in no optimizer and will not be trained: "
             f"{', '.join(lost[:5])}{' ...' if len(lost) > 5 else ''}.",

@@ -28,7 +28,6 @@ from shardwise.engine.assembly import Recipe
 from shardwise.engine.exact_mean import Seeds, weight_of
 from shardwise.engine.window import Message, StepStats, Window
 from shardwise.errors import ModelError, PlacementError, UsageError
-from shardwise.feed import Batch
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.buffers import Buffers
 from shardwise.model.export import write_safetensors
@@ -86,6 +85,7 @@ class Engine:
             self.settings,
             self._group,
         )
+        self._refuse_second_engine()
         assembly.check_same_model(self._recipe)
         preset = precision.PRESETS[self.settings.precision]
         self._scale = precision.LossScale(scaler, active=preset.scaled)
@@ -123,6 +123,16 @@ class Engine:
                 for _, unit in units.find_units(model) or [("", model)]:
                     unit.compile()
         return masters
+
+    def _refuse_second_engine(self) -> None:
+        """Two engines that train the same parameter would undo each other's work."""
+        taken = {t.parameter for other in _living for t in other._states.parameters.tracked}
+        for tracked in self._recipe.located():
+            if tracked.parameter in taken:
+                raise UsageError(
+                    f"{tracked.name} is already trained by another engine. Give each parameter to "
+                    "one engine, or end that one first: engine.close()."
+                )
 
     def _start_alike(self) -> None:
         """Rank 0's weights and buffers on all ranks, whatever each rank's seed."""
@@ -168,7 +178,9 @@ class Engine:
         habits.check_loss(loss)
         self._states.parameters.check()
         self._rebuild_if_changed()
-        batch, last = self._batch_and_last(weight, last)
+        batch = self.world.feed.batch_of_loss(weighted=weight is not None)
+        if last is None:
+            last = batch.last if batch is not None else True
         weight = weight_of(weight, batch)
         if not self._announced:
             self._announced = True
@@ -187,16 +199,6 @@ class Engine:
             self._buffers.restore()
         if last:
             gradients.guard()
-
-    def _batch_and_last(
-        self, weight: float | Tensor | None, last: bool | None
-    ) -> tuple[Batch | None, bool]:
-        feed = self.world.feed
-        stream = feed.training_stream() if weight is None else None
-        batch = stream.batch if stream is not None else feed.current
-        if last is None:
-            last = batch.last if batch is not None else True
-        return batch, last
 
     def _inputs(self) -> list[nn.Parameter] | None:
         """This engine's parameters where the graph may hold those of another engine too."""
@@ -415,6 +417,16 @@ class Engine:
             "state": {number: states[p] for p, number in numbers.items() if p in states},
             "param_groups": groups,
         }
+
+    def close(self) -> None:
+        """Give models and optimizers back as plain ones, optimizer state included. Collective.
+
+        Copies of the weights in 16 bit stay so; the engine cannot be used afterwards.
+        """
+        assembly.disassemble(self._recipe, self._states)
+        for optimizer in self._recipe.optimizers:
+            habits.allow(optimizer)
+        _living.discard(self)
 
     @property
     def loss_scale(self) -> float:

@@ -34,12 +34,24 @@ def check_loss(loss: Any) -> None:
         )
 
 
+_HOOKS = "_shardwise_hooks"
+
+
 def forbid(optimizer: optim.Optimizer) -> None:
     """Let `step`, `state_dict` and `load_state_dict` of the user's optimizer raise from now on."""
-    if _refuse_step not in optimizer._optimizer_step_pre_hooks.values():
-        optimizer.register_step_pre_hook(_refuse_step)
-        optimizer.register_state_dict_pre_hook(_refuse_state_dict)
-        optimizer.register_load_state_dict_pre_hook(_refuse_load)
+    allow(optimizer)
+    hooks = [
+        optimizer.register_step_pre_hook(_refuse_step),
+        optimizer.register_state_dict_pre_hook(_refuse_state_dict),
+        optimizer.register_load_state_dict_pre_hook(_refuse_load),
+    ]
+    setattr(optimizer, _HOOKS, hooks)
+
+
+def allow(optimizer: optim.Optimizer) -> None:
+    """Undo `forbid`."""
+    for hook in optimizer.__dict__.pop(_HOOKS, []):
+        hook.remove()
 
 
 def _refuse_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

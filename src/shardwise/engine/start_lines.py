@@ -77,8 +77,8 @@ def _replicated_bytes(engine: Engine, moments: int) -> int:
 
 
 def _batch_line(engine: Engine) -> str:
-    stream = engine.world.feed.training_stream()
-    plan = stream.plan if stream is not None else None
+    streams = engine.world.feed.training_streams()
+    plan = streams[-1].plan if streams else None
     if plan is None or plan.batch_size is None:
         return "  batch: as the script gives it (no Loader)"
     size = engine.world.size

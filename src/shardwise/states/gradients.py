@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ class Gradients:
         self._reductions = 0
         self._active = False
         self._hooks = [
-            param.register_post_accumulate_grad_hook(partial(self._arrived, index))  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(partial(_arrive, ref(self), index))  # type: ignore[no-untyped-call]
             for index, param in enumerate(self._params)
         ]
 
@@ -131,7 +132,7 @@ class Gradients:
         self._arrivals = [0] * len(self._params)
         self._active = True
 
-    def _arrived(self, index: int, param: Tensor) -> None:
+    def arrived(self, index: int, param: Tensor) -> None:
         """autograd has put a gradient into `param.grad`."""
         if not self._active:
             param.grad = None
@@ -347,6 +348,13 @@ class Gradients:
             hook.remove()
         for param in self._params:
             param.grad = None
+
+
+def _arrive(gradients: ref[Gradients], index: int, param: Tensor) -> None:
+    """The hook on a parameter; it does not keep an engine alive that nobody holds any more."""
+    alive = gradients()
+    if alive is not None:
+        alive.arrived(index, param)
 
 
 def _gaps(rest: Rest) -> list[tuple[int, int]]:

@@ -37,6 +37,9 @@ class Kind:
     tensor_keys: frozenset[str]
 
 
+_LEFT_BEHIND = ("step", "zero_grad", "_shardwise_hooks")
+
+
 def bare_copy(face: optim.Optimizer) -> optim.Optimizer:
     """An optimizer of the same class, options and attributes as `face`, without its parameters.
 
@@ -44,7 +47,7 @@ def bare_copy(face: optim.Optimizer) -> optim.Optimizer:
     put on the instance stay behind.
     """
     inner = type(face).__new__(type(face))
-    kept = {k: v for k, v in face.__dict__.items() if k not in ("step", "zero_grad")}
+    kept = {k: v for k, v in face.__dict__.items() if k not in _LEFT_BEHIND}
     inner.__dict__.update(kept)
     inner.__dict__.update({k: type(v)() for k, v in kept.items() if k.endswith("_hooks")})
     inner.param_groups = []

@@ -1,0 +1,108 @@
+"""Buckets and intervals: literal tables, and what holds for every layout."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.layout import (
+    ALIGNMENT,
+    Bucket,
+    Piece,
+    Slot,
+    Spec,
+    check,
+    even_cuts,
+    lay_out,
+    padding,
+)
+
+
+def spec(numel, key="fp32", whole=False):
+    return Spec(name=f"p{numel}", numel=numel, itemsize=4, key=key, whole=whole)
+
+
+@pytest.mark.parametrize(
+    ("numel", "size", "cuts"),
+    [
+        (10, 1, [0, 10]),
+        (10, 2, [0, 5, 10]),
+        (10, 3, [0, 3, 6, 10]),
+        (2, 4, [0, 0, 1, 1, 2]),
+        (0, 2, [0, 0, 0]),
+    ],
+)
+def test_even_cuts(numel, size, cuts):
+    assert even_cuts(numel, size) == cuts
+
+
+def test_parameters_lie_in_reverse_and_start_aligned():
+    (bucket,) = lay_out([spec(5), spec(20), spec(16)], ranks=2, capacity=10**6)
+    assert bucket.slots == (Slot(2, 0, 16), Slot(1, 16, 20), Slot(0, 48, 5))
+    assert bucket.cuts == (0, 32, 64)
+    assert bucket.numel == 64
+    assert padding([bucket]) == 64 - 41
+    assert bucket.pieces(*bucket.interval(0)) == [Piece(2, 0, 16, 0), Piece(1, 16, 32, 0)]
+    assert bucket.pieces(*bucket.interval(1)) == [Piece(1, 32, 36, 16), Piece(0, 48, 53, 0)]
+
+
+def test_a_bucket_holds_one_kind_and_not_more_than_its_capacity():
+    specs = [spec(16), spec(16, "bf16"), spec(16), spec(1000), spec(16)]
+    buckets = lay_out(specs, ranks=1, capacity=2 * 16 * 4)
+    assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == [
+        [4],
+        [3],
+        [1],
+        [2, 0],
+    ]
+
+
+def test_whole_tensors_have_one_owner():
+    specs = [spec(n, whole=True) for n in (64, 16, 32, 16)]
+    (bucket,) = lay_out(specs, ranks=2, capacity=10**6)
+    owned = [
+        [piece.parameter for piece in bucket.pieces(*bucket.interval(rank))] for rank in range(2)
+    ]
+    assert owned == [[0], [3, 2, 1]]
+    assert bucket.cuts == (0, 64, 128)
+
+
+def test_ranks_may_own_nothing():
+    (bucket,) = lay_out([spec(16, whole=True)], ranks=3, capacity=10**6)
+    assert bucket.cuts == (0, 16, 16, 16)
+
+
+shapes = st.lists(
+    st.tuples(st.integers(0, 300), st.sampled_from(["a", "b"])), min_size=1, max_size=40
+)
+
+
+@given(shapes, st.integers(1, 8), st.integers(64, 4000), st.booleans())
+def test_every_layout(shapes, ranks, capacity, whole):
+    specs = [spec(numel, key, whole) for numel, key in shapes]
+    buckets = lay_out(specs, ranks=ranks, capacity=capacity)
+    check(buckets, specs, ranks)
+    covered = [0] * len(specs)
+    for bucket in buckets:
+        assert {specs[slot.parameter].key for slot in bucket.slots} == {bucket.key}
+        assert all(slot.start % ALIGNMENT == 0 for slot in bucket.slots)
+        for rank in range(ranks):
+            for piece in bucket.pieces(*bucket.interval(rank)):
+                covered[piece.parameter] += piece.end - piece.start
+                if whole:
+                    assert piece.end - piece.start == specs[piece.parameter].numel
+        if not whole:
+            lengths = {b - a for a, b in zip(bucket.cuts, bucket.cuts[1:], strict=False)}
+            assert len(lengths) == 1, "intervals of element-wise buckets are equal"
+    assert covered == [spec.numel for spec in specs]
+
+
+@given(st.integers(1, 500), st.integers(0, 500), st.integers(0, 500))
+def test_pieces_cover_an_interval_in_order(numel, a, b):
+    bucket = Bucket("k", (Slot(0, 0, numel), Slot(1, numel + 3, 40)), numel + 50, (0, numel + 50))
+    first, end = min(a, b), max(a, b)
+    pieces = bucket.pieces(first, end)
+    assert all(first <= piece.start < piece.end <= end for piece in pieces)
+    assert [piece.start for piece in pieces] == sorted(piece.start for piece in pieces)
+    for piece in pieces:
+        slot = bucket.slots[piece.parameter]
+        assert piece.offset == piece.start - slot.start
