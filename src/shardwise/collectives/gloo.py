@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ class Gloo(Collectives):
         super().__init__(rank, size)
         self._group = group
         self._calls = 0
+        # A message that nobody waits for any more (an error came between) must still be received:
+        # dropped, it would leave its channel out of step.
+        self._unwaited: dict[int, list[Any]] = {}
         self._spare: dict[torch.dtype, list[Tensor]] = {}
 
     def all_reduce(self, buffer: Tensor, *, exact_sum: bool = True) -> Handle:
@@ -50,10 +54,10 @@ class Gloo(Collectives):
         scratch = self._borrow(own.numel() * len(others), own.dtype)
         rows = {rank: scratch[i * own.numel() :][: own.numel()] for i, rank in enumerate(others)}
         sends = {rank: interval(buffer, cuts, rank) for rank in others}
-        works = self._exchange("reduce-scatter", sends, rows)
+        received = self._exchange("reduce-scatter", sends, rows)
 
         def finish() -> None:
-            self._wait(works, "reduce-scatter")
+            received()
             rows[self.rank] = own
             _sum_in_rank_order([rows[rank] for rank in range(self.size)], own, exact_sum)
             self._give_back(scratch)
@@ -64,14 +68,14 @@ class Gloo(Collectives):
         own = interval(buffer, cuts, self.rank)
         others = [rank for rank in range(self.size) if rank != self.rank]
         receives = {rank: interval(buffer, cuts, rank) for rank in others}
-        works = self._exchange("all-gather", dict.fromkeys(others, own), receives)
-        return Handle(lambda: self._wait(works, "all-gather"))
+        return Handle(self._exchange("all-gather", dict.fromkeys(others, own), receives))
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         self._calls += 1
         with self._named("broadcast"):
             work = dist.broadcast(wire(buffer), group_src=source, group=self._group, async_op=True)
-        return Handle(lambda: self._wait([work], "broadcast"))
+        self._unwaited[self._calls] = [work]
+        return Handle(partial(self._wait, "broadcast", self._calls))
 
     def gather_rows(self, row: Tensor) -> Tensor:
         rows = row.new_empty((self.size, row.numel()))
@@ -94,8 +98,9 @@ class Gloo(Collectives):
 
     def _exchange(
         self, what: str, sends: dict[int, Tensor], receives: dict[int, Tensor]
-    ) -> list[dist.Work]:
-        """Start one message to and from every other rank; empty ones are not sent."""
+    ) -> Callable[[], None]:
+        """Start one message to and from every other rank (empty ones are not sent); returns what
+        waits for them all."""
         self._calls += 1
         tag = self._calls % 2**20
         works: list[dist.Work | None] = []
@@ -110,12 +115,15 @@ class Gloo(Collectives):
                     works.append(
                         dist.isend(wire(tensor), group_dst=rank, group=self._group, tag=tag)
                     )
-        return [work for work in works if work is not None]
+        started = [work for work in works if work is not None]
+        self._unwaited[self._calls] = started
+        return partial(self._wait, what, self._calls)
 
-    def _wait(self, works: Sequence[Any], what: str) -> None:
+    def _wait(self, what: str, call: int) -> None:
         with self._named(what):
-            for work in works:
+            for work in self._unwaited[call]:
                 work.wait()
+        del self._unwaited[call]
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:

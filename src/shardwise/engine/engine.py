@@ -186,6 +186,7 @@ class Engine:
             self._announced = True
             start_lines.announce_batch(self)
         seed = self._seeds.seed(loss, weight)
+        self._check_gradients()
         gradients = self._states.gradients
         gradients.begin(last=last, weight=weight)
         try:
@@ -205,6 +206,12 @@ class Engine:
         if len(_living) == 1:
             return None
         return [tracked.parameter for tracked in self._states.parameters.tracked]
+
+    def _check_gradients(self) -> None:
+        """Raise, and forget the step, if user code cleared gradients that are on their way."""
+        if self._states.gradients.were_cleared():
+            self._abandon()
+            raise habits.cleared_gradients()
 
     def _abandon(self) -> None:
         """A backward failed: forget this step."""
@@ -229,7 +236,7 @@ class Engine:
         if max_norm is not None and not max_norm > 0:
             raise UsageError(f"max_norm takes a number above 0, not {max_norm}.")
         self._states.parameters.check()
-        self._states.gradients.check_guards()
+        self._check_gradients()
         self._states.gradients.reduce()
         totals = self._exchange()
         stats = self._decide(totals)

@@ -17,6 +17,15 @@ def stray_backward(name: str) -> UsageError:
     )
 
 
+def cleared_gradients() -> UsageError:
+    """The error for gradients that were cleared before the step that they were made for."""
+    return UsageError(
+        "Gradients were cleared between engine.backward and engine.step, by zero_grad() or "
+        "param.grad = None, which would not clear what is already on its way. "
+        "engine.step() clears by itself: leave zero_grad out, or call it before backward."
+    )
+
+
 def check_loss(loss: Any) -> None:
     """Raise UsageError unless `loss` is a real floating scalar that gradients can flow from."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
-from shardwise.states.optimizer_state import OptimizerState
+from shardwise.states.optimizer_state import OptimizerState, copied
 from shardwise.states.parameters import ReplicatedParameters, view_like
 
 
@@ -84,7 +84,8 @@ class Gathering:
     ) -> dict[nn.Parameter, dict[str, Any]]:
         held = self._optimizer.state_of(index)
         singles = {
-            piece.parameter: {k: v for k, v in state.items() if k not in tensor_keys}
+            # Each parameter gets a copy: plain optimizers count a shared step once per parameter.
+            piece.parameter: {k: copied(v) for k, v in state.items() if k not in tensor_keys}
             for segment, state in held
             for piece in segment.pieces
         }

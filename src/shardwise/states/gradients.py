@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives
-from shardwise.errors import ModelError, UsageError
+from shardwise.errors import ModelError
 from shardwise.placement import Placement
 from shardwise.states.guard import GradientGuard
 from shardwise.states.parameters import ReplicatedParameters, view_like
@@ -118,7 +118,6 @@ class Gradients:
         `last`: nothing more comes in this step, so replicated gradients may start their way.
         With a `weight` of zero whatever arrives (perhaps NaN) is thrown away.
         """
-        self.check_guards()
         self._guarded = False
         for param in self._params:
             param.grad = None
@@ -275,16 +274,11 @@ class Gradients:
             param.grad = guard
         self._guarded = True
 
-    def check_guards(self) -> None:
-        """Raise UsageError if user code cleared gradients that have not been used yet."""
-        if self._guarded and any(
+    def were_cleared(self) -> bool:
+        """Whether user code has cleared gradients since `guard`."""
+        return self._guarded and any(
             param.grad is not guard for param, guard in zip(self._params, self._guards, strict=True)
-        ):
-            raise UsageError(
-                "Gradients were cleared between engine.backward and engine.step, by zero_grad() or "
-                "param.grad = None, which would not clear what is already on its way. "
-                "engine.step() clears by itself: leave zero_grad out, or call it before backward."
-            )
+        )
 
     # -- the end of a step ----------------------------------------------------------------
 

@@ -154,7 +154,7 @@ class InnerOptimizer:
             if state:
                 a, b = child.first - segment.first, child.end - segment.first
                 self.inner.state[child.tensor] = {
-                    key: value[a:b] if _is_flat_state(value, segment.tensor) else _copied(value)
+                    key: value[a:b] if _is_flat_state(value, segment.tensor) else copied(value)
                     for key, value in state.items()
                 }
         return made
@@ -255,7 +255,7 @@ class OptimizerState:
             inner.state[segment.tensor] = {
                 key: self._joined(segment, key, known)
                 if group.kind.elementwise and key in group.kind.tensor_keys
-                else _copied(value)
+                else copied(value)
                 for key, value in known[0].items()
             }
 
@@ -342,7 +342,8 @@ def _is_flat_state(value: Any, tensor: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == tensor.shape
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """`value`, sharing no memory with it."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
