@@ -26,7 +26,8 @@ class Handle:
         self._advance = advance
 
     def advance(self) -> None:
-        """Wait for the first half of a collective of two halves, and start the second."""
+        """Do what can be done once the messages on their way have come: sum them, or start the
+        second half. Waits for them."""
         advance, self._advance = self._advance, None
         if advance is not None:
             advance()

@@ -38,6 +38,8 @@ class Gloo(Collectives):
         self._spare: dict[torch.dtype, list[Tensor]] = {}
 
     def all_reduce(self, buffer: Tensor, *, exact_sum: bool = True) -> Handle:
+        if widened(buffer, exact_sum) is buffer:
+            return self._native_all_reduce(buffer)
         cuts = even_cuts(buffer.numel(), self.size)
         scatter = self.reduce_scatter(buffer, cuts, exact_sum=exact_sum)
         second: list[Handle] = []
@@ -47,6 +49,13 @@ class Gloo(Collectives):
             second.append(self.all_gather(buffer, cuts))
 
         return Handle(lambda: second[0].wait(), advance)
+
+    def _native_all_reduce(self, buffer: Tensor) -> Handle:
+        self._calls += 1
+        with self._named("all-reduce"):
+            work = dist.all_reduce(wire(buffer), group=self._group, async_op=True)
+        self._unwaited[self._calls] = [work]
+        return Handle(partial(self._wait, "all-reduce", self._calls))
 
     def reduce_scatter(self, buffer: Tensor, cuts: Cuts, *, exact_sum: bool = True) -> Handle:
         own = interval(buffer, cuts, self.rank)
@@ -62,7 +71,7 @@ class Gloo(Collectives):
             _sum_in_rank_order([rows[rank] for rank in range(self.size)], own, exact_sum)
             self._give_back(scratch)
 
-        return Handle(finish)
+        return Handle(advance=finish)
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
         own = interval(buffer, cuts, self.rank)

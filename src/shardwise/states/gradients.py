@@ -41,6 +41,9 @@ PATIENCE = 8
 UNLEARNED = 1 << 60
 """More arrivals than any backward has: before the first one nothing starts early."""
 
+_PROBE = 1 << 14
+"""Elements up to which a rank looks at its own gradients before they are summed."""
+
 _NORM_CHUNK = 1 << 17
 
 
@@ -193,9 +196,11 @@ class Gradients:
             self.used[slot.parameter] = True
             targets.append(view)
             grads.append(self._cleaned(grad))
-        if grads and not self._alone:
-            # Not finite if this rank's part is not: names the rank if the sum turns out so.
-            self._own_norms += torch._foreach_norm(grads)
+        probes = [] if self._alone else [grad for grad in grads if grad.numel() <= _PROBE]
+        if probes:
+            # What is not finite in backward reaches the small tensors (biases, norms) of earlier
+            # layers: looking at those names the rank, if the sum turns out not finite.
+            self._own_norms += torch._foreach_norm(probes)
         if fresh:
             _move(targets, grads, absent + [buffer[a:b] for a, b in collector.gaps])
         elif targets:
@@ -373,5 +378,5 @@ def _squares(values: Tensor) -> Tensor:
         values = values.float()
     if not values.numel():
         return torch.zeros((), dtype=torch.float64, device=values.device)
-    norms = torch._foreach_norm(torch.split(values, _NORM_CHUNK))
-    return torch.stack(norms).double().square().sum()
+    chunks = torch.split(values, _NORM_CHUNK)
+    return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).double().sum()

@@ -105,7 +105,8 @@ class InnerOptimizer:
         self._follow_face()
         for part, total in zip(self.parts, sums, strict=True):
             self._offer(part, total, used, factor)
-        if self._divides:
+        self.inner.grad_scale = None  # type: ignore[attr-defined]
+        if self._divides and factor != 1.0:
             # torch's fused kernels divide the gradient by this on the way, in fp32.
             divisor = torch.tensor(1.0 / factor, device=self.parts[0].master.device)
             self.inner.grad_scale = divisor  # type: ignore[attr-defined]
@@ -129,7 +130,7 @@ class InnerOptimizer:
     def _scaled(self, part: _Part, total: Tensor, factor: float) -> Tensor:
         if total.dtype != part.master.dtype:
             total = total.to(part.master.dtype)
-        return total if self._divides else total.mul_(factor)
+        return total if self._divides or factor == 1.0 else total.mul_(factor)
 
     def _cut_by_use(self, part: _Part, used: Sequence[bool]) -> None:
         """Cut every segment whose parameters differ in whether they had a gradient."""

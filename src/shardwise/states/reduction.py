@@ -20,9 +20,9 @@ from shardwise.placement import Placement
 IN_FLIGHT = 4
 """Borrowed buffers that may be on their way at once; the oldest is waited for beyond that."""
 
-LAG = 2
-"""How many buckets later the second half of an all-reduce starts: by then the first half of all
-ranks has most likely come, so that nobody waits."""
+LAG = 1
+"""How many buckets later what has come in is summed (and an all-reduce's second half starts): by
+then it has most likely come from all ranks, so that nobody waits."""
 
 
 @dataclass(eq=False)
