@@ -61,8 +61,14 @@ class Collectives(ABC):
         """
 
     @abstractmethod
-    def reduce_scatter(self, buffer: Tensor, cuts: Cuts, *, exact_sum: bool = True) -> Handle:
-        """Sum `buffer` over the ranks into each rank's own interval of it; the rest is left."""
+    def reduce_scatter(
+        self, buffer: Tensor, cuts: Cuts, *, into: Tensor | None = None, exact_sum: bool = True
+    ) -> Handle:
+        """Sum `buffer` over the ranks; each rank gets its own interval's sum.
+
+        It goes `into` a tensor of the interval's length, or over the interval itself; the rest of
+        `buffer` is left.
+        """
 
     @abstractmethod
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
@@ -126,7 +132,11 @@ class Solo(Collectives):
     def all_reduce(self, buffer: Tensor, *, exact_sum: bool = True) -> Handle:
         return Handle()
 
-    def reduce_scatter(self, buffer: Tensor, cuts: Cuts, *, exact_sum: bool = True) -> Handle:
+    def reduce_scatter(
+        self, buffer: Tensor, cuts: Cuts, *, into: Tensor | None = None, exact_sum: bool = True
+    ) -> Handle:
+        if into is not None:
+            into.copy_(buffer)
         return Handle()
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:

@@ -41,50 +41,64 @@ class Gloo(Collectives):
         if widened(buffer, exact_sum) is buffer:
             return self._native_all_reduce(buffer)
         cuts = even_cuts(buffer.numel(), self.size)
-        scatter = self.reduce_scatter(buffer, cuts, exact_sum=exact_sum)
-        second: list[Handle] = []
+        # Both halves are numbered now: when the second one starts may differ from rank to rank.
+        first, second = self._number(), self._number()
+        own = interval(buffer, cuts, self.rank)
+        scatter = self._reduce_scatter(first, buffer, cuts, own, exact_sum)
+        gathers: list[Handle] = []
 
         def advance() -> None:
             scatter.wait()
-            second.append(self.all_gather(buffer, cuts))
+            gathers.append(self._all_gather(second, buffer, cuts))
 
-        return Handle(lambda: second[0].wait(), advance)
+        return Handle(lambda: gathers[0].wait(), advance)
 
     def _native_all_reduce(self, buffer: Tensor) -> Handle:
-        self._calls += 1
-        with self._named("all-reduce"):
+        call = self._number()
+        with self._named("all-reduce", call):
             work = dist.all_reduce(wire(buffer), group=self._group, async_op=True)
-        self._unwaited[self._calls] = [work]
-        return Handle(partial(self._wait, "all-reduce", self._calls))
+        self._unwaited[call] = [work]
+        return Handle(partial(self._wait, "all-reduce", call))
 
-    def reduce_scatter(self, buffer: Tensor, cuts: Cuts, *, exact_sum: bool = True) -> Handle:
+    def reduce_scatter(
+        self, buffer: Tensor, cuts: Cuts, *, into: Tensor | None = None, exact_sum: bool = True
+    ) -> Handle:
+        target = interval(buffer, cuts, self.rank) if into is None else into
+        return self._reduce_scatter(self._number(), buffer, cuts, target, exact_sum)
+
+    def _reduce_scatter(
+        self, call: int, buffer: Tensor, cuts: Cuts, target: Tensor, exact_sum: bool
+    ) -> Handle:
         own = interval(buffer, cuts, self.rank)
         others = [rank for rank in range(self.size) if rank != self.rank]
         scratch = self._borrow(own.numel() * len(others), own.dtype)
         rows = {rank: scratch[i * own.numel() :][: own.numel()] for i, rank in enumerate(others)}
         sends = {rank: interval(buffer, cuts, rank) for rank in others}
-        received = self._exchange("reduce-scatter", sends, rows)
+        received = self._exchange("reduce-scatter", call, sends, rows)
 
         def finish() -> None:
             received()
             rows[self.rank] = own
-            _sum_in_rank_order([rows[rank] for rank in range(self.size)], own, exact_sum)
+            _sum_in_rank_order([rows[rank] for rank in range(self.size)], target, exact_sum)
             self._give_back(scratch)
 
         return Handle(advance=finish)
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
+        return self._all_gather(self._number(), buffer, cuts)
+
+    def _all_gather(self, call: int, buffer: Tensor, cuts: Cuts) -> Handle:
         own = interval(buffer, cuts, self.rank)
         others = [rank for rank in range(self.size) if rank != self.rank]
         receives = {rank: interval(buffer, cuts, rank) for rank in others}
-        return Handle(self._exchange("all-gather", dict.fromkeys(others, own), receives))
+        return Handle(self._exchange("all-gather", call, dict.fromkeys(others, own), receives))
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
-        self._calls += 1
-        with self._named("broadcast"):
+        call = self._number()
+        with self._named("broadcast", call):
             work = dist.broadcast(wire(buffer), group_src=source, group=self._group, async_op=True)
-        self._unwaited[self._calls] = [work]
-        return Handle(partial(self._wait, "broadcast", self._calls))
+        self._unwaited[call] = [work]
+        return Handle(partial(self._wait, "broadcast", call))
 
     def gather_rows(self, row: Tensor) -> Tensor:
         rows = row.new_empty((self.size, row.numel()))
@@ -105,15 +119,18 @@ class Gloo(Collectives):
     def close(self) -> None:
         dist.destroy_process_group()
 
+    def _number(self) -> int:
+        self._calls += 1
+        return self._calls
+
     def _exchange(
-        self, what: str, sends: dict[int, Tensor], receives: dict[int, Tensor]
+        self, what: str, call: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
     ) -> Callable[[], None]:
         """Start one message to and from every other rank (empty ones are not sent); returns what
         waits for them all."""
-        self._calls += 1
-        tag = self._calls % 2**20
+        tag = call % 2**20
         works: list[dist.Work | None] = []
-        with self._named(what):
+        with self._named(what, call):
             for rank, tensor in receives.items():
                 if tensor.numel():
                     works.append(
@@ -125,22 +142,22 @@ class Gloo(Collectives):
                         dist.isend(wire(tensor), group_dst=rank, group=self._group, tag=tag)
                     )
         started = [work for work in works if work is not None]
-        self._unwaited[self._calls] = started
-        return partial(self._wait, what, self._calls)
+        self._unwaited[call] = started
+        return partial(self._wait, what, call)
 
     def _wait(self, what: str, call: int) -> None:
-        with self._named(what):
+        with self._named(what, call):
             for work in self._unwaited[call]:
                 work.wait()
         del self._unwaited[call]
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def _named(self, what: str, call: int) -> Iterator[None]:
         """Turn a transport's error into one that says which call it was, and on which rank."""
         try:
             yield
         except RuntimeError as error:
-            raise explain(error, self.rank, self.size, f"{what} (call {self._calls})") from error
+            raise explain(error, self.rank, self.size, f"{what} (call {call})") from error
 
     def _borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Scratch memory, kept between calls so that no step pays for fresh pages."""

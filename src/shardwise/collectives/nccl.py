@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -28,19 +29,22 @@ class Nccl(Collectives):
     def all_reduce(self, buffer: Tensor, *, exact_sum: bool = True) -> Handle:
         wide = widened(buffer, exact_sum)
         work = dist.all_reduce(wire(wide), group=self._group, async_op=True)
-        return self._handle(work, lambda: _copy_unless_same(buffer, wide))
+        return self._handle(work, None if wide is buffer else partial(buffer.copy_, wide))
 
-    def reduce_scatter(self, buffer: Tensor, cuts: Cuts, *, exact_sum: bool = True) -> Handle:
+    def reduce_scatter(
+        self, buffer: Tensor, cuts: Cuts, *, into: Tensor | None = None, exact_sum: bool = True
+    ) -> Handle:
         wide = widened(buffer, exact_sum)
-        parts = [wire(interval(wide, cuts, rank)) for rank in range(self.size)]
+        target = interval(buffer, cuts, self.rank) if into is None else into
+        out = target if wide is buffer else interval(wide, cuts, self.rank)
         if _is_even(cuts):
             work = dist.reduce_scatter_tensor(
-                parts[self.rank], wire(wide), group=self._group, async_op=True
+                wire(out), wire(wide), group=self._group, async_op=True
             )
         else:
-            work = dist.reduce_scatter(parts[self.rank], parts, group=self._group, async_op=True)
-        own = interval(buffer, cuts, self.rank)
-        return self._handle(work, lambda: _copy_unless_same(own, interval(wide, cuts, self.rank)))
+            parts = [wire(interval(wide, cuts, rank)) for rank in range(self.size)]
+            work = dist.reduce_scatter(wire(out), parts, group=self._group, async_op=True)
+        return self._handle(work, None if out is target else partial(target.copy_, out))
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
         parts = [wire(interval(buffer, cuts, rank)) for rank in range(self.size)]
@@ -80,7 +84,7 @@ class Nccl(Collectives):
     def close(self) -> None:
         dist.destroy_process_group()
 
-    def _handle(self, work: dist.Work | None, after: Callable[[], None] | None = None) -> Handle:
+    def _handle(self, work: dist.Work | None, after: Callable[[], object] | None = None) -> Handle:
         assert work is not None
 
         def finish() -> None:
@@ -96,8 +100,3 @@ class Nccl(Collectives):
 
 def _is_even(cuts: Cuts) -> bool:
     return len({b - a for a, b in pairwise(cuts)}) == 1
-
-
-def _copy_unless_same(target: Tensor, source: Tensor) -> None:
-    if target.dtype != source.dtype:
-        target.copy_(source)

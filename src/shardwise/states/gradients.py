@@ -1,8 +1,8 @@
 """Gradients: collected per bucket as backward makes them, and reduced beside the rest of it.
 
-autograd makes each gradient as a tensor of its own. When a bucket's last one has arrived they
-are moved into its flat buffer at once, and the buffer starts its collective. Buckets start in one
-order on every rank.
+autograd makes each gradient as a tensor of its own. They are moved into their bucket's flat
+buffer; when the last one has arrived the buffer starts its collective. Buckets start in one order
+on every rank.
 
     arrive ─▶ collect (flat buffer) ─▶ launch ─▶ settle (the sum comes to rest)
 
@@ -41,8 +41,9 @@ PATIENCE = 8
 UNLEARNED = 1 << 60
 """More arrivals than any backward has: before the first one nothing starts early."""
 
-_PROBE = 1 << 14
-"""Elements up to which a rank looks at its own gradients before they are summed."""
+SMALL = 1 << 14
+"""Elements up to which gradients wait for their bucket and move together; a larger one moves as
+it arrives, while it is in the processor's cache."""
 
 _NORM_CHUNK = 1 << 17
 
@@ -59,6 +60,12 @@ class _Collector:
     remaining: int = UNLEARNED
     filled: bool = False
     """Whether `rest.kept` holds gradients of this step."""
+    buffer: Tensor | None = None
+    """What this backward collects into, from the first gradient on."""
+    written: list[bool] = field(default_factory=list)
+    """By slot: its part of `buffer` holds this backward's gradient."""
+    closed: bool = False
+    """Whether this backward has collected the bucket: what comes now is late."""
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
@@ -91,14 +98,15 @@ class Gradients:
             parameters.buckets, parameters.flats, placement, group, exact_sum=exact_sum
         )
         self._collectors = [_Collector(rest, _gaps(rest)) for rest in self.reduction.rests]
-        self._collector_of = {
-            slot.parameter: collector
+        self._place_of = {
+            slot.parameter: (collector, position)
             for collector in self._collectors
-            for slot in collector.rest.bucket.slots
+            for position, slot in enumerate(collector.rest.bucket.slots)
         }
         self._learned = [0] * len(self._params)
         self._absent = [0] * len(self._params)
         self._own_norms: list[Tensor] = []
+        self._squared: dict[int, Tensor] = {}
         self.late: dict[int, list[tuple[int, Tensor]]] = {}
         self.used = [False] * len(self._params)
         self._reductions = 0
@@ -126,6 +134,8 @@ class Gradients:
             param.grad = None
         for collector in self._collectors:
             collector.remaining = collector.expected
+            collector.buffer, collector.closed = None, False
+            collector.written = [False] * len(collector.rest.bucket.slots)
         # After a first reduction in a step, sums must not be mixed with parts: reduce each.
         self._reducing = self._sharded or last or self._reductions > 0
         self._empty = not isinstance(weight, Tensor) and weight == 0
@@ -140,7 +150,9 @@ class Gradients:
             param.grad = None
             raise self._stray(self._parameters.tracked[index].name)
         self._arrivals[index] += 1
-        collector = self._collector_of[index]
+        collector, position = self._place_of[index]
+        if param.numel() > SMALL and not collector.closed:
+            self._take(collector, position, index)
         collector.remaining -= 1
         if collector.remaining == 0 and self._overlap:
             self._advance()
@@ -165,46 +177,88 @@ class Gradients:
     def abandon(self) -> None:
         """Backward has failed: forget the step, after what is in flight has landed."""
         self._active = False
-        self.reduction.drain()
+        for collector in self._collectors:
+            buffer, collector.buffer = collector.buffer, None
+            if buffer is not None and buffer is not collector.rest.kept and not collector.closed:
+                self.reduction.give_back(buffer)
+        for _ in self.reduction.drain():
+            pass
         self.clear()
 
     def _complete(self, collector: _Collector) -> None:
-        """Collect a bucket's gradients and, where this backward reduces, launch it."""
-        kept = collector.rest.kept
-        if kept is not None and self._reductions == 0:
-            self._collect(collector, kept, fresh=not collector.filled)
+        """Collect what a bucket still lacks and, where this backward reduces, launch it."""
+        buffer = self._open(collector)
+        self._collect(collector, buffer)
+        collector.closed = True
+        if collector.rest.kept is buffer:
             collector.filled = True
-            buffer = kept
-        else:
-            buffer = self.reduction.borrow(collector.rest)
-            self._collect(collector, buffer, fresh=True)
         if self._reducing:
             self.reduction.launch(collector.rest, buffer)
 
-    def _collect(self, collector: _Collector, buffer: Tensor, *, fresh: bool) -> None:
-        """Move what has arrived out of `param.grad` into `buffer`, in one call per bucket."""
-        targets, grads, absent = [], [], []
+    def _open(self, collector: _Collector) -> Tensor:
+        """The buffer that this backward collects a bucket into: kept for good, or borrowed."""
+        if collector.buffer is None:
+            kept = collector.rest.kept
+            own = kept is not None and self._reductions == 0
+            collector.buffer = kept if own else self.reduction.borrow(collector.rest)
+        assert collector.buffer is not None
+        return collector.buffer
+
+    def _adds(self, collector: _Collector) -> bool:
+        """Whether the open buffer holds earlier gradients of this step."""
+        return collector.filled and collector.buffer is collector.rest.kept
+
+    def _take(self, collector: _Collector, position: int, index: int) -> None:
+        """Move one gradient out of `param.grad` while it is still in the processor's cache."""
+        view = self._views(collector, self._open(collector))[position]
+        param = self._params[index]
+        grad, param.grad = param.grad, None
+        if grad is None or self._empty:
+            return
+        self._refuse_sparse(index, grad)
+        if self._adds(collector) or collector.written[position]:
+            view.add_(self._cleaned(grad))
+        else:
+            view.copy_(self._cleaned(grad))
+        collector.written[position] = self.used[index] = True
+
+    def _collect(self, collector: _Collector, buffer: Tensor) -> None:
+        """Move the bucket's small gradients in one call, and blank what none has come for."""
+        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
+        more: tuple[list[Tensor], list[Tensor]] = ([], [])
+        absent = [buffer[a:b] for a, b in collector.gaps]
+        adds = self._adds(collector)
         slots = collector.rest.bucket.slots
-        for slot, view in zip(slots, self._views(collector, buffer), strict=True):
-            param = self._params[slot.parameter]
+        for position, view in enumerate(self._views(collector, buffer)):
+            index = slots[position].parameter
+            param = self._params[index]
             grad, param.grad = param.grad, None
             if grad is None or self._empty:
-                absent.append(view)
+                if not collector.written[position]:
+                    absent.append(view)
                 continue
             if collector.expected == UNLEARNED:
-                self._refuse_sparse(slot.parameter, grad)
-            self.used[slot.parameter] = True
+                self._refuse_sparse(index, grad)
+            targets, grads = more if adds or collector.written[position] else fresh
             targets.append(view)
             grads.append(self._cleaned(grad))
-        probes = [] if self._alone else [grad for grad in grads if grad.numel() <= _PROBE]
-        if probes:
-            # What is not finite in backward reaches the small tensors (biases, norms) of earlier
-            # layers: looking at those names the rank, if the sum turns out not finite.
-            self._own_norms += torch._foreach_norm(probes)
-        if fresh:
-            _move(targets, grads, absent + [buffer[a:b] for a, b in collector.gaps])
-        elif targets:
-            torch._foreach_add_(targets, grads)
+            self.used[index] = True
+        self._probe(fresh[1] + more[1])
+        if fresh[0]:
+            torch._foreach_copy_(*fresh)
+        if more[0]:
+            torch._foreach_add_(*more)
+        if not adds and absent:
+            torch._foreach_zero_(absent)
+
+    def _probe(self, grads: list[Tensor]) -> None:
+        """Look whether this rank's own gradients are finite, to name the rank if the sum is not.
+
+        Only at small tensors (biases, norms): what is not finite in backward reaches those of
+        earlier layers.
+        """
+        if grads and not self._alone:
+            self._own_norms += torch._foreach_norm(grads)
 
     def _cleaned(self, grad: Tensor) -> Tensor:
         """`grad`, or zeros where the weight, known to the device alone, is zero."""
@@ -239,7 +293,7 @@ class Gradients:
                 continue
             self._refuse_sparse(index, grad)
             self.used[index] = True
-            number = self._collector_of[index].rest.index
+            number = self._place_of[index][0].rest.index
             self.late.setdefault(number, []).append((index, self._cleaned(grad)))
         if not self._reducing:
             for number, entries in self.late.items():
@@ -294,7 +348,11 @@ class Gradients:
                 assert rest.kept is not None
                 self.reduction.launch(rest, rest.kept)
             self._reductions = 1
-        self.reduction.drain()
+        self._drain()
+
+    def _drain(self) -> None:
+        """Square each sum as it comes, while others are still on their way."""
+        self._squared = {rest.index: self._square(rest) for rest in self.reduction.drain()}
 
     def reduce_late(self, numbers: Sequence[int]) -> None:
         """Reduce the late gradients of the buckets `numbers` (alike on all ranks)."""
@@ -305,15 +363,23 @@ class Gradients:
             self._add(collector, buffer, self.late.get(number, []))
             self.reduction.launch(collector.rest, buffer)
         self.late.clear()
-        self.reduction.drain()
+        before = self._squared
+        self._drain()
+        self._squared = before | self._squared
 
     def squared_norm(self) -> Tensor:
         """The sum of squares of this rank's own intervals, as an fp64 scalar on its device."""
-        parts = []
-        for rest in self.reduction.rests:
-            first, end = rest.bucket.interval(self._rank)
-            parts.append(_squares(rest.reduced[first - rest.own[0] : end - rest.own[0]]))
-        return torch.stack([part.to(parts[0].device) for part in parts]).sum()
+        rests = self.reduction.rests
+        parts = [self._squared.get(rest.index) for rest in rests]
+        found = [
+            self._square(rest) if part is None else part
+            for rest, part in zip(rests, parts, strict=True)
+        ]
+        return torch.stack([part.to(found[0].device) for part in found]).sum()
+
+    def _square(self, rest: Rest) -> Tensor:
+        first, end = rest.bucket.interval(self._rank)
+        return _squares(rest.reduced[first - rest.own[0] : end - rest.own[0]])
 
     def nonfinite(self) -> list[int]:
         """The parameters whose reduced gradient is not finite in what this rank holds."""
@@ -332,7 +398,9 @@ class Gradients:
     def clear(self) -> None:
         """Forget this step; the buffers stay."""
         for collector in self._collectors:
-            collector.filled = collector.rest.settled = False
+            collector.filled = False
+        self.reduction.clear()
+        self._squared.clear()
         for param in self._params:
             param.grad = None
         self.late.clear()
@@ -360,14 +428,6 @@ def _gaps(rest: Rest) -> list[tuple[int, int]]:
     ends = [0, *(slot.end for slot in rest.bucket.slots)]
     starts = [*(slot.start for slot in rest.bucket.slots), rest.bucket.numel]
     return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
-
-
-def _move(targets: list[Tensor], grads: list[Tensor], blank: list[Tensor]) -> None:
-    """Copy `grads` over `targets` and zeros over `blank`, each in one call."""
-    if targets:
-        torch._foreach_copy_(targets, grads)
-    if blank:
-        torch._foreach_zero_(blank)
 
 
 def _squares(values: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ has been added to where the bucket's sums rest.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,8 @@ class Rest:
     """Where a bucket's gradient rests on this rank.
 
     `own` are the elements whose sum this rank needs: its interval, or all of them. `kept` is the
-    whole buffer where gradients are replicated. `reduced` has the elements `own`; once `settled`
-    it holds a sum of this step.
+    whole buffer where gradients are replicated. `reduced` has the elements `own`: a sum of this
+    step is `awaited` once launched, and there once `settled`.
     """
 
     index: int
@@ -39,7 +39,18 @@ class Rest:
     own: tuple[int, int]
     kept: Tensor | None
     reduced: Tensor
+    awaited: bool = False
     settled: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Flying:
+    """A buffer on its way; `arrived` when its sum goes to where it rests without a copy."""
+
+    rest: Rest
+    buffer: Tensor
+    handle: Handle
+    arrived: bool
 
 
 class Reduction:
@@ -58,7 +69,7 @@ class Reduction:
         self._group = group
         self._exact_sum = exact_sum
         self._scatter = placement.is_sharded("optimizer")
-        self._flight: deque[tuple[Rest, Tensor, Handle]] = deque()
+        self._flight: deque[_Flying] = deque()
         self._pool: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         sharded = placement.is_sharded("gradients")
         self.rests = [
@@ -76,36 +87,48 @@ class Reduction:
 
     def launch(self, rest: Rest, buffer: Tensor) -> None:
         """Start to reduce `buffer`, a bucket's gradients of this rank."""
+        # The first sum of a step goes straight to where it rests.
+        into = rest.reduced if buffer is not rest.kept and not rest.awaited else None
         if self._scatter:
-            handle = self._group.reduce_scatter(buffer, rest.bucket.cuts, exact_sum=self._exact_sum)
+            handle = self._group.reduce_scatter(
+                buffer, rest.bucket.cuts, into=into, exact_sum=self._exact_sum
+            )
         else:
             handle = self._group.all_reduce(buffer, exact_sum=self._exact_sum)
-        self._flight.append((rest, buffer, handle))
+        rest.awaited = True
+        self._flight.append(_Flying(rest, buffer, handle, into is not None and self._scatter))
         if len(self._flight) > LAG:
-            self._flight[-1 - LAG][2].advance()
+            self._flight[-1 - LAG].handle.advance()
 
-    def drain(self) -> None:
-        """Return when everything that was launched has come to rest."""
-        for _, _, handle in self._flight:
-            handle.advance()
+    def drain(self) -> Iterator[Rest]:
+        """Wait for everything that was launched; yields each bucket when its sum has come."""
+        for flying in self._flight:
+            flying.handle.advance()
         while self._flight:
-            self._settle_oldest()
+            yield self._settle_oldest()
 
-    def _settle_oldest(self) -> None:
-        rest, buffer, handle = self._flight.popleft()
-        handle.wait()
+    def _settle_oldest(self) -> Rest:
+        flying = self._flight.popleft()
+        flying.handle.wait()
+        rest, buffer = flying.rest, flying.buffer
         if buffer is not rest.kept:
             part = buffer[rest.own[0] : rest.own[1]]
             if rest.settled:
                 rest.reduced.add_(part)
-            else:
+            elif not flying.arrived:
                 rest.reduced.copy_(part)
             self.give_back(buffer)
         rest.settled = True
+        return rest
+
+    def clear(self) -> None:
+        """Forget the sums of this step."""
+        for rest in self.rests:
+            rest.awaited = rest.settled = False
 
     def borrow(self, rest: Rest) -> Tensor:
         """A buffer of the bucket's length, with anything in it."""
-        while sum(buffer is not r.kept for r, buffer, _ in self._flight) >= IN_FLIGHT:
+        while sum(f.buffer is not f.rest.kept for f in self._flight) >= IN_FLIGHT:
             self._settle_oldest()
         dtype, device = rest.reduced.dtype, rest.reduced.device
         spare = self._pool.setdefault((dtype, device), [])
