@@ -204,6 +204,24 @@ def unknown_key(name: str, known: Mapping[str, Any], source: str) -> ConfigError
     return ConfigError(f"{source}: there is no setting {name!r}. {hint}")
 
 
+_ELSEWHERE = {
+    "device": "sw.init",
+    "seed": "sw.init",
+    "timeout": "sw.init",
+    "micro_batch_size": "sw.Loader",
+}
+
+
+def refuse_elsewhere(keywords: Mapping[str, Any], caller: str) -> None:
+    """Raise ConfigError for a keyword of `sw.Engine` that would have no effect there."""
+    for name in keywords:
+        if name in _ELSEWHERE:
+            raise ConfigError(
+                f"{name} is no setting of the {caller}: give it to {_ELSEWHERE[name]}(...), or as "
+                f"the flag {flag(name)}."
+            )
+
+
 def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[Source]:
     """The sources of this process, strongest first. Raises ConfigError for an unknown key."""
     flags: dict[str, str] = json.loads(environ.get(FLAGS_VARIABLE, "{}"))

@@ -54,10 +54,11 @@ class Feed:
 
     streams: list[Stream] = field(default_factory=list)
     current: Batch | None = None
-    _watchers: list[WeakMethod[Callable[[], None]]] = field(default_factory=list)
+    _watchers: list[WeakMethod[Callable[[bool], None]]] = field(default_factory=list)
 
-    def watch_stand_ins(self, watcher: Callable[[], None]) -> None:
-        """Call `watcher` (a bound method, held weakly) before a stand-in is handed out."""
+    def watch(self, watcher: Callable[[bool], None]) -> None:
+        """Call `watcher` (a bound method, held weakly) before each batch is handed out, with
+        whether it is a stand-in."""
         self._watchers.append(WeakMethod(watcher))
 
     def open(self, name: str, plan: Plan, *, passing: bool = False) -> Stream:
@@ -73,14 +74,15 @@ class Feed:
         if stream in self.streams:
             self.streams.remove(stream)
             if self.current is stream.batch:
-                self.current = None
+                given = [other.batch for other in self.streams if other.batch is not None]
+                self.current = given[-1] if given else None
 
     def give(self, stream: Stream, batch: Batch, *, training: bool) -> None:
         """Say what is handed out now; `training` is whether autograd records at this moment."""
-        if batch.samples == 0:
-            for watcher in [reference() for reference in self._watchers]:
-                if watcher is not None:
-                    watcher()
+        self._watchers = [reference for reference in self._watchers if reference() is not None]
+        for reference in self._watchers:
+            if (watcher := reference()) is not None:
+                watcher(batch.samples == 0)
         stream.batch, stream.training = batch, training
         self.current = batch
 
@@ -91,14 +93,22 @@ class Feed:
     def batch_of_loss(self, *, weighted: bool) -> Batch | None:
         """The batch that a loss comes from, or None without any.
 
-        Unless the loss is `weighted` by the user, raises UsageError for two training streams.
+        Raises UsageError for two training streams unless the loss is `weighted` by the user, and
+        where one of them gave a stand-in and another did not.
         """
         training = self.training_streams()
-        if len(training) > 1 and not weighted:
-            names = " and ".join(stream.name for stream in training)
+        given = [stream.batch for stream in training if stream.batch is not None]
+        names = " and ".join(stream.name for stream in training)
+        if len(given) > 1 and not weighted:
             raise UsageError(
                 f"Two training loaders are open ({names}), so the weight of this loss cannot be "
                 "told. Write engine.backward(loss, weight=number_of_items_the_loss_is_a_mean_over)."
             )
-        latest = [stream.batch for stream in training if stream.batch is self.current]
-        return latest[0] if latest else training[-1].batch if training else None
+        if len({batch.samples == 0 for batch in given}) > 1:
+            raise UsageError(
+                f"Of the open training loaders ({names}) one has no sample left for this rank and "
+                "another has, so what this loss counts cannot be told. Give them datasets of one "
+                "length and one batch_size, or iterate one of them at a time."
+            )
+        latest = [batch for batch in given if batch is self.current]
+        return latest[0] if latest else given[-1] if given else None

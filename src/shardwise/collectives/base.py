@@ -102,7 +102,7 @@ class Collectives(ABC):
         """A list of every rank's `value` (picklable), in rank order, on all ranks. Blocks."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         device = self.small_device
-        lengths = self.gather_rows(torch.tensor([float(data.numel())], device=device))
+        lengths = self.gather_rows(torch.tensor([data.numel()], dtype=torch.float64, device=device))
         counts = [int(length) for length in lengths.flatten().tolist()]
         cuts = [sum(counts[:rank]) for rank in range(self.size + 1)]
         buffer = torch.zeros(cuts[-1], dtype=torch.uint8, device=device)

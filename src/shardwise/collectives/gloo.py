@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -128,18 +129,27 @@ class Gloo(Collectives):
     ) -> Callable[[], None]:
         """Start one message to and from every other rank (empty ones are not sent); returns what
         waits for them all."""
-        tag = call % 2**20
         works: list[dist.Work | None] = []
         with self._named(what, call):
             for rank, tensor in receives.items():
                 if tensor.numel():
                     works.append(
-                        dist.irecv(wire(tensor), group_src=rank, group=self._group, tag=tag)
+                        dist.irecv(
+                            wire(tensor),
+                            group_src=rank,
+                            group=self._group,
+                            tag=_tag(what, call, tensor),
+                        )
                     )
             for rank, tensor in sends.items():
                 if tensor.numel():
                     works.append(
-                        dist.isend(wire(tensor), group_dst=rank, group=self._group, tag=tag)
+                        dist.isend(
+                            wire(tensor),
+                            group_dst=rank,
+                            group=self._group,
+                            tag=_tag(what, call, tensor),
+                        )
                     )
         started = [work for work in works if work is not None]
         self._unwaited[call] = started
@@ -172,12 +182,22 @@ class Gloo(Collectives):
         self._spare[scratch.dtype].append(whole)
 
 
+def _tag(what: str, call: int, tensor: Tensor) -> int:
+    """The tag of a message: its call's number, and what it is.
+
+    So a rank that is in another collective, or sends another length, is waited for until the
+    time-out says so; its message is never taken for what it is not.
+    """
+    kind = zlib.crc32(f"{what} {tensor.numel()} {tensor.dtype}".encode())
+    return (call % 2**16) << 14 | kind % 2**14
+
+
 def _sum_in_rank_order(rows: list[Tensor], out: Tensor, exact_sum: bool) -> None:
     """out = rows[0] + rows[1] + ..., always from the left, so that every run gives the same bits.
 
     `out` may be one of the rows.
     """
-    if len(rows) == 2 and widened(out, exact_sum) is out:
+    if len(rows) == 2 and widened(rows[0], exact_sum) is rows[0]:
         torch.add(rows[0], rows[1], out=out)
         return
     total = widened(rows[0], exact_sum)

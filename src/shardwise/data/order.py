@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.layout import even_cuts
 from shardwise.randomness import seed_from
+
+T = TypeVar("T")
 
 Rows = tuple[int, int]
 """Rows [first, end) of a total batch, or of an epoch."""
@@ -91,3 +94,9 @@ def parts(rows: int, size: int, rank: int, micro_batch_size: int | None) -> list
 def locate(samples: int, epoch_length: int) -> tuple[int, int]:
     """(epoch, offset in it) of the position `samples`, where every epoch has `epoch_length`."""
     return divmod(samples, epoch_length)
+
+
+def stand_in(rows: Sequence[T], micro_batch_size: int | None) -> list[T]:
+    """What a rank without rows of its own runs: the first row, twice where a micro-batch may be
+    that long, since BatchNorm refuses to train on one value per channel."""
+    return [rows[0]] * min(2, micro_batch_size or 2)

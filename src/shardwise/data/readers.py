@@ -129,7 +129,7 @@ def micros(
                 parts=len(cuts),
                 total=len(batch),
                 samples=end - first,
-                indices=tuple(batch[first:end] or batch[:1]),
+                indices=tuple(batch[first:end] or order.stand_in(batch, micro_batch_size)),
             )
 
 
@@ -201,9 +201,7 @@ def _schedule(given: Given, world: World) -> Schedule:
     assert size is not None
     if given.sampler is not None:
         return FromSampler(given.sampler, size, world=world, drop_last=drop_last)
-    return InOrder(
-        len(given.dataset), size, seed=world.seed, shuffle=given.shuffle, drop_last=drop_last
-    )
+    return InOrder(given.dataset, size, world=world, shuffle=given.shuffle, drop_last=drop_last)
 
 
 def _stream_source(given: Given, dataset: Any, world: World, *, sliced: bool) -> StreamSource:

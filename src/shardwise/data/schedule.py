@@ -33,14 +33,19 @@ class InOrder(Schedule):
     """Our own order, shuffled or not: a pure function of (seed, epoch, length)."""
 
     def __init__(
-        self, length: int, batch_size: int, *, seed: int, shuffle: bool, drop_last: bool
+        self, dataset: Any, batch_size: int, *, world: World, shuffle: bool, drop_last: bool
     ) -> None:
+        length, seed = len(dataset), world.seed
+        self._dataset, self._world, self._checked = dataset, world, False
         self._batch_size = batch_size
         self.epoch_length = order.used_length(length, batch_size, drop_last=drop_last)
         self.steps = order.steps_per_epoch(length, batch_size, drop_last=drop_last)
         self._length, self._seed, self._shuffle = length, seed, shuffle
 
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
+        if not self._checked:
+            _check_same_dataset(self._world, self._dataset)
+            self._checked = True
         whole = order.epoch_order(self._seed, epoch, self._length, shuffle=self._shuffle)
         assert self.epoch_length is not None
         for rows in order.steps(self.epoch_length, self._batch_size, offset):
@@ -98,6 +103,28 @@ def _draw(sampler: Iterable[Any], world: World, epoch: int) -> list[Any]:
             if (set_epoch := getattr(told, "set_epoch", None)) is not None:
                 set_epoch(epoch)
         return list(sampler)
+
+
+def _check_same_dataset(world: World, dataset: Any) -> None:
+    """Raise DataError, on all ranks alike, where ranks hold different datasets.
+
+    Told by type, length and, for a Subset, its indices: random_split after sw.Engine draws
+    differently on each rank.
+    """
+    if world.size == 1:
+        return
+    chosen = [_plain(index) for index in getattr(dataset, "indices", ())]
+    digest = hashlib.blake2b(repr(chosen).encode(), digest_size=16).hexdigest()
+    told = world.gather((type(dataset).__name__, len(dataset), digest))
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            one, other = (f"{kind} of {length}" for kind, length, _ in (told[0], theirs))
+            raise DataError(
+                f"Ranks hold different datasets: rank 0 has a {one}, rank {rank} a {other}"
+                f"{' with other indices' if one == other else ''}. Give every rank the whole "
+                "dataset, alike: the Loader takes the rank's share. Split it before "
+                "sw.Engine(...), or with a generator of its own."
+            )
 
 
 def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) -> None:

@@ -229,7 +229,7 @@ class StreamSource:
                 samples=end - first,
                 rows=rows,
             )
-            yield micro, chunk[first:end] or chunk[:1]
+            yield micro, chunk[first:end] or order.stand_in(chunk, self._micro_batch_size)
 
 
 def may_draw(dataset: Any) -> bool:

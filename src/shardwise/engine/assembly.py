@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,11 +17,12 @@ from shardwise.collectives import Collectives
 from shardwise.config import Settings
 from shardwise.engine import habits
 from shardwise.errors import ModelError, ModelMismatch
+from shardwise.model.precision import NARROW
 from shardwise.placement import Placement
 from shardwise.states.averages import Averages
 from shardwise.states.gathering import Gathering
 from shardwise.states.gradients import Gradients
-from shardwise.states.optimizer_state import NARROW, GroupOf, OptimizerState
+from shardwise.states.optimizer_state import GroupOf, OptimizerState
 from shardwise.states.optimizer_trial import examine
 from shardwise.states.parameters import ReplicatedParameters, Tracked, locate
 
@@ -69,7 +70,6 @@ class States:
     optimizer: OptimizerState
     gathering: Gathering
     averages: Averages | None
-    frozen: list[Tracked]
 
     @property
     def state_bytes(self) -> int:
@@ -105,7 +105,6 @@ def assemble(
     owners = _owners(recipe)
     located = recipe.located()
     tracked = [t for t in located if t.parameter in owners and t.parameter.requires_grad]
-    frozen = [t for t in located if not t.parameter.requires_grad]
     _check_trainable(located, tracked, main=recipe.group.rank == 0)
     buckets = _buckets(recipe, tracked, owners)
     parameters = ReplicatedParameters(tracked, buckets, recipe.group)
@@ -131,7 +130,6 @@ def assemble(
         None
         if decay is None
         else Averages(parameters, optimizer, decay, scattered=scattered, start=averages),
-        frozen,
     )
 
 
@@ -283,11 +281,17 @@ def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, s
     return (extra, "nothing there") if longer is mine else ("nothing there", extra)
 
 
-def broadcast_frozen(states: States, group: Collectives) -> None:
-    """Give every rank rank 0's values of what is not trained."""
+def everything(recipe: Recipe) -> list[Tensor]:
+    """The parameters and buffers of all models, trained or not."""
+    buffers = [buffer for model in recipe.models for buffer in model.buffers()]
+    return [*(tracked.parameter for tracked in recipe.located()), *buffers]
+
+
+def make_alike(tensors: Iterable[Tensor], group: Collectives) -> None:
+    """Give every rank rank 0's values of `tensors`. Collective."""
     with torch.no_grad():
-        for tracked in states.frozen:
-            value = tracked.parameter.detach().contiguous().view(-1)
+        for tensor in tensors:
+            value = tensor.detach().contiguous().clone().view(-1)
             if value.numel():
-                group.broadcast(value).wait()
-                tracked.parameter.copy_(value.view(tracked.parameter.shape))
+                group.broadcast(value.view(torch.uint8)).wait()
+                tensor.copy_(value.view(tensor.shape))

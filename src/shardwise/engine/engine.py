@@ -10,8 +10,8 @@ What a step does follows from the placement's cells alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -19,15 +19,16 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils.hooks import RemovableHandle
 
-from shardwise import randomness
+from shardwise import config, randomness
 from shardwise import world as world_module
 from shardwise.collectives import Handle
 from shardwise.engine import assembly, diagnosis, habits, start_lines
 from shardwise.engine.assembly import Recipe
 from shardwise.engine.exact_mean import Seeds, weight_of
 from shardwise.engine.window import Message, StepStats, Window
-from shardwise.errors import ModelError, PlacementError, UsageError
+from shardwise.errors import CollectiveError, ModelError, PlacementError, UsageError
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.buffers import Buffers
 from shardwise.model.export import write_safetensors
@@ -43,6 +44,7 @@ class _Totals:
     loss: float
     squared_norm: float
     used: list[bool]
+    several: bool
 
 
 class Engine:
@@ -68,6 +70,7 @@ class Engine:
         **settings: Any,
     ) -> None:
         self.world = world_module.current()
+        config.refuse_elsewhere(settings, "engine")
         self.settings = self.world.settle(**settings)
         self.placement = self.settings.placement
         if self.placement.is_sharded("parameters"):
@@ -86,43 +89,69 @@ class Engine:
             self._group,
         )
         self._refuse_second_engine()
-        assembly.check_same_model(self._recipe)
         preset = precision.PRESETS[self.settings.precision]
         self._scale = precision.LossScale(scaler, active=preset.scaled)
-        masters = self._prepare_models(preset)
-        self._states = assembly.assemble(self._recipe, masters)
-        self._shape = self._recipe.shape()
-        self._start_alike()
+        self._fresh: dict[nn.Parameter, Tensor] = {}
+        assembly.check_same_model(self._recipe)
+        assembly.make_alike(assembly.everything(self._recipe), self._group)
+        self._prepare_modules()
+        self._take_over({}, None)
+        self._handles = self._enter_precision(preset)
+        if self.settings.compile:
+            self._compile_units()
         self._seeds = Seeds(self._scale, self._group)
         self._window = Window()
-        self._announced = False
+        self._announced = self._averaged = False
         self.steps = 0
         for optimizer in self._recipe.optimizers:
-            habits.forbid(optimizer)
-        self.world.feed.watch_stand_ins(self._buffers.save)
+            habits.forbid(optimizer, self._welcome)
         self._reseed()
         _living.add(self)
         start_lines.announce_engine(self)
 
     # -- building -------------------------------------------------------------------------
 
-    def _prepare_models(self, preset: precision.Preset) -> dict[nn.Parameter, Tensor]:
-        """Precision, synchronised BatchNorm, compilation; returns values from before a cast."""
+    def _take_over(
+        self,
+        masters: Mapping[nn.Parameter, Tensor],
+        averages: Mapping[nn.Parameter, Tensor] | None,
+    ) -> None:
+        """Lay the three states over the models. Collective.
+
+        `masters` and `averages` are those of an earlier layout, by parameter.
+        """
         models = self._recipe.models
-        masters: dict[nn.Parameter, Tensor] = {}
-        if preset.cast is not None:
-            masters = precision.cast_models(models, preset.cast)
-        if preset.cast is not None or preset.autocast is not None:
-            for model in models:
-                precision.ForwardPrecision(preset, self.world.device.type).attach(model)
-        self._buffers = Buffers(models, self._group)
+        synchronised: set[nn.Module] = set(sync_batch_norm.converted(models))
+        self._buffers = Buffers(models, self._group, left_out=synchronised)
+        self.world.feed.watch(self._buffers.before_batch)
+        self._states = assembly.assemble(self._recipe, self._fresh | dict(masters), averages)
+        self._fresh = {}
+        self._shape = self._recipe.shape()
+
+    def _prepare_modules(self) -> None:
+        """Cast what is not cast yet, keeping its values for the masters; synchronise BatchNorm."""
+        models, cast = self._recipe.models, precision.PRESETS[self.settings.precision].cast
+        if cast is not None:
+            self._fresh |= precision.cast_models(models, cast)
         if self.settings.sync_batch_norm and self.world.size > 1:
             sync_batch_norm.convert(models, self.world.side_channel, self.world.feed)
-        if self.settings.compile:
-            for model in models:
-                for _, unit in units.find_units(model) or [("", model)]:
-                    unit.compile()
-        return masters
+
+    def _welcome(self, group: dict[str, Any]) -> None:
+        """The user's optimizer was given a parameter group: make ready for its first forward."""
+        assembly.make_alike(group["params"], self._group)
+        self._prepare_modules()
+
+    def _enter_precision(self, preset: precision.Preset) -> list[RemovableHandle]:
+        if preset.cast is None and preset.autocast is None:
+            return []
+        kind = self.world.device.type
+        models = self._recipe.models
+        return [h for m in models for h in precision.ForwardPrecision(preset, kind).attach(m)]
+
+    def _compile_units(self) -> None:
+        for model in self._recipe.models:
+            for _, unit in units.find_units(model) or [("", model)]:
+                unit.compile()
 
     def _refuse_second_engine(self) -> None:
         """Two engines that train the same parameter would undo each other's work."""
@@ -134,17 +163,19 @@ class Engine:
                     "one engine, or end that one first: engine.close()."
                 )
 
-    def _start_alike(self) -> None:
-        """Rank 0's weights and buffers on all ranks, whatever each rank's seed."""
-        self._states.parameters.broadcast()
-        assembly.broadcast_frozen(self._states, self._group)
-        self._buffers.broadcast()
-        self._buffers.leave_out(sync_batch_norm.converted(self._recipe.models))
-
-    def _rebuild_if_changed(self) -> None:
-        """Lay out anew after `add_param_group` or a change of `requires_grad`."""
-        shape = self._recipe.shape()
-        if shape == self._shape:
+    def _look_for_changes(self) -> None:
+        """Notice what user code did since the last call: broke, wrote, or added parameters."""
+        states = self._states
+        states.parameters.check()
+        if states.optimizer.has_masters and (written := states.parameters.written()):
+            states.optimizer.refresh_masters(written)
+            states.parameters.remember()
+        if self._averaged:
+            raise UsageError(
+                "engine.backward inside engine.ema(): what it trains would be undone on leaving. "
+                "Leave the block first."
+            )
+        if self._recipe.shape() == self._shape:
             return
         if self._window.backwards:
             raise UsageError(
@@ -152,9 +183,7 @@ class Engine:
                 "engine.step. Change them right after engine.step()."
             )
         assembly.check_same_model(self._recipe)
-        masters, averages = assembly.disassemble(self._recipe, self._states)
-        self._states = assembly.assemble(self._recipe, masters, averages)
-        self._shape = shape
+        self._take_over(*assembly.disassemble(self._recipe, states))
 
     # -- backward -------------------------------------------------------------------------
 
@@ -171,13 +200,13 @@ class Engine:
         Without `weight` it is the number of samples that the Loader last gave; without a Loader,
         1. A device tensor is fine. `last=False` says that more backwards come in this step, which
         saves communication and never changes a result. Touches this engine's parameters only.
+        Where gradients are sharded each backward is collective: every rank makes as many.
 
         Raises UsageError for a loss that is not a scalar of the graph, or when two training
         loaders are open and the weight is left out.
         """
         habits.check_loss(loss)
-        self._states.parameters.check()
-        self._rebuild_if_changed()
+        self._look_for_changes()
         batch = self.world.feed.batch_of_loss(weighted=weight is not None)
         if last is None:
             last = batch.last if batch is not None else True
@@ -193,13 +222,15 @@ class Engine:
             torch.autograd.backward(loss, seed, retain_graph=retain_graph, inputs=self._inputs())
             gradients.finish()
         except BaseException:
-            self._abandon()
+            with suppress(CollectiveError):  # the first error is the one to show
+                self._abandon()
             raise
+        if not gradients.reached and not isinstance(weight, Tensor) and weight > 0:
+            habits.check_reachable(loss, several=len(_living) > 1)
         self._window.add(loss, weight, batch.indices if batch is not None else ())
         if batch is not None and batch.samples == 0:
             self._buffers.restore()
-        if last:
-            gradients.guard()
+        gradients.guard()
 
     def _inputs(self) -> list[nn.Parameter] | None:
         """This engine's parameters where the graph may hold those of another engine too."""
@@ -255,6 +286,7 @@ class Engine:
             used=gradients.used,
             late=[number in gradients.late for number in range(len(gradients.sums))],
             news=bool(self._buffers.news()),
+            several=self._window.backwards > 1,
         )
         told = mine.row(device)
         rows = self._group.gather_rows(torch.cat([told, self._buffers.values().to(device)]))
@@ -268,6 +300,7 @@ class Engine:
             loss=float(all_of_us.loss),
             squared_norm=squared,
             used=all_of_us.used,
+            several=all_of_us.several,
         )
 
     def _correct(self, buckets: list[int]) -> float:
@@ -285,8 +318,7 @@ class Engine:
             return
         self._buffers.average(rows, weights)
         if news:
-            found = self.world.gather(self._buffers.news())
-            self._buffers.follow({index for each in found for index in each})
+            self._buffers.follow_agreed()
             values = self._buffers.values().to(self._group.small_device)
             self._buffers.average(self._group.gather_rows(values), weights)
         self._buffers.remember()
@@ -334,6 +366,8 @@ class Engine:
             self._scale.update(overflow=not math.isfinite(totals.squared_norm))
             self._seeds.follow(totals.weight)
         self._states.gradients.clear()
+        if totals.several and self.settings.reduce_dtype == "fp32":
+            self._states.gradients.reduction.widen()
         self._window = Window()
         self.steps += 1
         self._reseed()
@@ -366,8 +400,10 @@ class Engine:
             yield
             if write:
                 self._states.parameters.check()
-                self._states.parameters.broadcast()
-                self._states.optimizer.refresh_masters()
+                written = self.world.broadcast_object(self._states.parameters.written())
+                assembly.make_alike(assembly.everything(self._recipe), self._group)
+                self._states.optimizer.refresh_masters(written)
+                self._states.parameters.remember()
 
     @contextmanager
     def ema(self) -> Iterator[None]:
@@ -383,9 +419,11 @@ class Engine:
         with torch.no_grad():
             context = self._states.averages.swapped_in()
             context.__enter__()
+        self._averaged = True
         try:
             yield
         finally:
+            self._averaged = False
             context.__exit__(None, None, None)
 
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
@@ -428,9 +466,12 @@ class Engine:
     def close(self) -> None:
         """Give models and optimizers back as plain ones, optimizer state included. Collective.
 
-        Copies of the weights in 16 bit stay so; the engine cannot be used afterwards.
+        Weights that were cast to 16 bit stay so; the engine cannot be used afterwards.
         """
         assembly.disassemble(self._recipe, self._states)
+        for handle in self._handles:
+            handle.remove()
+        sync_batch_norm.restore(self._recipe.models)
         for optimizer in self._recipe.optimizers:
             habits.allow(optimizer)
         _living.discard(self)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor, optim
 
@@ -43,12 +45,44 @@ def check_loss(loss: Any) -> None:
         )
 
 
+def check_reachable(loss: Tensor, *, several: bool) -> None:
+    """After a backward that brought nothing: raise where reentrant checkpointing hid it.
+
+    With several engines, backward is told which parameters it is for, and torch then does not
+    look inside segments of reentrant checkpointing.
+    """
+    nodes, seen = [loss.grad_fn] if several else [], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise UsageError(
+                "No gradient reached this engine: with several engines, reentrant activation "
+                "checkpointing hides the parameters inside it. Write "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
+        nodes.extend(child for child, _ in node.next_functions)
+
+
 _HOOKS = "_shardwise_hooks"
 
 
-def forbid(optimizer: optim.Optimizer) -> None:
-    """Let `step`, `state_dict` and `load_state_dict` of the user's optimizer raise from now on."""
+def forbid(optimizer: optim.Optimizer, welcome: Callable[[dict[str, Any]], None]) -> None:
+    """Let `step`, `state_dict` and `load_state_dict` of the user's optimizer raise from now on.
+
+    `welcome`, a bound method, is called with each parameter group that is added to it.
+    """
     allow(optimizer)
+    held, add = WeakMethod(welcome), optimizer.add_param_group
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        add(param_group)
+        if (greet := held()) is not None:
+            greet(optimizer.param_groups[-1])
+
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     hooks = [
         optimizer.register_step_pre_hook(_refuse_step),
         optimizer.register_state_dict_pre_hook(_refuse_state_dict),
@@ -61,6 +95,7 @@ def allow(optimizer: optim.Optimizer) -> None:
     """Undo `forbid`."""
     for hook in optimizer.__dict__.pop(_HOOKS, []):
         hook.remove()
+        optimizer.__dict__.pop("add_param_group", None)
 
 
 def _refuse_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

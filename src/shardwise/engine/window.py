@@ -55,10 +55,11 @@ _BITS = 48
 class Message:
     """What a rank tells all others at a step, as one fp64 vector.
 
-    | weight | loss x weight | squared norm | used, packed | late, packed | news |
+    | weight | loss x weight | squared norm | used, packed | late, packed | news | several |
 
     `used` is by parameter: it had a gradient. `late` is by bucket: a gradient came after the
     bucket had started. `news`: a buffer was seen to change for the first time.
+    `several`: there was more than one backward.
     """
 
     weight: float | Tensor
@@ -67,6 +68,7 @@ class Message:
     used: list[bool]
     late: list[bool]
     news: bool
+    several: bool
 
     def row(self, device: torch.device) -> Tensor:
         """The vector, on `device`; numbers that are there already stay there."""
@@ -74,7 +76,7 @@ class Message:
             torch.as_tensor(number, dtype=torch.float64, device=device)
             for number in (self.weight, self.loss, self.squared_norm)
         ]
-        flags = [*_packed(self.used), *_packed(self.late), float(self.news)]
+        flags = [*_packed(self.used), *_packed(self.late), float(self.news), float(self.several)]
         rest = torch.tensor(flags, dtype=torch.float64, device=device)
         return torch.cat([torch.stack(scalars), rest])
 
@@ -89,6 +91,7 @@ class Message:
             used=_any_of([row[3:first] for row in table], len(self.used)),
             late=_any_of([row[first:second] for row in table], len(self.late)),
             news=any(row[second] for row in table),
+            several=any(row[second + 1] for row in table),
         )
 
 

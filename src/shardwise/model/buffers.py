@@ -5,58 +5,57 @@ take rank 0's. After that, those that forward is seen to change are averaged ove
 each step, weighted by what each rank's window weighed, so that after `step()` all ranks hold the
 same model. Which ones change is learned: a rank that sees a new one says so, and from then on its
 values ride in the step's one small collective.
+
+Left to the model: buffers whose shapes differ between ranks or change on the way (caches), complex
+ones, and what is written through `.data`, which leaves no trace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
 
-Place = tuple[nn.Module, str]
+
+@dataclass(frozen=True)
+class _Followed:
+    """A buffer that is averaged, and the shape it had when that began."""
+
+    index: int
+    shape: torch.Size
 
 
 class Buffers:
     """The buffers of the models, each known by the module and key that hold it."""
 
-    def __init__(self, models: Sequence[nn.Module], group: Collectives) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], group: Collectives, left_out: set[nn.Module]
+    ) -> None:
+        """`left_out` are modules that keep their buffers in step themselves."""
         self._group = group
-        self._places: list[Place] = []
+        self._places: list[tuple[nn.Module, str]] = []
         seen: set[int] = set()
         for module in (module for model in models for module in model.modules()):
             for key, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
+                if buffer is None or id(buffer) in seen or module in left_out:
+                    continue
+                seen.add(id(buffer))
+                if not buffer.is_complex():
                     self._places.append((module, key))
-        self._followed: list[int] = []
+        self._followed: list[_Followed] = []
         self._saved: list[tuple[int, Tensor]] = []
-        self._seen: list[tuple[int, int]] = []
-
-    def broadcast(self) -> None:
-        """Give every rank the values of rank 0."""
-        for index in range(len(self._places)):
-            buffer = self._buffer(index)
-            flat = buffer.detach().contiguous().view(-1)
-            if flat.numel():
-                flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
-                self._group.broadcast(flat).wait()
-                buffer.copy_(flat.view(buffer.dtype).view(buffer.shape))
         self.remember()
 
     def remember(self) -> None:
         """Take the present values as those of which changes are told."""
         self._seen = [self._mark(index) for index in range(len(self._places))]
 
-    def leave_out(self, modules: set[nn.Module]) -> None:
-        """Do not follow buffers of `modules`, which keep them in step themselves."""
-        self._places = [place for place in self._places if place[0] not in modules]
-        self.remember()
-
-    def news(self) -> list[int]:
-        """Buffers not followed yet, of modules of which one changed since `remember`.
+    def news(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Index and shape of buffers not followed yet, in modules of which one has changed.
 
         Of the module as a whole, since torch's batch_norm writes its running statistics without
         raising their version, as it does that of the count beside them.
@@ -66,55 +65,80 @@ class Buffers:
             for index, mark in enumerate(self._seen)
             if self._mark(index) != mark
         }
-        followed = set(self._followed)
+        known = {followed.index for followed in self._followed}
         return [
-            index
+            (index, tuple(buffer.shape))
             for index, (module, _) in enumerate(self._places)
-            if module in changed and index not in followed
+            if module in changed and index not in known
+            if (buffer := self._buffer(index)) is not None
         ]
 
-    def follow(self, indices: set[int]) -> None:
-        """Average these too from now on; alike on all ranks."""
-        self._followed = sorted({*self._followed, *indices})
+    def follow_agreed(self) -> None:
+        """Follow what any rank has news of and all ranks hold in one shape. Collective."""
+        found = self._group.gather_objects(self.news())
+        wanted = sorted({index for each in found for index, _ in each})
+        mine = {index: self._shape(index) for index in wanted}
+        all_shapes = self._group.gather_objects(mine)
+        for index in wanted:
+            shapes = {each[index] for each in all_shapes}
+            if len(shapes) == 1 and (shape := shapes.pop()) is not None:
+                self._followed.append(_Followed(index, torch.Size(shape)))
+        self._followed.sort(key=lambda followed: followed.index)
 
     def values(self) -> Tensor:
-        """What is followed, as one fp64 vector."""
-        parts = [self._buffer(i).detach().reshape(-1).double() for i in self._followed]
+        """What is followed, as one fp64 vector; NaN for a buffer that has changed its shape."""
+        parts = []
+        for followed in self._followed:
+            buffer = self._buffer(followed.index)
+            if buffer is None or buffer.shape != followed.shape:
+                parts.append(torch.full((followed.shape.numel(),), torch.nan, dtype=torch.float64))
+            else:
+                parts.append(buffer.detach().reshape(-1).double())
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
     def average(self, rows: Tensor, weights: Tensor) -> None:
-        """Set what is followed to the mean of the ranks' `rows` by `weights` (each ≥ 0)."""
-        if not rows.numel():
-            return
-        counted = rows[weights > 0]
-        mean = (counted * weights[weights > 0].unsqueeze(1)).sum(0) / weights.sum()
-        offset = 0
-        for index in self._followed:
-            buffer = self._buffer(index)
-            part = mean[offset : offset + buffer.numel()].view(buffer.shape)
-            if not (buffer.is_floating_point() or buffer.is_complex()):
-                part = part.round()
-            buffer.copy_(part)
-            offset += buffer.numel()
+        """Set what is followed to the mean of the ranks' `rows` by `weights` (each ≥ 0).
 
-    def save(self) -> None:
-        """Keep the present values: what comes next is a stand-in's forward."""
-        if not self._saved:
-            self._saved = [(i, self._buffer(i).clone()) for i in range(len(self._places))]
+        What is NaN on a rank is followed no longer, on all ranks alike.
+        """
+        counted = weights > 0
+        offset, kept = 0, []
+        for followed in self._followed:
+            part = rows[:, offset : offset + followed.shape.numel()]
+            offset += followed.shape.numel()
+            if bool(part.isnan().any()):
+                continue
+            kept.append(followed)
+            mean = (part[counted] * weights[counted].unsqueeze(1)).sum(0) / weights.sum()
+            buffer = self._buffer(followed.index)
+            assert buffer is not None
+            whole = mean if buffer.is_floating_point() else mean.round()
+            buffer.copy_(whole.view(followed.shape))
+        self._followed = kept
+
+    def before_batch(self, stand_in: bool) -> None:
+        """A batch is about to be handed out: undo a stand-in's forward, make ready for another."""
+        self.restore()
+        if stand_in:
+            held = ((i, self._buffer(i)) for i in range(len(self._places)))
+            self._saved = [(i, buffer.clone()) for i, buffer in held if buffer is not None]
 
     def restore(self) -> None:
         """Undo what a stand-in's forward did."""
         for index, value in self._saved:
-            if not torch.equal(self._buffer(index), value):
-                self._buffer(index).copy_(value)
+            buffer = self._buffer(index)
+            if buffer is not None and buffer.shape == value.shape:
+                buffer.copy_(value)
         self._saved = []
 
-    def _buffer(self, index: int) -> Tensor:
+    def _buffer(self, index: int) -> Tensor | None:
         module, key = self._places[index]
-        buffer = module._buffers[key]
-        assert buffer is not None
-        return buffer
+        return module._buffers.get(key)
+
+    def _shape(self, index: int) -> tuple[int, ...] | None:
+        buffer = self._buffer(index)
+        return None if buffer is None else tuple(buffer.shape)
 
     def _mark(self, index: int) -> tuple[int, int]:
         buffer = self._buffer(index)
-        return id(buffer), buffer._version
+        return (0, 0) if buffer is None else (id(buffer), buffer._version)

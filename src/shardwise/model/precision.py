@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -51,10 +52,12 @@ class ForwardPrecision:
         self._device_type = device_type
         self._open: list[ExitStack] = []
 
-    def attach(self, model: nn.Module) -> None:
-        """Run every call of `model` in the preset."""
-        model.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self.leave, always_call=True)
+    def attach(self, model: nn.Module) -> list[RemovableHandle]:
+        """Run every call of `model` in the preset, until the handles are removed."""
+        return [
+            model.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self.leave, always_call=True),
+        ]
 
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before forward: autocast on, or floating inputs cast."""
@@ -97,7 +100,9 @@ def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Para
         if isinstance(module, nn.modules.batchnorm._NormBase):
             continue
         for parameter in module._parameters.values():
-            if parameter is not None and parameter.is_floating_point() and parameter not in before:
+            if parameter is None or parameter.dtype == dtype:
+                continue
+            if parameter.is_floating_point() and parameter not in before:
                 before[parameter] = parameter.detach()
                 parameter.data = parameter.detach().to(dtype)
         for key, buffer in module._buffers.items():

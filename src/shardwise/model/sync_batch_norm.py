@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from shardwise.collectives import Collectives
 from shardwise.feed import Feed
@@ -43,6 +44,7 @@ class _Normalise(torch.autograd.Function):
         return out.to(x.dtype), mean, variance, total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
         x, weight, mean, invstd64, total = ctx.saved_tensors
         dims, group = ctx.dims, ctx.group
@@ -53,7 +55,7 @@ class _Normalise(torch.autograd.Function):
         sum_dy_centred = (dy * centred).sum(dims).double()
         row = torch.cat([sum_dy, sum_dy_centred])
         rows = group.gather_rows(row if ctx.counts else torch.zeros_like(row))
-        all_dy, all_centred = (rows.sum(0) / total).chunk(2)
+        all_dy, all_centred = (rows.sum(0) / total.clamp(min=1.0)).chunk(2)
         invstd = invstd64.to(mean.dtype).view(shape)
         slope = (all_centred * invstd64.square()).to(mean.dtype).view(shape)
         dx = (dy - all_dy.to(mean.dtype).view(shape) - centred * slope) * invstd
@@ -74,10 +76,10 @@ def _joined(
     rows = group.gather_rows(row if counts else torch.zeros_like(row))
     channels = x.shape[1]
     means, squares, numbers = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
-    total = numbers.sum().clamp(min=1.0)
-    joined = (means * numbers).sum(0) / total
+    total = numbers.sum()
+    joined = (means * numbers).sum(0) / total.clamp(min=1.0)
     spread = squares.sum(0) + (numbers * (means - joined).square()).sum(0)
-    return joined, spread / total, total
+    return joined, spread / total.clamp(min=1.0), total
 
 
 def _like(value: Tensor | None, x: Tensor) -> Tensor | None:
@@ -112,6 +114,8 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
+        if not bool(total):
+            return  # stand-ins on all ranks
         with torch.no_grad():
             self.num_batches_tracked.add_(1)
             rate = self.momentum
@@ -163,6 +167,14 @@ def convert(models: Iterable[nn.Module], group: Collectives, feed: Feed) -> int:
     return count
 
 
-def converted(models: Iterable[nn.Module]) -> set[nn.Module]:
+def restore(models: Iterable[nn.Module]) -> None:
+    """Undo `convert`."""
+    for module in converted(models):
+        module.__class__ = module._plain  # type: ignore[assignment]
+        for key in ("_group", "_feed"):
+            module.__dict__.pop(key, None)
+
+
+def converted(models: Iterable[nn.Module]) -> set[_SyncBatchNorm]:
     """The modules that `convert` has changed."""
     return {m for model in models for m in model.modules() if isinstance(m, _SyncBatchNorm)}

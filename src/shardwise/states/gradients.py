@@ -121,6 +121,11 @@ class Gradients:
         """By bucket, the reduced gradient of the elements that this rank updates."""
         return [rest.reduced for rest in self.reduction.rests]
 
+    @property
+    def reached(self) -> bool:
+        """Whether the last backward brought any gradient."""
+        return any(self._arrivals)
+
     # -- one backward ---------------------------------------------------------------------
 
     def begin(self, *, last: bool, weight: float | Tensor) -> None:

@@ -26,8 +26,6 @@ from shardwise.layout import Bucket, Piece
 from shardwise.states.optimizer_trial import Kind, bare_copy, settings_of
 from shardwise.states.parameters import ReplicatedParameters, view_like
 
-NARROW = (torch.bfloat16, torch.float16)
-
 
 @dataclass(eq=False)
 class Segment:
@@ -285,11 +283,20 @@ class OptimizerState:
         """The buckets that `inner` updates."""
         return [i for i, each in enumerate(self._inner_of) if each is inner]
 
-    def refresh_masters(self) -> None:
-        """Take the masters from the parameters again, after user code has written those."""
+    @property
+    def has_masters(self) -> bool:
+        """Whether any parameter has a master in another dtype."""
+        return any(part.master is not part.target for part in self.parts)
+
+    def refresh_masters(self, written: set[int]) -> None:
+        """Take the masters of the parameters `written` by user code from those again."""
         for part in self.parts:
-            if part.master is not part.target:
-                part.master.copy_(part.target)
+            if part.master is part.target:
+                continue
+            for piece in part.bucket.pieces(*part.own):
+                if piece.parameter in written:
+                    a, b = piece.start - part.own[0], piece.end - part.own[0]
+                    part.master[a:b].copy_(part.target[a:b])
 
     @property
     def state_bytes(self) -> int:

@@ -48,6 +48,7 @@ class ReplicatedParameters:
         self.flats = [self._adopt(bucket) for bucket in buckets]
         self._addresses = [t.parameter.data_ptr() for t in tracked]
         self._dtypes = [t.parameter.dtype for t in tracked]
+        self.remember()
 
     def _adopt(self, bucket: Bucket) -> Tensor:
         """Move a bucket's parameters into a buffer, keeping shape, strides and values."""
@@ -60,12 +61,6 @@ class ReplicatedParameters:
             parameter.data = view
         return flat
 
-    def broadcast(self) -> None:
-        """Give every rank the values of rank 0."""
-        for handle in [self._group.broadcast(flat) for flat in self.flats]:
-            handle.wait()
-        self.touch()
-
     def publish(self, index: int) -> Handle:
         """Send each rank's updated interval of bucket `index` to all."""
         return self._group.all_gather(self.flats[index], self.buckets[index].cuts)
@@ -73,6 +68,18 @@ class ReplicatedParameters:
     def touch(self) -> None:
         """Tell autograd that the values changed, so that a stale graph is an error, as in torch."""
         torch.autograd.graph.increment_version([t.parameter for t in self.tracked])
+        self.remember()
+
+    def remember(self) -> None:
+        """Take the present values as those of which `written` tells changes."""
+        self._versions = [tracked.parameter._version for tracked in self.tracked]
+
+    def written(self) -> set[int]:
+        """The parameters that user code has written since (load_state_dict, clamp_ ...)."""
+        pairs = zip(self.tracked, self._versions, strict=True)
+        return {
+            i for i, (tracked, version) in enumerate(pairs) if tracked.parameter._version != version
+        }
 
     def check(self) -> None:
         """Raise BrokenView if user code replaced a parameter or what it rests on."""

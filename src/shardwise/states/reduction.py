@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives, Handle
 from shardwise.layout import Bucket
+from shardwise.model.precision import NARROW
 from shardwise.placement import Placement
 
 IN_FLIGHT = 4
@@ -39,6 +40,7 @@ class Rest:
     own: tuple[int, int]
     kept: Tensor | None
     reduced: Tensor
+    dtype: torch.dtype
     awaited: bool = False
     settled: bool = False
 
@@ -82,8 +84,8 @@ class Reduction:
         length = own[1] - own[0] if sharded else bucket.numel
         memory = self._group.allocate(length, flat.dtype, flat.device)
         if sharded:
-            return Rest(index, bucket, own, None, memory)
-        return Rest(index, bucket, own, memory, memory[own[0] : own[1]])
+            return Rest(index, bucket, own, None, memory, flat.dtype)
+        return Rest(index, bucket, own, memory, memory[own[0] : own[1]], flat.dtype)
 
     def launch(self, rest: Rest, buffer: Tensor) -> None:
         """Start to reduce `buffer`, a bucket's gradients of this rank."""
@@ -121,6 +123,21 @@ class Reduction:
         rest.settled = True
         return rest
 
+    def widen(self) -> None:
+        """Let 16-bit gradients rest in fp32 from the next step on, all ranks alike.
+
+        Done once steps turn out to have several micro-batches: their sum would soon be too large
+        for 16 bits to add another one to.
+        """
+        for rest in self.rests:
+            if rest.reduced.dtype not in NARROW:
+                continue
+            if rest.kept is None:
+                rest.reduced = rest.reduced.float()
+            else:
+                rest.kept = rest.kept.float()
+                rest.reduced = rest.kept[rest.own[0] : rest.own[1]]
+
     def clear(self) -> None:
         """Forget the sums of this step."""
         for rest in self.rests:
@@ -130,14 +147,11 @@ class Reduction:
         """A buffer of the bucket's length, with anything in it."""
         while sum(f.buffer is not f.rest.kept for f in self._flight) >= IN_FLIGHT:
             self._settle_oldest()
-        dtype, device = rest.reduced.dtype, rest.reduced.device
-        spare = self._pool.setdefault((dtype, device), [])
+        kind = (rest.dtype, rest.reduced.device)
+        spare = self._pool.setdefault(kind, [])
         if not spare:
-            alike = [
-                r for r in self.rests if (r.reduced.dtype, r.reduced.device) == (dtype, device)
-            ]
-            largest = max(r.bucket.numel for r in alike)
-            spare.append(self._group.allocate(largest, dtype, device))
+            alike = [r for r in self.rests if (r.dtype, r.reduced.device) == kind]
+            spare.append(self._group.allocate(max(r.bucket.numel for r in alike), *kind))
         return spare.pop()[: rest.bucket.numel]
 
     def give_back(self, buffer: Tensor) -> None:

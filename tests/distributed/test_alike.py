@@ -1,0 +1,329 @@
+"""All ranks hold one model, whatever their seeds, whatever user code does on the way."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset, random_split
+
+import shardwise as sw
+from shardwise.errors import ConfigError, DataError, UsageError
+from tests.distributed.test_engine import batch, close, mlp, same_weights
+
+
+def digest(model):
+    """Parameters and buffers as numbers that tell models apart."""
+    return [float(value.double().sum()) for value in model.state_dict().values()]
+
+
+def unlike(world, dtype=torch.float32):
+    """A model that each rank builds from another seed."""
+    return mlp(dtype, seed=world.rank)
+
+
+def masters_case(world, zero, precision):
+    model = unlike(world)
+    first = mlp(torch.float32, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    engine = sw.Engine(model, optimizer, zero=zero, precision=precision, ema_decay=0.9)
+    with engine.ema():
+        same_weights(copy.deepcopy(model).float(), first, 1e-2)
+    for step in range(3):
+        engine.backward(model(world.share(batch(step).float())).square().mean())
+        engine.step()
+    same_weights(copy.deepcopy(model).float(), first, 3e-2)
+    return digest(model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_masters_and_averages_start_from_rank_0(group, zero, precision):
+    first, *others = group(3)(masters_case, zero, precision)
+    assert all(other == first for other in others)
+
+
+def new_head_case(world, zero, precision):
+    model = nn.ModuleDict({"body": nn.Linear(6, 6)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = sw.Engine(model, optimizer, zero=zero, precision=precision)
+    x = batch(0).float()
+
+    def train(forward):
+        engine.backward(forward(world.share(x).to(model["body"].weight.dtype)).square().mean())
+        engine.step()
+
+    train(model["body"])
+    model["head"] = nn.Linear(6, 2)  # built after the engine: each rank draws other weights
+    optimizer.add_param_group({"params": list(model["head"].parameters())})
+    for _ in range(3):
+        train(lambda x: model["head"](model["body"](x)))
+    return digest(model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_head_added_on_the_way_is_rank_0s(group, zero, precision):
+    first, second = group(2)(new_head_case, zero, precision)
+    assert first == second
+
+
+def untrained_case(world):
+    model = nn.ModuleDict({"net": unlike(world), "target": unlike(world)})
+    engine = sw.Engine(model, torch.optim.SGD(model["net"].parameters(), lr=0.1))
+    assert engine.placement.level == 0
+    same_weights(model["target"], mlp(torch.float32, seed=0))
+
+
+def test_parameters_of_no_optimizer_are_rank_0s(group):
+    for error in group(2).errors(untrained_case):
+        # Warnings are errors in tests; that they are not trained is said, on rank 0 alone.
+        assert error is None or error[0] == "UserWarning"
+
+
+def write_case(world):
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = sw.Engine(model, optimizer, zero=1, precision="bf16")
+    with engine.full_parameters(write=True):
+        for value in model.state_dict().values():
+            value.fill_(7 if world.rank == 0 else 3)
+    assert all(bool((value == 7).all()) for value in model.state_dict().values())
+    # Loading alike on all ranks needs no context; the masters are told.
+    model.load_state_dict({k: torch.full_like(v, 5) for k, v in model.state_dict().items()})
+    engine.backward(model(batch(0).bfloat16()).square().mean())
+    engine.step()
+    assert bool((model[0].weight == 5).all())
+
+
+def test_what_user_code_writes_stays(group):
+    group(2)(write_case)
+
+
+def accumulation_case(world, zero):
+    """300 gradients of 1: in bf16 their sum would stop at 256."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = sw.Engine(model, optimizer, zero=zero, precision="bf16")
+    for _ in range(2):  # that steps have several backwards is learned in the first
+        for i in range(300):
+            engine.backward(model(torch.ones(1, 1)).mean(), last=i == 299)
+        stats = engine.step()
+    assert stats.grad_norm == pytest.approx(1.0, rel=2e-3)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_many_micro_batches_in_16_bit(group, zero):
+    group(2)(accumulation_case, zero)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Scales each tensor's update by the norms of the whole tensor (You et al., 2020)."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                ratio = p.norm() / p.grad.norm().clamp(min=1e-12)
+                p.sub_(p.grad * ratio, alpha=float(group["lr"]))
+
+
+def warm_up_case(world):
+    def make(model):
+        optimizer = Lamb(model.parameters(), lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: s / 5)
+
+    model, plain = mlp(), mlp()
+    optimizer, scheduler = make(model)
+    assert optimizer.param_groups[0]["lr"] == 0
+    engine = sw.Engine(model, optimizer, zero=2, bucket_mb=0.0005)
+    reference, theirs = make(plain)
+    for step in range(5):
+        engine.backward(model(world.share(batch(step))).square().mean())
+        engine.step()
+        scheduler.step()
+        reference.zero_grad()
+        plain(batch(step)).square().mean().backward()
+        reference.step()
+        theirs.step()
+    same_weights(model, plain)
+
+
+def test_an_optimizer_is_known_even_at_a_rate_of_zero(group):
+    group(2)(warm_up_case)
+
+
+def factored_case(world):
+    model = mlp()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    engine = sw.Engine(model, optimizer, zero=1)
+    for step in range(4):
+        if step == 2:
+            model[0].requires_grad_(False)
+        engine.backward(model(world.share(batch(step))).square().mean())
+        engine.step()
+    return digest(model)
+
+
+def test_factored_state_survives_a_rebuild(group):
+    first, second = group(2)(factored_case)
+    assert first == second
+
+
+def norm_net():
+    torch.manual_seed(0)
+    split = [nn.Linear(6, 12), nn.Unflatten(1, (4, 3))]
+    return nn.Sequential(*split, nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(12, 1)).double()
+
+
+def statistics_case(world, evaluate, sync):
+    model = norm_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = sw.Engine(model, optimizer, sync_batch_norm=sync)
+    data = TensorDataset(batch(1, 10))
+    if evaluate:
+        model.eval()
+        with torch.no_grad():
+            for (x,) in sw.Loader(TensorDataset(batch(2, 5)), batch_size=4):
+                model(x)
+        model.train()
+    loader = sw.Loader(data, batch_size=5, micro_batch_size=2)
+    for _ in range(2):
+        for step in loader.steps():
+            for (x,) in step:
+                engine.backward(model(x).square().mean())
+            engine.step()
+    return model[2].running_mean.tolist()
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_an_evaluation_changes_no_statistics(group, sync):
+    assert group(2)(statistics_case, True, sync) == group(2)(statistics_case, False, sync)
+
+
+def close_case(world):
+    model = norm_net().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = sw.Engine(model, optimizer, precision="bf16-mixed", sync_batch_norm=True)
+    engine.close()
+    assert type(model[2]) is nn.BatchNorm1d
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    model(batch(0).float()).sum().backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def test_close_gives_plain_objects_back(group):
+    group(2)(close_case)
+
+
+class Cache(nn.Module):
+    """A table that grows with what it sees, as rotary caches do; each rank sees other lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1, dtype=torch.float64), persistent=False)
+        self.register_buffer("phase", torch.ones(1, dtype=torch.complex64))
+        self.register_buffer("kinds", torch.ones(3, dtype=torch.int16))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.linear = nn.Linear(6, 1).double()
+
+    def forward(self, x, length):
+        self.calls += 1
+        if length > len(self.table):
+            self.table = torch.arange(length, dtype=torch.float64)
+        return self.linear(x)
+
+
+def cache_case(world):
+    model = Cache()
+    model.phase.fill_(1 + 2j)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=1)
+    for step in range(4):
+        engine.backward(model(world.share(batch(step)), 2 + 3 * world.rank + step).mean())
+        engine.step()
+        assert torch.equal(model.table, torch.arange(2 + 3 * world.rank + step).double())
+    assert complex(model.phase) == 1 + 2j
+    assert float(model.calls) == 4
+
+
+def test_buffers_that_differ_by_rank_are_left_alone(group):
+    group(2)(cache_case)
+
+
+def misuse_case(world):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"micro_batch_size is no setting.*sw\.Loader"):
+        sw.Engine(model, optimizer, micro_batch_size=2)
+    engine = sw.Engine(model, optimizer, ema_decay=0.5)
+    loss = model(batch(0)).square().mean()
+    with engine.ema(), pytest.raises(UsageError, match=r"inside engine\.ema"):
+        engine.backward(loss)
+    engine.backward(model(batch(0)).square().mean(), last=False)
+    optimizer.zero_grad()
+    with pytest.raises(UsageError, match="cleared"):
+        engine.backward(model(batch(0)).square().mean())
+
+
+def test_misuse_is_named(group):
+    group(1)(misuse_case)
+
+
+def hidden_case(world):
+    def inside(x, net):
+        return torch.utils.checkpoint.checkpoint(net, x, use_reentrant=True)
+
+    one, two = mlp(), mlp()
+    first = sw.Engine(one, torch.optim.SGD(one.parameters(), lr=0.1))
+    second = sw.Engine(two, torch.optim.SGD(two.parameters(), lr=0.1))
+    x = batch(0).requires_grad_()
+    with pytest.raises(UsageError, match="use_reentrant=False"):
+        first.backward(inside(x, one).square().mean())
+    assert second.steps == 0
+
+
+def test_reentrant_checkpointing_beside_another_engine(group):
+    group(1)(hidden_case)
+
+
+def big_objects_case(world):
+    sizes = [len(data) for data in world.gather(b"x" * (20_000_003 + world.rank))]
+    assert sizes == [20_000_003, 20_000_004]
+
+
+def test_objects_longer_than_fp32_counts(group):
+    group(2)(big_objects_case)
+
+
+def different_data_case(world):
+    model = mlp()
+    sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    part, _ = random_split(TensorDataset(batch(0, 12)), [8, 4])  # draws by rank now
+    next(iter(sw.Loader(part, batch_size=4)))
+
+
+def test_different_datasets_are_named(group):
+    for error in group(2).errors(different_data_case):
+        assert error is not None
+        assert error[0] == DataError.__name__
+        assert "with other indices" in error[1]
+
+
+def unequal_backwards_case(world):
+    model = mlp()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=0)
+    for i in range(1 + world.rank):
+        engine.backward(model(batch(i)).square().mean(), weight=8, last=i == world.rank)
+    engine.step()
+    return digest(model)
+
+
+def test_replicated_gradients_allow_unequal_numbers_of_backwards(group):
+    first, second = group(2)(unequal_backwards_case)
+    assert close(torch.tensor(first), torch.tensor(second), 1e-12)
