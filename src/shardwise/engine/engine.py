@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 from weakref import WeakSet
@@ -27,24 +26,14 @@ from shardwise.collectives import Handle
 from shardwise.engine import assembly, diagnosis, habits, start_lines
 from shardwise.engine.assembly import Recipe
 from shardwise.engine.exact_mean import Seeds, weight_of
-from shardwise.engine.window import Message, StepStats, Window
+from shardwise.engine.exchange import Totals, exchange
+from shardwise.engine.window import StepStats, Window
 from shardwise.errors import CollectiveError, ModelError, PlacementError, UsageError
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.buffers import Buffers
 from shardwise.model.export import write_safetensors
 
 _living: WeakSet[Engine] = WeakSet()
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """What all ranks know of a step after the exchange."""
-
-    weight: float
-    loss: float
-    squared_norm: float
-    used: list[bool]
-    several: bool
 
 
 class Engine:
@@ -269,61 +258,14 @@ class Engine:
         self._states.parameters.check()
         self._check_gradients()
         self._states.gradients.reduce()
-        totals = self._exchange()
+        totals = exchange(self._window, self._states.gradients, self._buffers, self._group)
         stats = self._decide(totals)
         if not stats.skipped:
             self._update(totals, stats, max_norm)
         self._end_step(totals)
         return stats
 
-    def _exchange(self) -> _Totals:
-        """One small collective: all ranks learn the weight, the norm, and what was used."""
-        gradients, device = self._states.gradients, self._group.small_device
-        mine = Message(
-            weight=self._window.weight,
-            loss=self._window.loss,
-            squared_norm=gradients.squared_norm(),
-            used=gradients.used,
-            late=[number in gradients.late for number in range(len(gradients.sums))],
-            news=bool(self._buffers.news()),
-            several=self._window.backwards > 1,
-        )
-        told = mine.row(device)
-        rows = self._group.gather_rows(torch.cat([told, self._buffers.values().to(device)]))
-        all_of_us = mine.join(rows[:, : told.numel()].tolist())
-        self._keep_buffers(rows[:, told.numel() :], rows[:, 0], news=all_of_us.news)
-        squared = float(all_of_us.squared_norm)
-        if any(all_of_us.late):
-            squared = self._correct([n for n, late in enumerate(all_of_us.late) if late])
-        return _Totals(
-            weight=float(all_of_us.weight),
-            loss=float(all_of_us.loss),
-            squared_norm=squared,
-            used=all_of_us.used,
-            several=all_of_us.several,
-        )
-
-    def _correct(self, buckets: list[int]) -> float:
-        """Add the late gradients of `buckets`; returns the squared norm after that."""
-        self._states.gradients.reduce_late(buckets)
-        return self._sum_over_ranks(self._states.gradients.squared_norm())
-
-    def _sum_over_ranks(self, value: Tensor) -> float:
-        row = value.reshape(1).to(self._group.small_device)
-        return float(self._group.gather_rows(row).sum())
-
-    def _keep_buffers(self, rows: Tensor, weights: Tensor, *, news: bool) -> None:
-        """Average the buffers that forward changes, those seen changing only now included."""
-        if self.world.size == 1 or not float(weights.sum()):
-            return
-        self._buffers.average(rows, weights)
-        if news:
-            self._buffers.follow_agreed()
-            values = self._buffers.values().to(self._group.small_device)
-            self._buffers.average(self._group.gather_rows(values), weights)
-        self._buffers.remember()
-
-    def _decide(self, totals: _Totals) -> StepStats:
+    def _decide(self, totals: Totals) -> StepStats:
         """The step's figures, and whether it updates anything."""
         if totals.weight == 0:
             return StepStats(loss=math.nan, grad_norm=0.0, weight=0.0, skipped=True)
@@ -340,7 +282,7 @@ class Engine:
             skipped=not finite,
         )
 
-    def _update(self, totals: _Totals, stats: StepStats, max_norm: float | None) -> None:
+    def _update(self, totals: Totals, stats: StepStats, max_norm: float | None) -> None:
         """Update bucket by bucket; each is on its way to the others while the next is updated."""
         factor = 1.0 / self._seeds.divisor(totals.weight)
         if max_norm is not None:
@@ -361,7 +303,7 @@ class Engine:
             handle.wait()
         states.parameters.touch()
 
-    def _end_step(self, totals: _Totals) -> None:
+    def _end_step(self, totals: Totals) -> None:
         if totals.weight:
             self._scale.update(overflow=not math.isfinite(totals.squared_norm))
             self._seeds.follow(totals.weight)
