@@ -131,26 +131,14 @@ class Gloo(Collectives):
         waits for them all."""
         works: list[dist.Work | None] = []
         with self._named(what, call):
-            for rank, tensor in receives.items():
-                if tensor.numel():
-                    works.append(
-                        dist.irecv(
-                            wire(tensor),
-                            group_src=rank,
-                            group=self._group,
-                            tag=_tag(what, call, tensor),
-                        )
-                    )
-            for rank, tensor in sends.items():
-                if tensor.numel():
-                    works.append(
-                        dist.isend(
-                            wire(tensor),
-                            group_dst=rank,
-                            group=self._group,
-                            tag=_tag(what, call, tensor),
-                        )
-                    )
+            for peer, start, tensors in (
+                ("group_src", dist.irecv, receives),
+                ("group_dst", dist.isend, sends),
+            ):
+                for rank, tensor in tensors.items():
+                    if tensor.numel():
+                        tag, to = _tag(what, call, tensor), {peer: rank}
+                        works.append(start(wire(tensor), group=self._group, tag=tag, **to))
         started = [work for work in works if work is not None]
         self._unwaited[call] = started
         return partial(self._wait, what, call)

@@ -289,6 +289,8 @@ def everything(recipe: Recipe) -> list[Tensor]:
 
 def make_alike(tensors: Iterable[Tensor], group: Collectives) -> None:
     """Give every rank rank 0's values of `tensors`. Collective."""
+    if group.size == 1:
+        return
     with torch.no_grad():
         for tensor in tensors:
             value = tensor.detach().contiguous().clone().view(-1)

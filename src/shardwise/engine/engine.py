@@ -96,7 +96,7 @@ class Engine:
             habits.forbid(optimizer, self._welcome)
         self._reseed()
         _living.add(self)
-        start_lines.announce_engine(self)
+        start_lines.announce_engine(self.world, self._recipe, self._states)
 
     # -- building -------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class Engine:
         weight = weight_of(weight, batch)
         if not self._announced:
             self._announced = True
-            start_lines.announce_batch(self)
+            start_lines.announce_batch(self.world, self._recipe)
         seed = self._seeds.seed(loss, weight)
         self._check_gradients()
         gradients = self._states.gradients

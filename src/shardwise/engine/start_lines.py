@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
+from shardwise.engine.assembly import Recipe, States
 from shardwise.model import units
 from shardwise.placement import Placement
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+from shardwise.world import World
 
 
-def announce_engine(engine: Engine) -> None:
+def announce_engine(world: World, recipe: Recipe, states: States) -> None:
     """Two lines: the workers, transport, row and precision; the model and its state bytes."""
-    if engine.settings.quiet:
+    if recipe.settings.quiet:
         return
-    engine.world.print(_run_line(engine))
-    engine.world.print(_model_line(engine))
+    world.print(_run_line(world, recipe))
+    world.print(_model_line(recipe, states))
 
 
-def announce_batch(engine: Engine) -> None:
+def announce_batch(world: World, recipe: Recipe) -> None:
     """The third line, at the first backward: the batch, and what promise 1 does not cover."""
-    if engine.settings.quiet:
+    if recipe.settings.quiet:
         return
-    engine.world.print(_batch_line(engine))
-    outside = outside_promise(engine)
+    world.print(_batch_line(world))
+    outside = outside_promise(recipe)
     if outside:
-        engine.world.print(f"  not the same on every number of workers: {'; '.join(outside)}")
+        world.print(f"  not the same on every number of workers: {'; '.join(outside)}")
 
 
-def _run_line(engine: Engine) -> str:
-    world = engine.world
+def _run_line(world: World, recipe: Recipe) -> str:
     workers = (
         f"{world.size} worker{'s' if world.size > 1 else ''} on {world.host} ({world.device.type})"
     )
     transport = f"over {world.collectives.name}, " if world.size > 1 else ""
-    row = f"{engine.placement.name} ({sharded_states(engine.placement)})"
-    return f"shardwise: {workers}, {transport}{row}, {engine.settings.precision}"
+    row = f"{recipe.placement.name} ({sharded_states(recipe.placement)})"
+    return f"shardwise: {workers}, {transport}{row}, {recipe.settings.precision}"
 
 
 def sharded_states(placement: Placement) -> str:
@@ -49,39 +45,38 @@ def sharded_states(placement: Placement) -> str:
     return (", ".join(sharded) + " sharded") if sharded else "all replicated"
 
 
-def _model_line(engine: Engine) -> str:
-    states = engine._states
+def _model_line(recipe: Recipe, states: States) -> str:
     count = sum(t.parameter.numel() for t in states.parameters.tracked)
-    found = sum(len(units.find_units(model)) for model in engine._recipe.models)
+    found = sum(len(units.find_units(model)) for model in recipe.models)
     moments = max((len(g.kind.tensor_keys) for g in states.optimizer.groups), default=0)
     here = states.expected_bytes(moments)
     line = (
         f"  model: {_count(count)} parameters in {found + 1} units, state {_bytes(here)} per worker"
     )
-    if engine.placement.level:
-        line += f" (replicated: {_bytes(_replicated_bytes(engine, moments))})"
+    if recipe.placement.level:
+        line += f" (replicated: {_bytes(_replicated_bytes(recipe, states, moments))})"
     return line
 
 
-def _replicated_bytes(engine: Engine, moments: int) -> int:
+def _replicated_bytes(recipe: Recipe, states: States, moments: int) -> int:
     """Bytes of the same states if every rank held them whole, without padding."""
     narrow = (torch.bfloat16, torch.float16)
     total = 0
-    for tracked in engine._states.parameters.tracked:
+    for tracked in states.parameters.tracked:
         parameter = tracked.parameter
         is_narrow = parameter.dtype in narrow
         master = 4 if is_narrow else parameter.element_size()
-        kept = moments + is_narrow + (engine.settings.ema_decay is not None)
+        kept = moments + is_narrow + (recipe.settings.ema_decay is not None)
         total += parameter.numel() * (2 * parameter.element_size() + kept * master)
     return total
 
 
-def _batch_line(engine: Engine) -> str:
-    streams = engine.world.feed.training_streams()
+def _batch_line(world: World) -> str:
+    streams = world.feed.training_streams()
     plan = streams[-1].plan if streams else None
     if plan is None or plan.batch_size is None:
         return "  batch: as the script gives it (no Loader)"
-    size = engine.world.size
+    size = world.size
     parts = f"{size} workers x {plan.micro_batches} micro-batches x "
     each = plan.batch_size / (size * plan.micro_batches)
     line = f"  batch: {plan.batch_size} = {parts}{each:g}"
@@ -90,10 +85,10 @@ def _batch_line(engine: Engine) -> str:
     return line
 
 
-def outside_promise(engine: Engine) -> list[str]:
+def outside_promise(recipe: Recipe) -> list[str]:
     """What a model does that makes results depend on the number of workers."""
     found: dict[str, int] = {}
-    for module in (m for model in engine._recipe.models for m in model.modules()):
+    for module in (m for model in recipe.models for m in model.modules()):
         reason = _reason(module)
         if reason is not None:
             found[reason] = found.get(reason, 0) + 1
