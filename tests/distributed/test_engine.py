@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import shutil
 import warnings
 
 import pytest
@@ -963,6 +964,22 @@ def compile_case(world, how):
 @pytest.mark.parametrize("how", ["before", "after", "units"])
 def test_compile(group, how):
     group(2)(compile_case, how, limit=120)
+
+
+def compiled_units_case(world):
+    model, plain = seeded(Blocks), seeded(Blocks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
+        train(world, model, squares, zero=2, compile=True)
+    assert all(block._compiled_call_impl is not None for block in model.blocks)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    train_plain(plain, squares, size=world.size)
+    same_weights(model, plain)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs g++ on the CPU")
+def test_units_are_compiled(group):
+    group(2)(compiled_units_case, limit=240)
 
 
 def buffers_case(world):

@@ -309,8 +309,11 @@ class Engine:
             self._seeds.follow(totals.weight)
         self._states.gradients.clear()
         if totals.several and self.settings.reduce_dtype == "fp32":
-            self._states.gradients.reduction.widen()
+            self._states.gradients.widen()
         self._window = Window()
+        for optimizer in self._recipe.optimizers:
+            # What torch's schedulers look at before they warn that no step came first.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         self.steps += 1
         self._reseed()
 

@@ -400,6 +400,12 @@ class Gradients:
         """Whether a gradient of this rank alone was not finite in this step."""
         return not all(bool(torch.isfinite(norm)) for norm in self._own_norms)
 
+    def widen(self) -> None:
+        """Let 16-bit gradients rest in fp32 from the next step on; alike on all ranks."""
+        self.reduction.widen()
+        for collector in self._collectors:
+            collector.views.clear()
+
     def clear(self) -> None:
         """Forget this step; the buffers stay."""
         for collector in self._collectors:

@@ -274,9 +274,6 @@ class OptimizerState:
     ) -> None:
         """Update one inner optimizer's parts; `sums` are by bucket."""
         numbers = [i for i, each in enumerate(self._inner_of) if each is inner]
-        for face in {self.groups[i].face for i in numbers}:
-            # What torch's schedulers look at before they warn that no step came first.
-            face._opt_called = True  # type: ignore[attr-defined]
         inner.step([sums[i] for i in numbers], used, factor)
 
     def buckets_of(self, inner: InnerOptimizer) -> list[int]:
