@@ -359,8 +359,8 @@ def _bytes(tensor: Tensor) -> int:
 def _may_fuse(group: GroupOf, part: _Part) -> bool:
     """Whether torch's fused kernel may do the update, where the user has not chosen another.
 
-    On flat CPU intervals it is about eight times as fast as the default loop (`SPEED.md` of the
-    benchmarks prints both), with the same arithmetic.
+    It reads and writes each number once where the default loop makes a pass per operation, with
+    the same arithmetic.
     """
     options = group.options
     unchosen = options.get("fused", False) is None and not options.get("foreach")
