@@ -18,7 +18,7 @@ from shardwise.layout import Bucket
 from shardwise.model.precision import NARROW
 from shardwise.placement import Placement
 
-IN_FLIGHT = 4
+IN_FLIGHT = 2
 """Borrowed buffers that may be on their way at once; the oldest is waited for beyond that."""
 
 LAG = 1
