@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,13 @@ from shardwise.collectives import Solo
 from shardwise.launch.identity import Identity
 from shardwise.world import World
 from tests.distributed.group import Groups
+
+
+def pytest_configure() -> None:
+    """Mind Ctrl-C even where a background job of a shell ignores it: the launcher, which keeps to
+    what it inherits, is tested for it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field
 from importlib.metadata import version
 from typing import Any
@@ -110,8 +110,21 @@ def _run(
     if size < 1:
         raise LaunchError(f"-n {size}: a run has at least one rank; write -n 1 or more.")
     command = program.command(words[0], words[1:], module=module)
+    _mention_misplaced(words[1:])
     job = supervisor.Job(command=command, size=size, flags=flags, port=port, grace=grace)
     return supervisor.run(job)
+
+
+def _mention_misplaced(arguments: Sequence[str]) -> None:
+    """Say, in case it was not meant, which of our flags stand among the script's arguments."""
+    ours = {config.flag(name) for name in config.FIELDS}
+    misplaced = [word for word in arguments if word.split("=")[0] in ours]
+    if misplaced:
+        click.echo(
+            f"shardwise: {' '.join(misplaced)} stands after the script and goes to it. "
+            "If it is meant for shardwise, put it before the script.",
+            err=True,
+        )
 
 
 def _check(flags: dict[str, str]) -> None:

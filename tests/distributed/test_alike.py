@@ -327,3 +327,42 @@ def unequal_backwards_case(world):
 def test_replicated_gradients_allow_unequal_numbers_of_backwards(group):
     first, second = group(2)(unequal_backwards_case)
     assert close(torch.tensor(first), torch.tensor(second), 1e-12)
+
+
+def resume_case(world, folder, rows):
+    """Saving by hand, as the README says it: at one row, to go on at another."""
+
+    def fresh():
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, sw.Loader(TensorDataset(batch(7, 24)), batch_size=4, shuffle=True)
+
+    def train(model, optimizer, loader, zero, epochs):
+        engine = sw.Engine(model, optimizer, zero=zero)
+        for _ in loader.epochs(epochs):
+            for (x,) in loader:
+                engine.backward(model(x).square().mean())
+                engine.step()
+        return engine
+
+    whole = fresh()
+    train(*whole, 0, 2)
+    model, optimizer, loader = fresh()
+    engine = train(model, optimizer, loader, rows[0], 1)
+    state = engine.optimizer_state_dict()
+    if world.is_main:
+        saved = {"model": model.state_dict(), "optimizer": state, "loader": loader.state_dict()}
+        torch.save(saved, f"{folder}/saved.pt")
+    world.barrier()
+    saved = torch.load(f"{folder}/saved.pt", weights_only=True)
+    model, optimizer, loader = fresh()
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    loader.load_state_dict(saved["loader"])
+    train(model, optimizer, loader, rows[1], 2)
+    same_weights(model, whole[0])
+
+
+@pytest.mark.parametrize("rows", [(2, 1), (0, 2), (1, 0)])
+def test_saving_by_hand_and_going_on_at_another_row(group, tmp_path, rows):
+    group(2)(resume_case, str(tmp_path), rows)

@@ -333,3 +333,17 @@ class TestHelp:
         ran = shardwise.run()
         assert ran.code == 0
         assert "run  Train on N workers as on one." in ran.out
+
+
+def test_our_flag_after_the_script_is_mentioned(tmp_path: Path) -> None:
+    script = tmp_path / "nothing.py"
+    script.write_text("pass\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "run", "-n", "1", str(script), "--zero=2", "--epochs"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "--zero=2 stands after the script" in done.stderr
+    assert "--epochs" not in done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -30,9 +32,7 @@ def announce_batch(world: World, recipe: Recipe) -> None:
 
 
 def _run_line(world: World, recipe: Recipe) -> str:
-    workers = (
-        f"{world.size} worker{'s' if world.size > 1 else ''} on {world.host} ({world.device.type})"
-    )
+    workers = f"{_many(world.size, 'worker')} on {world.host} ({world.device.type})"
     transport = f"over {world.collectives.name}, " if world.size > 1 else ""
     row = f"{recipe.placement.name} ({sharded_states(recipe.placement)})"
     return f"shardwise: {workers}, {transport}{row}, {recipe.settings.precision}"
@@ -50,9 +50,8 @@ def _model_line(recipe: Recipe, states: States) -> str:
     found = sum(len(units.find_units(model)) for model in recipe.models)
     moments = max((len(g.kind.tensor_keys) for g in states.optimizer.groups), default=0)
     here = states.expected_bytes(moments)
-    line = (
-        f"  model: {_count(count)} parameters in {found + 1} units, state {_bytes(here)} per worker"
-    )
+    line = f"  model: {_count(count)} parameters in {_many(found + 1, 'unit')}"
+    line += f", state {_bytes(here)} per worker"
     if recipe.placement.level:
         line += f" (replicated: {_bytes(_replicated_bytes(recipe, states, moments))})"
     return line
@@ -75,14 +74,28 @@ def _batch_line(world: World) -> str:
     streams = world.feed.training_streams()
     plan = streams[-1].plan if streams else None
     if plan is None or plan.batch_size is None:
-        return "  batch: as the script gives it (no Loader)"
-    size = world.size
-    parts = f"{size} workers x {plan.micro_batches} micro-batches x "
-    each = plan.batch_size / (size * plan.micro_batches)
-    line = f"  batch: {plan.batch_size} = {parts}{each:g}"
+        return _unknown_batch(world)
+    each = math.ceil(plan.batch_size / (world.size * plan.micro_batches))
+    parts = [_many(world.size, "worker"), _many(plan.micro_batches, "micro-batch", "es")]
+    up_to = "" if each * world.size * plan.micro_batches == plan.batch_size else "up to "
+    line = f"  batch: {plan.batch_size} = {' x '.join(parts)} x {up_to}{each}"
     if plan.steps_per_epoch is not None:
         line += f", {plan.steps_per_epoch:,} steps per epoch"
     return line
+
+
+def _unknown_batch(world: World) -> str:
+    line = "  batch: as the script gives it to each worker"
+    if world.size == 1 or world.feed.streams:
+        return line
+    return (
+        f"{line}; no sw.Loader is in use, and a plain DataLoader gives every worker the whole "
+        "dataset. sw.Loader(...) or world.share(batch) gives each its share."
+    )
+
+
+def _many(count: int, name: str, ending: str = "s") -> str:
+    return f"{count} {name}{'' if count == 1 else ending}"
 
 
 def outside_promise(recipe: Recipe) -> list[str]:
