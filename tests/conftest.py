@@ -14,10 +14,17 @@ from tests.distributed.group import Groups
 
 
 def pytest_configure() -> None:
-    """Mind Ctrl-C even where a background job of a shell ignores it: the launcher, which keeps to
-    what it inherits, is tested for it."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Mind the signals that a background job of a shell, or nohup, has ignored.
+
+    The launcher keeps to what it inherits, and is tested for what these do.
+    """
+    for number, plain in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGTERM, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, plain)
 
 
 @pytest.fixture(scope="session")
