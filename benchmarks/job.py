@@ -52,6 +52,18 @@ class Job:
         """The mean loss over this rank's rows."""
         return models.loss_of(model, inputs, targets)
 
+    def plain_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        """The step of a plain training loop, for those whose users write one."""
+
+        def step(inputs: Tensor, targets: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(model, inputs, targets)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The units by which the model is sharded where a peer wants to be told."""
         return models.blocks(model)

@@ -27,7 +27,7 @@ def main(fd: int, spec: dict[str, Any]) -> None:
         try:
             _serve(channel, spec)
         except BrokenPipeError:
-            pass
+            pass  # the crew has hung up: that is the end of the run, and nobody is left to tell
         except ModuleNotFoundError as error:
             _say(channel, missing=error.name)
         except BaseException:

@@ -1,6 +1,5 @@
 """torch DistributedDataParallel, gradients as views of its buckets (its faster setting)."""
 
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from job import Job, Step
@@ -11,11 +10,4 @@ def build(job: Job) -> Step:
     model = DistributedDataParallel(job.model(), gradient_as_bucket_view=True)
     optimizer = job.optimizer(model.parameters())
 
-    def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = job.loss(model, inputs, targets)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+    return job.plain_step(model, optimizer)

@@ -1,6 +1,5 @@
 """torch FSDP2, one unit per block; parameters freed after forward, or kept until backward."""
 
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -15,11 +14,4 @@ def build(job: Job, *, reshard: bool) -> Step:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
     optimizer = job.optimizer(model.parameters())
 
-    def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = job.loss(model, inputs, targets)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+    return job.plain_step(model, optimizer)

@@ -1,7 +1,6 @@
 """torch DDP with ZeroRedundancyOptimizer: optimizer state sharded by whole parameters."""
 
 import torch
-from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,11 +17,4 @@ def build(job: Job) -> Step:
         **HYPERPARAMETERS,
     )
 
-    def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = job.loss(model, inputs, targets)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+    return job.plain_step(model, optimizer)

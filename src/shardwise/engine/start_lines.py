@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import nn
 
 from shardwise.engine.assembly import Recipe, States
 from shardwise.model import units
+from shardwise.model.precision import NARROW
 from shardwise.placement import Placement
 from shardwise.world import World
 
@@ -59,11 +59,10 @@ def _model_line(recipe: Recipe, states: States) -> str:
 
 def _replicated_bytes(recipe: Recipe, states: States, moments: int) -> int:
     """Bytes of the same states if every rank held them whole, without padding."""
-    narrow = (torch.bfloat16, torch.float16)
     total = 0
     for tracked in states.parameters.tracked:
         parameter = tracked.parameter
-        is_narrow = parameter.dtype in narrow
+        is_narrow = parameter.dtype in NARROW
         master = 4 if is_narrow else parameter.element_size()
         kept = moments + is_narrow + (recipe.settings.ema_decay is not None)
         total += parameter.numel() * (2 * parameter.element_size() + kept * master)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.collectives import Collectives
 from shardwise.feed import Feed
+from shardwise.model.precision import NARROW
 
 
 class _Normalise(torch.autograd.Function):
@@ -32,7 +33,7 @@ class _Normalise(torch.autograd.Function):
         counts: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dims = [0, *range(2, x.ndim)]
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        wide = x.float() if x.dtype in NARROW else x
         mean, variance, total = _joined(wide, dims, group, counts)
         scale, shift = mean.to(wide.dtype), variance.to(wide.dtype)
         ctx.save_for_backward(x, weight, scale, (variance + eps).rsqrt(), total)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives
 from shardwise.errors import ModelError
+from shardwise.model.precision import NARROW
 from shardwise.placement import Placement
 from shardwise.states.guard import GradientGuard
 from shardwise.states.parameters import ReplicatedParameters, view_like
@@ -445,7 +446,7 @@ def _squares(values: Tensor) -> Tensor:
     """The sum of squares in fp64, by chunks: short fp32 sums, so that none drifts."""
     if values.is_complex():
         values = torch.view_as_real(values).view(-1)
-    if values.dtype in (torch.bfloat16, torch.float16):
+    if values.dtype in NARROW:
         values = values.float()
     if not values.numel():
         return torch.zeros((), dtype=torch.float64, device=values.device)
