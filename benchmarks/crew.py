@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,13 @@ class NotInstalled(Exception):
 
 @dataclass(frozen=True)
 class Stint:
-    """Some steps of a crew: per rank, the moments in ns at which each ended, and the losses."""
+    """Some steps of a crew: per rank, the moments in ns at which each ended, the losses, each
+    update (`job.Update`), and what else it had to tell (`Job.told`)."""
 
     ends: list[list[int]]
     losses: list[list[float]]
+    updates: list[list[tuple[int, int, int]]]
+    told: list[dict[str, Any]]
 
 
 class Crew:
@@ -72,7 +75,8 @@ class Crew:
         for lines in self._lines:
             lines.send({"steps": steps})
         answers = self._answers(meanwhile)
-        return Stint([a["ends"] for a in answers], [a["losses"] for a in answers])
+        columns = ("ends", "losses", "updates", "told")
+        return Stint(*([answer[name] for answer in answers] for name in columns))
 
     def close(self) -> None:
         """End every rank: by hanging up, and then by force."""
@@ -97,9 +101,12 @@ class Crew:
                     "listen_fd": listener.fileno() if rank == 0 else None,
                 }
                 spec = {"module": contender.module, "options": contender.options, "job": job}
-                self._spawn(rank, spec, [listener.fileno()] if rank == 0 else [])
+                fds = [listener.fileno()] if rank == 0 else []
+                self._spawn(rank, spec, fds, contender.environment)
 
-    def _spawn(self, rank: int, spec: dict[str, Any], fds: list[int]) -> None:
+    def _spawn(
+        self, rank: int, spec: dict[str, Any], fds: list[int], environment: Mapping[str, str]
+    ) -> None:
         ours, theirs = socket.socketpair()
         with theirs, self._log(rank).open("wb") as log:
             process = subprocess.Popen(
@@ -109,7 +116,7 @@ class Crew:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self._folder.name,
-                env=_environment(),
+                env=_environment() | environment,
             )
         self._processes.append(process)
         self._lines.append(_Lines(ours))

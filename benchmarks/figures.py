@@ -51,6 +51,15 @@ def step_times(ends: Sequence[Sequence[int]]) -> list[float]:
     return [(b - a) / 1e6 for a, b in pairwise(fronts)]
 
 
+def update_times(updates: Sequence[Sequence[Sequence[int]]]) -> list[float]:
+    """ms from the moment the last rank began an update to the moment the last one ended it.
+
+    `updates[rank][i]` is (begun, ended, ...) in ns.
+    """
+    steps = zip(*updates, strict=True)
+    return [(max(u[1] for u in step) - max(u[0] for u in step)) / 1e6 for step in steps]
+
+
 def mean_losses(losses: Sequence[Sequence[float]]) -> list[float]:
     """The loss of the whole batch by step; ranks hold equal shares of it."""
     return [sum(row) / len(row) for row in zip(*losses, strict=True)]

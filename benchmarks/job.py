@@ -1,8 +1,10 @@
 """What a contender is given: its place among the ranks, and the same model, data and optimizer
 as every other contender."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,10 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import models
+from residents import disk_bytes
 from workloads import Gpt
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """Trains one step on (inputs, targets) and returns this rank's loss."""
+
+Update = tuple[int, int, int]
+"""When an update began and ended (ns, on the clock that all processes of a host share), and the
+bytes that this process read from disks and wrote to them meanwhile."""
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.01, "fused": True}
 
@@ -28,6 +35,17 @@ class Job:
     size: int
     port: int
     listen_fd: int | None
+    updates: list[Update] = field(default_factory=list)
+    told: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    """Questions about a contender that are put to it after each stint, by name."""
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around what a step does once its gradients are there."""
+        moved, begun = disk_bytes(), time.monotonic_ns()
+        yield
+        ended = time.monotonic_ns()
+        self.updates.append((begun, ended, disk_bytes() - moved))
 
     def join_torch(self) -> None:
         """Make the default process group, over Gloo."""
@@ -59,7 +77,8 @@ class Job:
             optimizer.zero_grad()
             loss = self.loss(model, inputs, targets)
             loss.backward()
-            optimizer.step()
+            with self.updating():
+                optimizer.step()
             return loss
 
         return step

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from memory import MB
 from report import milliseconds
+from residents import MB
 
 HEAD = "| {} | ms/step | x DDP | x limit | MB/rank, peak | loss |"
 RULE = "|---|--:|--:|--:|--:|--:|"

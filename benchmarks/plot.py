@@ -7,8 +7,8 @@ from typing import Any
 import matplotlib
 
 from figures import Line
-from memory import MB
 from report import Result, milliseconds
+from residents import MB
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -1,12 +1,14 @@
 """The operations that collectives.py times, each written as a step of it would be."""
 
+import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives import Gloo
+from shardwise.collectives import Collectives, Gloo
+from shardwise.collectives.host import share_memory
 
 Operation = Callable[[], object]
 
@@ -45,18 +47,24 @@ def small() -> dict[str, Operation]:
 
 
 def ours(numel: int, rank: int, size: int) -> dict[str, Operation]:
-    """The same verbs through Shardwise's seam, over the same group; `size` divides `numel`."""
-    group = Gloo(rank, size)
-    cpu = torch.device("cpu")
-    buffer = group.allocate(numel, torch.float32, cpu).fill_(0.0)
+    """The same verbs through Shardwise's seam, over each transport; `size` divides `numel`."""
+    gloo = Gloo(rank, size)
+    operations = _verbs("Gloo", gloo, numel)
+    if sys.platform == "linux":
+        operations |= _verbs("Shared", share_memory(gloo, timeout=60, required=True), numel)
+    return operations
+
+
+def _verbs(name: str, group: Collectives, numel: int) -> dict[str, Operation]:
+    buffer = group.allocate(numel, torch.float32, torch.device("cpu")).fill_(0.0)
     row = torch.zeros(SMALL // 4)
-    cuts = range(0, numel + 1, numel // size)
+    cuts = range(0, numel + 1, numel // group.size)
     return {
-        "Gloo.all_reduce": lambda: group.all_reduce(buffer).wait(),
-        "Gloo.reduce_scatter": lambda: group.reduce_scatter(buffer, cuts).wait(),
-        "Gloo.all_gather": lambda: group.all_gather(buffer, cuts).wait(),
-        "Gloo.gather_rows, 4 KB": lambda: group.gather_rows(row),
-        "Gloo.barrier": group.barrier,
+        f"{name}.all_reduce": lambda: group.all_reduce(buffer).reusable(),
+        f"{name}.reduce_scatter": lambda: group.reduce_scatter(buffer, cuts).reusable(),
+        f"{name}.all_gather": lambda: group.all_gather(buffer, cuts).reusable(),
+        f"{name}.gather_rows, 4 KB": lambda: group.gather_rows(row),
+        f"{name}.barrier": group.barrier,
     }
 
 

@@ -8,8 +8,8 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from figures import AGREE, Line, disagreement, limit_scale, ratio
-from memory import MB
 from neighbours import BUSY
+from residents import MB
 from workloads import Gpt
 
 Column = tuple[str, Callable[[Line], str]]

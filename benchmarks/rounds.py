@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-import memory
+import residents
 from contenders import Contender
 from crew import Crew, CrewFailed, NotInstalled
 from figures import Line, mean_losses, step_times
@@ -54,7 +54,8 @@ def _turn(
             line.rounds.append(step_times(stint.ends)[WARM_UP - 1 :])
             if not line.losses:
                 line.losses = mean_losses(stint.losses)
-                _weigh(line, crew)
+                weights = weigh(crew)
+                line.empty, line.resident, line.peak = astuple(weights)
     except NotInstalled as error:
         line.note = f"not installed: {error}"
     except CrewFailed as error:
@@ -62,14 +63,26 @@ def _turn(
         line.rounds.clear()
 
 
-def _weigh(line: Line, crew: Crew) -> None:
+@dataclass(frozen=True)
+class Weights:
+    """Resident bytes per rank: after the imports, between two steps, at the highest moment."""
+
+    empty: float | None
+    resident: float | None
+    peak: float | None
+
+
+def weigh(crew: Crew) -> Weights:
     """Sample the resident sets through some steps of their own: sampling disturbs the timing."""
     sums: list[int | None] = []
-    line.resident = _per_rank(memory.summed(crew.pids), crew.size)
-    crew.take(MEMORY_STEPS, lambda: sums.append(memory.summed(crew.pids)))
-    line.peak = _per_rank(max((s for s in sums if s is not None), default=None), crew.size)
+    between = residents.summed(crew.pids)
+    crew.take(MEMORY_STEPS, lambda: sums.append(residents.summed(crew.pids)))
     known = [part for part in crew.empty if part is not None]
-    line.empty = _per_rank(sum(known) if known else None, crew.size)
+    return Weights(
+        _per_rank(sum(known) if known else None, crew.size),
+        _per_rank(between, crew.size),
+        _per_rank(max((s for s in sums if s is not None), default=None), crew.size),
+    )
 
 
 def _per_rank(total: int | None, ranks: int) -> float | None:
@@ -98,8 +111,8 @@ def _kept(start: Start, alive: ExitStack) -> Callable[[Contender], AbstractConte
 
 def _refuse_unless_it_fits(crews: dict[str, Crew]) -> None:
     """Swapping or an out-of-memory kill would be the end of every figure; be told before."""
-    free = memory.available()
-    largest = max((memory.summed(crew.pids) or 0 for crew in crews.values()), default=0)
+    free = residents.available()
+    largest = max((residents.summed(crew.pids) or 0 for crew in crews.values()), default=0)
     if free is not None and free < 2 * largest:
         raise CrewFailed(
             f"{free / 1e9:.1f} GB are left with {len(crews)} contenders alive, and the largest of "

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        takers = contenders.chosen(options.peers, options.rows)
+        takers = contenders.chosen(options.peers, options.rows, options.transport)
         cases = _cases(options)
     except ValueError as error:
         parser.error(str(error))
@@ -166,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=_words, default=["A", "C"], metavar="A,C")
     parser.add_argument("--ranks", type=_numbers, default=[2, 4], metavar="2,4")
     parser.add_argument("--rows", type=_numbers, default=[0, 1, 2], metavar="0,1,2")
+    parser.add_argument("--transport", type=_words, default=["auto"], metavar="auto,gloo")
     parser.add_argument("--peers", type=_words, default=list(contenders.PEERS), metavar="ddp,...")
     parser.add_argument("--rounds", type=_positive, default=5, metavar="N")
     parser.add_argument("--steps", type=_positive, default=5, metavar="N", help="timed, per round")

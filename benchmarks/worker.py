@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from job import Job, Step
-from memory import own_memory
+from residents import own_memory
 from workloads import Gpt
 
 
@@ -45,7 +45,10 @@ def _serve(channel: Any, spec: dict[str, Any]) -> None:
     _say(channel, ready=True, empty=empty)
     batches = cycle(job.batches())
     for line in channel:
-        _say(channel, **_take(step, batches, json.loads(line)["steps"]))
+        taken = _take(step, batches, json.loads(line)["steps"])
+        told = {name: ask() for name, ask in job.told.items()}
+        _say(channel, **taken, updates=job.updates, told=told)
+        job.updates.clear()
 
 
 def _take(step: Step, batches: Any, steps: int) -> dict[str, Any]:

@@ -20,6 +20,12 @@ class Gpt:
     def head_count(self) -> int:
         return self.heads or max(1, self.width // 64)
 
+    @property
+    def parameters(self) -> int:
+        """How many numbers it trains."""
+        block = 12 * self.width**2 + 13 * self.width
+        return self.layers * block + (2 * self.vocabulary + self.sequence + 2) * self.width
+
     def describe(self) -> str:
         """One line for the head of a table."""
         return (

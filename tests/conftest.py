@@ -1,7 +1,11 @@
 """Fixtures for all tests."""
 
+import gc
+import os
 import signal
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from shardwise import world as worlds
 from shardwise.collectives import Solo
 from shardwise.launch.identity import Identity
 from shardwise.world import World
+from tests.disk import on_a_disk, wait_until
 from tests.distributed.group import Groups
 
 
@@ -29,7 +34,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def group() -> Iterator[Groups]:
-    """`group(size)(function, *args)` runs `function(world, *args)` on `size` gloo ranks."""
+    """`group(size)(function, *args)` runs `function(world, *args)` on `size` ranks."""
     groups = Groups()
     yield groups
     groups.close()
@@ -41,3 +46,17 @@ def solo(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World(Identity(launcher="python"), Solo(), torch.device("cpu"))
     monkeypatch.setattr(worlds, "_current", world)
     return world
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """An empty folder on a disk; whoever uses it leaves no file in it and no thread behind."""
+    before = set(threading.enumerate())
+    path = on_a_disk() / f"shardwise-test-{os.getpid()}"
+    path.mkdir()
+    yield path
+    left = list(path.iterdir())
+    path.rmdir()
+    assert left == []
+    gc.collect()
+    wait_until(lambda: set(threading.enumerate()) <= before)

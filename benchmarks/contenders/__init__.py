@@ -20,6 +20,8 @@ class Contender:
     options: Mapping[str, Any] = field(default_factory=dict)
     alone: bool = False
     """Runs as one process on the whole batch, whatever the number of ranks."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for its ranks, beside those that all get."""
 
 
 PLAIN = Contender(key="plain", label="one process", module="plain", alone=True)
@@ -46,19 +48,23 @@ PEERS = {
 """A name of --peers, and the lines it stands for."""
 
 
-def row(zero: int) -> Contender:
-    """Our own contender for one row of the placement table."""
+def row(zero: int, transport: str = "auto") -> Contender:
+    """Our own contender for one row of the placement table; `transport` as of --transport."""
+    over = "" if transport == "auto" else f", {transport}"
     return Contender(
-        key=f"shardwise-{zero}",
-        label=f"Shardwise ZERO_{zero}",
+        key=f"shardwise-{zero}{over.replace(', ', '-')}",
+        label=f"Shardwise ZERO_{zero}{over}",
         module="shardwise",
-        options={"zero": zero},
+        options={"zero": zero, "transport": transport},
     )
 
 
-def chosen(peers: Sequence[str], rows: Sequence[int]) -> list[Contender]:
+def chosen(
+    peers: Sequence[str], rows: Sequence[int], transports: Sequence[str] = ("auto",)
+) -> list[Contender]:
     """The contenders of a table: one process first, for the limit. Raises ValueError."""
     unknown = [peer for peer in peers if peer not in PEERS]
     if unknown:
         raise ValueError(f"No such peer: {', '.join(unknown)}. There are {', '.join(PEERS)}.")
-    return [PLAIN, *(line for peer in peers for line in PEERS[peer]), *map(row, rows)]
+    ours = [row(zero, transport) for transport in transports for zero in rows]
+    return [PLAIN, *(line for peer in peers for line in PEERS[peer]), *ours]

@@ -7,12 +7,16 @@ update, and none needs a compiler.
 import os
 
 import deepspeed
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from torch import Tensor
 
 from job import Job, Step
 
 
-def build(job: Job, *, stage: int) -> Step:
+def build(job: Job, *, stage: int, offload: str = "none") -> Step:
+    """`offload` is where the optimizer state rests: none, cpu or nvme:FOLDER."""
+    if offload.startswith("nvme"):
+        _check_async_io()
     os.environ |= {
         "RANK": str(job.rank),
         "LOCAL_RANK": str(job.rank),
@@ -24,24 +28,42 @@ def build(job: Job, *, stage: int) -> Step:
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=job.optimizer(model.parameters()),
-        config=_config(stage, job.workload.batch // job.size),
+        config=_config(stage, job.workload.batch // job.size, offload),
     )
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         loss = job.loss(engine, inputs, targets)
         engine.backward(loss)
-        engine.step()
+        with job.updating():
+            engine.step()
         return loss
 
     return step
 
 
-def _config(stage: int, rows: int) -> dict[str, object]:
+def _check_async_io() -> None:
+    """Its operator for disks is compiled when it is first used; say now if it cannot be."""
+    if not AsyncIOBuilder().is_compatible():
+        raise ModuleNotFoundError(name="its async_io, built from libaio's headers by a compiler")
+
+
+def _config(stage: int, rows: int, offload: str) -> dict[str, object]:
+    zero: dict[str, object] = {"stage": stage}
+    kind, _, folder = offload.partition(":")
+    if kind != "none":
+        zero["offload_optimizer"] = {"device": kind, "pin_memory": False}
+    if folder:
+        # Read ahead and written behind; without, each would wait for the other.
+        zero["offload_optimizer"] |= {
+            "nvme_path": folder,
+            "pipeline_read": True,
+            "pipeline_write": True,
+        }
     return {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,  # left out, it clips at 1 and trains another model than the rest
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

@@ -1,6 +1,8 @@
-"""Shardwise, by the API that its users write; the row is its only option."""
+"""Shardwise, by the API that its users write; its options are the row, the transport and any
+other setting of the engine."""
 
 import os
+from typing import Any
 
 from torch import Tensor
 
@@ -10,19 +12,38 @@ from shardwise.launch import own
 from shardwise.launch.identity import Identity
 
 
-def build(job: Job, *, zero: int) -> Step:
+def build(job: Job, *, zero: int, transport: str = "auto", **settings: str) -> Step:
     os.environ |= own.environment(_identity(job))
-    sw.init(seed=0, quiet=True)
+    sw.init(seed=0, quiet=True, transport=transport)
     model = job.model()
-    engine = sw.Engine(model, job.optimizer(model.parameters()), zero=zero)
+    engine = sw.Engine(model, job.optimizer(model.parameters()), zero=zero, **settings)
+    job.told["bytes"] = lambda: _bytes(engine)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         loss = job.loss(model, inputs, targets)
         engine.backward(loss, weight=len(inputs))
-        engine.step()
+        with job.updating():
+            engine.step()
+            for shelf in engine._states.shelves.values():
+                shelf.drain()  # what a disk is still writing belongs to this update
         return loss
 
     return step
+
+
+def _bytes(engine: sw.Engine) -> dict[str, Any]:
+    """What this rank holds of each state, wherever it rests, and how much of it is padding."""
+    states = engine._states
+    buckets = states.parameters.buckets
+    used = sum(tracked.shape.numel() for tracked in states.parameters.tracked)
+    return {
+        "all": engine.state_bytes,
+        "parameters": states.parameters.state_bytes,
+        "gradients": states.gradients.reduction.state_bytes,
+        "optimizer": states.optimizer.state_bytes,
+        "numel": used,
+        "padding": sum(bucket.numel for bucket in buckets) / used - 1,
+    }
 
 
 def _identity(job: Job) -> Identity:

@@ -9,11 +9,12 @@ if TYPE_CHECKING:
     from shardwise.data.loader import Loader
     from shardwise.engine import Engine
     from shardwise.metrics import Metrics
+    from shardwise.model.meta import on_meta
     from shardwise.world import World, init
 
     __version__: str
 
-__all__ = ["Engine", "Loader", "Metrics", "World", "__version__", "errors", "init"]
+__all__ = ["Engine", "Loader", "Metrics", "World", "__version__", "errors", "init", "on_meta"]
 
 _HOMES = {
     "Engine": "shardwise.engine",
@@ -21,6 +22,7 @@ _HOMES = {
     "Metrics": "shardwise.metrics",
     "World": "shardwise.world",
     "init": "shardwise.world",
+    "on_meta": "shardwise.model.meta",
 }
 
 

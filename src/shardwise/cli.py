@@ -4,16 +4,20 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import Field
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 import click
 
-from shardwise import config
+from shardwise import config, launch
+from shardwise.checkpoint.commands import checkpoint
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.launch import gpus, program, supervisor
+from shardwise.launch import explain as explaining
+from shardwise.launch import flags, gpus, srun, start
+from shardwise.launch.flags import Flag
 
 WRONG_USE = 2
 WIDTH = 100
@@ -28,25 +32,36 @@ GROUPS = {
 """The headings of the help; every setting and every flag of the launcher belongs to one."""
 
 
-class Flag(click.Option):
-    """A flag with its place in the help: a group, and the words of its left column."""
+RUN_TOP = """\
+Train on N workers as on one:   shardwise run -n 4 --zero 2 train.py --epochs 3
 
-    def __init__(self, names: list[str], *, group: str, shown: str, **options: Any) -> None:
-        super().__init__(names, **options)
-        self.group = group
-        self.shown = shown
+shardwise run [flags] SCRIPT.py [its arguments]     also: -m MODULE, or any program
+"""
+DOCTOR_TOP = """\
+What each host has, how fast ranks talk, what is wrong:   shardwise doctor -H node1:2,node2:2
+
+shardwise doctor [flags of the run]     also: srun shardwise doctor, mpirun -n 4 shardwise doctor
+"""
 
 
 class Command(click.Command):
-    """A command whose help is one screen: an example on top, then its flags in groups."""
+    """A command whose help is one screen: examples in `top`, then its flags in groups."""
+
+    def __init__(self, name: str, *, top: str, **options: Any) -> None:
+        super().__init__(name, **options)
+        self.top = top
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what `--help` shows."""
-        formatter.write(
-            "Train on N workers as on one:   shardwise run -n 4 --zero 2 train.py --epochs 3\n\n"
-            "shardwise run [flags] SCRIPT.py [its arguments]     also: -m MODULE, or any program\n"
-        )
-        flags = [flag for flag in self.params if isinstance(flag, Flag)]
+        """Write what `--help` shows: the flags that are not rare."""
+        self.write_help(formatter, all_flags=False)
+        formatter.write(f"\nRare flags too:   shardwise {self.name} --help-all\n")
+
+    def write_help(self, formatter: click.HelpFormatter, *, all_flags: bool) -> None:
+        """Write the examples and the flags."""
+        formatter.write(self.top)
+        flags = [
+            flag for flag in self.params if isinstance(flag, Flag) and (all_flags or not flag.rare)
+        ]
         width = max(len(flag.shown) for flag in flags)
         for group, title in GROUPS.items():
             formatter.write(f"\n{title}\n")
@@ -97,22 +112,15 @@ def _no_such_flag(error: click.NoSuchOption) -> str:
     )
 
 
-def _run(
-    words: tuple[str, ...], size: int | None, module: bool, port: int, grace: float, **given: Any
-) -> int:
+def _run(words: tuple[str, ...], **given: Any) -> int:
     """The command `run`, with the flags that the user gave in `given`."""
-    flags = {name: _as_text(value) for name, value in given.items() if value is not None}
-    _check(flags)
+    settings = {name: given.pop(name) for name in ("config", *config.FIELDS)}
+    settings = {name: _as_text(value) for name, value in settings.items() if value is not None}
+    _check(settings)
     if not words:
         raise LaunchError("What shall be run? For example: shardwise run -n 2 train.py")
-    if size is None:
-        size = 1 if flags.get("device") == "cpu" else max(1, gpus.count(os.environ))
-    if size < 1:
-        raise LaunchError(f"-n {size}: a run has at least one rank; write -n 1 or more.")
-    command = program.command(words[0], words[1:], module=module)
     _mention_misplaced(words[1:])
-    job = supervisor.Job(command=command, size=size, flags=flags, port=port, grace=grace)
-    return supervisor.run(job)
+    return start.run(start.Asked(words=words, settings=settings, **given))
 
 
 def _mention_misplaced(arguments: Sequence[str]) -> None:
@@ -134,54 +142,28 @@ def _check(flags: dict[str, str]) -> None:
     settings.placement  # noqa: B018 an illegal row raises
 
 
+def _doctor(explain: bool, **given: Any) -> int:
+    """The command `doctor`: this process where a launcher started it, else a run of its own."""
+    identity = launch.detect(os.environ)
+    if explain:
+        click.echo(explaining.words(identity, os.environ))
+        return 0
+    if identity.launcher != "python":
+        return import_module("shardwise.doctor.__main__").main()  # type: ignore[no-any-return]
+    asked = (given[name] for name in ("size", "per_host", "hosts", "hostfile", "nnodes"))
+    if all(value is None for value in asked) and not srun.is_wanted(os.environ):
+        given["size"] = gpus.count(os.environ) or 2
+    return _run(("shardwise.doctor",), module=True, **given)
+
+
 def _as_text(value: str | bool) -> str:
     return value if isinstance(value, str) else "on" if value else "off"
-
-
-def _own_flags() -> Iterator[Flag]:
-    """The flags of the launcher itself."""
-    yield Flag(
-        ["size", "-n", "-np", "--nproc-per-node", "--nproc_per_node"],
-        group="where",
-        shown="-n N, --nproc-per-node N",
-        type=int,
-        help="ranks on this host; left out, one for each visible GPU, else 1",
-    )
-    yield Flag(
-        ["module", "-m"],
-        group="where",
-        shown="-m MODULE",
-        is_flag=True,
-        help="run a module, as python -m does",
-    )
-    yield Flag(
-        ["--port"],
-        group="where",
-        shown="--port PORT",
-        type=click.IntRange(0, 65535),
-        default=0,
-        help="where rank 0 listens; left out, a port that is free",
-    )
-    yield Flag(
-        ["--config"],
-        group="where",
-        shown="--config FILE",
-        help="a TOML file of these settings; weaker than flags and environment",
-    )
-    yield Flag(
-        ["--grace"],
-        group="watch",
-        shown="--grace SECONDS",
-        type=click.FloatRange(min=0),
-        default=5.0,
-        help="between asking ranks to end and killing them (default 5)",
-    )
 
 
 def _setting_flag(field: "Field[Any]") -> Flag:
     """The flag that a field of Settings asks for."""
     name, about = config.flag(field.name), field.metadata
-    common = {"group": about["group"], "default": None}
+    common = {"group": about["group"], "rare": about["rare"], "default": None}
     if about["metavar"]:
         shown, default = f"{name} {about['metavar']}", _default(field)
         return Flag([field.name, name], shown=shown, help=about["help"] + default, **common)
@@ -200,17 +182,53 @@ def _default(field: "Field[Any]") -> str:
 
 def _flags() -> list[click.Parameter]:
     words = click.Argument(["words"], nargs=-1, type=click.UNPROCESSED)
-    return [words, *_own_flags(), *(_setting_flag(field) for field in config.FIELDS.values())]
+    settings = (_setting_flag(field) for field in config.FIELDS.values())
+    return [words, _help_all(), *flags.own(), *settings]
 
 
-def _command(name: str, callback: Callable[..., int], params: list[click.Parameter]) -> Command:
-    """A command that leaves everything after its first word to the program that it runs."""
+def _help_all() -> click.Option:
+    """The flag that shows every flag, as soon as it is met."""
+
+    def show(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+        if wanted and isinstance(ctx.command, Command):
+            formatter = ctx.make_formatter()
+            ctx.command.write_help(formatter, all_flags=True)
+            click.echo(formatter.getvalue(), nl=False)
+            ctx.exit()
+
+    return click.Option(
+        ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=show
+    )
+
+
+def _run_command() -> Command:
+    """`run` leaves everything after its first word to the program that it runs."""
     return Command(
-        name,
-        callback=callback,
-        params=params,
+        "run",
+        top=RUN_TOP,
+        callback=_run,
+        params=_flags(),
         context_settings={"allow_interspersed_args": False, "max_content_width": WIDTH},
         short_help="Train on N workers as on one.",
+    )
+
+
+def _doctor_command() -> Command:
+    """`doctor` has the flags of `run`, but for what to run."""
+    explain = Flag(
+        ["--explain"],
+        group="where",
+        shown="--explain",
+        is_flag=True,
+        help="only say which variables told this process who it is",
+    )
+    return Command(
+        "doctor",
+        top=DOCTOR_TOP,
+        callback=_doctor,
+        params=[explain, *(flag for flag in _flags() if flag.name not in ("words", "module"))],
+        context_settings={"max_content_width": WIDTH},
+        short_help="Look at the hosts and the network of a run.",
     )
 
 
@@ -223,4 +241,6 @@ def _shardwise(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-_shardwise.add_command(_command("run", _run, _flags()))
+_shardwise.add_command(_run_command())
+_shardwise.add_command(_doctor_command())
+_shardwise.add_command(checkpoint)

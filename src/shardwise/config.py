@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.placement import STATES, Placement
+from shardwise.placement import DEVICE, STATES, Placement, Tier
 
 FLAGS_VARIABLE = "SHARDWISE_FLAGS"
 """`shardwise run` hands its flags to the ranks in this variable, as a JSON object of strings."""
@@ -80,6 +80,13 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _rendezvous(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if os.sep not in text and not (host and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError("HOST:PORT of rank 0, or a folder that all hosts share, with a / in it")
+    return text
+
+
 def _states(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if unknown := [name for name in names if name not in STATES]:
@@ -87,11 +94,25 @@ def _states(text: str) -> tuple[str, ...]:
     return names
 
 
+def _patterns(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise ValueError("names of modules, such as encoder.layer.*")
+    return names
+
+
 def _setting(
-    default: Any, parse: Callable[[str], Any], group: str, help: str, metavar: str = ""
+    default: Any,
+    parse: Callable[[str], Any],
+    group: str,
+    help: str,
+    metavar: str = "",
+    *,
+    rare: bool = False,
 ) -> Any:
-    """A field of Settings; `metavar` is empty for an on/off switch."""
-    metadata = {"parse": parse, "group": group, "help": help, "metavar": metavar}
+    """A field of Settings; `metavar` is empty for an on/off switch, `rare` keeps it out of the
+    first screen of help."""
+    metadata = {"parse": parse, "group": group, "help": help, "metavar": metavar, "rare": rare}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -106,21 +127,80 @@ class Settings:
         "auto: a GPU per local rank where there are enough, else CPU",
         "auto|cpu|cuda",
     )
+    transport: str = _setting(
+        "auto",
+        _one_of("auto", "shared", "gloo"),
+        "where",
+        "auto: NCCL, shared memory or Gloo; by gloo ranks share a GPU",
+        "auto|shared|gloo",
+    )
+    rendezvous: str | None = _setting(
+        None,
+        _rendezvous,
+        "where",
+        "where ranks of mpirun or srun meet, if it cannot be found out",
+        "HOST:PORT|DIR/",
+        rare=True,
+    )
     zero: int | None = _setting(
         None,
         _integer(0),
         "spread",
-        "0 replicates all; 1 shards optimizer state; 2 gradients too",
-        "0|1|2",
+        "0 replicates all; 1 shards optimizer state; 2 gradients; 3 all",
+        "0|1|2|3",
     )
     shard: tuple[str, ...] | None = _setting(
-        None, _states, "spread", "the same by name: optimizer or gradients,optimizer", "STATES"
+        None,
+        _states,
+        "spread",
+        "the same by name, such as gradients,optimizer",
+        "STATES",
+        rare=True,
+    )
+    offload_optimizer: Tier | None = _setting(
+        None, Tier.parse, "spread", "optimizer state (and gradients) rest there", "cpu|nvme:DIR"
+    )
+    offload_params: Tier | None = _setting(
+        None, Tier.parse, "spread", "sharded parameters rest there", "cpu|nvme:DIR"
+    )
+    offload_gradients: Tier | None = _setting(
+        None, Tier.parse, "spread", "sharded gradients rest there", "cpu|nvme:DIR", rare=True
+    )
+    shard_within: str = _setting(
+        "all",
+        _one_of("all", "host"),
+        "spread",
+        "host: shard in each host, replicate between",
+        "all|host",
+    )
+    units: tuple[str, ...] | None = _setting(
+        None,
+        _patterns,
+        "spread",
+        "modules gathered as a whole; default: repeated blocks",
+        "NAMES",
+        rare=True,
     )
     micro_batch_size: int | None = _setting(
         None, _integer(1), "spread", "samples per worker per backward; the rest accumulates", "M"
     )
-    bucket_mb: float = _setting(25.0, _positive, "spread", "size of a flat bucket in MB", "MB")
-    overlap: bool = _setting(True, _switch, "spread", "reduce gradients beside backward")
+    exact: int | None = _setting(
+        None, _integer(1), "spread", "V micro-shards per step: same bits on 1, 2, 4, ... V", "V"
+    )
+    bucket_mb: float = _setting(
+        25.0, _positive, "spread", "size of a flat bucket in MB", "MB", rare=True
+    )
+    overlap: bool = _setting(True, _switch, "spread", "reduce gradients beside backward", rare=True)
+    activations: str = _setting(
+        "kept",
+        _one_of("kept", "recomputed"),
+        "spread",
+        "recomputed: backward runs each unit again",
+        "kept|recomputed",
+    )
+    offload_activations: Tier = _setting(
+        DEVICE, Tier.parse, "spread", "what forward saves for backward rests there", "cpu|nvme:DIR"
+    )
     sync_batch_norm: bool = _setting(
         False, _switch, "spread", "BatchNorm statistics over all workers"
     )
@@ -133,6 +213,7 @@ class Settings:
         "precision",
         "sum 16-bit gradients in fp32, or in their own dtype",
         "fp32|param",
+        rare=True,
     )
     compile: bool = _setting(False, _switch, "precision", "torch.compile each unit, hooks outside")
     nonfinite: str = _setting(
@@ -149,7 +230,9 @@ class Settings:
     ema_decay: float | None = _setting(
         None, _fraction, "precision", "keep an exponential moving average of the weights", "D"
     )
-    quiet: bool = _setting(False, _switch, "watch", "do not print the lines at the start")
+    quiet: bool = _setting(
+        False, _switch, "watch", "do not print the lines at the start", rare=True
+    )
 
     @property
     def placement(self) -> Placement:
@@ -161,8 +244,13 @@ class Settings:
                     f"zero={self.zero} and shard={','.join(self.shard)} ask for different rows "
                     f"({Placement.zero(self.zero).name} and {row.name}): give one of them."
                 )
-            return row
-        return Placement.zero(self.zero or 0)
+        else:
+            row = Placement.zero(self.zero or 0)
+        return row.resting(
+            parameters=self.offload_params or DEVICE,
+            gradients=self.offload_gradients,
+            optimizer=self.offload_optimizer or DEVICE,
+        )
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
@@ -208,6 +296,9 @@ _ELSEWHERE = {
     "device": "sw.init",
     "seed": "sw.init",
     "timeout": "sw.init",
+    "transport": "sw.init",
+    "exact": "sw.init",
+    "rendezvous": "sw.init",
     "micro_batch_size": "sw.Loader",
 }
 

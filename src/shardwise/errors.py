@@ -8,9 +8,14 @@
     │   ├── ModelMismatch    ranks built different models
     │   └── BrokenView       user code replaced a tensor that the engine owns
     ├── UsageError           a call at the wrong time: step without backward, bare backward
-    │   └── GradientAccess   a gradient touched between backward and step
+    │   ├── GradientAccess   a gradient touched between backward and step
+    │   └── OrderError       a sharded unit needed where other ranks do not expect it
     ├── DataError            a dataset, sampler or batch that cannot be shared out
     ├── MetricsError         ranks disagree on what they measured
+    ├── CheckpointError      a checkpoint that cannot be written, found or read
+    │   ├── BrokenCheckpoint    cut short, contradicting itself, or with a wrong checksum
+    │   └── CheckpointMismatch  of another model or optimizer
+    ├── TierError            a folder or disk that cannot hold a state, or failed while it did
     ├── NonFiniteError       a gradient or loss became NaN or infinite
     └── CollectiveError      a collective failed; the cause is usually on another rank
         └── PeerLost         another rank went away
@@ -55,12 +60,32 @@ class GradientAccess(UsageError):
     """A gradient was read or changed while it belongs to the engine."""
 
 
+class OrderError(UsageError):
+    """A sharded unit is needed out of the order in which all ranks gather units."""
+
+
 class DataError(ShardwiseError):
     """A dataset, a sampler or a batch that cannot be shared out over the ranks."""
 
 
 class MetricsError(ShardwiseError):
     """Ranks disagree on which metrics they measured."""
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint that cannot be written, found or read."""
+
+
+class BrokenCheckpoint(CheckpointError):
+    """A file of a checkpoint is cut short, contradicts itself, or is not what was written."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint of another model or optimizer; names all that differ."""
+
+
+class TierError(ShardwiseError):
+    """A folder or a disk that cannot hold a state, or that failed while it held one."""
 
 
 class NonFiniteError(ShardwiseError):

@@ -46,6 +46,8 @@ class Stream:
     """Whether it has no end of its own, and gives way to the next stream (world.share)."""
     batch: Batch | None = None
     training: bool = False
+    trained: bool = False
+    """Whether a backward has used any of its batches."""
 
 
 @dataclass
@@ -54,6 +56,8 @@ class Feed:
 
     streams: list[Stream] = field(default_factory=list)
     current: Batch | None = None
+    _latest: Stream | None = None
+    """The stream that last gave a batch to train on, open or not."""
     _watchers: list[WeakMethod[Callable[[bool], None]]] = field(default_factory=list)
 
     def watch(self, watcher: Callable[[bool], None]) -> None:
@@ -85,6 +89,17 @@ class Feed:
                 watcher(batch.samples == 0)
         stream.batch, stream.training = batch, training
         self.current = batch
+        if training:
+            self._latest = stream
+
+    def train(self) -> None:
+        """Say that a backward has used what was given last.
+
+        With no stream open that is `x, y = next(iter(loader))`, whose stream has gone already.
+        """
+        latest = [self._latest] if self._latest is not None else []
+        for stream in self.training_streams() or latest:
+            stream.trained = True
 
     def training_streams(self) -> list[Stream]:
         """The open streams whose last batch was given while autograd recorded, oldest first."""

@@ -14,6 +14,7 @@ owner. Nothing else in the library knows the difference.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -72,6 +73,9 @@ class Bucket:
     slots: tuple[Slot, ...]
     numel: int
     cuts: tuple[int, ...]
+    grain: int = 1
+    """Elements of which no update and no norm takes a part only: all starts and cuts are multiples
+    of it, and gaps belong to what lies before them."""
 
     def interval(self, rank: int) -> tuple[int, int]:
         """The elements [first, end) that `rank` owns."""
@@ -92,18 +96,18 @@ def even_cuts(numel: int, size: int) -> list[int]:
     return [numel * rank // size for rank in range(size + 1)]
 
 
-def lay_out(specs: Sequence[Spec], *, ranks: int, capacity: int) -> list[Bucket]:
+def lay_out(specs: Sequence[Spec], *, ranks: int, capacity: int, grain: int = 1) -> list[Bucket]:
     """Lay `specs` (in registration order) into buckets of at most `capacity` bytes for `ranks`.
 
-    A parameter larger than that has a bucket of its own. The buckets come in the order in which
-    backward is likely to complete them.
+    A parameter larger than that has a bucket of its own. `grain` is that of the buckets. They come
+    in the order in which backward is likely to complete them.
     """
     open_groups: dict[Hashable, list[int]] = {}
     room: dict[Hashable, int] = {}
     filled: list[list[int]] = []
     for index in reversed(range(len(specs))):
         spec = specs[index]
-        size = _aligned(spec.numel) * spec.itemsize
+        size = _aligned(spec.numel, grain) * spec.itemsize
         if spec.key in open_groups and size > room[spec.key]:
             filled.append(open_groups.pop(spec.key))
         if spec.key not in open_groups:
@@ -113,40 +117,42 @@ def lay_out(specs: Sequence[Spec], *, ranks: int, capacity: int) -> list[Bucket]
     filled.extend(open_groups.values())
     # A bucket is complete when its last parameter is, and that is its lowest index.
     filled.sort(key=lambda group: -group[-1])
-    return [_bucket(specs, group, ranks) for group in filled]
+    return [_bucket(specs, group, ranks, grain) for group in filled]
 
 
-def _aligned(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+def _aligned(numel: int, grain: int) -> int:
+    unit = math.lcm(ALIGNMENT, grain)
+    return -(-numel // unit) * unit
 
 
-def _bucket(specs: Sequence[Spec], group: list[int], ranks: int) -> Bucket:
+def _bucket(specs: Sequence[Spec], group: list[int], ranks: int, grain: int) -> Bucket:
     if specs[group[0]].whole:
-        group, loads = _dealt(specs, group, ranks)
-        slots = _slots(specs, group)
-        numel = slots[-1].start + _aligned(slots[-1].numel)
+        group, loads = _dealt(specs, group, ranks, grain)
+        slots = _slots(specs, group, grain)
+        numel = slots[-1].start + _aligned(slots[-1].numel, grain)
         starts = [slot.start for slot in slots] + [numel]
         borders = [0]
         for load in loads:
             borders.append(borders[-1] + load)
-        return Bucket(
-            specs[group[0]].key, slots, numel, tuple(starts[border] for border in borders)
-        )
-    slots = _slots(specs, group)
-    share = _aligned(-(-slots[-1].end // ranks))
+        cuts = tuple(starts[border] for border in borders)
+        return Bucket(specs[group[0]].key, slots, numel, cuts, grain)
+    slots = _slots(specs, group, grain)
+    share = _aligned(-(-slots[-1].end // ranks), grain)
     cuts = tuple(share * rank for rank in range(ranks + 1))
-    return Bucket(specs[group[0]].key, slots, cuts[-1], cuts)
+    return Bucket(specs[group[0]].key, slots, cuts[-1], cuts, grain)
 
 
-def _slots(specs: Sequence[Spec], group: Iterable[int]) -> tuple[Slot, ...]:
+def _slots(specs: Sequence[Spec], group: Iterable[int], grain: int) -> tuple[Slot, ...]:
     slots, start = [], 0
     for index in group:
         slots.append(Slot(index, start, specs[index].numel))
-        start += _aligned(specs[index].numel)
+        start += _aligned(specs[index].numel, grain)
     return tuple(slots)
 
 
-def _dealt(specs: Sequence[Spec], group: list[int], ranks: int) -> tuple[list[int], list[int]]:
+def _dealt(
+    specs: Sequence[Spec], group: list[int], ranks: int, grain: int
+) -> tuple[list[int], list[int]]:
     """Deal whole tensors to ranks, the largest first to whoever has least.
 
     Returns the group ordered by owner and how many tensors each rank got.
@@ -156,7 +162,7 @@ def _dealt(specs: Sequence[Spec], group: list[int], ranks: int) -> tuple[list[in
     for index in sorted(group, key=lambda index: (-specs[index].numel, -index)):
         owner = loads.index(min(loads))
         hands[owner].append(index)
-        loads[owner] += _aligned(specs[index].numel)
+        loads[owner] += _aligned(specs[index].numel, grain)
     for hand in hands:
         hand.sort(reverse=True)
     return [index for hand in hands for index in hand], [len(hand) for hand in hands]

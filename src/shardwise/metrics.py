@@ -31,8 +31,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self._world = worlds.current()
-        self._sums: dict[str, Number] = {}
-        self._weights: dict[str, Number] = {}
+        self._kind = _Sum if self._world.settings.exact is None else _ExactSum
+        self._sums: dict[str, _Sum] = {}
+        self._weights: dict[str, _Sum] = {}
 
     def add(self, n: Number | None = None, **means: Any) -> None:
         """Count `means`, each a mean over `n` items: numbers or 0-dim tensors.
@@ -52,8 +53,8 @@ class Metrics:
                 product = torch.where(weight != 0, weight * value, torch.zeros_like(weight))
             elif weight != 0:
                 product = value * weight
-            self._sums[name] = _plus(self._sums.get(name, 0.0), product)
-            self._weights[name] = _plus(self._weights.get(name, 0.0), weight)
+            self._sums.setdefault(name, self._kind()).add(product)
+            self._weights.setdefault(name, self._kind()).add(weight)
 
     def compute(self) -> dict[str, float]:
         """The means over all that was added on all ranks since the last call; then start over.
@@ -62,7 +63,7 @@ class Metrics:
         MetricsError, on all ranks alike, where ranks measured different things or a weight is
         below 0; nothing is forgotten then.
         """
-        own = {name: (float(self._sums[name]), float(self._weights[name])) for name in self._sums}
+        own = {name: (self._sums[name].told(), self._weights[name].told()) for name in self._sums}
         ranks = self._world.gather(own)
         _check_names(ranks)
         _check_weights(ranks)
@@ -70,8 +71,48 @@ class Metrics:
         return {name: _mean([rank[name] for rank in ranks]) for name in ranks[0]}
 
 
-Totals = dict[str, tuple[float, float]]
-"""Of one rank: the weighted sum and the weight by name."""
+Totals = dict[str, tuple[list[float], list[float]]]
+"""Of one rank: numbers that make up the weighted sum, and the weight, by name."""
+
+
+class _Sum:
+    """A running sum."""
+
+    def __init__(self) -> None:
+        self._total: Number = 0.0
+
+    def add(self, value: Number) -> None:
+        """Count one more."""
+        self._total = self._total + value
+
+    def told(self) -> list[float]:
+        """Numbers whose sum it is."""
+        return [float(self._total)]
+
+
+class _ExactSum(_Sum):
+    """The same without rounding, for the exact mode: as a few numbers whose digits do not overlap
+    (Shewchuk, 1997). So it does not matter which rank has counted what. Waits for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: list[float] = []
+
+    def add(self, value: Number) -> None:
+        rest = float(value)
+        if not math.isfinite(rest):
+            super().add(rest)
+            return
+        parts = []
+        for part in self._parts:
+            large, small = sorted((rest, part), key=abs, reverse=True)
+            rest = large + small
+            if lost := small - (rest - large):
+                parts.append(lost)
+        self._parts = [*parts, rest]
+
+    def told(self) -> list[float]:
+        return [*super().told(), *self._parts]
 
 
 def _weight(world: World, n: Any) -> Number:
@@ -108,13 +149,9 @@ def _scalar(name: str, value: Any) -> Number:
     )
 
 
-def _plus(total: Number, value: Number) -> Number:
-    return total + value
-
-
-def _mean(totals: list[tuple[float, float]]) -> float:
-    weight = math.fsum(weight for _, weight in totals)
-    sums = [value for value, _ in totals]
+def _mean(totals: list[tuple[list[float], list[float]]]) -> float:
+    weight = math.fsum(weight for _, weights in totals for weight in weights)
+    sums = [value for values, _ in totals for value in values]
     if weight == 0:
         return math.nan
     # fsum raises where infinities of both signs meet; plain addition gives the NaN they make
@@ -139,7 +176,8 @@ def _check_names(ranks: list[Totals]) -> None:
 
 def _check_weights(ranks: list[Totals]) -> None:
     for number, rank in enumerate(ranks):
-        for name, (_, weight) in rank.items():
+        for name, (_, weights) in rank.items():
+            weight = sum(weights)
             if not 0 <= weight < math.inf:
                 raise MetricsError(
                     f"{name} was added on rank {number} with a total n of {weight}; "

@@ -1,4 +1,4 @@
-"""The placement table: which of the training states is replicated and which is sharded.
+"""The placement table: which training state is replicated, which sharded, and where it rests.
 
 Training has three states. Each is replicated over the data-parallel group or sharded over it,
 and the row of these cells is all that data parallelism and ZeRO (Rajbhandari et al., 2020)
@@ -12,9 +12,13 @@ differ in:
 
 A sharded state needs the states to its right sharded too: a rank that holds an interval of the
 parameters can only use that interval of their gradient, and so on.
+
+Each cell also has a tier, where the state's bytes rest between uses: the device, the host's memory
+(ZeRO-Offload, Ren et al., 2021) or a disk (ZeRO-Infinity, Rajbhandari et al., 2021). Parameters
+and gradients can only rest elsewhere where they are sharded: replicated ones are in use, whole.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 
@@ -28,6 +32,27 @@ class Spread(Enum):
     SHARDED = "sharded"
 
 
+@dataclass(frozen=True)
+class Tier:
+    """Where a state rests: "device", "cpu", or "nvme" with the `folder` for its files."""
+
+    kind: str = "device"
+    folder: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> "Tier":
+        """A tier as it is written: "device", "cpu" or "nvme:FOLDER". Raises ValueError."""
+        kind, _, folder = text.partition(":")
+        if kind not in ("device", "cpu", "nvme") or bool(folder) != (kind == "nvme"):
+            raise ValueError("device, cpu or nvme:FOLDER, the folder for its files")
+        return cls(kind, folder)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.folder}" if self.folder else self.kind
+
+
+DEVICE = Tier()
+
 STATES = ("parameters", "gradients", "optimizer")
 
 
@@ -38,6 +63,8 @@ class Placement:
     parameters: Spread = Spread.REPLICATED
     gradients: Spread = Spread.REPLICATED
     optimizer: Spread = Spread.REPLICATED
+    tiers: tuple[Tier, Tier, Tier] = (DEVICE, DEVICE, DEVICE)
+    """In the order of STATES."""
 
     def __post_init__(self) -> None:
         for holder, needed in pairwise(STATES):
@@ -48,6 +75,18 @@ class Placement:
                     f"{needed} state, and that cell says replicated. The nearest legal row is "
                     f"{nearest.name} ({nearest.cells()}): write --zero {nearest.level}."
                 )
+        for state in STATES[:-1]:
+            if self.tier(state) != DEVICE and not self.is_sharded(state):
+                nearest = Placement.zero(len(STATES) - STATES.index(state))
+                raise PlacementError(
+                    f"The row ({self.cells()}) is not legal: {state} can rest on "
+                    f"{self.tier(state).kind} only where they are sharded. The nearest legal row "
+                    f"is {nearest.name}: write --zero {nearest.level}."
+                )
+
+    def tier(self, state: str) -> Tier:
+        """Where `state` ("parameters", "gradients" or "optimizer") rests."""
+        return self.tiers[STATES.index(state)]
 
     def is_sharded(self, state: str) -> bool:
         """Whether `state` ("parameters", "gradients" or "optimizer") is sharded."""
@@ -65,7 +104,24 @@ class Placement:
 
     def cells(self) -> str:
         """The cells in words, such as "parameters replicated, gradients sharded, ..."."""
-        return ", ".join(f"{state} {getattr(self, state).value}" for state in STATES)
+        return ", ".join(
+            f"{state} {getattr(self, state).value}"
+            + (f" on {tier.kind}" if (tier := self.tier(state)) != DEVICE else "")
+            for state in STATES
+        )
+
+    def resting(
+        self,
+        *,
+        parameters: Tier = DEVICE,
+        gradients: Tier | None = None,
+        optimizer: Tier = DEVICE,
+    ) -> "Placement":
+        """The same row with the states on these tiers; gradients, unless said, follow the
+        optimizer state where they are sharded. Raises PlacementError."""
+        follows = optimizer if self.is_sharded("gradients") else DEVICE
+        tiers = (parameters, follows if gradients is None else gradients, optimizer)
+        return replace(self, tiers=tiers)
 
     @classmethod
     def zero(cls, level: int) -> "Placement":
@@ -80,7 +136,8 @@ class Placement:
     @classmethod
     def sharding(cls, states: tuple[str, ...]) -> "Placement":
         """The row in which exactly `states` are sharded."""
-        return cls(**dict.fromkeys(states, Spread.SHARDED))
+        sharded = dict.fromkeys(states, Spread.SHARDED)
+        return cls(**sharded)  # type: ignore[arg-type]
 
 
 def _nearest_legal(row: Placement) -> Placement:

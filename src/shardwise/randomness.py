@@ -22,7 +22,10 @@ def seed_from(*coordinates: int | str) -> int:
 
 def seed_everything(seed: int) -> None:
     """Seed torch (every device), numpy where it is loaded, and random."""
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # torch.manual_seed would note a stack for each kind of device that might yet come
+        torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise import collectives, config, launch, randomness
+from shardwise import collectives, config, launch, randomness, repeatable
 from shardwise.collectives import Collectives
 from shardwise.errors import DataError, LaunchError, UsageError
 from shardwise.feed import Batch, Feed, Plan
 from shardwise.launch import report
 from shardwise.launch.identity import Identity
 from shardwise.layout import even_cuts
+from shardwise.tiers import heap
+from shardwise.tree import MicroShards
 
 T = TypeVar("T")
 
@@ -102,8 +104,10 @@ class World:
                 self._groups[key] = group.split(groups)
             group = self._groups[key]
         total = value.detach().clone(memory_format=torch.contiguous_format)
+        if value.device.type == "cpu":  # NCCL moves only what is on a GPU
+            total = total.to(group.small_device)
         group.all_reduce(total.view(-1)).wait()
-        return total
+        return total.to(value.device)
 
     def share(self, batch: T) -> T:
         """This rank's rows of a total batch, for loops without a Loader.
@@ -112,6 +116,11 @@ class World:
         Shares are contiguous and differ by a row at most. The number of rows becomes the weight
         of the next `engine.backward`; a rank left without rows gets one, at weight 0.
         """
+        if self.settings.exact is not None:
+            raise UsageError(
+                f"world.share gives one share of a batch, and --exact {self.settings.exact} cuts "
+                "it into micro-shards: use sw.Loader(...), or leave --exact out."
+            )
         leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
         if len(lengths) != 1 or 0 in lengths:
@@ -159,13 +168,21 @@ def init(seed: int | None = None, **settings: Any) -> World:
     report.watch_exceptions()
     chosen, _ = config.load(given)
     identity = launch.detect(os.environ)
-    device = _device(identity, chosen.device)
-    group = collectives.connect(identity, device, chosen.timeout)
+    device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
+    if device.type == "cpu":
+        heap.keep(os.environ)
+    group = collectives.connect(
+        identity, device, chosen.timeout, chosen.transport, chosen.rendezvous
+    )
     world = World(identity, group, device)
     world._keywords = dict(settings)
     world.settings = world.settle(**given)
+    _share_cores(world)
     drawn = chosen.seed if chosen.seed is not None else secrets.randbits(31)
     world.seed = world.broadcast_object(drawn)
+    if chosen.exact is not None:
+        MicroShards(chosen.exact, world.size, world.rank)  # refuses what cannot be
+        repeatable.fix_arithmetic(device)
     randomness.seed_everything(randomness.seed_from(world.seed, "start"))
     atexit.register(_leave)
     _current = world
@@ -188,15 +205,31 @@ def _leave() -> None:
         world.collectives.close()
 
 
-def _device(identity: Identity, wanted: str) -> torch.device:
+def _share_cores(world: World) -> None:
+    """Let ranks that may run on the same cores divide them; mpirun and srun do not say how.
+
+    Each would else start a thread per core, and all would wait for each other.
+    """
+    if world.launcher not in ("Open MPI", "MPICH", "MVAPICH", "Slurm", "horovodrun"):
+        return
+    if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
+        return
+    mine = (world.host, sorted(os.sched_getaffinity(0)))
+    alike = world.gather(mine).count(mine)
+    torch.set_num_threads(max(1, len(mine[1]) // alike))
+
+
+def _device(identity: Identity, wanted: str, *, sharing: bool) -> torch.device:
+    """Where a rank computes; with `sharing`, ranks of a host go round its GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and gpus == 0):
         return torch.device("cpu")
-    if gpus < identity.local_size:
+    if gpus < (1 if sharing or identity.own_gpus else identity.local_size):
+        shared = "let them share GPUs with --transport gloo, " if gpus else ""
         raise LaunchError(
             f"{identity.local_size} ranks run on this host, but it shows {gpus} GPU(s). "
-            f"Start {max(gpus, 1)} rank(s) here, or train on the CPU with --device cpu."
+            f"Start {max(gpus, 1)} rank(s) here, {shared}or train on the CPU with --device cpu."
         )
-    device = torch.device("cuda", identity.local_rank)
+    device = torch.device("cuda", identity.local_rank % gpus)
     torch.cuda.set_device(device)
     return device

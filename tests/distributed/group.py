@@ -1,4 +1,4 @@
-"""Real gloo ranks for tests: one warm group per world size for the whole session.
+"""Real ranks for tests: one warm group per world size and settings for the whole session.
 
     def rows(world, total):
         return world.share(torch.arange(total)).tolist()
@@ -11,6 +11,7 @@ it, as `shardwise run` starts its ranks, and serves all later cases of that size
 """
 
 import contextlib
+import json
 import os
 import pickle
 import signal
@@ -41,13 +42,14 @@ class RankFailed(AssertionError):
 
 
 class Groups:
-    """`groups(size)` is the group of that size."""
+    """`groups(size)` is the group of that size; `settings` are those of its `shardwise.init`."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[tuple[int, str], Group] = {}
 
-    def __call__(self, size: int) -> "Group":
-        return self._groups.setdefault(size, Group(size))
+    def __call__(self, size: int, **settings: Any) -> "Group":
+        key = size, json.dumps(settings, sort_keys=True)
+        return self._groups.setdefault(key, Group(size, settings))
 
     def close(self) -> None:
         """End every group; nothing of them is left."""
@@ -60,8 +62,9 @@ class Groups:
 class Group:
     """`size` ranks, started when first used and again after a case that broke them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, settings: Mapping[str, Any] | None = None) -> None:
         self.size = size
+        self._settings = json.dumps(dict(settings or {}))
         self._ranks: list[_Rank] = []
 
     def __call__(self, function: Callable[..., Any], *args: Any, limit: float = 60) -> list[Any]:
@@ -120,7 +123,9 @@ class Group:
 
     def _start(self) -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-            self._ranks = [_Rank(rank, self.size, listener) for rank in range(self.size)]
+            self._ranks = [
+                _Rank(rank, self.size, listener, self._settings) for rank in range(self.size)
+            ]
         try:
             for rank in self._ranks:
                 rank.connection.send(sys.path)
@@ -183,7 +188,7 @@ class Group:
 class _Rank:
     """One process of a group, the connection to it, and what it printed."""
 
-    def __init__(self, number: int, size: int, listener: socket.socket) -> None:
+    def __init__(self, number: int, size: int, listener: socket.socket, settings: str) -> None:
         self.number = number
         self.printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in reap)
         self.connection, theirs = Pipe()
@@ -199,7 +204,7 @@ class _Rank:
             listen_fd=listener.fileno() if number == 0 else None,
         )
         self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), str(theirs.fileno())],
+            [sys.executable, str(WORKER), str(theirs.fileno()), settings],
             env=_environment(identity),
             pass_fds=inherited,
             stdin=subprocess.DEVNULL,

@@ -330,7 +330,7 @@ def test_replicated_gradients_allow_unequal_numbers_of_backwards(group):
 
 
 def resume_case(world, folder, rows):
-    """Saving by hand, as the README says it: at one row, to go on at another."""
+    """Saving by hand: at one row, to go on at another."""
 
     def fresh():
         model = mlp()
@@ -366,3 +366,33 @@ def resume_case(world, folder, rows):
 @pytest.mark.parametrize("rows", [(2, 1), (0, 2), (1, 0)])
 def test_saving_by_hand_and_going_on_at_another_row(group, tmp_path, rows):
     group(2)(resume_case, str(tmp_path), rows)
+
+
+def narrow_loss_case(world, dtype):
+    x = torch.arange(1.0, 4.0)[None] + world.rank
+    weights = [(257, 300), (257, 300), (3, 70001), (0, 513), (1, 1)]
+    model = nn.Linear(3, 1)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), quiet=True)
+    for first, second in weights:
+        weight = second if world.rank else first
+        for part in (weight // 2, weight - weight // 2):
+            engine.backward(model(x).mean().to(dtype), weight=part, last=False)
+        mean = (first * torch.arange(1.0, 4.0) + second * torch.arange(2.0, 5.0)) / (first + second)
+        plain = float(torch.cat([mean, torch.ones(1)]).norm())
+        assert engine.step().grad_norm == pytest.approx(plain, rel=1e-6)
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_weight_of_a_16_bit_loss_is_not_rounded(group, dtype):
+    group(2)(narrow_loss_case, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_16_bit_model_alone_has_the_gradient_of_its_loss(solo, dtype):
+    model = nn.Linear(4, 1).to(dtype)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), quiet=True)
+    for _ in range(2):
+        engine.backward(model(torch.ones(2, 4, dtype=dtype)).mean(), weight=70001)
+        assert engine.step().grad_norm == pytest.approx(5**0.5, rel=1e-9)
+    engine.close()

@@ -1,10 +1,15 @@
-"""The verbs of Gloo against what torch says they are, for many sizes and dtypes."""
+"""The verbs of each CPU transport against what torch says they are, for many sizes and dtypes."""
+
+from operator import add
 
 import pytest
 import torch
 
+from shardwise import tree
 from shardwise.errors import PeerLost
+from shardwise.layout import even_cuts
 
+TRANSPORTS = ["shared", "gloo"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
 
 
@@ -39,21 +44,66 @@ def verbs(world, dtype, cuts):
         assert torch.equal(buffer, everyone[source])
 
 
+def verbs_in_our_memory(world, dtype, cuts):
+    """The same in buffers that the transport gave, several calls on each."""
+    group, numel = world.collectives, cuts[-1]
+    everyone = [values(rank, numel, dtype) for rank in range(world.size)]
+    total = sum(everyone[1:], everyone[0].clone())
+    own = slice(cuts[world.rank], cuts[world.rank + 1])
+    buffer = group.allocate(numel, dtype, torch.device("cpu"))
+    into = group.allocate(own.stop - own.start, dtype, torch.device("cpu"))
+    assert not buffer.any()
+    for source in range(world.size):
+        buffer.copy_(everyone[world.rank])
+        scattered = group.reduce_scatter(buffer, cuts, into=into)
+        scattered.wait()
+        assert torch.equal(into, total[own])
+        assert torch.equal(buffer, everyone[world.rank])
+        scattered.reusable()
+        buffer.zero_()
+        buffer[own] = into
+        gathered = group.all_gather(buffer, cuts)
+        gathered.wait()
+        assert torch.equal(buffer, total)
+        gathered.reusable()
+        buffer.copy_(everyone[world.rank])
+        reduced = group.all_reduce(buffer)
+        reduced.wait()
+        assert torch.equal(buffer, total)
+        reduced.reusable()
+        buffer.copy_(everyone[world.rank])
+        sent = group.broadcast(buffer, source)
+        sent.wait()
+        assert torch.equal(buffer, everyone[source])
+        sent.reusable()
+
+
+CUTS = [(2, [0, 3, 7]), (3, [0, 0, 5, 9]), (4, [0, 4, 4, 4, 12])]
+LARGE = [(size, [10_007 * cut for cut in cuts]) for size, cuts in CUTS]
+"""Of these everything but uint8 takes the way of large buffers."""
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("size", "cuts"), [(2, [0, 3, 7]), (3, [0, 0, 5, 9]), (4, [0, 4, 4, 4, 12])]
-)
-def test_verbs(group, size, cuts, dtype):
-    group(size)(verbs, dtype, cuts)
+@pytest.mark.parametrize(("size", "cuts"), CUTS + LARGE)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_verbs(group, transport, size, cuts, dtype):
+    group(size, transport=transport)(verbs, dtype, cuts)
 
 
-def many_in_flight(world):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("size", "cuts"), [CUTS[1], LARGE[1], LARGE[2]])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_verbs_in_memory_of_the_transport(group, transport, size, cuts, dtype):
+    group(size, transport=transport)(verbs_in_our_memory, dtype, cuts)
+
+
+def many_in_flight(world, length):
     group = world.collectives
-    buffers = [values(world.rank + 10 * i, 40 + i, torch.float64) for i in range(20)]
+    buffers = [values(world.rank + 10 * i, length + i, torch.float64) for i in range(20)]
     handles = [
         group.all_reduce(buffer)
         if i % 2
-        else group.reduce_scatter(buffer, [0, 10, *[40 + i] * (world.size - 1)])
+        else group.reduce_scatter(buffer, [0, 10, *[length + i] * (world.size - 1)])
         for i, buffer in enumerate(buffers)
     ]
     for handle in handles:  # the second halves start in this order on every rank
@@ -61,42 +111,121 @@ def many_in_flight(world):
     for handle in reversed(handles):
         handle.wait()
     for i, buffer in enumerate(buffers):
-        total = sum(values(rank + 10 * i, 40 + i, torch.float64) for rank in range(world.size))
-        mine = slice(0, 10) if world.rank == 0 else slice(10, 40 + i)
+        parts = [values(rank + 10 * i, length + i, torch.float64) for rank in range(world.size)]
+        total = sum(parts)
+        mine = slice(0, 10) if world.rank == 0 else slice(10, length + i)
         part = slice(None) if i % 2 else mine if world.rank < 2 else slice(0, 0)
         assert torch.equal(buffer[part], total[part])
 
 
-def test_many_in_flight_waited_for_in_any_order(group):
+@pytest.mark.parametrize("length", [40, 20_000])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_many_in_flight_waited_for_in_any_order(group, transport, length):
     for _ in range(5):
-        group(3)(many_in_flight)
+        group(3, transport=transport)(many_in_flight, length)
 
 
-def half_precision(world):
+def half_precision(world, numel):
     """0.1 four times in bf16: rounding after each addition would show."""
-    buffer = torch.full((8,), 0.1 * (1 + world.rank), dtype=torch.bfloat16)
+    buffer = torch.full((numel,), 0.1 * (1 + world.rank), dtype=torch.bfloat16)
     exact = sum(
-        torch.full((8,), 0.1 * (1 + rank), dtype=torch.bfloat16).float()
+        torch.full((numel,), 0.1 * (1 + rank), dtype=torch.bfloat16).float()
         for rank in range(world.size)
     )
     world.collectives.all_reduce(buffer).wait()
     assert torch.equal(buffer, exact.bfloat16())
 
 
-def test_half_precision_sums_in_fp32(group):
-    group(4)(half_precision)
+@pytest.mark.parametrize("numel", [8, 80_000])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_half_precision_sums_in_fp32(group, transport, numel):
+    group(4, transport=transport)(half_precision, numel)
+
+
+def told_sums(world, numel):
+    """The pieces that `each` gets, against the sum."""
+    group, cuts = world.collectives, even_cuts(numel, world.size)
+    own = slice(cuts[world.rank], cuts[world.rank + 1])
+    for verb in (group.reduce_scatter, group.all_reduce):
+        pieces = []
+        buffer = values(world.rank, numel, torch.float32)
+        given = (buffer, cuts) if verb == group.reduce_scatter else (buffer,)
+        verb(*given, each=lambda piece, pieces=pieces: pieces.append(piece.clone())).wait()
+        assert torch.equal(torch.cat(pieces), buffer[own])
+
+
+@pytest.mark.parametrize("numel", [1, 300, 300_000])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sums_are_told_in_pieces(group, transport, numel):
+    group(3, transport=transport)(told_sums, numel)
+
+
+def in_tree(world, numel, dtype):
+    """Numbers of which another order would round otherwise, in the order of the tree."""
+    group, cuts = world.collectives, even_cuts(numel, world.size)
+    own = slice(cuts[world.rank], cuts[world.rank + 1])
+    draws = [torch.Generator().manual_seed(rank) for rank in range(world.size)]
+    leaves = [torch.randn(numel, generator=draw).to(dtype) for draw in draws]
+    total = tree.fold([leaf.to(torch.promote_types(dtype, torch.float32)) for leaf in leaves], add)
+    buffer = leaves[world.rank].clone()
+    group.all_reduce(buffer, tree=True).wait()
+    assert torch.equal(buffer, total.to(dtype))
+    buffer, into = leaves[world.rank].clone(), torch.empty(own.stop - own.start, dtype=dtype)
+    group.reduce_scatter(buffer, cuts, into=into, tree=True).wait()
+    assert torch.equal(into, total.to(dtype)[own])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numel", [40, 200_000])
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sums_in_a_tree(group, transport, size, numel, dtype):
+    group(size, transport=transport)(in_tree, numel, dtype)
 
 
 def objects(world):
     gathered = world.gather({"rank": world.rank, "data": "x" * world.rank})
     assert gathered == [{"rank": r, "data": "x" * r} for r in range(world.size)]
+    assert world.gather("y" * 100_000 * world.rank)[2] == "y" * 200_000
     assert world.broadcast_object(world.rank + 5, source=1) == 6
     assert world.any(world.rank == 1)
     assert not world.any(False)
 
 
-def test_objects(group):
-    group(3)(objects)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_objects(group, transport):
+    group(3, transport=transport)(objects)
+
+
+def rows(world, length):
+    row = torch.arange(length, dtype=torch.float64) + world.rank
+    gathered = world.collectives.gather_rows(row)
+    assert torch.equal(gathered, torch.arange(length).double() + torch.arange(world.size)[:, None])
+
+
+@pytest.mark.parametrize("length", [1, 50_000])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rows(group, transport, length):
+    group(3, transport=transport)(rows, length)
+
+
+def groups_of_their_own(world):
+    """Other groups neither wait for each other nor take each other's messages."""
+    first, second = world.collectives, world.side_channel
+    buffers = [torch.full((30_000,), world.rank + scale) for scale in (1.0, 10.0)]
+    order = [(first, buffers[0]), (second, buffers[1])]
+    handles = [group.all_reduce(b) for group, b in (order if world.rank else order[::-1])]
+    for handle in handles:
+        handle.wait()
+    assert [float(b[0]) for b in buffers] == [6.0, 33.0]
+    pair = first.split([[2, 0]])
+    row = pair.gather_rows(torch.tensor([float(world.rank)]))
+    assert row.flatten().tolist() == ([1.0] if world.rank == 1 else [0.0, 2.0])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_groups_of_their_own(group, transport):
+    group(3, transport=transport)(groups_of_their_own)
 
 
 def a_rank_leaves(world):
@@ -107,9 +236,10 @@ def a_rank_leaves(world):
     world.barrier()
 
 
-def test_a_rank_that_leaves_is_said(group):
-    error = group(2).errors(a_rank_leaves)[0]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_leaves_is_named(group, transport):
+    error = group(2, transport=transport).errors(a_rank_leaves)[0]
     assert error is not None
     kind, message = error
     assert kind == PeerLost.__name__
-    assert "Rank 0 of 2 lost another rank in all-gather" in message
+    assert "Rank 0 of 2 lost rank 1 in" in message

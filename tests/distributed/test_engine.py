@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 import shutil
 import warnings
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.collectives import within
 from shardwise.errors import (
     BrokenView,
+    ConfigError,
     GradientAccess,
     ModelError,
     ModelMismatch,
@@ -21,7 +24,7 @@ from shardwise.errors import (
     UsageError,
 )
 
-ROWS = [0, 1, 2]
+ROWS = [0, 1, 2, 3]
 
 
 def mlp(dtype=torch.float64, seed=0):
@@ -72,9 +75,10 @@ def train_plain(model, loss_of_rank, *, size, steps=5, optimizer=None):
 def agree(world, zero, make, loss_of, **options):
     """Train `make()` over the ranks and plainly; the weights must agree."""
     model, plain = make(), make()
-    train(world, model, loss_of, zero=zero, **options)
+    engine = train(world, model, loss_of, zero=zero, **options)
     train_plain(plain, loss_of, size=world.size)
-    same_weights(model, plain)
+    with engine.full_parameters():
+        same_weights(model, plain)
 
 
 def squares(model, x, step, rank):
@@ -155,7 +159,8 @@ def never_used_keeps_its_value(world, zero):
     model = seeded(Branches)
     before = model.never.weight.clone()
     engine = train(world, model, lambda m, x, s, r: m(x, 0).square().mean(), zero=zero)
-    assert torch.equal(model.never.weight, before)
+    with engine.full_parameters():
+        assert torch.equal(model.never.weight, before)
     state = engine.optimizer_state_dict()["state"]
     assert 0 in state
     assert all(number not in state for number in range(4, 12)), sorted(state)
@@ -263,15 +268,18 @@ def muon_and_adamw_case(world, zero):
         plain(x).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
-    same_weights(model, plain, 2e-3)
+    with engine.full_parameters():
+        same_weights(model, plain, 2e-3)
 
 
 def adafactor_case(world, zero):
     model, plain = mlp(), mlp()
-    train(world, model, squares, zero=zero, optimizer=torch.optim.Adafactor(model.parameters()))
+    adafactor = torch.optim.Adafactor(model.parameters())
+    engine = train(world, model, squares, zero=zero, optimizer=adafactor)
     optimizer = torch.optim.Adafactor(plain.parameters())
     train_plain(plain, squares, size=world.size, optimizer=optimizer)
-    same_weights(model, plain)
+    with engine.full_parameters():
+        same_weights(model, plain)
 
 
 def test_channels_last_is_kept(group):
@@ -480,10 +488,13 @@ def write_case(world, zero):
     engine = sw.Engine(model, optimizer, zero=zero, precision="bf16")
     with engine.full_parameters(write=True):
         model[0].weight.fill_(float(1 + world.rank))
-    assert bool((model[0].weight == 1).all())
+    with engine.full_parameters():
+        assert bool((model[0].weight == 1).all())
     engine.backward(model(world.share(batch(0).float())).square().mean())
     engine.step()
-    assert bool(((model[0].weight.float() - 1).abs() < 0.3).all()), "the masters were not told"
+    with engine.full_parameters(model[0]):
+        near = (model[0].weight.float() - 1).abs() < 0.3
+    assert bool(near.all()), "the masters were not told"
 
 
 @pytest.mark.parametrize("zero", ROWS)
@@ -513,9 +524,10 @@ def precision_case(world, precision, zero):
     assert stats.loss == pytest.approx(float(loss.detach()), rel=0.05)
     expected = torch.bfloat16 if precision == "bf16" else torch.float32
     assert {p.dtype for p in model.parameters()} == {expected}
-    same_weights(copy.deepcopy(model).float(), plain, 0.1)
-    assert copy.deepcopy(model)(x).dtype == torch.float32
-    pickle.loads(pickle.dumps(model))
+    with engine.full_parameters():
+        same_weights(copy.deepcopy(model).float(), plain, 0.1)
+        assert copy.deepcopy(model)(x).dtype == torch.float32
+        pickle.loads(pickle.dumps(model))
 
 
 @pytest.mark.parametrize("zero", ROWS)
@@ -584,7 +596,6 @@ def habits_case(world):
         (lambda: engine.backward(loss().detach()), UsageError, "does not depend on any parameter"),
         (lambda: engine.backward(loss(), weight=-1), UsageError, "0 or more"),
         (lambda: engine.step(max_norm=0), UsageError, "call backward first"),
-        (lambda: sw.Engine(mlp(), optimizer, zero=3), PlacementError, "--zero 2"),
         (lambda: sw.init(), UsageError, "twice"),
     ]
     for call, error, text in table:
@@ -628,7 +639,8 @@ def zero_grad_is_harmless_case(world, zero):
         reference.zero_grad()
         plain(batch(step)).square().mean().backward()
         reference.step()
-    same_weights(model, plain)
+    with engine.full_parameters():
+        same_weights(model, plain)
     engine.backward(model(world.share(batch(0))).square().mean())
     optimizer.zero_grad()
     with pytest.raises(UsageError, match=r"cleared between engine\.backward and engine\.step"):
@@ -779,7 +791,8 @@ def changes_case(world, zero):
         m(batch(n)).square().mean().backward()
 
     run(plain, reference, plain_backward, reference.step)
-    same_weights(model, plain)
+    with engine.full_parameters():
+        same_weights(model, plain)
     mine, theirs = engine.optimizer_state_dict()["state"], reference.state_dict()["state"]
     assert {n: float(s["step"]) for n, s in mine.items()} == {
         n: float(s["step"]) for n, s in theirs.items()
@@ -806,7 +819,8 @@ def existing_state_case(world, zero):
         plain.own.zero_grad()
         plain(batch(step)).square().mean().backward()
         plain.own.step()
-    same_weights(model, plain)
+    with engine.full_parameters():
+        same_weights(model, plain)
 
 
 @pytest.mark.parametrize("zero", ROWS)
@@ -1045,3 +1059,109 @@ def test_a_rank_listed_twice(group):
     for error in group(4).errors(raf_table, [[0, 1], [1, 2]]):
         assert error == ("UsageError", error[1])
         assert "Rank 1 is twice" in error[1]
+
+
+# -- sharded within a host ----------------------------------------------------------------------
+
+
+def within_host_case(world, zero):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(within, "key", lambda: f"host {world.rank // 2}")
+        model, plain = seeded(Tied), seeded(Tied)
+        engine = train(world, model, squares, zero=zero, shard_within="host")
+        train_plain(plain, squares, size=world.size)
+        with engine.full_parameters():
+            same_weights(model, plain)
+        sharing = engine._recipe.sharding
+        assert (sharing.size, sharing.copies) == ((2, 2) if zero else (4, 1))
+        norms = world.gather(one_step(world, engine, model))
+        assert len(set(norms)) == 1
+
+
+def one_step(world, engine, model):
+    engine.backward(squares(model, world.share(batch(9)), 0, 0))
+    return engine.step(max_norm=1e-3).grad_norm
+
+
+@pytest.mark.parametrize("zero", ROWS)
+def test_sharded_within_a_host_and_replicated_between(group, zero):
+    group(4)(within_host_case, zero)
+
+
+def uneven_hosts_case(world):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(within, "key", lambda: f"host {world.rank // 2}")
+        with pytest.raises(ConfigError, match=r"as many ranks on every host.*have 2, 1"):
+            sw.Engine(model, optimizer, zero=2, shard_within="host")
+
+
+def test_hosts_with_different_numbers_of_ranks(group):
+    group(3)(uneven_hosts_case)
+
+
+def written_with_masters(world, zero, when):
+    """What user code writes at any time between steps is what the next step goes on from."""
+
+    def run(written):
+        torch.manual_seed(1)
+        model = nn.Linear(4, 2)
+        engine = sw.Engine(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1e-3),
+            zero=zero,
+            precision="bf16",
+            ema_decay=0.9,
+        )
+        x = torch.ones(2, 4)
+        for step in range(2):
+            if step == 1 and written and when == "before ema":
+                model.weight.detach().fill_(5.0)
+                with engine.ema(), pytest.raises(UsageError, match=r"inside engine\.ema"):
+                    engine.full_parameters(write=True).__enter__()
+            engine.backward(model(x).mean())
+            if step == 1 and written and when == "before step":
+                model.weight.detach().fill_(5.0)
+            engine.step()
+        weight = model.weight.detach().clone()
+        engine.close()
+        return weight
+
+    assert bool((run(True) > 4.9).all())
+    assert bool((run(False) < 1).all())
+
+
+@pytest.mark.parametrize("when", ["before ema", "before step"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_what_is_written_reaches_the_masters(group, zero, when):
+    group(2)(written_with_masters, zero, when)
+
+
+def two_losses_of_one_batch(world, zero):
+    """They add up, each a mean over the batch, as in plain PyTorch."""
+    data = torch.utils.data.TensorDataset(torch.cat([batch(step) for step in range(3)]))
+    losses = [lambda model, x: model(x).square().mean(), lambda model, x: model(x + 1).abs().mean()]
+    model, plain = seeded(mlp), seeded(mlp)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=zero)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for (x,) in sw.Loader(data, batch_size=8):
+        for loss in losses:
+            engine.backward(loss(model, x))
+        stats = engine.step()
+        whole = torch.cat(world.gather(x))
+        optimizer.zero_grad()
+        expected = sum(loss(plain, whole) for loss in losses)
+        expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), math.inf)
+        optimizer.step()
+        assert math.isclose(stats.loss, expected.item(), rel_tol=1e-8)
+        assert math.isclose(stats.grad_norm, float(norm), rel_tol=1e-8)
+    with engine.full_parameters():
+        same_weights(model, plain)
+    engine.close()
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_losses_of_one_batch_add_up(group, zero):
+    group(2)(two_losses_of_one_batch, zero)

@@ -1,5 +1,6 @@
 """Metrics on real ranks: the exact mean over all items, in one round, and its errors."""
 
+import dataclasses
 import math
 
 import pytest
@@ -140,4 +141,29 @@ def test_a_value_needs_no_graph(solo):
     metrics = Metrics()
     loss = torch.ones((), requires_grad=True) * 2
     metrics.add(n=1, loss=loss)
-    assert not metrics._sums["loss"].requires_grad
+    assert not metrics._sums["loss"]._total.requires_grad
+
+
+def counted(world, exact):
+    """A mean over numbers of very different size, dealt to the ranks."""
+    world.settings = dataclasses.replace(world.settings, exact=4 if exact else None)
+    values = torch.randn(400, generator=torch.Generator().manual_seed(1)).double().exp2() ** 9
+    metrics = Metrics()
+    for value in values[world.rank :: world.size]:
+        metrics.add(n=0.3, mean=value)
+    return metrics.compute()["mean"]
+
+
+def test_in_the_exact_mode_the_bits_do_not_depend_on_who_counts(group):
+    assert group(1)(counted, True) * 3 == group(3)(counted, True)
+    assert group(1)(counted, False) * 3 == pytest.approx(group(3)(counted, False))
+
+
+def test_the_exact_mode_keeps_what_is_not_finite(solo):
+    solo.settings = dataclasses.replace(solo.settings, exact=1)
+    metrics = Metrics()
+    for up, both in ((1.0, math.inf), (math.inf, 2.0), (3.0, -math.inf)):
+        metrics.add(n=1, up=up, both=both)
+    found = metrics.compute()
+    assert found["up"] == math.inf
+    assert math.isnan(found["both"])

@@ -1,15 +1,19 @@
 """One rank of a warm group: joins once, then runs the cases that its group sends.
 
-Started by group.py as `python worker.py FD`, where FD is one end of a connection. A message is
-("run", pickled (function, args)), ("sync",) or ("end",); end of file means the session died.
+Started by group.py as `python worker.py FD SETTINGS`, where FD is one end of a connection and
+SETTINGS are keywords of `shardwise.init` as JSON; `hosts` among them is by rank the host that it is
+to take itself to be on. A message is ("run", pickled (function, args)),
+("sync",) or ("end",); end of file means the session died.
 """
 
 import faulthandler
 import gc
+import json
 import os
 import pickle
 import random
 import signal
+import socket
 import sys
 import traceback
 import warnings
@@ -35,10 +39,10 @@ class Outcome:
     calls: int = 0
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection, settings: dict[str, Any]) -> None:
     """Join the group that the environment names, then run cases until the connection ends."""
     sys.path[:] = connection.recv()
-    world = _join()
+    world = _join(settings)
     connection.send("ready")
     while True:
         try:
@@ -54,14 +58,19 @@ def serve(connection: Connection) -> None:
             connection.send(_run(world, message[1]))
 
 
-def _join() -> Any:
+def _join(settings: dict[str, Any]) -> Any:
     import torch
 
     import shardwise.world
 
+    hosts = settings.pop("hosts", None)
+    if hosts is not None:
+        name = f"host{hosts[int(os.environ['SHARDWISE_LAUNCH_RANK'])]}"
+        socket.gethostname = lambda: name
     torch.set_num_threads(1)
     world = shardwise.world.init(
-        seed=0, device="cpu", quiet=True, timeout=SECONDS_A_COLLECTIVE_MAY_WAIT
+        **{"seed": 0, "device": "cpu", "quiet": True, "timeout": SECONDS_A_COLLECTIVE_MAY_WAIT}
+        | settings
     )
     world.first_settings = world.settings  # type: ignore[attr-defined]
     return world
@@ -113,4 +122,4 @@ if __name__ == "__main__":
     # Results name this file's Outcome by the module that the tests import it from.
     Outcome.__module__ = "tests.distributed.worker"
     sys.modules["tests.distributed.worker"] = sys.modules["__main__"]
-    serve(Connection(int(sys.argv[1])))
+    serve(Connection(int(sys.argv[1])), json.loads(sys.argv[2]))

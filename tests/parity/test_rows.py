@@ -17,13 +17,15 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.layout import even_cuts
+from shardwise.states import held
+from tests.disk import on_a_disk
 from tests.parity.pairwise import pairwise
 from tests.parity.plain import Trained
 from tests.parity.problems import BATCH, EPOCHS, MICRO_ROWS, Problem, loss_of, weight_of
 
 PROMISED = {
     "workers": (1, 2, 3, 4),
-    "zero": (0, 1, 2),
+    "zero": (0, 1, 2, 3),
     "optimizer": ("sgd", "adamw", "adagrad"),
     "model": ("mlp", "convnet", "gpt"),
     "micro": ("1", "3", "short"),
@@ -36,14 +38,25 @@ FURTHER = {
     "schedule": ("cosine", "constant"),
     "groups": (2, 1),
     "feed": ("loader", "hand"),
+    "rests": ("device", "optimizer", "gradients", "everything"),
+    "activations": ("kept", "recomputed"),
+    "hosts": (1, 2),
 }
+LEGAL = {"device": 0, "optimizer": 0, "gradients": 2, "everything": 3}
+"""By what rests on a disk, the first row that allows it."""
+
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
 
 
 def _allowed(case):
-    """Only the Loader can tell BatchNorm which rows are stand-ins."""
+    """Only the Loader can tell BatchNorm which rows are stand-ins; not all rests are legal; two
+    hosts need two workers each."""
+    if case.get("hosts") == 2 and case.get("workers", 4) != 4:
+        return False
     stand_ins = case.get("model") == "convnet" and case.get("micro", "1") != "1"
-    return not (stand_ins and case.get("feed") == "hand")
+    if stand_ins and case.get("feed") == "hand":
+        return False
+    return case.get("zero", 3) >= LEGAL[case.get("rests", "device")]
 
 
 def _whole_product() -> Iterator[dict[str, Any]]:
@@ -51,8 +64,10 @@ def _whole_product() -> Iterator[dict[str, Any]]:
     for number, values in enumerate(product(*PROMISED.values())):
         draw = random.Random(number)
         case = dict(zip(PROMISED, values, strict=True))
-        case |= {name: draw.choice(choices) for name, choices in FURTHER.items()}
-        yield case if _allowed(case) else case | {"feed": "loader"}
+        further = {name: draw.choice(choices) for name, choices in FURTHER.items()}
+        while not _allowed(case | further):
+            further = {name: draw.choice(choices) for name, choices in FURTHER.items()}
+        yield case | further
 
 
 def _name(case):
@@ -76,8 +91,20 @@ def test_the_whole_product_trains_as_one_plain_process(group, plain, case):
 # -- on every rank ----------------------------------------------------------------------------
 
 
+def _tiers(case) -> dict[str, Any]:
+    folder = on_a_disk()
+    states = {
+        "device": (),
+        "optimizer": ("optimizer",),
+        "gradients": ("gradients",),
+        "everything": ("optimizer", "params"),
+    }
+    return {f"offload_{state}": f"nvme:{folder}" for state in states[case["rests"]]}
+
+
 def _train(world, case, problem) -> tuple[str, Trained]:
     """Train with our engine; returns what the rank's own model looks like, and the whole."""
+    held.SPAN = 48  # several spans, also in models as small as these
     model, optimizer, scheduler = problem.model_and_optimizer(seed=world.rank)
     engine = sw.Engine(
         model,
@@ -86,6 +113,8 @@ def _train(world, case, problem) -> tuple[str, Trained]:
         bucket_mb=case["bucket_mb"],
         overlap=case["overlap"],
         sync_batch_norm=True,
+        activations=case["activations"],
+        **_tiers(case),
     )
     losses, norms = [], []
     feed = {"loader": _from_loader, "hand": _by_hand}[case["feed"]]
@@ -96,10 +125,12 @@ def _train(world, case, problem) -> tuple[str, Trained]:
         scheduler.step()
         losses.append(stats.loss)
         norms.append(stats.grad_norm)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with engine.full_parameters():
+        state = {name: value.clone() for name, value in model.state_dict().items()}
     whole = Trained(
         losses=losses, norms=norms, model=state, optimizer=engine.optimizer_state_dict()
     )
+    engine.close()
     return _digest(state), whole
 
 
@@ -144,7 +175,8 @@ def _digest(state):
 
 def _compare(group, plain, case):
     wanted = plain(_problem(case))
-    results = group(case["workers"])(_train, case, _problem(case), limit=120)
+    apart = {"hosts": [0, 0, 1, 1]} if case["hosts"] == 2 else {}
+    results = group(case["workers"], **apart)(_train, case, _problem(case), limit=120)
     assert len({digest for digest, _ in results}) == 1, "ranks end with different models"
     ours, tolerance = results[0][1], TOLERANCE[case["dtype"]]
     _assert_close("losses", torch.tensor(ours.losses), torch.tensor(wanted.losses), tolerance)

@@ -15,9 +15,11 @@ FORMULAS = {
     ("fp32", 0): (16, 0),
     ("fp32", 1): (8, 8),
     ("fp32", 2): (4, 12),
+    ("fp32", 3): (0, 16),
     ("bf16", 0): (16, 0),
     ("bf16", 1): (4, 12),
     ("bf16", 2): (2, 14),
+    ("bf16", 3): (0, 16),
 }
 """(a, b): a rank of N holds a P + b P / N bytes for P parameters under Adam."""
 
@@ -41,10 +43,10 @@ def _held(world, zero, precision):
     engine = _trained(world, zero, precision)
     return {
         "bytes": engine.state_bytes,
-        "living": sum(size for place, size in _storages().items() if place not in others),
+        "living": sum(s.nbytes() for place, s in _storages().items() if place not in others),
         "buckets": engine._states.parameters.buckets,
         "own": [part.own for part in engine._states.optimizer.parts],
-        "in_flight": IN_FLIGHT * _largest(engine) if zero == 2 else 0,
+        "in_flight": _in_flight(engine),
     }
 
 
@@ -58,16 +60,24 @@ def _trained(world, zero, precision):
     return engine
 
 
-def _largest(engine):
-    return max(flat.numel() * flat.element_size() for flat in engine._states.parameters.flats)
+def _in_flight(engine):
+    """Bytes of the buffers that live beside the states: gradients on their way, a unit gathered."""
+    parameters = engine._states.parameters
+    buckets = [
+        bucket.numel * parameters.kind(index)[0].itemsize
+        for index, bucket in enumerate(parameters.buckets)
+    ]
+    sharded = engine.placement.is_sharded
+    return sharded("gradients") * IN_FLIGHT * max(buckets) + sharded("parameters") * sum(buckets)
 
 
 def _storages():
-    """Every storage that a Python tensor holds now: its size in bytes by its address."""
+    """Every storage that a Python tensor holds now, by its address; held, so that whatever is let
+    go meanwhile, no other storage comes to the same address."""
     gc.collect()
     living = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]
     storages = [tensor.untyped_storage() for tensor in living if tensor.device.type == "cpu"]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return {storage.data_ptr(): storage for storage in storages}
 
 
 def _tail(held):

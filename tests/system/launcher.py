@@ -30,9 +30,13 @@ class Ran:
 
 @dataclass
 class Launcher:
-    """Runs of one test; its processes carry a mark in their environment."""
+    """Runs of one test; its processes carry a mark in their environment.
+
+    `enter` are the words that bring a command to another place, such as a namespace.
+    """
 
     folder: Path
+    enter: list[str] = field(default_factory=list)
     mark: str = field(default_factory=lambda: f"mark-{uuid.uuid4().hex}")
 
     def start(self, *words: str, **options: Any) -> "subprocess.Popen[str]":
@@ -41,7 +45,8 @@ class Launcher:
         settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         environ = settings.pop("env", {})
         settings["env"] = self.environ() | environ
-        return subprocess.Popen([sys.executable, "-m", "shardwise", *words], **settings)
+        command = [*self.enter, sys.executable, "-m", "shardwise", *words]
+        return subprocess.Popen(command, **settings)
 
     def environ(self) -> dict[str, str]:
         """Our environment with the mark, and a place for temporary files of its own."""

@@ -8,12 +8,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = ["--width", "32", "--layers", "2", "--vocabulary", "64", "--sequence", "8", "--batch", "4"]
 
 
-def run(command: str, *arguments: str, code: int = 0) -> str:
+def run(command: str, *arguments: str | Path, code: int = 0) -> str:
     """What `python benchmarks/COMMAND ARGUMENTS` writes; it must end with `code`."""
     done = subprocess.run(
         [sys.executable, BENCHMARKS / command, *arguments],
@@ -30,6 +31,12 @@ def run(command: str, *arguments: str, code: int = 0) -> str:
 def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("figures")
+
+
+@pytest.fixture
+def formulas(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("formulas")
 
 
 def test_contenders_do_the_same_work(tmp_path: Path) -> None:
@@ -59,8 +66,111 @@ def test_contenders_do_the_same_work(tmp_path: Path) -> None:
 
 def test_primitives() -> None:
     shown = run("collectives.py", "--ranks", "2", "--mb", "1", "--repeats", "2")
-    for name in ("reduce_scatter_single", "isend/irecv", "Gloo.reduce_scatter", "Gloo.barrier"):
+    for name in ("reduce_scatter_single", "isend/irecv", "Gloo.barrier", "Shared.all_gather"):
         assert name in shown
+
+
+def test_activations(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.png"
+    shown = run("activations.py", *TINY, "--disk", str(tmp_path), "--steps", "1", "--plot", plot)
+    for name in ("kept, nvme", "recomputed, nvme", "losses are equal, bit for bit"):
+        assert name in shown
+    assert plot.stat().st_size > 0
+
+
+def test_exact(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    shown = run(
+        *("exact.py", "--models", "convnet", "--steps", "7", "--exact", "2", "--runs", "1:0,2:3"),
+        *("--json", str(path)),
+    )
+    assert "with --exact 2 bits are equal" in shown
+    first, second = json.loads(path.read_text())["lines"]
+    assert first["exact"]["hash"] == second["exact"]["hash"] != second["plain"]["hash"]
+    assert first["exact"]["hash"] in shown
+
+
+def test_memory(tmp_path: Path) -> None:
+    path, plot = tmp_path / "result.json", tmp_path / "plot.png"
+    size = ["--width", "128", "--layers", "2", "--vocabulary", "512", "--sequence", "8"]
+    cases = ["--rows", "3", "--precision", "bf16", "--disk", tmp_path]
+    shown = run("memory.py", *size, *cases, "--json", path, "--plot", plot)
+
+    written = json.loads(path.read_text())
+    by_name = {case["name"]: case for case in written["cases"]}
+    assert list(by_name) == [
+        f"ZERO_3, {tier}, bf16"
+        for tier in ("device", "nvme: optimizer", "nvme: optimizer, parameters")
+    ]
+    for name, case in by_name.items():
+        assert abs(case["deviation"]) < 0.02 + case["padding"], name
+        assert case["peak"] >= case["resident"] > 0, name
+        assert name in shown
+    # 16 bytes of each parameter on the device; a disk keeps gradients in fp32.
+    whole = [
+        case["formula"] / by_name["ZERO_3, device, bf16"]["formula"] for case in by_name.values()
+    ]
+    assert whole == [1, 18 / 16, 18 / 16]
+    assert by_name["ZERO_3, nvme: optimizer, parameters, bf16"]["in_memory"] == 0
+    assert "within 2% and the padding" in shown
+    assert plot.stat().st_size > 0
+
+
+def test_offload(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    size = ["--width", "64", "--layers", "2", "--vocabulary", "256", "--gb", "0.02", "--mb", "8"]
+    short = ["--ranks", "1", "--repeats", "2", "--steps", "1", "--peers", "none"]
+    shown = run("offload.py", "--folder", tmp_path, *size, *short, "--json", path)
+
+    written = json.loads(path.read_text())
+    assert {len(seconds) for seconds in written["sweeps_s"].values()} == {2}
+    by_key = {line["key"]: line for line in written["updates"]}
+    tiers = ("device", "cpu", "nvme: optimizer", "nvme: optimizer, parameters")
+    assert list(by_key) == ["fused-flat", "fused", *(f"shardwise, {tier}" for tier in tiers)]
+    for key, line in by_key.items():
+        assert line["note"] == ""
+        assert len(line["ms"]) == 2, key
+        assert min(line["ms"]) > 0, key
+        assert line["label"] in shown
+    assert by_key["shardwise, cpu"]["disk"] == [0, 0]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_an_update_begins_with_its_last_rank(figures: ModuleType) -> None:
+    ms = 1_000_000
+    ranks = [[(0, 4 * ms, 0), (9 * ms, 12 * ms, 0)], [(1 * ms, 3 * ms, 0), (8 * ms, 19 * ms, 0)]]
+    assert figures.update_times(ranks) == [3.0, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("zero", "tier", "precision", "held", "in_memory"),
+    [
+        (0, "device", "fp32", 1600, 1600),
+        (1, "device", "fp32", 1000, 1000),
+        (2, "device", "bf16", 550, 550),
+        (3, "device", "bf16", 400, 400),
+        (1, "nvme: optimizer", "fp32", 1000, 800),
+        (2, "nvme: optimizer", "bf16", 600, 200),
+        (3, "nvme: optimizer, parameters", "fp32", 400, 0),
+    ],
+)
+def test_the_formula_of_a_row(
+    formulas: ModuleType, zero: int, tier: str, precision: str, held: float, in_memory: float
+) -> None:
+    of_states = formulas.held(zero, tier, precision, parameters=100, ranks=4)
+    assert sum(of_states.values()) == held
+    assert formulas.in_memory(zero, tier, of_states) == in_memory
+
+
+def test_a_state_that_is_not_its_formula_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    memory_report = importlib.import_module("memory_report")
+    given = {"name": "a", "formula": 100.0, "in_memory": 100, "resident": None, "peak": None}
+    lines = [
+        memory_report.Line(**given, state=state, padding=padding)
+        for state, padding in [(101, 0.0), (104, 0.05), (103, 0.0), (97, 0.05)]
+    ]
+    assert [line.is_wrong for line in lines] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -102,3 +212,41 @@ def test_a_contender_that_trains_something_else_shows(figures: ModuleType) -> No
     lines = [figures.Line("a", "a", losses=[4.0, 3.9]), figures.Line("b", "b", losses=[4.0, 3.8])]
     assert figures.disagreement(lines) == pytest.approx(0.1)
     assert figures.disagreement(lines[:1]) == 0.0
+
+
+@pytest.mark.parametrize("limit", [0, 1, 5, 8, 19, 20, 33])
+def test_the_largest_size_is_found_in_few_attempts(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tried: list[int] = []
+
+    def attempt(layers: int) -> object:
+        tried.append(layers)
+        return True if layers <= limit else None
+
+    found = importlib.import_module("largest").largest(attempt, 20)
+    assert found == min(limit, 20)
+    assert len(tried) == len(set(tried)) <= 9
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes an hour where there is a GPU")
+def test_the_largest_model_needs_a_gpu() -> None:
+    assert "needs a GPU" in run("largest.py", "--folder", "/tmp", code=2)
+
+
+def test_ways_to_save(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    once = ["--mb", "1", "--width", "64", "--repeats", "1", "--folder", str(tmp_path)]
+    shown = run("checkpoint.py", *once, "--json", path)
+
+    written = json.loads(path.read_text())
+    assert list(written["seconds"]) == [
+        "raw write",
+        "shardwise",
+        "DCP, sharded",
+        "safetensors, rank 0",
+        "torch.save, rank 0",
+    ]
+    assert "training held up for" in shown
+    assert [each.name for each in tmp_path.iterdir()] == ["figures.json"]

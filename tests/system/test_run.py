@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise import config
 from tests.system.launcher import LIMIT, Launcher, Ran, script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -58,6 +59,14 @@ class TestStarting:
         ran = shardwise.run("run", "-n", "2", "-m", "pack.mod", "--epochs", "3")
         assert self.identities(ran) == [(rank, 2, rank, ["--epochs", "3"]) for rank in (0, 1)]
 
+    def test_a_host_by_any_program_that_reaches_it_and_greets(self, shardwise: Launcher) -> None:
+        way = shardwise.folder / "reach"
+        way.write_text('#!/bin/sh\necho Welcome!\nfor last; do :; done\nexec sh -c "$last"\n')
+        way.chmod(0o755)
+        ran = shardwise.run("run", "-H", "else:2", "--ssh", str(way), script("identity"), "-v")
+        assert self.identities(ran) == [(rank, 2, rank, ["-v"]) for rank in (0, 1)]
+        assert ran.err == "else: Welcome!\n"
+
     def test_any_program(self, shardwise: Launcher) -> None:
         assert shardwise.run("run", "-n", "2", "echo", "-n", "hi").lines() == ["[0] hi", "[1] hi"]
 
@@ -92,6 +101,40 @@ class TestOutput:
         ran = shardwise.run("run", "-n", "2", script("streams"))
         assert ran.lines() == ["[0] last 0", "[0] out 0", "[1] last 1", "[1] out 1"]
         assert sorted(ran.err.splitlines()) == ["[0] err 0", "[1] err 1"]
+
+    def test_only_some_ranks_are_shown_and_all_are_kept(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "-n", "3", "--show", "1-2", "--log-dir", "l", script("streams"))
+        assert ran.lines() == ["[1] last 1", "[1] out 1", "[2] last 2", "[2] out 2"]
+        assert sorted(ran.err.splitlines()) == ["[1] err 1", "[2] err 2"]
+        for rank in range(3):
+            head, *kept = (shardwise.folder / "l" / f"rank{rank}.log").read_text().splitlines()
+            assert head.endswith(f"rank {rank} of 3  {script('streams')}")
+            assert sorted(kept) == [f"err {rank}", f"last {rank}", f"out {rank}"]
+
+    def test_a_rank_that_is_not_shown_still_has_its_last_words(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "-n", "2", "--show", "0", script("third_step"))
+        assert "\n[1] " not in f"\n{ran.out}\n{ran.err}"
+        assert ran.err.endswith("\nValueError: no such token in step 3\n")
+
+    def test_one_rank_is_kept_without_a_prefix_and_reads_our_input(
+        self, shardwise: Launcher
+    ) -> None:
+        words = ("run", "-n", "1", "--log-dir", "deep/er", "sh", "-c", "cat; echo oh >&2")
+        process = shardwise.start(*words, stdin=subprocess.PIPE)
+        out, err = process.communicate("in", timeout=LIMIT)
+        assert (process.returncode, out, err) == (0, "in\n", "oh\n")
+        assert (shardwise.folder / "deep" / "er" / "rank0.log").read_text().count("\n") == 3
+
+    def test_a_dry_run_says_what_would_run_where(self, shardwise: Launcher) -> None:
+        words = ("-H", "localhost:2,192.0.2.1:2", "--zero", "2", "none.py", "-v")
+        ran = shardwise.run("run", "--dry-run", *words)
+        lines = ran.out.splitlines()
+        assert (ran.code, ran.err) == (0, "")
+        assert lines[0].startswith("4 ranks on 2 hosts; rank 0 listens on localhost")
+        assert lines[1].split() == ["localhost", "ranks", "0-1", "here"]
+        assert lines[2].split()[:4] == ["192.0.2.1", "ranks", "2-3", "ssh"]
+        assert lines[3] == f"each rank: {sys.executable} none.py -v"
+        assert "settings: zero=2" in lines
 
     def test_one_rank_has_no_prefix(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "1", script("streams"))
@@ -270,6 +313,16 @@ class TestRefusing:
             (["run", "-n", "0", "x.py"], "-n 0: a run has at least one rank"),
             (["run", "-n", "-2", "x.py"], "-n -2: a run has at least one rank"),
             (["run", "-n", "two", "x.py"], "'two' is not a valid integer"),
+            (["run", "-n", "2", "--nproc-per-node", "3", "x.py"], "-n 2 and --nproc-per-node 3"),
+            (["run", "-H", "h1", "--hostfile", "f", "x.py"], "-H h1 and --hostfile f: give one"),
+            (["run", "--hostfile", "bad.hosts", "x.py"], "bad.hosts:2: 'slot=2' is not underst"),
+            (["run", "-n", "2", "--show", "2", "x.py"], "--show 2: the 2 ranks of this run are 0"),
+            (["run", "-x", "NO_SUCH", "x.py"], "-x NO_SUCH: there is no such variable here"),
+            (["run", "--interface", "no0", "train.py"], "--interface no0: there is no such inter"),
+            (["run", "--log-dir", "train.py", "train.py"], "--log-dir train.py cannot be written"),
+            (["run", "--max-restarts", "3", "train.py"], "--max-restarts needs --nnodes, the num"),
+            (["run", "--nnodes", "2", "-n", "4", "train.py"], "-n 4 counts all ranks, which"),
+            (["run", "--nnodes", "2", "-H", "h1", "train.py"], "--nnodes is for a command that"),
             (["run", "trian.py"], "There is no script trian.py in .* Did you mean train.py?"),
             (["run", "-m", "no.such"], "There is no module no for"),
             (["run", "temporary"], "temporary is a directory"),
@@ -287,6 +340,7 @@ class TestRefusing:
     def test_said_in_one_line(self, shardwise: Launcher, words: list[str], message: str) -> None:
         (shardwise.folder / "train.py").write_text("print('started')")
         (shardwise.folder / "bad.toml").write_text("zreo = 2")
+        (shardwise.folder / "bad.hosts").write_text("h1 slots=2\nh2 slot=2\n")
         ran = shardwise.run(*words)
         assert (ran.code, ran.out) == (2, "")
         assert ran.err.count("\n") == 1
@@ -326,13 +380,20 @@ class TestHelp:
         ]
         assert places == sorted(places)
 
+    def test_all_flags_are_shown_on_demand(self, shardwise: Launcher) -> None:
+        usual, all_flags = (shardwise.run("run", flag) for flag in ("--help", "--help-all"))
+        assert usual.code == all_flags.code == 0
+        assert "--bucket-mb" not in usual.out
+        assert "shardwise run --help-all" in usual.out
+        assert all(config.flag(name)[2:] in all_flags.out for name in config.FIELDS)
+
     def test_the_version(self, shardwise: Launcher) -> None:
         assert re.fullmatch(r"shardwise \d+\.\d+\.\d+\n", shardwise.run("--version").out)
 
     def test_alone_it_lists_its_commands(self, shardwise: Launcher) -> None:
         ran = shardwise.run()
         assert ran.code == 0
-        assert "run  Train on N workers as on one." in ran.out
+        assert re.search(r"run +Train on N workers as on one\.", ran.out)
 
 
 def test_our_flag_after_the_script_is_mentioned(tmp_path: Path) -> None:

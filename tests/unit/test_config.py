@@ -101,7 +101,7 @@ class TestTypos:
         [
             ({"SHARDWISE_ZREO": "2"}, {}, "SHARDWISE_ZREO: .* 'zreo'. Did you mean zero"),
             ({}, {"precison": "fp32"}, "the script: .* 'precison'. Did you mean precision"),
-            ({}, {"qqqqqq": 1}, "Known are: device, zero, "),
+            ({}, {"qqqqqq": 1}, "Known are: device, transport, rendezvous, "),
         ],
     )
     def test_named(self, environ: dict[str, str], keywords: Any, message: str) -> None:

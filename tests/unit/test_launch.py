@@ -1,4 +1,4 @@
-"""Who am I, what to run, whom to blame: the launcher's decisions, as tables."""
+"""What to run, what ranks are told, whom to blame: the launcher's decisions, as tables."""
 
 import signal
 import subprocess
@@ -7,84 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import launch
 from shardwise.errors import LaunchError
-from shardwise.launch import cause, closing, environment, gpus, own, program, report, verdict
+from shardwise.launch import cause, closing, environment, gpus, program, report, verdict
 from shardwise.launch.cause import Memory
 from shardwise.launch.identity import Identity
 from shardwise.launch.report import Report
 from shardwise.launch.signals import Plan
 from shardwise.launch.verdict import End, Verdict
 
-OURS = {
-    "SHARDWISE_LAUNCH_RANK": "3",
-    "SHARDWISE_LAUNCH_SIZE": "4",
-    "SHARDWISE_LAUNCH_LOCAL_RANK": "1",
-    "SHARDWISE_LAUNCH_LOCAL_SIZE": "2",
-    "SHARDWISE_LAUNCH_ADDRESS": "127.0.0.1",
-    "SHARDWISE_LAUNCH_PORT": "4321",
-}
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "node0",
-    "MASTER_PORT": "29500",
-}
-
-
-class TestWhoAmI:
-    @pytest.mark.parametrize(
-        ("environ", "identity"),
-        [
-            ({}, Identity(launcher="python")),
-            (
-                TORCHRUN,
-                Identity(
-                    launcher="torchrun",
-                    rank=5,
-                    size=8,
-                    local_rank=1,
-                    local_size=4,
-                    address="node0",
-                    port=29500,
-                ),
-            ),
-            (
-                TORCHRUN | OURS,
-                Identity(
-                    launcher="shardwise run",
-                    rank=3,
-                    size=4,
-                    local_rank=1,
-                    local_size=2,
-                    address="127.0.0.1",
-                    port=4321,
-                ),
-            ),
-        ],
-    )
-    def test_detect(self, environ: dict[str, str], identity: Identity) -> None:
-        assert launch.detect(environ) == identity
-
-    def test_what_we_tell_is_what_we_read(self) -> None:
-        identity = Identity(
-            launcher="shardwise run", size=2, local_size=2, address="::1", port=1, listen_fd=7
-        )
-        assert own.detect(own.environment(identity)) == identity
-
-    @pytest.mark.parametrize(
-        ("environ", "message"),
-        [
-            (TORCHRUN | {"RANK": "eight"}, "RANK='eight', set by torchrun, is not a number"),
-            (TORCHRUN | {"RANK": "8"}, "rank 8 of 8"),
-            ({"SHARDWISE_LAUNCH_RANK": "0"}, "SHARDWISE_LAUNCH_SIZE is not set"),
-        ],
-    )
-    def test_nonsense_is_refused(self, environ: dict[str, str], message: str) -> None:
-        with pytest.raises(LaunchError, match=message):
-            launch.detect(environ)
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0"}
 
 
 class TestEnvironmentOfARank:

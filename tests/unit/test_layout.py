@@ -76,11 +76,16 @@ shapes = st.lists(
 )
 
 
-@given(shapes, st.integers(1, 8), st.integers(64, 4000), st.booleans())
-def test_every_layout(shapes, ranks, capacity, whole):
+@given(
+    shapes, st.integers(1, 8), st.integers(64, 4000), st.booleans(), st.sampled_from([1, 24, 64])
+)
+def test_every_layout(shapes, ranks, capacity, whole, grain):
     specs = [spec(numel, key, whole) for numel, key in shapes]
-    buckets = lay_out(specs, ranks=ranks, capacity=capacity)
+    buckets = lay_out(specs, ranks=ranks, capacity=capacity, grain=grain)
     check(buckets, specs, ranks)
+    for bucket in buckets:
+        starts = [slot.start for slot in bucket.slots]
+        assert all(place % grain == 0 for place in [*starts, *bucket.cuts])
     covered = [0] * len(specs)
     for bucket in buckets:
         assert {specs[slot.parameter].key for slot in bucket.slots} == {bucket.key}

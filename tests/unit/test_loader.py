@@ -29,6 +29,7 @@ from shardwise import config
 from shardwise import world as worlds
 from shardwise.data import Loader, source
 from shardwise.data.transfer import to_device
+from shardwise.engine import Engine
 from shardwise.errors import DataError, UsageError
 
 # torch compares num_workers with the cores of this machine, which is not the point here
@@ -359,6 +360,25 @@ def test_an_epoch_left_early_is_over_but_a_look_is_not(solo):
     assert loader.state_dict() == {"samples": 8}
     assert flat(loader) == second
     assert first != second
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["break", "next(iter())"])
+def test_a_first_batch_that_was_trained_on_is_no_look(solo, direct):
+    model = torch.nn.Linear(1, 1)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=1e-6), quiet=True)
+    loader, plain = (Loader(tensors(), 4, shuffle=True) for _ in range(2))
+    seen = []
+    for _ in range(3):
+        if direct:
+            (rows,) = next(iter(loader))
+            engine.backward(model(rows.float()[:, None]).mean())
+        for (rows,) in [] if direct else loader:
+            engine.backward(model(rows.float()[:, None]).mean())
+            break
+        engine.step()
+        seen.append(rows.tolist())
+    assert seen == [flat(plain)[:4] for _ in range(3)]
+    engine.close()
 
 
 def test_a_look_after_a_resume_changes_nothing(solo):

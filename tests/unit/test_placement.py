@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from shardwise.errors import PlacementError
-from shardwise.placement import STATES, Placement, Spread
+from shardwise.placement import STATES, Placement, Spread, Tier
 
 LEGAL = {
     (): "ZERO_0",
@@ -60,3 +60,51 @@ def test_cells_are_said_in_words() -> None:
         "parameters replicated, gradients replicated, optimizer sharded"
     )
     assert Placement().optimizer is Spread.REPLICATED
+
+
+# -- tiers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "tier"),
+    [
+        ("device", Tier()),
+        ("cpu", Tier("cpu")),
+        ("nvme:/scratch", Tier("nvme", "/scratch")),
+        ("nvme:a:b", Tier("nvme", "a:b")),
+    ],
+)
+def test_a_tier_is_read_as_it_is_written(text: str, tier: Tier) -> None:
+    assert Tier.parse(text) == tier
+    assert str(tier) == text
+
+
+@pytest.mark.parametrize("text", ["", "disk", "nvme", "nvme:", "cpu:/scratch"])
+def test_what_is_no_tier(text: str) -> None:
+    with pytest.raises(ValueError, match="nvme:FOLDER"):
+        Tier.parse(text)
+
+
+CPU, DISK = Tier("cpu"), Tier("nvme", "/scratch")
+
+
+@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize("tier", [CPU, DISK])
+def test_every_state_rests_elsewhere_where_that_is_legal(level: int, tier: Tier) -> None:
+    row = Placement.zero(level)
+    assert row.resting(optimizer=tier).tier("optimizer") == tier
+    for state in ("gradients", "parameters"):
+        if row.is_sharded(state):
+            assert row.resting(**{state: tier}).tier(state) == tier
+            continue
+        needed = {"gradients": 2, "parameters": 3}[state]
+        with pytest.raises(PlacementError, match=f"{state} can rest on .* --zero {needed}"):
+            row.resting(**{state: tier})
+
+
+def test_gradients_follow_the_optimizer_unless_said() -> None:
+    assert Placement.zero(2).resting(optimizer=DISK).tier("gradients") == DISK
+    assert Placement.zero(1).resting(optimizer=DISK).tier("gradients") == Tier()
+    said = Placement.zero(2).resting(optimizer=DISK, gradients=Tier())
+    assert said.tier("gradients") == Tier()
+    assert said.cells() == "parameters replicated, gradients sharded, optimizer sharded on nvme"

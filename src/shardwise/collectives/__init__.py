@@ -2,18 +2,47 @@
 
     base.py    the verbs, and Solo, the group of one
     gloo.py    CPU ranks, by Gloo's point-to-point messages
+    shared.py  CPU ranks of one host, through memory that all map
+    spanning.py CPU ranks of several hosts: shared memory inside, Gloo between
     nccl.py    CUDA ranks, by NCCL's collectives
-    wire.py    what the transports share
+    staged.py  CUDA ranks that share a GPU, by Gloo's through the host
+    within.py  sharded inside a host, replicated between hosts
     connect.py which of them a process joins, and how
+
+    sums.py    sums in rank order
+    wire.py    what Gloo and NCCL share
+    flights.py calls on their way between ranks that share memory
+    mesh.py    the sockets between them
+    arena.py   the memory
+    host.py    which ranks are on one host
+    courier.py who waits for messages between hosts
+    roster.py  which ranks of the run a group has
 
 A flat buffer is cut into one interval per rank by `cuts`, size + 1 ascending offsets, so that
 rank r owns [cuts[r], cuts[r + 1]). Intervals may differ in length and may be empty. Every rank
 makes the same calls in the same order.
 """
 
-from shardwise.collectives.base import Collectives, Cuts, Handle, Solo
+from shardwise.collectives.base import Collectives, Cuts, Each, Handle, Solo
 from shardwise.collectives.connect import connect
 from shardwise.collectives.gloo import Gloo
 from shardwise.collectives.nccl import Nccl
+from shardwise.collectives.shared import Shared
+from shardwise.collectives.spanning import Spanning
+from shardwise.collectives.staged import Staged
+from shardwise.collectives.within import within_hosts
 
-__all__ = ["Collectives", "Cuts", "Gloo", "Handle", "Nccl", "Solo", "connect"]
+__all__ = [
+    "Collectives",
+    "Cuts",
+    "Each",
+    "Gloo",
+    "Handle",
+    "Nccl",
+    "Shared",
+    "Solo",
+    "Spanning",
+    "Staged",
+    "connect",
+    "within_hosts",
+]

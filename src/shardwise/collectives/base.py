@@ -15,9 +15,13 @@ from shardwise.errors import UsageError
 
 Cuts = Sequence[int]
 
+Each = Callable[[Tensor], None]
+"""Called with each piece of a sum, in order, while it is in the processor's cache."""
+
 
 class Handle:
-    """A collective in flight. `wait()` returns when its result may be read; once is enough."""
+    """A collective in flight. `wait()` returns when its result may be read, `reusable()` when the
+    buffer may be written again; once is enough."""
 
     def __init__(
         self, finish: Callable[[], None] | None = None, advance: Callable[[], None] | None = None
@@ -27,7 +31,7 @@ class Handle:
 
     def advance(self) -> None:
         """Do what can be done once the messages on their way have come: sum them, or start the
-        second half. Waits for them."""
+        second half. Waits for them where the transport cannot look without waiting."""
         advance, self._advance = self._advance, None
         if advance is not None:
             advance()
@@ -39,11 +43,22 @@ class Handle:
         if finish is not None:
             finish()
 
+    def reusable(self) -> None:
+        """Return when no other rank reads this rank's buffer any more."""
+        self.wait()
+
 
 class Collectives(ABC):
     """The verbs of a group of ranks, over flat contiguous buffers."""
 
     name: str
+    copies: int = 1
+    """How many groups like this one hold the same intervals."""
+
+    @property
+    def knows_tree(self) -> bool:
+        """Whether `tree` can be had of this group."""
+        return True
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -53,21 +68,45 @@ class Collectives(ABC):
         """A zeroed flat buffer of `numel` elements in memory that this transport moves well."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
+    def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """One zeroed flat buffer of `numel` elements that all ranks of the group map: what one
+        writes the others see. None where ranks share no memory. Collective."""
+        del numel, dtype, device
+        return None
+
     @abstractmethod
-    def all_reduce(self, buffer: Tensor, *, exact_sum: bool = True) -> Handle:
+    def all_reduce(
+        self,
+        buffer: Tensor,
+        *,
+        exact_sum: bool = True,
+        tree: bool = False,
+        each: Each | None = None,
+    ) -> Handle:
         """Sum `buffer` over the ranks, in place and alike on all.
 
-        With `exact_sum`, 16-bit floats are summed in fp32 and rounded once.
+        With `exact_sum`, 16-bit floats are summed in fp32 and rounded once. With `tree`, ranks
+        are joined in the tree of shardwise.tree, alike on every transport. A transport that
+        sums here calls `each` with pieces of the sum, an empty one where a rank has none; those
+        of all ranks make it up once. Others never call it.
         """
 
     @abstractmethod
     def reduce_scatter(
-        self, buffer: Tensor, cuts: Cuts, *, into: Tensor | None = None, exact_sum: bool = True
+        self,
+        buffer: Tensor,
+        cuts: Cuts,
+        *,
+        into: Tensor | None = None,
+        exact_sum: bool = True,
+        tree: bool = False,
+        each: Each | None = None,
     ) -> Handle:
         """Sum `buffer` over the ranks; each rank gets its own interval's sum.
 
         It goes `into` a tensor of the interval's length, or over the interval itself; the rest of
-        `buffer` is left.
+        `buffer` is left. `tree` and `each` are as in `all_reduce`; `each` gets this rank's
+        interval.
         """
 
     @abstractmethod
@@ -129,11 +168,28 @@ class Solo(Collectives):
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
 
-    def all_reduce(self, buffer: Tensor, *, exact_sum: bool = True) -> Handle:
+    def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.allocate(numel, dtype, device)
+
+    def all_reduce(
+        self,
+        buffer: Tensor,
+        *,
+        exact_sum: bool = True,
+        tree: bool = False,
+        each: Each | None = None,
+    ) -> Handle:
         return Handle()
 
     def reduce_scatter(
-        self, buffer: Tensor, cuts: Cuts, *, into: Tensor | None = None, exact_sum: bool = True
+        self,
+        buffer: Tensor,
+        cuts: Cuts,
+        *,
+        into: Tensor | None = None,
+        exact_sum: bool = True,
+        tree: bool = False,
+        each: Each | None = None,
     ) -> Handle:
         if into is not None:
             into.copy_(buffer)

@@ -7,44 +7,68 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from shardwise.collectives import meeting
 from shardwise.collectives.base import Collectives, Solo
 from shardwise.collectives.gloo import Gloo
+from shardwise.collectives.host import share_memory
 from shardwise.collectives.nccl import Nccl
-from shardwise.errors import LaunchError
+from shardwise.collectives.staged import Staged
+from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.identity import Identity
 
 
-def connect(identity: Identity, device: torch.device, timeout: float) -> Collectives:
+def connect(
+    identity: Identity,
+    device: torch.device,
+    timeout: float,
+    transport: str = "auto",
+    rendezvous: str | None = None,
+) -> Collectives:
     """Join the group that `identity` describes; `timeout` in seconds bounds every wait.
 
-    Raises LaunchError when the others cannot be reached.
+    `transport` is auto, shared or gloo: how CPU ranks talk; with gloo, ranks on GPUs talk through
+    the host, so that several can share one. `rendezvous` is where ranks meet that were told no
+    address. Raises LaunchError when the others cannot be reached, or not by shared memory as
+    asked; ConfigError where it is not for `device`.
     """
+    on_gpu = device.type == "cuda"
+    if on_gpu and transport == "shared":
+        raise ConfigError(
+            "--transport shared is for ranks on the CPU; ranks on GPUs talk over NCCL. Leave the "
+            "flag out, let ranks share GPUs with --transport gloo, or train on the CPU with "
+            "--device cpu."
+        )
     if identity.launcher == "python":
         return Solo()
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    _join(identity, "nccl" if on_gpu and transport == "auto" else "gloo", timeout, rendezvous)
+    if on_gpu and transport == "auto":
+        return Nccl(identity.rank, identity.size, device)
+    group = Gloo(identity.rank, identity.size, timeout=timedelta(seconds=timeout))
+    if on_gpu:
+        return Staged(group, device)
+    if transport == "gloo" or identity.size == 1:
+        return group
+    return share_memory(group, timeout, required=transport == "shared")
+
+
+def _join(identity: Identity, backend: str, timeout: float, rendezvous: str | None) -> None:
+    """Make torch's default process group."""
     limit = timedelta(seconds=timeout)
     try:
-        if identity.listen_fd is not None or identity.launcher == "shardwise run":
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                identity.address or "127.0.0.1",
-                identity.port or 0,
-                identity.size,
-                is_master=identity.rank == 0,
-                timeout=limit,
-                master_listen_fd=identity.listen_fd,
-            )
-            dist.init_process_group(
-                backend, store=store, rank=identity.rank, world_size=identity.size, timeout=limit
-            )
-        else:
+        if identity.launcher == "torchrun":
             dist.init_process_group(backend, timeout=limit)
+        else:
+            dist.init_process_group(
+                backend,
+                store=meeting.store(identity, timeout, rendezvous),
+                rank=identity.rank,
+                world_size=identity.size,
+                timeout=limit,
+            )
     except (RuntimeError, ValueError) as error:
+        where = f" at {identity.address}:{identity.port}" if identity.port is not None else ""
         raise LaunchError(
-            f"Rank {identity.rank} of {identity.size} cannot join the others at "
-            f"{identity.address}:{identity.port} (started by {identity.launcher}): "
-            f"{str(error).splitlines()[0]}. Is the port in use by another run, or did a rank "
-            "not start?"
+            f"Rank {identity.rank} of {identity.size} cannot join the others{where} (started by "
+            f"{identity.launcher}): {str(error).splitlines()[0]}. Is the port in use by another "
+            "run, or did a rank not start?"
         ) from error
-    if backend == "nccl":
-        return Nccl(identity.rank, identity.size, device)
-    return Gloo(identity.rank, identity.size)

@@ -5,16 +5,26 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.base import Collectives, Cuts, Handle
-from shardwise.collectives.wire import explain, interval, split, widened, wire
+from shardwise.collectives.base import Collectives, Cuts, Each, Handle
+from shardwise.collectives.courier import Courier
+from shardwise.collectives.roster import Roster
+from shardwise.collectives.sums import sum_in_rank_order
+from shardwise.collectives.wire import explain, interval, split, wire
+from shardwise.errors import PeerLost
 from shardwise.layout import even_cuts
+
+PROBE = 1
+"""A tag that no call has: messages that nobody awaits."""
+
+SMALL = 1 << 14
+"""Bytes up to which ranks tell each other all of what they sum: one way of a message, not two."""
 
 
 class Gloo(Collectives):
@@ -24,82 +34,125 @@ class Gloo(Collectives):
     sends, so both are done here by direct exchange: each rank sends every other rank that one's
     interval and sums what comes in, always in rank order. Measured on 64 MB, 2 ranks: 26 ms
     against 100 (reduce-scatter), 19 against 77 (all-gather); `benchmarks/collectives.py` prints
-    the figures of this machine.
+    the figures of this machine. Messages also know whom they are from: a rank that is lost, or
+    does not come, is named.
     """
 
     name = "gloo"
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None = None,
+        roster: Roster | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """`roster` says which ranks of the run these are, where they are not all; `timeout` bounds
+        the waits of groups that are split off."""
         super().__init__(rank, size)
+        self._timeout = timeout
+        self.roster = roster or Roster.whole(size)
         self._group = group
         self._calls = 0
         # A message that nobody waits for any more (an error came between) must still be received:
         # dropped, it would leave its channel out of step.
-        self._unwaited: dict[int, list[Any]] = {}
+        self._unwaited: dict[int, list[tuple[int, dist.Work]]] = {}
         self._spare: dict[torch.dtype, list[Tensor]] = {}
+        self._courier = Courier()
 
-    def all_reduce(self, buffer: Tensor, *, exact_sum: bool = True) -> Handle:
-        if widened(buffer, exact_sum) is buffer:
-            return self._native_all_reduce(buffer)
+    def all_reduce(
+        self,
+        buffer: Tensor,
+        *,
+        exact_sum: bool = True,
+        tree: bool = False,
+        each: Each | None = None,
+    ) -> Handle:
+        first, second = self.number(), self.number()
         cuts = even_cuts(buffer.numel(), self.size)
-        # Both halves are numbered now: when the second one starts may differ from rank to rank.
-        first, second = self._number(), self._number()
+        if buffer.nbytes <= SMALL:
+            return self._exchange_all(first, buffer, exact_sum, tree, each)
         own = interval(buffer, cuts, self.rank)
-        scatter = self._reduce_scatter(first, buffer, cuts, own, exact_sum)
-        gathers: list[Handle] = []
+        scatter = self._reduce_scatter(first, buffer, cuts, own, exact_sum, tree, each)
 
-        def advance() -> None:
+        def finish() -> None:
             scatter.wait()
-            gathers.append(self._all_gather(second, buffer, cuts))
+            self._all_gather(second, buffer, cuts).wait()
 
-        return Handle(lambda: gathers[0].wait(), advance)
+        # Nobody may have to wait for the second half to be begun, so none of us begins it.
+        return Handle(self._courier.follow(finish).wait)
 
-    def _native_all_reduce(self, buffer: Tensor) -> Handle:
-        call = self._number()
-        with self._named("all-reduce", call):
-            work = dist.all_reduce(wire(buffer), group=self._group, async_op=True)
-        self._unwaited[call] = [work]
-        return Handle(partial(self._wait, "all-reduce", call))
+    def _exchange_all(
+        self, call: int, buffer: Tensor, exact_sum: bool, tree: bool, each: Each | None
+    ) -> Handle:
+        """A small all-reduce: everyone tells everything, and sums all."""
+        told = buffer.clone()
+        rows = {rank: torch.empty_like(buffer) for rank in self._others}
+        received = self.exchange("all-reduce", call, dict.fromkeys(rows, told), rows)
+
+        def finish() -> None:
+            received()
+            rows[self.rank] = told
+            sum_in_rank_order(
+                [rows[rank] for rank in range(self.size)], buffer, exact_sum=exact_sum, tree=tree
+            )
+            if each is not None:
+                each(interval(buffer, even_cuts(buffer.numel(), self.size), self.rank))
+
+        return Handle(advance=finish)
 
     def reduce_scatter(
-        self, buffer: Tensor, cuts: Cuts, *, into: Tensor | None = None, exact_sum: bool = True
+        self,
+        buffer: Tensor,
+        cuts: Cuts,
+        *,
+        into: Tensor | None = None,
+        exact_sum: bool = True,
+        tree: bool = False,
+        each: Each | None = None,
     ) -> Handle:
         target = interval(buffer, cuts, self.rank) if into is None else into
-        return self._reduce_scatter(self._number(), buffer, cuts, target, exact_sum)
+        return self._reduce_scatter(self.number(), buffer, cuts, target, exact_sum, tree, each)
 
     def _reduce_scatter(
-        self, call: int, buffer: Tensor, cuts: Cuts, target: Tensor, exact_sum: bool
+        self,
+        call: int,
+        buffer: Tensor,
+        cuts: Cuts,
+        target: Tensor,
+        exact_sum: bool,
+        tree: bool,
+        each: Each | None,
     ) -> Handle:
-        own = interval(buffer, cuts, self.rank)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        scratch = self._borrow(own.numel() * len(others), own.dtype)
+        own, others = interval(buffer, cuts, self.rank), self._others
+        scratch = self.borrow(own.numel() * len(others), own.dtype)
         rows = {rank: scratch[i * own.numel() :][: own.numel()] for i, rank in enumerate(others)}
         sends = {rank: interval(buffer, cuts, rank) for rank in others}
-        received = self._exchange("reduce-scatter", call, sends, rows)
+        received = self.exchange("reduce-scatter", call, sends, rows)
 
         def finish() -> None:
             received()
             rows[self.rank] = own
-            _sum_in_rank_order([rows[rank] for rank in range(self.size)], target, exact_sum)
-            self._give_back(scratch)
+            in_order = [rows[rank] for rank in range(self.size)]
+            sum_in_rank_order(in_order, target, exact_sum=exact_sum, tree=tree, each=each)
+            self.give_back(scratch)
 
         return Handle(advance=finish)
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
-        return self._all_gather(self._number(), buffer, cuts)
+        return self._all_gather(self.number(), buffer, cuts)
 
     def _all_gather(self, call: int, buffer: Tensor, cuts: Cuts) -> Handle:
         own = interval(buffer, cuts, self.rank)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        receives = {rank: interval(buffer, cuts, rank) for rank in others}
-        return Handle(self._exchange("all-gather", call, dict.fromkeys(others, own), receives))
+        receives = {rank: interval(buffer, cuts, rank) for rank in self._others}
+        return Handle(self.exchange("all-gather", call, dict.fromkeys(receives, own), receives))
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
-        call = self._number()
-        with self._named("broadcast", call):
-            work = dist.broadcast(wire(buffer), group_src=source, group=self._group, async_op=True)
-        self._unwaited[call] = [work]
-        return Handle(partial(self._wait, "broadcast", call))
+        is_source = self.rank == source
+        sends = dict.fromkeys(self._others, buffer) if is_source else {}
+        receives = {} if is_source else {source: buffer}
+        return Handle(self.exchange("broadcast", self.number(), sends, receives))
 
     def gather_rows(self, row: Tensor) -> Tensor:
         rows = row.new_empty((self.size, row.numel()))
@@ -112,52 +165,82 @@ class Gloo(Collectives):
         self.gather_rows(torch.zeros(1))
 
     def second_group(self) -> Collectives:
-        return Gloo(self.rank, self.size, dist.new_group(backend="gloo"))
+        return self.split([range(self.size)])
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        return split(self.rank, self.size, groups, "gloo", Gloo)
+        def make(members: Sequence[int], group: dist.ProcessGroup) -> Collectives:
+            place, roster = members.index(self.rank), self.roster.part(members)
+            return Gloo(place, len(members), group, roster, self._timeout)
+
+        return split(self.rank, self.roster, groups, "gloo", make, self._timeout)
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        dist.destroy_process_group(self._group)
+        self._courier.close()
 
-    def _number(self) -> int:
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def number(self) -> int:
+        """The number of this rank's next call, the same on all ranks."""
         self._calls += 1
         return self._calls
 
-    def _exchange(
+    def exchange(
         self, what: str, call: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
     ) -> Callable[[], None]:
         """Start one message to and from every other rank (empty ones are not sent); returns what
         waits for them all."""
-        works: list[dist.Work | None] = []
-        with self._named(what, call):
-            for peer, start, tensors in (
-                ("group_src", dist.irecv, receives),
-                ("group_dst", dist.isend, sends),
-            ):
-                for rank, tensor in tensors.items():
-                    if tensor.numel():
-                        tag, to = _tag(what, call, tensor), {peer: rank}
-                        works.append(start(wire(tensor), group=self._group, tag=tag, **to))
-        started = [work for work in works if work is not None]
-        self._unwaited[call] = started
+        works: list[tuple[int, dist.Work]] = []
+        for peer, start, tensors in (
+            ("group_src", dist.irecv, receives),
+            ("group_dst", dist.isend, sends),
+        ):
+            for rank, tensor in tensors.items():
+                if tensor.numel():
+                    tag, to = _tag(what, call, tensor), {peer: rank}
+                    with self._named(what, call, rank):
+                        work = start(wire(tensor), group=self._group, tag=tag, **to)
+                    assert work is not None
+                    works.append((rank, work))
+        self._unwaited[call] = works
         return partial(self._wait, what, call)
 
     def _wait(self, what: str, call: int) -> None:
-        with self._named(what, call):
-            for work in self._unwaited[call]:
+        for rank, work in self._unwaited[call]:
+            with self._named(what, call, rank):
                 work.wait()
         del self._unwaited[call]
 
     @contextmanager
-    def _named(self, what: str, call: int) -> Iterator[None]:
-        """Turn a transport's error into one that says which call it was, and on which rank."""
+    def _named(self, what: str, call: int, other: int) -> Iterator[None]:
+        """Turn a transport's error into one that says which call it was, and of which ranks."""
         try:
             yield
         except RuntimeError as error:
-            raise explain(error, self.rank, self.size, f"{what} (call {call})") from error
+            told = self.roster.speaker(self.rank), f"{what} (call {call})"
+            found = explain(error, *told, self.roster.named([other]))
+            if isinstance(found, PeerLost):
+                found = explain(error, *told, self.roster.named({other, *self._gone()}))
+            raise found from error
 
-    def _borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def _gone(self) -> list[int]:
+        """The ranks to which no message can be sent any more: who went first is among them, be it
+        that another one was lost for its sake."""
+        gone = []
+        for rank in self._others:
+            probe = torch.zeros(1)
+            try:
+                work = dist.isend(probe, group=self._group, tag=PROBE, group_dst=rank)
+            except RuntimeError:
+                gone.append(rank)
+            else:
+                assert work is not None
+                self._unwaited.setdefault(-1, []).append((rank, work))
+        return gone
+
+    def borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Scratch memory, kept between calls so that no step pays for fresh pages."""
         spare = self._spare.setdefault(dtype, [])
         for index, tensor in enumerate(spare):
@@ -165,7 +248,8 @@ class Gloo(Collectives):
                 return spare.pop(index)[:numel]
         return torch.empty(numel, dtype=dtype)
 
-    def _give_back(self, scratch: Tensor) -> None:
+    def give_back(self, scratch: Tensor) -> None:
+        """Return what `borrow` gave."""
         whole = scratch if scratch._base is None else scratch._base
         self._spare[scratch.dtype].append(whole)
 
@@ -178,18 +262,3 @@ def _tag(what: str, call: int, tensor: Tensor) -> int:
     """
     kind = zlib.crc32(f"{what} {tensor.numel()} {tensor.dtype}".encode())
     return (call % 2**16) << 14 | kind % 2**14
-
-
-def _sum_in_rank_order(rows: list[Tensor], out: Tensor, exact_sum: bool) -> None:
-    """out = rows[0] + rows[1] + ..., always from the left, so that every run gives the same bits.
-
-    `out` may be one of the rows.
-    """
-    if len(rows) == 2 and widened(rows[0], exact_sum) is rows[0]:
-        torch.add(rows[0], rows[1], out=out)
-        return
-    total = widened(rows[0], exact_sum)
-    total = total.clone() if total is rows[0] else total
-    for row in rows[1:]:
-        total.add_(row)
-    out.copy_(total)

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.base import Collectives, Cuts, Handle
+from shardwise.collectives.base import Collectives, Cuts, Each, Handle
+from shardwise.collectives.roster import Roster
+from shardwise.collectives.sums import NARROW, sum_in_tree
 from shardwise.collectives.wire import explain, interval, split, widened, wire
+from shardwise.layout import even_cuts
+
+# torch 2.13 renamed these two, and warns of the old names.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Nccl(Collectives):
@@ -26,32 +34,76 @@ class Nccl(Collectives):
         self._device = device
         self._group = group
 
-    def all_reduce(self, buffer: Tensor, *, exact_sum: bool = True) -> Handle:
+    def all_reduce(
+        self,
+        buffer: Tensor,
+        *,
+        exact_sum: bool = True,
+        tree: bool = False,
+        each: Each | None = None,
+    ) -> Handle:
+        if tree:
+            return self._tree_all_reduce(buffer, exact_sum)
         wide = widened(buffer, exact_sum)
         work = dist.all_reduce(wire(wide), group=self._group, async_op=True)
         return self._handle(work, None if wide is buffer else partial(buffer.copy_, wide))
 
     def reduce_scatter(
-        self, buffer: Tensor, cuts: Cuts, *, into: Tensor | None = None, exact_sum: bool = True
+        self,
+        buffer: Tensor,
+        cuts: Cuts,
+        *,
+        into: Tensor | None = None,
+        exact_sum: bool = True,
+        tree: bool = False,
+        each: Each | None = None,
     ) -> Handle:
-        wide = widened(buffer, exact_sum)
         target = interval(buffer, cuts, self.rank) if into is None else into
+        if tree:
+            return self._tree_reduce_scatter(buffer, cuts, target, exact_sum)
+        wide = widened(buffer, exact_sum)
         out = target if wide is buffer else interval(wide, cuts, self.rank)
         if _is_even(cuts):
-            work = dist.reduce_scatter_tensor(
-                wire(out), wire(wide), group=self._group, async_op=True
-            )
+            work = _scatter(wire(out), wire(wide), group=self._group, async_op=True)
         else:
             parts = [wire(interval(wide, cuts, rank)) for rank in range(self.size)]
             work = dist.reduce_scatter(wire(out), parts, group=self._group, async_op=True)
         return self._handle(work, None if out is target else partial(target.copy_, out))
 
+    def _tree_reduce_scatter(
+        self, buffer: Tensor, cuts: Cuts, target: Tensor, exact_sum: bool
+    ) -> Handle:
+        """Each rank gets all ranks' rows of its interval and sums them: NCCL's own order is a
+        matter of its algorithm."""
+        sent, out = wire(buffer), wire(target)
+        pairs = sent.numel() // max(buffer.numel(), 1)
+        lengths = [(b - a) * pairs for a, b in pairwise(cuts)]
+        rows = sent.new_empty(self.size * out.numel())
+        received = [out.numel()] * self.size
+        work = dist.all_to_all_single(rows, sent, received, lengths, self._group, async_op=True)
+        wide = torch.float32 if exact_sum and sent.dtype in NARROW else sent.dtype
+
+        def summed() -> None:
+            sum_in_tree(list(rows.view(self.size, -1)), out, wide)
+
+        return self._handle(work, summed)
+
+    def _tree_all_reduce(self, buffer: Tensor, exact_sum: bool) -> Handle:
+        cuts = even_cuts(buffer.numel(), self.size)
+        own = interval(buffer, cuts, self.rank)
+        scatter = self._tree_reduce_scatter(buffer, cuts, own, exact_sum)
+        gathers: list[Handle] = []
+
+        def advance() -> None:
+            scatter.wait()
+            gathers.append(self.all_gather(buffer, cuts))
+
+        return Handle(lambda: gathers[0].wait(), advance)
+
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
         parts = [wire(interval(buffer, cuts, rank)) for rank in range(self.size)]
         if _is_even(cuts):
-            work = dist.all_gather_into_tensor(
-                wire(buffer), parts[self.rank], group=self._group, async_op=True
-            )
+            work = _gather(wire(buffer), parts[self.rank], group=self._group, async_op=True)
         else:
             work = dist.all_gather(parts, parts[self.rank], group=self._group, async_op=True)
         return self._handle(work)
@@ -62,7 +114,7 @@ class Nccl(Collectives):
 
     def gather_rows(self, row: Tensor) -> Tensor:
         rows = row.new_empty((self.size, row.numel()))
-        dist.all_gather_into_tensor(rows.view(-1), row, group=self._group)
+        _gather(rows.view(-1), row, group=self._group)
         return rows
 
     def barrier(self) -> None:
@@ -72,17 +124,17 @@ class Nccl(Collectives):
         return Nccl(self.rank, self.size, self._device, dist.new_group(backend="nccl"))
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        def make(rank: int, size: int, group: dist.ProcessGroup) -> Collectives:
-            return Nccl(rank, size, self._device, group)
+        def make(members: Sequence[int], group: dist.ProcessGroup) -> Collectives:
+            return Nccl(members.index(self.rank), len(members), self._device, group)
 
-        return split(self.rank, self.size, groups, "nccl", make)
+        return split(self.rank, Roster.whole(self.size), groups, "nccl", make)
 
     @property
     def small_device(self) -> torch.device:
         return self._device
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        dist.destroy_process_group(self._group)
 
     def _handle(self, work: dist.Work | None, after: Callable[[], object] | None = None) -> Handle:
         assert work is not None
@@ -91,7 +143,7 @@ class Nccl(Collectives):
             try:
                 work.wait()
             except RuntimeError as error:
-                raise explain(error, self.rank, self.size, "collective") from error
+                raise explain(error, f"Rank {self.rank} of {self.size}", "collective") from error
             if after is not None:
                 after()
 

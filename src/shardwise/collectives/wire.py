@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives.base import Collectives, Cuts, Solo, check_groups
+from shardwise.collectives.roster import Roster
 from shardwise.errors import CollectiveError, PeerLost
 
 
@@ -29,37 +32,56 @@ def widened(buffer: Tensor, exact_sum: bool) -> Tensor:
 
 def split(
     rank: int,
-    size: int,
+    roster: Roster,
     groups: Sequence[Sequence[int]],
     backend: str,
-    make: Callable[[int, int, dist.ProcessGroup], Collectives],
+    make: Callable[[Sequence[int], dist.ProcessGroup], Collectives],
+    timeout: timedelta | None = None,
 ) -> Collectives:
-    """Every rank takes part in making every group, and gets its own."""
-    check_groups(groups, size)
-    mine: Collectives = Solo()
-    for members in groups:
-        made = dist.new_group(list(members), backend=backend)
-        if rank in members and len(members) > 1:
-            assert isinstance(made, dist.ProcessGroup)
-            mine = make(sorted(members).index(rank), len(members), made)
-    return mine
+    """The group of `groups` that `rank` is in; `make` is given its members, in order.
+
+    All are places in `roster`, the group that is split. Without a `timeout` torch's own of half an
+    hour bounds a wait.
+    """
+    check_groups(groups, len(roster.ranks))
+    mine = sorted(next((members for members in groups if rank in members), [rank]))
+    options: dict[str, Any] = {"backend": backend, "timeout": timeout}
+    made: object = None
+    if len(roster.ranks) < roster.size:
+        # The name of such a group counts those that a rank has made, so that all make one.
+        made = dist.new_group(
+            list(roster.part(mine).ranks), use_local_synchronization=True, **options
+        )
+    else:
+        for members in groups:  # every rank takes part in making every group
+            group = dist.new_group(list(members), **options)
+            made = group if rank in members else made
+    if len(mine) == 1:
+        return Solo()
+    assert isinstance(made, dist.ProcessGroup)
+    return make(mine, made)
 
 
 _GONE = ("closed by peer", "connection reset", "broken pipe", "connection refused", "eof")
 
 
-def explain(error: RuntimeError, rank: int, size: int, what: str) -> CollectiveError:
-    """The error that a user reads when the transport gives up."""
+def explain(
+    error: RuntimeError, speaker: str, what: str, other: str | None = None
+) -> CollectiveError:
+    """The error that a user reads when the transport gives up.
+
+    `speaker` is this rank ("Rank 0 of 2"), `other` the one that it waited for, where known.
+    """
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     first = re.sub(r"^\[.*?\] ", "", first).split(". ")[0].rstrip(".")
     if any(sign in str(error).lower() for sign in _GONE):
         return PeerLost(
-            f"Rank {rank} of {size} lost another rank in {what}: {first}. "
+            f"{speaker} lost {other or 'another rank'} in {what}: {first}. "
             "The cause is on the rank that went away; see its own output."
         )
     if "timed out" in str(error).lower() or "timeout" in str(error).lower():
         return CollectiveError(
-            f"Rank {rank} of {size} waited in {what} for a rank that did not come: {first}. "
+            f"{speaker} waited in {what} for {other or 'a rank'}, which did not come: {first}. "
             "Every rank must make the same calls; --timeout sets how long to wait."
         )
-    return CollectiveError(f"Rank {rank} of {size} failed in {what}: {first}.")
+    return CollectiveError(f"{speaker} failed in {what}: {first}.")

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, IterableDataset
 
+from shardwise.data.cuts import Cut, Shares, Turns
 from shardwise.errors import DataError
+from shardwise.tree import MicroShards
 
 SHARDINGS = ("auto", "slice", "dataset")
 
@@ -29,9 +31,18 @@ class Given:
     batch_sampler: Any
     sharding: str
     micro_batch_size: int | None
+    shards: MicroShards | None
     seed_samples: bool | None
     collate_fn: Callable[[list[Any]], Any] | None
     size: int
+    rank: int
+
+    @property
+    def cut(self) -> Cut:
+        """How a total batch is cut for this rank."""
+        if self.shards is not None:
+            return Turns(self.shards)
+        return Shares(self.size, self.rank, self.micro_batch_size, self.batch_size)
 
     @property
     def stream(self) -> bool:
@@ -64,6 +75,12 @@ class Given:
                 f"batch_size={size} is the TOTAL batch, and cannot be shared by {self.size} "
                 f"workers. Make it {self.size} or more, or start at most {size} worker(s)."
             )
+        if self.shards is not None and size < self.shards.count:
+            raise DataError(
+                f"batch_size={size} cannot be cut into the {self.shards.count} micro-shards of "
+                f"--exact {self.shards.count}. Make it {self.shards.count} or more, or give "
+                "--exact a smaller number."
+            )
 
     def _check_batch_sampler(self) -> None:
         others = {
@@ -92,6 +109,12 @@ class Given:
         named = {"sampler": self.sampler, "batch_sampler": self.batch_sampler}
         for name in [name for name, value in named.items() if value is not None]:
             raise DataError(f"{kind} is iterable, so no {name} can choose its samples.")
+        if self.sharding == "dataset" and self.shards is not None:
+            raise DataError(
+                f'sharding="dataset" gives each worker a part of its own, so that what a step '
+                f"holds depends on how many there are, and --exact {self.shards.count} is for "
+                'the same on any number: write sharding="slice".'
+            )
         if self.shuffle:
             raise DataError(
                 f"shuffle=True needs a map-style dataset; {kind} is iterable and gives its own "

@@ -11,15 +11,17 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardwise import world as worlds
-from shardwise.data import order, source
+from shardwise.config import Settings
+from shardwise.data import source
 from shardwise.data.checks import Given, UnknownLength
 from shardwise.data.position import Position, restored
 from shardwise.data.readers import Reader, reader
 from shardwise.data.source import Item
 from shardwise.data.steps import Pass, Step
 from shardwise.errors import DataError, UsageError
-from shardwise.feed import Plan
+from shardwise.feed import Plan, Stream
 from shardwise.randomness import seed_from
+from shardwise.tree import MicroShards
 from shardwise.world import World
 
 
@@ -34,7 +36,8 @@ class Loader:
     Shares are contiguous rows of the total batch, and batches arrive on `world.device`. Every
     sample comes exactly once per epoch. A rank left without rows in a short last batch gets one
     real sample as a stand-in, which weighs nothing. With `--micro-batch-size` a step has several
-    batches: write `for step in loader.steps(): for x, y in step: ...`. Under `torch.no_grad()`
+    batches, as it has with `--exact` on fewer workers than micro-shards: write
+    `for step in loader.steps(): for x, y in step: ...`. Under `torch.no_grad()`
     plain iteration gives them one by one.
 
     dataset: map-style, or iterable. batch_size, shuffle, drop_last, num_workers, collate_fn,
@@ -61,8 +64,9 @@ class Loader:
     itself is not seeded.
 
     A `for` begins the next epoch. Left early, an epoch is over, unless only its first step was
-    taken (`next(iter(loader))` is a look). After `load_state_dict` it re-enters where it was.
-    The state is the number of samples consumed; with drop_last, keep batch_size on a resume.
+    taken and no backward used it (`next(iter(loader))` to see a batch is a look). After
+    `load_state_dict` it re-enters where it was. The state is the number of samples consumed; with
+    drop_last, keep batch_size on a resume.
 
     Raises DataError for arguments or datasets that cannot be shared out.
     """
@@ -89,6 +93,7 @@ class Loader:
         seed_samples: bool | None = None,
     ) -> None:
         self._world = worlds.current()
+        settings = _settings(self._world, micro_batch_size)
         given = Given(
             dataset=dataset,
             batch_size=batch_size,
@@ -97,10 +102,12 @@ class Loader:
             sampler=sampler,
             batch_sampler=batch_sampler,
             sharding=sharding,
-            micro_batch_size=_micro_batch_size(self._world, micro_batch_size),
+            micro_batch_size=settings.micro_batch_size,
+            shards=None if settings.exact is None else _shards(settings.exact, self._world),
             seed_samples=seed_samples,
             collate_fn=collate_fn,
             size=self._world.size,
+            rank=self._world.rank,
         )
         given.check()
         self.name = name or f"Loader({type(dataset).__name__})"
@@ -110,22 +117,32 @@ class Loader:
         self._reenter = False  # the next pass goes on from the position rather than anew
         self._taken = 0  # steps that the newest pass has given
         self._run = 0  # the number of the newest pass
+        self._stream: Stream | None = None  # what the feed knows of it
         # weak, since it calls back: dropping a Loader ends its workers at once
         self._newest: weakref.ref[Pass] | None = None
         self._pinned = pin_memory and self._world.device.type == "cuda"
-        self._reader = reader(given, self._world)
-        self._plan = _plan(given, self._reader)
+        self._given = given
+        self._options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "pin_memory": self._pinned,
+            "persistent_workers": persistent_workers,
+            "prefetch_factor": prefetch_factor,
+            "worker_init_fn": partial(source.show_own_dataset, worker_init_fn),
+            "timeout": timeout,
+        }
+        self._build()
+
+    def _build(self) -> None:
+        """Make what reads the data, which is seeded by the run's seed."""
+        self._seed = self._world.seed
+        self._reader = reader(self._given, self._world)
+        self._plan = _plan(self._given, self._reader)
         self._torch_loader: DataLoader[Any] = DataLoader(
             self._reader.source,
             batch_sampler=_Asks(self),
-            num_workers=num_workers,
             collate_fn=source.as_is,
-            pin_memory=self._pinned,
-            persistent_workers=persistent_workers,
-            prefetch_factor=prefetch_factor,
-            worker_init_fn=partial(source.show_own_dataset, worker_init_fn),
-            timeout=timeout,
-            generator=torch.Generator().manual_seed(seed_from(self._world.seed, "workers")),
+            generator=torch.Generator().manual_seed(seed_from(self._seed, "workers")),
+            **self._options,
         )
 
     @property
@@ -205,6 +222,8 @@ class Loader:
         """Start a new pass; what is left of an older one is dropped."""
         if (older := self._open_pass()) is not None:
             older.close()
+        if self._seed != self._world.seed:
+            self._build()  # a checkpoint was loaded, of a run with another seed
         self._settle()
         self._began, self._reenter = self._position, False
         self._taken = 0
@@ -214,7 +233,8 @@ class Loader:
         """Decide where the next pass begins."""
         if self._reenter or self._position.offset == 0:
             return
-        if self._taken > 1:
+        trained = self._stream is not None and self._stream.trained
+        if self._taken > 1 or trained:
             self._position = self._position.next_epoch(self._reader.epoch_length)
         else:
             self._position, self._reenter = self._began, self._began.offset > 0
@@ -233,6 +253,7 @@ class Loader:
             stepped=self._stepped,
         )
         self._newest = weakref.ref(opened)
+        self._stream = opened.stream
         return opened
 
     def _stepped(self, total: int) -> None:
@@ -271,14 +292,19 @@ class _Asks:
         return loader._asks()
 
 
-def _micro_batch_size(world: World, given: int | None) -> int | None:
-    if given is None:
-        return world.settings.micro_batch_size
-    return world.settle(micro_batch_size=given).micro_batch_size
+def _settings(world: World, micro_batch_size: int | None) -> Settings:
+    """The settings of this run, with what a script says of the micro-batch."""
+    if micro_batch_size is None:
+        return world.settings
+    return world.settle(micro_batch_size=micro_batch_size)
+
+
+def _shards(exact: int, world: World) -> MicroShards:
+    return MicroShards(exact, world.size, world.rank)
 
 
 def _plan(given: Given, reader: Reader) -> Plan:
     """The shape of a pass, for the lines at the start of a run."""
     size = given.batch_size
-    count = order.micro_batches(size, given.size, given.micro_batch_size) if size else 1
+    count = given.cut.count(size) if size else 1
     return Plan(batch_size=size, micro_batches=count, steps_per_epoch=reader.steps)

@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from shardwise.data import order
 from shardwise.data.checks import Given
+from shardwise.data.cuts import Cut
 from shardwise.data.position import Position
 from shardwise.data.schedule import (
     FromBatchSampler,
@@ -70,15 +71,12 @@ class MapReader(Reader):
             seed_samples=draws if seed_samples is None else seed_samples,
             may_draw=draws or given.collate_fn is not None,
         )
-        self._world = world
-        self._micro_batch_size = given.micro_batch_size
+        self._cut = given.cut
         self._schedule = _schedule(given, world)
         self.epoch_length, self.steps = self._schedule.epoch_length, self._schedule.steps
 
     def asks(self, run: int, at: Position) -> Iterator[Micro]:
-        batches = self._schedule.batches(at.epoch, at.offset)
-        world = self._world
-        return micros(batches, at.epoch, world.size, world.rank, self._micro_batch_size)
+        return micros(self._schedule.batches(at.epoch, at.offset), at.epoch, self._cut)
 
 
 class SliceReader(Reader):
@@ -106,7 +104,7 @@ class PartReader(Reader):
         self.source = _stream_source(given, dataset, world, sliced=False)
         self._world = world
         self._needed = given.batch_size if given.drop_last else 1
-        self._parts = order.micro_batches(given.batch_size, world.size, given.micro_batch_size)
+        self._parts = given.cut.count(given.batch_size)
 
     def asks(self, run: int, at: Position) -> Iterator[Request]:
         return requests(run, at.epoch, at.steps * self.source.chunk)
@@ -116,12 +114,10 @@ class PartReader(Reader):
         return until_all_finish(items, self._world, parts=self._parts, needed=self._needed)
 
 
-def micros(
-    batches: Iterable[Sequence[Any]], epoch: int, size: int, rank: int, micro_batch_size: int | None
-) -> Iterator[Micro]:
-    """`rank`'s micro-batches of the total `batches`; a first row stands in where it has none."""
+def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[Micro]:
+    """A rank's micro-batches of the total `batches`; a first row stands in where it has none."""
     for batch in batches:
-        cuts = order.parts(len(batch), size, rank, micro_batch_size)
+        cuts = cut.parts(len(batch))
         for part, (first, end) in enumerate(cuts):
             yield Micro(
                 epoch=epoch,
@@ -129,7 +125,7 @@ def micros(
                 parts=len(cuts),
                 total=len(batch),
                 samples=end - first,
-                indices=tuple(batch[first:end] or order.stand_in(batch, micro_batch_size)),
+                indices=tuple(batch[first:end] or cut.stand_in(batch)),
             )
 
 
@@ -206,13 +202,13 @@ def _schedule(given: Given, world: World) -> Schedule:
 
 def _stream_source(given: Given, dataset: Any, world: World, *, sliced: bool) -> StreamSource:
     assert given.batch_size is not None
+    first, end = order.share(given.batch_size, world.size, world.rank)
     return StreamSource(
         dataset,
         given.collate_fn or default_collate,
         seed=world.seed,
-        batch_size=given.batch_size,
-        micro_batch_size=given.micro_batch_size,
-        size=world.size,
+        cut=given.cut,
+        chunk=given.batch_size if sliced else end - first,
         rank=world.rank,
         sliced=sliced,
         drop_last=given.drop_last,
@@ -220,7 +216,7 @@ def _stream_source(given: Given, dataset: Any, world: World, *, sliced: bool) ->
 
 
 def _sharded_by_dataset(given: Given) -> bool:
-    if given.sharding != "auto":
+    if given.sharding != "auto" or given.shards is not None:
         return given.sharding == "dataset"
     shards = getattr(given.dataset, "num_shards", getattr(given.dataset, "n_shards", given.size))
     return hasattr(given.dataset, "shard") and shards >= given.size

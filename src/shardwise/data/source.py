@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from shardwise.data import order
+from shardwise.data.cuts import Cut
 from shardwise.errors import DataError
 from shardwise.randomness import preserved, seed_from
 
@@ -117,7 +117,8 @@ class StreamSource:
 
     Every worker reads the whole of this rank's stream, and collates only what is asked of it, so
     the number of workers changes nothing. With `sliced`, the stream is the same on all ranks, and
-    each takes its share of every total batch; without, the stream is this rank's own part.
+    each takes its parts of every total batch by `cut`; without, the stream is this rank's own
+    part. A step reads `chunk` samples of it.
     """
 
     def __init__(
@@ -126,9 +127,8 @@ class StreamSource:
         collate: Collate,
         *,
         seed: int,
-        batch_size: int,
-        micro_batch_size: int | None,
-        size: int,
+        cut: Cut,
+        chunk: int,
         rank: int,
         sliced: bool,
         drop_last: bool,
@@ -136,11 +136,8 @@ class StreamSource:
         self.dataset = dataset
         self._collate = collate
         self._seed = seed
-        self._micro_batch_size = micro_batch_size
-        self._size, self._rank, self._sliced = size, rank, sliced
-        self._parts = order.micro_batches(batch_size, size, micro_batch_size)
-        first, end = order.share(batch_size, size, rank)
-        self.chunk = batch_size if sliced else end - first
+        self._cut_of, self.chunk = cut, chunk
+        self._rank, self._sliced = rank, sliced
         self._drop_last = drop_last and sliced
         self._run = -1
         self._micros: Iterator[tuple[Micro, list[Any]]] = iter(())
@@ -165,7 +162,8 @@ class StreamSource:
             return None
         micro, rows = found
         with _kept_apart():
-            seed_cpu(seed_from(self._seed, "collate", *self._who, request.epoch, request.number))
+            number = self._cut_of.number(request.number)
+            seed_cpu(seed_from(self._seed, "collate", *self._who, request.epoch, number))
             return micro, self._collate(rows) if rows else None
 
     def close(self) -> None:
@@ -215,10 +213,7 @@ class StreamSource:
 
     def _cut(self, chunk: list[Any], epoch: int) -> Iterator[tuple[Micro, list[Any]]]:
         """The micro-batches of a step's rows; the first row stands in where there are none."""
-        if self._sliced:
-            cuts = order.parts(len(chunk), self._size, self._rank, self._micro_batch_size)
-        else:
-            cuts = order.micro_cuts((0, len(chunk)), self._micro_batch_size, self._parts)
+        cuts = (self._cut_of.parts if self._sliced else self._cut_of.of_own)(len(chunk))
         rows = cuts[-1][1] - cuts[0][0]
         for part, (first, end) in enumerate(cuts):
             micro = Micro(
@@ -229,7 +224,7 @@ class StreamSource:
                 samples=end - first,
                 rows=rows,
             )
-            yield micro, chunk[first:end] or order.stand_in(chunk, self._micro_batch_size)
+            yield micro, chunk[first:end] or self._cut_of.stand_in(chunk)
 
 
 def may_draw(dataset: Any) -> bool:

@@ -35,7 +35,7 @@ class Pass:
         self._world = world
         self._pinned = pinned
         self._stepped = stepped
-        self._stream = world.feed.open(name, plan)
+        self.stream = world.feed.open(name, plan)
         self.open = True
 
     def steps(self, first: int) -> Iterator[Step]:
@@ -51,7 +51,7 @@ class Pass:
     def close(self) -> None:
         """Forget the stream and let go of what reads the data; closing twice is harmless."""
         self.open = False
-        self._world.feed.close(self._stream)
+        self._world.feed.close(self.stream)
         self._items = iter(())
 
     def hand_out(self, item: Item) -> Any:
@@ -64,7 +64,7 @@ class Pass:
             last=micro.last,
             indices=_numbers(micro) if micro.samples else (),
         )
-        self._world.feed.give(self._stream, batch, training=torch.is_grad_enabled())
+        self._world.feed.give(self.stream, batch, training=torch.is_grad_enabled())
         if micro.last:
             self._stepped(micro.total)
         return data

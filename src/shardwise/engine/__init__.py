@@ -1,12 +1,25 @@
 """The engine: backward and step, and what they are made of.
 
 engine.py       the algorithm: backward seeds autograd, step reduces, exchanges, updates
+takeover.py     models and optimizers made ready, followed, given back
+assembly.py     from models and optimizers to the three states, and back for a rebuild
+sectioning.py   which unit each parameter belongs to
+starting.py     the values that training starts from
+alike.py        that all ranks built the same model
 exact_mean.py   weights, and the one division
 window.py       what a step has seen, and what ranks tell each other of it
-assembly.py     from models and optimizers to the three states, and back for a rebuild
+exchange.py     the one small collective of a step
+access.py       whole tensors for the user
 habits.py       what users write by habit and would be silently wrong
 diagnosis.py    a gradient that is not finite: whose
+resumable.py    track, save, resume, load
+checkpoints.py  what stands beside the tensors, and a save on its way
+saving.py       every rank its byte ranges, then one name
+loading.py      each rank what it holds, whoever wrote it
+inventory.py    the tensors of an engine by name
 start_lines.py  what is on, said at the start
+describe.py     what lies where, as a table
+figures.py      numbers as a person reads them
 """
 
 from shardwise.engine.engine import Engine

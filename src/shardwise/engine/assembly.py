@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils.hooks import RemovableHandle
 
 from shardwise import layout
-from shardwise.collectives import Collectives
+from shardwise.collectives import Collectives, within_hosts
 from shardwise.config import Settings
-from shardwise.engine import habits
-from shardwise.errors import ModelError, ModelMismatch
-from shardwise.model.precision import NARROW
-from shardwise.placement import Placement
+from shardwise.engine import habits, sectioning, starting
+from shardwise.engine.sectioning import Sections
+from shardwise.errors import ModelError
+from shardwise.model.precision import PRESETS, is_cast
+from shardwise.model.regions import Doors
+from shardwise.placement import STATES, Placement
 from shardwise.states.averages import Averages
 from shardwise.states.gathering import Gathering
 from shardwise.states.gradients import Gradients
-from shardwise.states.optimizer_state import GroupOf, OptimizerState
+from shardwise.states.inner_optimizer import GroupOf
+from shardwise.states.optimizer_state import OptimizerState
 from shardwise.states.optimizer_trial import examine
-from shardwise.states.parameters import ReplicatedParameters, Tracked, locate
+from shardwise.states.parameters import Parameters, ReplicatedParameters
+from shardwise.states.residency import Residency
+from shardwise.states.sharded_parameters import ShardedParameters
+from shardwise.states.shelf import Shelf
+from shardwise.states.summation import Summation, in_tree
+from shardwise.states.tracked import Tracked, locate
+from shardwise.tree import MicroShards
 
 
 @dataclass(frozen=True)
@@ -36,12 +46,44 @@ class Recipe:
     placement: Placement
     settings: Settings
     group: Collectives
+    device: torch.device
+    shards: MicroShards | None = None
+    """How a step is cut in the exact mode."""
+
+    @cached_property
+    def summation(self) -> Summation:
+        """How gradients become one sum."""
+        return Summation() if self.shards is None else in_tree(self.shards)
 
     @cached_property
     def prefixes(self) -> tuple[str, ...]:
         """What stands before the names of each model: nothing when there is one."""
         several = len(self.models) > 1
         return tuple(f"models[{i}]" if several else "" for i in range(len(self.models)))
+
+    @cached_property
+    def sharding(self) -> Collectives:
+        """The ranks over which states are sharded: all, or those of a host."""
+        within = self.settings.shard_within == "host" and self.placement.level > 0
+        return within_hosts(self.group) if within else self.group
+
+    @cached_property
+    def gather_group(self) -> Collectives:
+        """The same ranks for gathers, whose order against other collectives may differ."""
+        return self.sharding.second_group()
+
+    def leave_groups(self) -> None:
+        """Close the groups of ranks that were made for this engine alone. Collective."""
+        self.group.barrier()  # nobody is in one of them any more
+        made = [vars(self).pop(name, self.group) for name in ("gather_group", "sharding")]
+        for group in made:
+            if group is not self.group:
+                group.close()
+
+    @cached_property
+    def doors(self) -> Doors:
+        """Where forwards tell which sharded parameters they need."""
+        return Doors()
 
     def located(self) -> list[Tracked]:
         """Every parameter of the models, and those that only an optimizer knows."""
@@ -53,43 +95,110 @@ class Recipe:
                     if parameter not in known:
                         known.add(parameter)
                         found.append(Tracked(f"optimizers[{number}].params[{index}]", parameter))
+        for tracked in found:
+            self._foresee(tracked)
         return found
 
-    def shape(self) -> list[Any]:
-        """What a change of means that the states must be rebuilt."""
-        counts = [len(g["params"]) for o in self.optimizers for g in o.param_groups]
-        return counts + [p.requires_grad for m in self.models for p in m.parameters()]
+    def _foresee(self, tracked: Tracked) -> None:
+        """Say where a parameter without memory will be, and as what."""
+        if not tracked.parameter.is_meta:
+            return
+        tracked.device = self.device
+        cast = PRESETS[self.settings.precision].cast
+        if cast is not None and is_cast(tracked.places):
+            tracked.dtype = cast
+
+    def shape(self) -> Shape:
+        """What the states are laid out for."""
+        return Shape(
+            [len(g["params"]) for o in self.optimizers for g in o.param_groups],
+            [p.requires_grad for m in self.models for p in m.parameters()],
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The lengths of the parameter groups, and by parameter whether it is trained."""
+
+    groups: list[int]
+    trained: list[bool]
+
+    def fits(self, now: Shape) -> bool:
+        """Whether states laid out for this serve `now` too.
+
+        A parameter that is frozen on the way stays where it is, without a gradient: a GAN freezes
+        its discriminator in every step.
+        """
+        if (self.groups, len(self.trained)) != (now.groups, len(now.trained)):
+            return False
+        return all(was or not is_ for was, is_ in zip(self.trained, now.trained, strict=True))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What shows sharded parameters while they are needed."""
+
+    sections: Sections
+    residency: Residency
+    handles: list[RemovableHandle]
+
+
+@dataclass(frozen=True)
+class BucketBytes:
+    """Parameters that lie in one bucket, and the bytes of each state of them on one rank, in the
+    order of STATES."""
+
+    tracked: Sequence[Tracked]
+    sizes: tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class States:
-    """The three states of training, laid out and connected, and the average where one is kept."""
+    """The three states of training, laid out and connected; where parameters are sharded, what
+    shows them; the average where one is kept."""
 
-    parameters: ReplicatedParameters
+    parameters: Parameters
     gradients: Gradients
     optimizer: OptimizerState
     gathering: Gathering
+    shown: Shown | None
+    shelves: dict[str, Shelf]
     averages: Averages | None
 
     @property
     def state_bytes(self) -> int:
         """Bytes of parameters, gradients, optimizer state and averages on this rank now."""
-        flats = sum(flat.numel() * flat.element_size() for flat in self.parameters.flats)
         averages = self.averages.state_bytes if self.averages is not None else 0
-        return flats + self.gradients.reduction.state_bytes + self.optimizer.state_bytes + averages
+        gradients = self.gradients.reduction.state_bytes
+        return self.parameters.state_bytes + gradients + self.optimizer.state_bytes + averages
 
-    def expected_bytes(self, moments: int) -> int:
-        """The same once the optimizer has `moments` state tensors for each master element."""
-        later = sum(
-            moments * part.master.numel() * part.master.element_size()
-            for part in self.optimizer.parts
-        )
-        masters = sum(
-            part.master.numel() * part.master.element_size()
-            for part in self.optimizer.parts
-            if part.master is not part.target
-        )
-        return self.state_bytes - self.optimizer.state_bytes + masters + later
+    def expected_bytes(self) -> int:
+        """The same once the optimizers have made all of their state."""
+        averages = self.averages.state_bytes if self.averages is not None else 0
+        return averages + sum(self.bytes_by_state().values())
+
+    def bytes_by_state(self) -> dict[str, int]:
+        """Bytes on this rank by name of STATES, wherever they rest, averages left out; once the
+        optimizers have made all of their state."""
+        sizes = zip(*(bucket.sizes for bucket in self.bytes_by_bucket()), strict=True)
+        return dict(zip(STATES, map(sum, sizes), strict=True))
+
+    def bytes_by_bucket(self) -> list[BucketBytes]:
+        """The same by bucket, those of frozen parameters that are laid out last."""
+        parameters, rests = self.parameters, self.gradients.reduction.rests
+        found = [
+            BucketBytes(
+                [parameters.tracked[slot.parameter] for slot in bucket.slots],
+                (
+                    parameters.held_bytes(index),
+                    rests[index].nbytes,
+                    self.optimizer.expected_bytes(index),
+                ),
+            )
+            for index, bucket in enumerate(parameters.buckets)
+        ]
+        frozen = parameters.frozen_bytes()
+        return found + [BucketBytes(tracked, (nbytes, 0, 0)) for tracked, nbytes in frozen]
 
 
 def assemble(
@@ -106,31 +215,60 @@ def assemble(
     located = recipe.located()
     tracked = [t for t in located if t.parameter in owners and t.parameter.requires_grad]
     _check_trainable(located, tracked, main=recipe.group.rank == 0)
-    buckets = _buckets(recipe, tracked, owners)
-    parameters = ReplicatedParameters(tracked, buckets, recipe.group)
+    shelves = {state: Shelf(recipe.placement.tier(state), recipe.sharding) for state in STATES}
+    parameters, shown = _parameters(recipe, located, tracked, owners, shelves["parameters"])
+    buckets = parameters.buckets
     scattered = recipe.placement.is_sharded("optimizer")
     gradients = Gradients(
         parameters,
         recipe.placement,
-        recipe.group,
+        recipe.sharding,
+        shelves["gradients"],
+        recipe.summation,
         overlap=recipe.settings.overlap,
         exact_sum=recipe.settings.reduce_dtype == "fp32",
         stray=habits.stray_backward,
     )
+    if shown is not None:
+        gradients.paced = _pace(parameters, gradients, shown)
     own = [rest.own for rest in gradients.reduction.rests]
     groups = [owners[tracked[bucket.slots[0].parameter].parameter] for bucket in buckets]
-    separate = [_master(parameters, i, own[i], masters) for i in range(len(buckets))]
-    optimizer = OptimizerState(parameters, groups, own, separate)
+    optimizer = OptimizerState(
+        parameters,
+        groups,
+        own,
+        shelves["optimizer"],
+        by_spans=any(shelf.on_disk for shelf in shelves.values()),
+        known=masters,
+    )
     decay = recipe.settings.ema_decay
     return States(
         parameters,
         gradients,
         optimizer,
-        Gathering(parameters, optimizer, recipe.group, scattered=scattered),
+        Gathering(parameters, optimizer, recipe.sharding, scattered=scattered),
+        shown,
+        shelves,
         None
         if decay is None
-        else Averages(parameters, optimizer, decay, scattered=scattered, start=averages),
+        else Averages(
+            parameters,
+            optimizer,
+            decay,
+            shelves["optimizer"],
+            scattered=scattered,
+            start=averages,
+        ),
     )
+
+
+def _pace(parameters: Parameters, gradients: Gradients, shown: Shown) -> bool:
+    """Let a unit's gradients start when all ranks are past it; whether the units take turns."""
+    buckets: dict[int, list[int]] = defaultdict(list)
+    for number, bucket in enumerate(parameters.buckets):
+        first = parameters.tracked[bucket.slots[0].parameter].parameter
+        buckets[shown.sections.unit_of[first]].append(number)
+    return shown.residency.pace(lambda unit: gradients.start(buckets[unit]))
 
 
 def disassemble(
@@ -138,13 +276,19 @@ def disassemble(
 ) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None]:
     """Give everything back to the user's objects; returns masters and averages by parameter."""
     masters = states.gathering.masters()
-    averages = states.gathering.tensors(states.averages.tensors) if states.averages else None
+    averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
     for parameter, state in states.gathering.optimizer_state().items():
         for face in recipe.optimizers:
             if any(parameter is p for group in face.param_groups for p in group["params"]):
                 face.state[parameter] = state
     states.gradients.detach()
+    if states.shown is not None:
+        states.shown.residency.close()
+        for handle in states.shown.handles:
+            handle.remove()
     states.parameters.release()
+    for shelf in states.shelves.values():
+        shelf.close()
     return masters, averages
 
 
@@ -156,12 +300,19 @@ def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
         for index, options in enumerate(face.param_groups):
             if not options["params"]:
                 continue
-            kind = examine(face, options, options["params"][0].device)
+            kind = examine(face, options, _device_of(recipe, options["params"][0]))
             if not kind.separable and recipe.placement.is_sharded("optimizer"):
                 raise ModelError(
                     f"{type(face).__name__} looks across tensors, so its state cannot be sharded "
                     f"({recipe.placement.name}). Train it with --zero 0, or choose an optimizer "
                     "that treats each tensor by itself."
+                )
+            on_disk = [str(tier) for tier in recipe.placement.tiers if tier.kind == "nvme"]
+            if not kind.elementwise and on_disk:
+                raise ModelError(
+                    f"{type(face).__name__} needs whole tensors, and on {on_disk[0]} states come "
+                    "in parts. Write --offload-optimizer cpu, or choose an element-wise optimizer "
+                    "such as AdamW."
                 )
             for parameter in options["params"]:
                 if parameter in owners:
@@ -172,6 +323,10 @@ def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
                     )
                 owners[parameter] = GroupOf(face, index, kind)
     return owners
+
+
+def _device_of(recipe: Recipe, parameter: nn.Parameter) -> torch.device:
+    return recipe.device if parameter.is_meta else parameter.device
 
 
 def _check_trainable(located: Sequence[Tracked], tracked: Sequence[Tracked], *, main: bool) -> None:
@@ -193,107 +348,53 @@ def _check_trainable(located: Sequence[Tracked], tracked: Sequence[Tracked], *, 
         )
 
 
-def _buckets(
-    recipe: Recipe, tracked: Sequence[Tracked], owners: Mapping[nn.Parameter, GroupOf]
-) -> list[layout.Bucket]:
-    specs = []
-    for t in tracked:
-        parameter, owner = t.parameter, owners[t.parameter]
-        face = recipe.optimizers.index(owner.face)
-        specs.append(
-            layout.Spec(
-                name=t.name,
-                numel=parameter.numel(),
-                itemsize=parameter.element_size(),
-                key=(face, owner.index, parameter.dtype, parameter.device),
-                whole=not owner.kind.elementwise,
-            )
-        )
+def _parameters(
+    recipe: Recipe,
+    located: Sequence[Tracked],
+    tracked: Sequence[Tracked],
+    owners: Mapping[nn.Parameter, GroupOf],
+    shelf: Shelf,
+) -> tuple[Parameters, Shown | None]:
+    """The parameters as the placement wants them, and what shows them where they are sharded."""
+    if not recipe.placement.is_sharded("parameters"):
+        buckets = _buckets(recipe, [_spec(recipe, t, owners[t.parameter], 0) for t in tracked])
+        return ReplicatedParameters(tracked, buckets, recipe.sharding), None
+    found = sectioning.divide(recipe.models, recipe.prefixes, located, recipe.settings.units)
+    units = found.unit_of
+    # Integers have no NaN to rest as, so they stay whole.
+    frozen = [t for t in located if t not in tracked and t.can_rest]
+    parameters = ShardedParameters(
+        tracked,
+        _buckets(
+            recipe, [_spec(recipe, t, owners[t.parameter], units[t.parameter]) for t in tracked]
+        ),
+        frozen,
+        _buckets(recipe, [_spec(recipe, t, None, units[t.parameter]) for t in frozen]),
+        recipe.sharding,
+        shelf,
+        partial(starting.value_of, group=recipe.group),
+    )
+    residency = sectioning.make_residency(found, parameters, recipe.gather_group)
+    sectioning.open_doors(found, residency, recipe.doors)
+    return parameters, Shown(found, residency, sectioning.refuse_copies(found))
+
+
+def _spec(recipe: Recipe, tracked: Tracked, owner: GroupOf | None, unit: int) -> layout.Spec:
+    """A parameter for the layout; it is frozen where no group owns it."""
+    face = -1 if owner is None else recipe.optimizers.index(owner.face)
+    return layout.Spec(
+        name=tracked.name,
+        numel=tracked.parameter.numel(),
+        itemsize=tracked.dtype.itemsize,
+        key=(unit, face, owner and owner.index, tracked.dtype, tracked.device),
+        whole=owner is not None and not owner.kind.elementwise,
+    )
+
+
+def _buckets(recipe: Recipe, specs: Sequence[layout.Spec]) -> list[layout.Bucket]:
     capacity = int(recipe.settings.bucket_mb * 2**20)
-    buckets = layout.lay_out(specs, ranks=recipe.group.size, capacity=capacity)
-    layout.check(buckets, specs, recipe.group.size)
+    buckets = layout.lay_out(
+        specs, ranks=recipe.sharding.size, capacity=capacity, grain=recipe.summation.grain
+    )
+    layout.check(buckets, specs, recipe.sharding.size)
     return buckets
-
-
-def _master(
-    parameters: ReplicatedParameters,
-    index: int,
-    own: tuple[int, int],
-    known: Mapping[nn.Parameter, Tensor],
-) -> Tensor | None:
-    """The fp32 master of bucket `index`, where its parameters are 16-bit."""
-    flat, bucket = parameters.flats[index], parameters.buckets[index]
-    if flat.dtype not in NARROW:
-        return None
-    whole = flat.float()
-    for slot in bucket.slots:
-        parameter = parameters.tracked[slot.parameter].parameter
-        if parameter in known:
-            view = whole.as_strided(parameter.shape, parameter.stride(), slot.start)
-            view.copy_(known[parameter])
-    return whole[own[0] : own[1]].clone()
-
-
-def check_same_model(recipe: Recipe) -> None:
-    """Raise ModelMismatch, on all ranks alike, where ranks built different models."""
-    mine = _description(recipe)
-    all_of_them = recipe.group.gather_objects(hash_of(mine))
-    if len(set(all_of_them)) == 1:
-        return
-    lists = recipe.group.gather_objects(mine)
-    for rank, other in enumerate(lists):
-        if other != lists[0]:
-            here, there = _first_difference(lists[0], other)
-            raise ModelMismatch(
-                f"Ranks built different models. The first difference: rank 0 has {here}, "
-                f"rank {rank} has {there}. Build the model alike on all ranks."
-            )
-
-
-def hash_of(lines: Sequence[str]) -> str:
-    """A short digest of `lines`."""
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-
-
-def _description(recipe: Recipe) -> list[str]:
-    lines = [
-        f"{t.name} {tuple(t.parameter.shape)} {t.parameter.dtype}"
-        f"{'' if t.parameter.requires_grad else ' frozen'}"
-        for t in recipe.located()
-    ]
-    for prefix, model in zip(recipe.prefixes, recipe.models, strict=True):
-        lines += [
-            f"buffer {prefix}{name} {tuple(buffer.shape)} {buffer.dtype}"
-            for name, buffer in model.named_buffers()
-        ]
-    for optimizer in recipe.optimizers:
-        for group in optimizer.param_groups:
-            lines.append(f"{type(optimizer).__name__} with {len(group['params'])} parameters")
-    return lines
-
-
-def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
-    for a, b in zip(mine, other, strict=False):
-        if a != b:
-            return a, b
-    longer = mine if len(mine) > len(other) else other
-    extra = longer[min(len(mine), len(other))]
-    return (extra, "nothing there") if longer is mine else ("nothing there", extra)
-
-
-def everything(recipe: Recipe) -> list[Tensor]:
-    """The parameters and buffers of all models, trained or not."""
-    buffers = [buffer for model in recipe.models for buffer in model.buffers()]
-    return [*(tracked.parameter for tracked in recipe.located()), *buffers]
-
-
-def make_alike(tensors: Iterable[Tensor], group: Collectives) -> None:
-    """Give every rank rank 0's values of `tensors`. Collective."""
-    if group.size == 1:
-        return
-    with torch.no_grad():
-        for tensor in tensors:
-            value = tensor.detach().contiguous().clone().view(-1)
-            if value.numel():
-                group.broadcast(value.view(torch.uint8)).wait()
-                tensor.copy_(value.view(tensor.shape))

@@ -19,7 +19,8 @@ class _Testimony:
 
     parameters: list[str]
     loss_is_bad: bool
-    gradient_is_bad: bool
+    gradient_is_bad: bool | None
+    """None: not known."""
     samples: list[int]
 
     def accusation(self, rank: int) -> str | None:
@@ -36,19 +37,32 @@ def nonfinite_error(
     tracked = states.parameters.tracked
     mine = _Testimony(
         parameters=[tracked[index].name for index in states.gradients.nonfinite()],
-        loss_is_bad=not math.isfinite(float(window.loss)),
+        loss_is_bad=not math.isfinite(float(sum(window.losses))),
         gradient_is_bad=states.gradients.suspect(),
         samples=[index for indices in window.indices for index in indices],
     )
     told: list[_Testimony] = group.gather_objects(mine)
     names = sorted({name for each in told for name in each.parameters})
-    accused = [text for rank, each in enumerate(told) if (text := each.accusation(rank))]
-    origin = " and ".join(accused) or "the sum over the ranks (each rank's own part is finite)"
     return NonFiniteError(
-        f"Step {step}: the gradient is not finite in {_shortened(names)}. It comes from {origin}. "
+        f"Step {step}: the gradient is not finite in {_shortened(names)}. {_origin(told)} "
         "Nothing was updated. Look at those samples, lower the learning rate or clip with "
         "engine.step(max_norm=1.0); --nonfinite skip goes on without such steps."
     )
+
+
+def _origin(told: Sequence[_Testimony]) -> str:
+    """Where the gradient comes from, as far as there is proof."""
+    accused = [text for rank, each in enumerate(told) if (text := each.accusation(rank))]
+    if accused:
+        return f"It comes from {' and '.join(accused)}."
+    if len(told) == 1:
+        return f"The loss is finite; samples {_shortened(told[0].samples)}."
+    if all(each.gradient_is_bad is False for each in told):
+        return "It comes from the sum over the ranks (each rank's own part is finite)."
+    samples = "; ".join(
+        f"samples of rank {rank}: {_shortened(each.samples)}" for rank, each in enumerate(told[:8])
+    )
+    return f"Losses are finite, and from which rank it comes could not be told ({samples})."
 
 
 def _shortened(values: Sequence[Any], most: int = 8) -> str:

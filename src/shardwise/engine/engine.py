@@ -10,39 +10,45 @@ What a step does follows from the placement's cells alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from os import PathLike
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn, optim
-from torch.utils.hooks import RemovableHandle
 
 from shardwise import config, randomness
 from shardwise import world as world_module
 from shardwise.collectives import Handle
-from shardwise.engine import assembly, diagnosis, habits, start_lines
-from shardwise.engine.assembly import Recipe
+from shardwise.engine import access, describe, diagnosis, exact_mode, habits, start_lines
+from shardwise.engine.assembly import Recipe, States
+from shardwise.engine.checkpoints import Checkpoints
 from shardwise.engine.exact_mean import Seeds, weight_of
 from shardwise.engine.exchange import Totals, exchange
+from shardwise.engine.options import Options
+from shardwise.engine.parts import ExactParts, Parts
+from shardwise.engine.resumable import Resumable
+from shardwise.engine.takeover import Takeover
 from shardwise.engine.window import StepStats, Window
-from shardwise.errors import CollectiveError, ModelError, PlacementError, UsageError
-from shardwise.model import precision, sync_batch_norm, units
-from shardwise.model.buffers import Buffers
-from shardwise.model.export import write_safetensors
+from shardwise.errors import CollectiveError, ModelError, UsageError
+from shardwise.model import precision
 
 _living: WeakSet[Engine] = WeakSet()
 
 
-class Engine:
+class Engine(Resumable):
     """Trains `models` with `optimizers` over all ranks, as one process would.
 
     `models` and `optimizers` are one each or sequences; the objects stay the user's own and are
     changed in place. `scaler` is a GradScaler to drive. `settings` are keywords of
     `shardwise.config.Settings` (zero=2, precision="bf16-mixed" ...), overridden by the TOML file,
     the environment and the flags. All ranks make their engines in the same order.
+
+    Saving and resuming are `Resumable`'s: `track`, `save`, `resume`, `load`.
 
     Attributes: `placement`, `world`, `steps` (how many were made), `settings`.
 
@@ -62,85 +68,39 @@ class Engine:
         config.refuse_elsewhere(settings, "engine")
         self.settings = self.world.settle(**settings)
         self.placement = self.settings.placement
-        if self.placement.is_sharded("parameters"):
-            raise PlacementError(
-                f"{self.placement.name} shards the parameters, which this version does not do "
-                "yet. The nearest row that it trains is ZERO_2: write --zero 2."
-            )
         self._number = self.world.engines
         self.world.engines += 1
         self._group = self.world.collectives
+        shards = exact_mode.shards_of(self.settings, self._group)
+        self._parts = Parts(self.world.rank) if shards is None else ExactParts(shards)
         self._recipe = Recipe(
             _several(models, nn.Module),
             _several(optimizers, optim.Optimizer),
             self.placement,
             self.settings,
             self._group,
+            self.world.device,
+            shards,
         )
         self._refuse_second_engine()
-        preset = precision.PRESETS[self.settings.precision]
-        self._scale = precision.LossScale(scaler, active=preset.scaled)
-        self._fresh: dict[nn.Parameter, Tensor] = {}
-        assembly.check_same_model(self._recipe)
-        assembly.make_alike(assembly.everything(self._recipe), self._group)
-        self._prepare_modules()
-        self._take_over({}, None)
-        self._handles = self._enter_precision(preset)
-        if self.settings.compile:
-            self._compile_units()
-        self._seeds = Seeds(self._scale, self._group)
         self._window = Window()
-        self._announced = self._averaged = False
+        self._options = Options(self._recipe.optimizers)
+        in_step = WeakMethod(self._is_in_step)
+        self._held = Takeover(self.world, self._recipe, lambda: bool((ask := in_step()) and ask()))
+        scaled = precision.PRESETS[self.settings.precision].scaled
+        self._scale = precision.LossScale(scaler, active=scaled)
+        self._seeds = Seeds(self._scale, self._group, self._parts)
+        self._checkpoints = Checkpoints(self.world, self._held, self._scale, self._seeds)
+        self._announced = self._averaged = self._uneven = False
         self.steps = 0
-        for optimizer in self._recipe.optimizers:
-            habits.forbid(optimizer, self._welcome)
         self._reseed()
         _living.add(self)
         start_lines.announce_engine(self.world, self._recipe, self._states)
+        start_lines.announce_activations(self.world, self._recipe, self._held.activations)
 
-    # -- building -------------------------------------------------------------------------
-
-    def _take_over(
-        self,
-        masters: Mapping[nn.Parameter, Tensor],
-        averages: Mapping[nn.Parameter, Tensor] | None,
-    ) -> None:
-        """Lay the three states over the models. Collective.
-
-        `masters` and `averages` are those of an earlier layout, by parameter.
-        """
-        models = self._recipe.models
-        synchronised: set[nn.Module] = set(sync_batch_norm.converted(models))
-        self._buffers = Buffers(models, self._group, left_out=synchronised)
-        self.world.feed.watch(self._buffers.before_batch)
-        self._states = assembly.assemble(self._recipe, self._fresh | dict(masters), averages)
-        self._fresh = {}
-        self._shape = self._recipe.shape()
-
-    def _prepare_modules(self) -> None:
-        """Cast what is not cast yet, keeping its values for the masters; synchronise BatchNorm."""
-        models, cast = self._recipe.models, precision.PRESETS[self.settings.precision].cast
-        if cast is not None:
-            self._fresh |= precision.cast_models(models, cast)
-        if self.settings.sync_batch_norm and self.world.size > 1:
-            sync_batch_norm.convert(models, self.world.side_channel, self.world.feed)
-
-    def _welcome(self, group: dict[str, Any]) -> None:
-        """The user's optimizer was given a parameter group: make ready for its first forward."""
-        assembly.make_alike(group["params"], self._group)
-        self._prepare_modules()
-
-    def _enter_precision(self, preset: precision.Preset) -> list[RemovableHandle]:
-        if preset.cast is None and preset.autocast is None:
-            return []
-        kind = self.world.device.type
-        models = self._recipe.models
-        return [h for m in models for h in precision.ForwardPrecision(preset, kind).attach(m)]
-
-    def _compile_units(self) -> None:
-        for model in self._recipe.models:
-            for _, unit in units.find_units(model) or [("", model)]:
-                unit.compile()
+    @property
+    def _states(self) -> States:
+        return self._held.states
 
     def _refuse_second_engine(self) -> None:
         """Two engines that train the same parameter would undo each other's work."""
@@ -152,27 +112,8 @@ class Engine:
                     "one engine, or end that one first: engine.close()."
                 )
 
-    def _look_for_changes(self) -> None:
-        """Notice what user code did since the last call: broke, wrote, or added parameters."""
-        states = self._states
-        states.parameters.check()
-        if states.optimizer.has_masters and (written := states.parameters.written()):
-            states.optimizer.refresh_masters(written)
-            states.parameters.remember()
-        if self._averaged:
-            raise UsageError(
-                "engine.backward inside engine.ema(): what it trains would be undone on leaving. "
-                "Leave the block first."
-            )
-        if self._recipe.shape() == self._shape:
-            return
-        if self._window.backwards:
-            raise UsageError(
-                "Parameter groups or requires_grad changed between engine.backward and "
-                "engine.step. Change them right after engine.step()."
-            )
-        assembly.check_same_model(self._recipe)
-        self._take_over(*assembly.disassemble(self._recipe, states))
+    def _is_in_step(self) -> bool:
+        return self._window.backwards > 0
 
     # -- backward -------------------------------------------------------------------------
 
@@ -187,7 +128,8 @@ class Engine:
         """Add the gradient of `loss`, a scalar that is a mean over `weight` items of this rank.
 
         Without `weight` it is the number of samples that the Loader last gave; without a Loader,
-        1. A device tensor is fine. `last=False` says that more backwards come in this step, which
+        1. Several losses of one batch add up, as in plain PyTorch: its samples count once. A device
+        tensor is fine. `last=False` says that more backwards come in this step, which
         saves communication and never changes a result. Touches this engine's parameters only.
         Where gradients are sharded each backward is collective: every rank makes as many.
 
@@ -195,20 +137,24 @@ class Engine:
         loaders are open and the weight is left out.
         """
         habits.check_loss(loss)
-        self._look_for_changes()
+        habits.check_block(averaged=self._averaged, uneven=self._uneven)
+        self._held.look_for_changes()
         batch = self.world.feed.batch_of_loss(weighted=weight is not None)
         if last is None:
             last = batch.last if batch is not None else True
-        weight = weight_of(weight, batch)
+        given, weight = weight is not None, weight_of(weight, batch)
         if not self._announced:
             self._announced = True
             start_lines.announce_batch(self.world, self._recipe)
-        seed = self._seeds.seed(loss, weight)
+        seed, rest = self._seeds.seed(loss, weight)
         self._check_gradients()
         gradients = self._states.gradients
-        gradients.begin(last=last, weight=weight)
+        gradients.begin(last=last, weight=weight, factor=rest)
         try:
-            torch.autograd.backward(loss, seed, retain_graph=retain_graph, inputs=self._inputs())
+            with self._showing(keep_graph=retain_graph):
+                torch.autograd.backward(
+                    loss, seed, retain_graph=retain_graph, inputs=self._inputs()
+                )
             gradients.finish()
         except BaseException:
             with suppress(CollectiveError):  # the first error is the one to show
@@ -216,10 +162,28 @@ class Engine:
             raise
         if not gradients.reached and not isinstance(weight, Tensor) and weight > 0:
             habits.check_reachable(loss, several=len(_living) > 1)
-        self._window.add(loss, weight, batch.indices if batch is not None else ())
+        self.world.feed.train()
+        self._window.add(loss, weight, batch, given=given)
         if batch is not None and batch.samples == 0:
-            self._buffers.restore()
+            self._held.buffers.restore()
+        self._held.buffers.after_backward()
+        self._reseed()
         gradients.guard()
+
+    @contextmanager
+    def _showing(self, *, keep_graph: bool) -> Iterator[None]:
+        """Let backward have the units that it comes to, where parameters are sharded."""
+        if self._states.shown is None:
+            yield
+            return
+        residency = self._states.shown.residency
+        residency.open_backward()
+        try:
+            yield
+        finally:
+            failed = sys.exc_info()[0] is not None
+            with suppress(CollectiveError) if failed else nullcontext():
+                residency.close_backward(keep_graph=keep_graph, failed=failed)
 
     def _inputs(self) -> list[nn.Parameter] | None:
         """This engine's parameters where the graph may hold those of another engine too."""
@@ -235,7 +199,10 @@ class Engine:
 
     def _abandon(self) -> None:
         """A backward failed: forget this step."""
+        if self._states.shown is not None:
+            self._states.shown.residency.reset()
         self._states.gradients.abandon()
+        self._held.buffers.abandon()
         self._window = Window()
 
     # -- step -----------------------------------------------------------------------------
@@ -248,6 +215,7 @@ class Engine:
         Raises UsageError without a backward, NonFiniteError for a NaN or infinite gradient where
         there is no loss scale (`--nonfinite skip` skips the step instead).
         """
+        self._checkpoints.look()
         if not self._window.backwards:
             raise UsageError(
                 "engine.step() without engine.backward(loss) since the last step: "
@@ -255,13 +223,28 @@ class Engine:
             )
         if max_norm is not None and not max_norm > 0:
             raise UsageError(f"max_norm takes a number above 0, not {max_norm}.")
+        self._parts.check(self._window.backwards)
         self._states.parameters.check()
+        self._held.take_in_writes()
         self._check_gradients()
         self._states.gradients.reduce()
-        totals = exchange(self._window, self._states.gradients, self._buffers, self._group)
+        totals = exchange(
+            self._window,
+            self._parts,
+            self._states.gradients,
+            self._held.buffers,
+            self._group,
+            self._recipe.sharding.copies,
+            self._options.number(),
+        )
+        if not totals.alike:
+            self._abandon()
+            raise self._options.difference(self._group)
         stats = self._decide(totals)
         if not stats.skipped:
+            self._call_before_step()
             self._update(totals, stats, max_norm)
+            habits.call_after_step(self._recipe.optimizers)
         self._end_step(totals)
         return stats
 
@@ -282,6 +265,13 @@ class Engine:
             skipped=not finite,
         )
 
+    def _call_before_step(self) -> None:
+        try:
+            habits.call_before_step(self._recipe.optimizers)
+        except BaseException:
+            self._abandon()
+            raise
+
     def _update(self, totals: Totals, stats: StepStats, max_norm: float | None) -> None:
         """Update bucket by bucket; each is on its way to the others while the next is updated."""
         factor = 1.0 / self._seeds.divisor(totals.weight)
@@ -297,16 +287,19 @@ class Engine:
                     sent += [
                         states.parameters.publish(i) for i in states.optimizer.buckets_of(inner)
                     ]
+            states.optimizer.tell_faces()
             if states.averages is not None:
                 states.averages.update()
         for handle in sent:
             handle.wait()
-        states.parameters.touch()
+        for handle in sent:
+            handle.reusable()  # user code may write parameters as soon as the step has returned
+        states.parameters.settle()
 
     def _end_step(self, totals: Totals) -> None:
         if totals.weight:
             self._scale.update(overflow=not math.isfinite(totals.squared_norm))
-            self._seeds.follow(totals.weight)
+            self._seeds.follow(totals.weight, totals.backwards)
         self._states.gradients.clear()
         if totals.several and self.settings.reduce_dtype == "fp32":
             self._states.gradients.widen()
@@ -318,11 +311,10 @@ class Engine:
         self._reseed()
 
     def _reseed(self) -> None:
-        """Randomness of the next step: a pure function of seed, engine, step and data rank."""
-        world = self.world
-        randomness.seed_everything(
-            randomness.seed_from(world.seed, "step", self._number, self.steps, world.rank)
-        )
+        """Let what is drawn from now on be a pure function of what it is drawn for."""
+        seed = self._parts.seed(self.world.seed, self._number, self.steps, self._window.backwards)
+        if seed is not None:
+            randomness.seed_everything(seed)
 
     # -- whole tensors --------------------------------------------------------------------
 
@@ -335,20 +327,34 @@ class Engine:
         With `write=True` rank 0's values are everyone's on leaving, masters included. Collective:
         every rank enters and leaves. Replicated parameters can also be read at any time.
         """
-        del module  # all of them are whole where parameters are replicated
         if write and self._window.backwards:
             raise UsageError(
                 "full_parameters(write=True) between engine.backward and engine.step: "
                 "write before or after."
             )
-        with torch.no_grad():
+        if write and self._averaged:
+            raise UsageError(
+                "full_parameters(write=True) inside engine.ema(), where parameters are averages "
+                "for the time of the block: write before or after."
+            )
+        with access.full_parameters(self._recipe, self._states, module, write=write):
             yield
-            if write:
-                self._states.parameters.check()
-                written = self.world.broadcast_object(self._states.parameters.written())
-                assembly.make_alike(assembly.everything(self._recipe), self._group)
-                self._states.optimizer.refresh_masters(written)
-                self._states.parameters.remember()
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Inside the block ranks may run different numbers of forwards: generation whose length
+        differs, evaluation on rank 0 alone.
+
+        All ranks enter and leave; a rank that leaves serves the gathers of the others until all
+        have left. Without sharded parameters it does nothing. No training inside.
+        """
+        shown = self._states.shown
+        with nullcontext() if shown is None else shown.residency.uneven():
+            self._uneven = True
+            try:
+                yield
+            finally:
+                self._uneven = False
 
     @contextmanager
     def ema(self) -> Iterator[None]:
@@ -361,6 +367,7 @@ class Engine:
             raise UsageError(
                 "engine.ema() between engine.backward and engine.step: enter it after the step."
             )
+        self._held.look_for_changes()
         with torch.no_grad():
             context = self._states.averages.swapped_in()
             context.__enter__()
@@ -371,55 +378,46 @@ class Engine:
             self._averaged = False
             context.__exit__(None, None, None)
 
+    def _refuse_in_step(self, call: str) -> None:
+        if self._window.backwards:
+            raise UsageError(
+                f"{call} between engine.backward and engine.step: call it after the step."
+            )
+        if self._averaged:
+            raise UsageError(f"{call} inside engine.ema(): leave the block first.")
+
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
         """Write `model` (default: the only one) as one plain safetensors file, from rank 0.
 
         Names, shapes and dtypes are the plain model's; tied weights are written once. Inside
-        `engine.ema()` the averages are written.
+        `engine.ema()` the averages are written. Collective where parameters are sharded: every
+        rank calls it, and rank 0 holds the whole model while it writes.
         """
-        if model is None:
-            if len(self._recipe.models) != 1:
-                raise UsageError(
-                    "This engine has several models: say which, engine.export(path, model)."
-                )
-            model = self._recipe.models[0]
-        if self.world.is_main:
-            write_safetensors(model, path)
+        access.export(self._recipe, self._states, path, model)
 
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
         """The state_dict that `optimizer` (default: the only one) would have in one process.
 
         Every rank gets the whole of it. Collective.
         """
-        if optimizer is None:
-            if len(self._recipe.optimizers) != 1:
-                raise UsageError("This engine has several optimizers: say which.")
-            optimizer = self._recipe.optimizers[0]
-        # A parameter that was frozen on the way has left its state with the user's optimizer.
-        states: dict[Any, Any] = dict(optimizer.state)
-        states |= self._states.gathering.optimizer_state()
-        numbers: dict[nn.Parameter, int] = {}
-        groups = []
-        for group in optimizer.param_groups:
-            members = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
-            groups.append({**group, "params": members})
-        return {
-            "state": {number: states[p] for p, number in numbers.items() if p in states},
-            "param_groups": groups,
-        }
+        return access.optimizer_state_dict(self._recipe, self._states, optimizer)
+
+    def describe(self) -> None:
+        """Print, on rank 0, a table of units and buckets with the bytes per rank and tier."""
+        if self.world.is_main:
+            name = self.world.collectives.name
+            Console().print(describe.table_of(self._recipe, self._states, name))
 
     def close(self) -> None:
         """Give models and optimizers back as plain ones, optimizer state included. Collective.
 
         Weights that were cast to 16 bit stay so; the engine cannot be used afterwards.
         """
-        assembly.disassemble(self._recipe, self._states)
-        for handle in self._handles:
-            handle.remove()
-        sync_batch_norm.restore(self._recipe.models)
-        for optimizer in self._recipe.optimizers:
-            habits.allow(optimizer)
-        _living.discard(self)
+        try:
+            self._checkpoints.wait()
+        finally:
+            self._held.end()
+            _living.discard(self)
 
     @property
     def loss_scale(self) -> float:

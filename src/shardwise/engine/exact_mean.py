@@ -2,8 +2,13 @@
 
 Each rank's loss is a mean over `weight` items. Backward is seeded with weight / divisor, so that
 gradients add up to weighted sums over micro-batches and ranks; the total weight travels beside
-them, and one division in the update makes them the mean. The divisor is a power of two near the
-total weight (so dividing by it is exact, and 16-bit gradients stay in range), over the loss scale.
+them, and one division in the update makes them the mean. The divisor is the last step's
+mean weight times a power of two near the number of its backwards, over the loss scale: seeds add
+up to about 1, so that 16-bit gradients stay in range, and where all weights are one number seeds
+are powers of two, which scale every gradient exactly in every dtype.
+
+A 16-bit loss takes only a 16-bit seed, which would round the weight. It gets the power of two near
+its seed, and each gradient is multiplied by the rest, in fp32, on its way to its bucket.
 """
 
 from __future__ import annotations
@@ -14,9 +19,10 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives
+from shardwise.engine.parts import Parts
 from shardwise.errors import UsageError
 from shardwise.feed import Batch
-from shardwise.model.precision import LossScale
+from shardwise.model.precision import NARROW, LossScale
 
 
 def weight_of(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:
@@ -43,27 +49,57 @@ def weight_of(given: float | Tensor | None, batch: Batch | None) -> float | Tens
 class Seeds:
     """The seeds of backward, and what undoes them; alike on all ranks."""
 
-    def __init__(self, scale: LossScale, group: Collectives) -> None:
+    def __init__(self, scale: LossScale, group: Collectives, parts: Parts) -> None:
         self._scale = scale
         self._group = group
-        self._exponent: int | None = None
+        self._parts = parts
+        self._unit: float | None = None
 
-    def seed(self, loss: Tensor, weight: float | Tensor) -> Tensor:
-        """What backward of `loss` starts from. The first call is collective."""
-        if self._exponent is None:
+    def seed(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, float | Tensor]:
+        """What backward of `loss` starts from, in its dtype, and the rest: what its gradients are
+        still to be multiplied by. The first call is collective."""
+        if self._unit is None:
             row = torch.as_tensor(weight, dtype=torch.float64, device=self._group.small_device)
-            self.follow(float(self._group.gather_rows(row.reshape(1)).sum()))
-        seed = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
-        return seed.div(self._divisor).view_as(loss)
+            weights = self._group.gather_rows(row.reshape(1)).flatten().tolist()
+            self.follow(*self._parts.first_step(weights))
+        exact = torch.as_tensor(weight, dtype=torch.float64) / self._divisor
+        narrow = loss.dtype in NARROW
+        seed = _power_of_two(exact, loss.dtype) if narrow else exact
+        rest = exact / seed if narrow else 1.0
+        if isinstance(weight, Tensor):
+            return seed.to(loss.device, loss.dtype).view_as(loss), rest
+        # Filled in there: a copy to a GPU would wait for it.
+        filled = torch.full((), seed.item(), dtype=loss.dtype, device=loss.device)
+        return filled.view_as(loss), float(rest)
 
     def divisor(self, total_weight: float) -> float:
         """What the summed gradients are to be divided by to be the mean."""
         return total_weight / self._divisor
 
-    def follow(self, total_weight: float) -> None:
-        """Take the power of two near the last step's total weight for the next."""
-        self._exponent = round(math.log2(total_weight)) if total_weight > 0 else 0
+    def follow(self, total_weight: float, count: int) -> None:
+        """Take a step's total weight, in `count` backwards, for the next."""
+        if not (total_weight > 0 and count):
+            self._unit = 1.0
+        else:
+            self._unit = math.ldexp(total_weight / count, round(math.log2(count)))
+
+    @property
+    def unit(self) -> float | None:
+        """The weight whose seed is 1; None before the first backward."""
+        return self._unit
+
+    @unit.setter
+    def unit(self, unit: float | None) -> None:
+        self._unit = unit
 
     @property
     def _divisor(self) -> float:
-        return math.ldexp(1.0, self._exponent or 0) / self._scale.value
+        return (self._unit or 1.0) / self._scale.value
+
+
+def _power_of_two(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """The power of two near `exact`, in fp64, that the 16-bit `dtype` can hold; 1 for 0."""
+    limits = torch.finfo(dtype)
+    within = torch.where(exact > 0, exact, 1.0).log2().round()
+    lowest, highest = math.log2(limits.tiny), math.floor(math.log2(limits.max))
+    return torch.exp2(within.clamp(lowest, highest))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives
+from shardwise.engine.parts import Parts
 from shardwise.engine.window import Message, Window
 from shardwise.model.buffers import Buffers
 from shardwise.states.gradients import Gradients
@@ -18,45 +20,70 @@ class Totals:
     """What all ranks know of a step after the exchange, alike.
 
     `weight` and `loss` (x weight) are sums over the ranks, `squared_norm` that of the summed
-    gradients. `used` says by parameter whether any rank had a gradient for it, `several` whether
+    gradients. `backwards` is the number of those that had a weight. `alike`: the optimizers'
+    options are. `used` says by parameter whether any rank had a gradient for it, `several` whether
     any made more than one backward.
     """
 
     weight: float
     loss: float
     squared_norm: float
+    backwards: int
+    alike: bool
     used: list[bool]
     several: bool
 
 
-def exchange(window: Window, gradients: Gradients, buffers: Buffers, group: Collectives) -> Totals:
+def exchange(
+    window: Window,
+    parts: Parts,
+    gradients: Gradients,
+    buffers: Buffers,
+    group: Collectives,
+    copies: int,
+    options: float,
+) -> Totals:
     """Tell what this rank has seen and hear it of all others. Collective.
+
+    Every part of the summed gradient is on `copies` ranks. `options` is a checksum of what must be
+    alike. Raises UsageError, on all ranks alike, for gradients that came too late where `parts`
+    refuses them.
 
     On the way, buffers that forward changes become their mean over the ranks, and gradients that
     came too late for their bucket on any rank are reduced by all.
     """
     mine = Message(
-        weight=window.weight,
-        loss=window.loss,
-        squared_norm=gradients.squared_norm(),
+        weights=parts.told(window.weights),
+        losses=parts.told(window.losses),
+        squared_norm=gradients.squared_norm().double() / copies,
+        backwards=window.weighty,
+        options=options,
         used=gradients.used,
         late=[number in gradients.late for number in range(len(gradients.sums))],
         news=bool(buffers.news()),
         several=window.backwards > 1,
     )
     told = mine.row(group.small_device)
-    rows = group.gather_rows(torch.cat([told, buffers.values().to(group.small_device)]))
-    everyone = mine.join(rows[:, : told.numel()].tolist())
-    _average_buffers(buffers, group, rows[:, told.numel() :], rows[:, 0], news=everyone.news)
-    squared = float(everyone.squared_norm)
+    # Looked at on the CPU: one copy from a GPU, and no more waiting for it.
+    rows = group.gather_rows(torch.cat([told, buffers.values()])).cpu()
+    everyone = mine.join(rows[:, : told.numel()].tolist(), parts)
+    weights = rows[:, : len(mine.weights)]
+    _average_buffers(buffers, group, rows[:, told.numel() :], weights, news=everyone.news)
+    squared = everyone.squared_norm
     if any(everyone.late):
+        parts.refuse_late(gradients.names_of([i for i, late in enumerate(everyone.late) if late]))
         gradients.reduce_late([number for number, late in enumerate(everyone.late) if late])
-        row = gradients.squared_norm().reshape(1).to(group.small_device)
+        row = (gradients.squared_norm() / copies).reshape(1).to(group.small_device)
+        squared = float(group.gather_rows(row).sum())
+    if not math.isfinite(squared):
+        row = (gradients.squared_norm_in_fp64() / copies).reshape(1).to(group.small_device)
         squared = float(group.gather_rows(row).sum())
     return Totals(
-        weight=float(everyone.weight),
-        loss=float(everyone.loss),
+        weight=everyone.weight,
+        loss=everyone.loss,
         squared_norm=squared,
+        backwards=everyone.backwards,
+        alike=not math.isnan(everyone.options),
         used=everyone.used,
         several=everyone.several,
     )
@@ -65,12 +92,15 @@ def exchange(window: Window, gradients: Gradients, buffers: Buffers, group: Coll
 def _average_buffers(
     buffers: Buffers, group: Collectives, rows: Tensor, weights: Tensor, *, news: bool
 ) -> None:
-    """Average what is followed, and what turns out now to need it; `rows` are the ranks' values."""
-    if group.size == 1 or not float(weights.sum()):
+    """Average what is followed, and what turns out now to need it; `rows` are the ranks' values,
+    `weights` theirs."""
+    if buffers.alone:
+        return
+    if not float(weights.sum()):
+        buffers.abandon()
         return
     buffers.average(rows, weights)
     if news:
         buffers.follow_agreed()
-        values = buffers.values().to(group.small_device)
-        buffers.average(group.gather_rows(values), weights)
+        buffers.average(group.gather_rows(buffers.values()).cpu(), weights)
     buffers.remember()

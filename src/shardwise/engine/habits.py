@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakMethod
 
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 from shardwise.errors import UsageError
+from shardwise.states.sharded_parameters import is_sharded, sharded_copy
 
 
 def stray_backward(name: str) -> UsageError:
@@ -42,6 +43,20 @@ def check_loss(loss: Any) -> None:
         raise UsageError(
             "This loss does not depend on any parameter (it was computed under no_grad, detached, "
             "or all parameters are frozen): compute it with gradients on."
+        )
+
+
+def check_block(*, averaged: bool, uneven: bool) -> None:
+    """Raise UsageError for a backward inside `engine.ema()` or `engine.uneven()`."""
+    if averaged:
+        raise UsageError(
+            "engine.backward inside engine.ema(): what it trains would be undone on leaving. "
+            "Leave the block first."
+        )
+    if uneven:
+        raise UsageError(
+            "engine.backward inside engine.uneven(), where ranks run different numbers of "
+            "forwards: leave the block first."
         )
 
 
@@ -98,6 +113,28 @@ def allow(optimizer: optim.Optimizer) -> None:
         optimizer.__dict__.pop("add_param_group", None)
 
 
+def call_before_step(optimizers: Sequence[optim.Optimizer]) -> None:
+    """Call what the user registered with `register_step_pre_hook`, once a step.
+
+    Raises UsageError for a hook that wants to change the arguments of `step`: there are none.
+    """
+    for optimizer in optimizers:
+        ours = {handle.id for handle in optimizer.__dict__.get(_HOOKS, [])}
+        for number, hook in list(optimizer._optimizer_step_pre_hooks.items()):
+            if number not in ours and hook(optimizer, (), {}) is not None:
+                raise UsageError(
+                    f"A step pre-hook of {type(optimizer).__name__} returned new arguments for "
+                    "step(), which engine.step() calls without any. Let it return None."
+                )
+
+
+def call_after_step(optimizers: Sequence[optim.Optimizer]) -> None:
+    """Call what the user registered with `register_step_post_hook`, once a step."""
+    for optimizer in optimizers:
+        for hook in list(optimizer._optimizer_step_post_hooks.values()):
+            hook(optimizer, (), {})
+
+
 def _refuse_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     raise UsageError(
         f"{type(optimizer).__name__}.step() by hand would update from gradients that are not "
@@ -118,3 +155,20 @@ def _refuse_load(optimizer: optim.Optimizer, state: Any) -> None:
         f"{type(optimizer).__name__}.load_state_dict after sw.Engine(...) would not reach the "
         "engine. Load it before the engine is made; its state is taken over."
     )
+
+
+def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """A hook on modules whose parameters are sharded: their state_dict would hold NaN."""
+    del prefix, keep_vars
+    if is_sharded(module):
+        raise sharded_copy(f"A parameter of {type(module).__name__}")
+
+
+def refuse_load_state_dict(module: nn.Module, state: Any, *_: Any) -> None:
+    """A hook on modules whose parameters are sharded: loading would reach nothing."""
+    if is_sharded(module):
+        raise UsageError(
+            f"{type(module).__name__}.load_state_dict after sharding would not reach the parts "
+            "that ranks hold. Load before sw.Engine(...), or inside "
+            "with engine.full_parameters(write=True)."
+        )

@@ -7,65 +7,114 @@ import math
 from torch import nn
 
 from shardwise.engine.assembly import Recipe, States
+from shardwise.engine.figures import in_bytes, in_short, many
 from shardwise.model import units
+from shardwise.model.activations import Activations
 from shardwise.model.precision import NARROW
-from shardwise.placement import Placement
+from shardwise.placement import DEVICE, Placement, Tier
+from shardwise.tree import MicroShards, node_sizes
 from shardwise.world import World
+
+_NAMES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
+"""What the states are called, by name of the placement's table."""
 
 
 def announce_engine(world: World, recipe: Recipe, states: States) -> None:
-    """Two lines: the workers, transport, row and precision; the model and its state bytes."""
+    """Two lines: the workers, transport, row and precision; the model, the bytes of its states,
+    and which of them rest on another tier. A third where the exact mode is on."""
     if recipe.settings.quiet:
         return
     world.print(_run_line(world, recipe))
     world.print(_model_line(recipe, states))
+    if recipe.shards is not None:
+        world.print(_exact_line(recipe.shards))
+
+
+def announce_activations(world: World, recipe: Recipe, activations: Activations) -> None:
+    """A line on what is recomputed and where activations rest, when it is not the usual."""
+    line = activations.describe()
+    if line and not recipe.settings.quiet:
+        world.print(f"  activations: {line}")
 
 
 def announce_batch(world: World, recipe: Recipe) -> None:
-    """The third line, at the first backward: the batch, and what promise 1 does not cover."""
+    """The last line, at the first backward: the batch, and what promise 1 does not cover."""
     if recipe.settings.quiet:
         return
     world.print(_batch_line(world))
-    outside = outside_promise(recipe)
+    outside = outside_promise(recipe) if recipe.shards is None else []
     if outside:
         world.print(f"  not the same on every number of workers: {'; '.join(outside)}")
 
 
 def _run_line(world: World, recipe: Recipe) -> str:
-    workers = f"{_many(world.size, 'worker')} on {world.host} ({world.device.type})"
+    some = "" if world.local_size == world.size else f", {world.local_size} of them"
+    workers = f"{many(world.size, 'worker')}{some} on {world.host} ({world.device.type})"
     transport = f"over {world.collectives.name}, " if world.size > 1 else ""
     row = f"{recipe.placement.name} ({sharded_states(recipe.placement)})"
     return f"shardwise: {workers}, {transport}{row}, {recipe.settings.precision}"
 
 
+def _exact_line(shards: MicroShards) -> str:
+    sizes = ", ".join(str(size) for size in node_sizes(shards.count))
+    cut = f"{many(shards.count, 'micro-shard')} per step, summed in one tree"
+    return f"  exact: {cut}, one thread per worker: the same bits on {sizes} workers"
+
+
 def sharded_states(placement: Placement) -> str:
     """What a placement shards, in words."""
-    names = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
-    sharded = [name for state, name in names.items() if placement.is_sharded(state)]
+    sharded = [name for state, name in _NAMES.items() if placement.is_sharded(state)]
     return (", ".join(sharded) + " sharded") if sharded else "all replicated"
 
 
 def _model_line(recipe: Recipe, states: States) -> str:
-    count = sum(t.parameter.numel() for t in states.parameters.tracked)
-    found = sum(len(units.find_units(model)) for model in recipe.models)
-    moments = max((len(g.kind.tensor_keys) for g in states.optimizer.groups), default=0)
-    here = states.expected_bytes(moments)
-    line = f"  model: {_count(count)} parameters in {_many(found + 1, 'unit')}"
-    line += f", state {_bytes(here)} per worker"
+    count = sum(tracked.shape.numel() for tracked in states.parameters.tracked)
+    line = f"  model: {in_short(count)} parameters in {many(_unit_count(recipe, states), 'unit')}"
+    line += f", state {in_bytes(states.expected_bytes())} per worker"
     if recipe.placement.level:
-        line += f" (replicated: {_bytes(_replicated_bytes(recipe, states, moments))})"
-    return line
+        line += f" (replicated: {in_bytes(_replicated_bytes(recipe, states))})"
+    elsewhere = _elsewhere(recipe, states)
+    return f"{line}, of it {elsewhere}" if elsewhere else line
 
 
-def _replicated_bytes(recipe: Recipe, states: States, moments: int) -> int:
+def _unit_count(recipe: Recipe, states: States) -> int:
+    """How many units there are, the rest of each model among them where it has parameters."""
+    if states.shown is not None:
+        return sum(bool(unit.slabs) for unit in states.shown.residency.units)
+    count = 0
+    for model in recipe.models:
+        found = units.find_units(model, recipe.settings.units)
+        inside = {parameter for _, unit in found for parameter in unit.parameters()}
+        count += len(found) + any(parameter not in inside for parameter in model.parameters())
+    return count
+
+
+def _elsewhere(recipe: Recipe, states: States) -> str:
+    """Which states rest on another tier than the device, in words; empty when none does."""
+    resting: dict[Tier, list[str]] = {}
+    for state, nbytes in states.bytes_by_state().items():
+        tier = recipe.placement.tier(state)
+        if tier != DEVICE:
+            resting.setdefault(tier, []).append(f"{_NAMES[state]} {in_bytes(nbytes)}")
+    here = "where these workers compute, so that nothing moves"
+    return "; ".join(
+        f"on {tier}{f' ({here})' if tier.kind == recipe.device.type else ''}: {', '.join(parts)}"
+        for tier, parts in resting.items()
+    )
+
+
+def _replicated_bytes(recipe: Recipe, states: States) -> int:
     """Bytes of the same states if every rank held them whole, without padding."""
     total = 0
-    for tracked in states.parameters.tracked:
-        parameter = tracked.parameter
-        is_narrow = parameter.dtype in NARROW
-        master = 4 if is_narrow else parameter.element_size()
+    for index, bucket in enumerate(states.parameters.buckets):
+        dtype, _ = states.parameters.kind(index)
+        is_narrow = dtype in NARROW
+        moments = len(states.optimizer.groups[index].kind.tensor_keys)
         kept = moments + is_narrow + (recipe.settings.ema_decay is not None)
-        total += parameter.numel() * (2 * parameter.element_size() + kept * master)
+        each = 2 * dtype.itemsize + kept * (4 if is_narrow else dtype.itemsize)
+        total += sum(slot.numel for slot in bucket.slots) * each
+    for tracked, _ in states.parameters.frozen_bytes():
+        total += sum(each.shape.numel() * each.dtype.itemsize for each in tracked)
     return total
 
 
@@ -75,7 +124,7 @@ def _batch_line(world: World) -> str:
     if plan is None or plan.batch_size is None:
         return _unknown_batch(world)
     each = math.ceil(plan.batch_size / (world.size * plan.micro_batches))
-    parts = [_many(world.size, "worker"), _many(plan.micro_batches, "micro-batch", "es")]
+    parts = [many(world.size, "worker"), many(plan.micro_batches, "micro-batch", "es")]
     up_to = "" if each * world.size * plan.micro_batches == plan.batch_size else "up to "
     line = f"  batch: {plan.batch_size} = {' x '.join(parts)} x {up_to}{each}"
     if plan.steps_per_epoch is not None:
@@ -91,10 +140,6 @@ def _unknown_batch(world: World) -> str:
         f"{line}; no sw.Loader is in use, and a plain DataLoader gives every worker the whole "
         "dataset. sw.Loader(...) or world.share(batch) gives each its share."
     )
-
-
-def _many(count: int, name: str, ending: str = "s") -> str:
-    return f"{count} {name}{'' if count == 1 else ending}"
 
 
 def outside_promise(recipe: Recipe) -> list[str]:
@@ -114,17 +159,3 @@ def _reason(module: nn.Module) -> str | None:
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and not hasattr(module, "_group"):
         return "BatchNorm with per-worker statistics, --sync-batch-norm brings it in"
     return None
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return str(number)
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} B"

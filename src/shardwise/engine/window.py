@@ -2,34 +2,60 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from shardwise.engine.parts import Number, Parts
+from shardwise.feed import Batch
+
 
 @dataclass
 class Window:
-    """Sums over this rank's micro-batches. Numbers stay on the device where that is a GPU."""
+    """This rank's micro-batches: by backward its weight, loss x weight and samples. Numbers stay
+    on the device where that is a GPU."""
 
-    backwards: int = 0
-    weight: float | Tensor = 0.0
-    loss: float | Tensor = 0.0
+    weights: list[Number] = field(default_factory=list)
+    losses: list[Number] = field(default_factory=list)
     indices: list[tuple[int, ...]] = field(default_factory=list)
+    counted: list[Batch] = field(default_factory=list)
+    """The batches whose samples are among the weights."""
 
-    def add(self, loss: Tensor, weight: float | Tensor, indices: tuple[int, ...]) -> None:
-        """Count one backward of `loss` (a mean over `weight` items)."""
-        self.backwards += 1
-        self.indices.append(indices)
-        if not isinstance(weight, Tensor) and weight == 0:
-            return
-        value = loss.detach().double()
-        if loss.device.type == "cpu" and not isinstance(weight, Tensor):
-            self.loss = self.loss + weight * value.item()
-        else:
-            share = value * weight
-            self.loss = self.loss + torch.where(torch.as_tensor(weight) == 0, 0.0, share)
-        self.weight = self.weight + weight
+    @property
+    def backwards(self) -> int:
+        return len(self.weights)
+
+    @property
+    def weighty(self) -> int:
+        """Backwards whose weight is not known to be 0."""
+        return sum(isinstance(weight, Tensor) or weight != 0 for weight in self.weights)
+
+    def add(self, loss: Tensor, weight: Number, batch: Batch | None, *, given: bool) -> None:
+        """Count one backward of `loss`, a mean over `weight` items of `batch`.
+
+        Unless the weight was `given` by the user, the samples of a batch count once: several
+        losses of one batch add up, as they do in plain PyTorch.
+        """
+        again = not given and any(batch is other for other in self.counted)
+        if batch is not None and not again and not given:
+            self.counted.append(batch)
+        self.indices.append(() if batch is None else batch.indices)
+        self.weights.append(0.0 if again else weight)
+        self.losses.append(_weighted(loss, weight))
+
+
+def _weighted(loss: Tensor, weight: Number) -> Number:
+    """`loss` x `weight`; zero where the weight is, whatever the loss."""
+    if not isinstance(weight, Tensor) and weight == 0:
+        return 0.0
+    value = loss.detach().double()
+    if isinstance(weight, Tensor):
+        value = value.to(weight.device)
+        return torch.where(weight == 0, 0.0, value * weight)
+    return weight * (value if value.is_cuda else value.item())
 
 
 @dataclass(frozen=True)
@@ -55,16 +81,21 @@ _BITS = 48
 class Message:
     """What a rank tells all others at a step, as one fp64 vector.
 
-    | weight | loss x weight | squared norm | used, packed | late, packed | news | several |
+    | weights | losses x weight | squared norm | backwards | options | used, packed | late,
+    packed | news | several |
 
-    `used` is by parameter: it had a gradient. `late` is by bucket: a gradient came after the
-    bucket had started. `news`: a buffer was seen to change for the first time.
-    `several`: there was more than one backward.
+    How many numbers the first three are is a matter of the step's parts. `backwards` leaves out
+    those of weight 0. `options` is a checksum of the optimizers' options; joined it is NaN where
+    ranks differ. `used` is by parameter: it had a gradient. `late` is by bucket: a gradient came
+    after the bucket had started. `news`: a buffer was seen to change for the first time. `several`:
+    there was more than one backward.
     """
 
-    weight: float | Tensor
-    loss: float | Tensor
-    squared_norm: float | Tensor
+    weights: list[Number]
+    losses: list[Number]
+    squared_norm: Tensor
+    backwards: int
+    options: float
     used: list[bool]
     late: list[bool]
     news: bool
@@ -74,25 +105,57 @@ class Message:
         """The vector, on `device`; numbers that are there already stay there."""
         scalars = [
             torch.as_tensor(number, dtype=torch.float64, device=device)
-            for number in (self.weight, self.loss, self.squared_norm)
+            for number in (*self.weights, *self.losses)
         ]
-        flags = [*_packed(self.used), *_packed(self.late), float(self.news), float(self.several)]
+        squares = self.squared_norm.to(device, torch.float64).reshape(-1)
+        known = [float(self.backwards), self.options]
+        seen = [float(self.news), float(self.several)]
+        flags = [*known, *_packed(self.used), *_packed(self.late), *seen]
         rest = torch.tensor(flags, dtype=torch.float64, device=device)
-        return torch.cat([torch.stack(scalars), rest])
+        return torch.cat([torch.stack(scalars), squares, rest])
 
-    def join(self, table: list[list[float]]) -> Message:
+    def join(self, table: list[list[float]], parts: Parts) -> Heard:
         """The sums, and the flags that any rank set; `table` has one row of each rank."""
-        first = 3 + _words(self.used)
-        second = first + _words(self.late)
-        return Message(
-            weight=sum(row[0] for row in table),
-            loss=sum(row[1] for row in table),
-            squared_norm=sum(row[2] for row in table),
-            used=_any_of([row[3:first] for row in table], len(self.used)),
-            late=_any_of([row[first:second] for row in table], len(self.late)),
-            news=any(row[second] for row in table),
-            several=any(row[second + 1] for row in table),
+        lengths = (
+            len(self.weights),
+            len(self.losses),
+            self.squared_norm.numel(),
+            2,
+            _words(self.used),
+            _words(self.late),
+            2,
         )
+        ends = list(accumulate(lengths))
+        weights, losses, squares, known, used, late, flags = (
+            [row[end - length : end] for row in table]
+            for length, end in zip(lengths, ends, strict=True)
+        )
+        return Heard(
+            weight=parts.joined(weights),
+            loss=parts.joined(losses),
+            squared_norm=parts.joined_squares(squares),
+            backwards=int(sum(backwards for backwards, _ in known)),
+            options=known[0][1] if len({options for _, options in known}) == 1 else math.nan,
+            used=_any_of(used, len(self.used)),
+            late=_any_of(late, len(self.late)),
+            news=any(news for news, _ in flags),
+            several=any(several for _, several in flags),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """What all ranks told, as one."""
+
+    weight: float
+    loss: float
+    squared_norm: float
+    backwards: int
+    options: float
+    used: list[bool]
+    late: list[bool]
+    news: bool
+    several: bool
 
 
 def _words(flags: list[bool]) -> int:

@@ -7,45 +7,53 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from shardwise.errors import LaunchError
 from shardwise.launch import warden
-from shardwise.launch.console import STDERR, STDOUT, Console
-from shardwise.launch.output import Hush, Lines, Tail
+from shardwise.launch.console import STDERR, STDOUT
 from shardwise.launch.verdict import End
+from shardwise.launch.voice import LIVE
 
 READ_SIZE = 2**16
 MOST_READS = 64
 """So many reads empty any pipe; what still comes then is written by someone who goes on."""
 
 
-class Source:
-    """The end of a pipe or terminal that a rank writes to; `open` until it is drained."""
+@dataclass(frozen=True, kw_only=True)
+class Outlet:
+    """What a rank is connected to.
 
-    def __init__(self, fd: int, take: Callable[[bytes], None], finish: Callable[[], None]) -> None:
+    `piped`: its output comes through us. `drawn`: which of streams 1 and 2 are a terminal, of
+    `window` rows and columns where known. `reads`: it has our standard input.
+    """
+
+    piped: bool = True
+    drawn: tuple[int, ...] = ()
+    window: tuple[int, int] | None = None
+    reads: bool = False
+
+
+class Source:
+    """The end of a pipe or terminal that a rank writes to; `open` while more may come."""
+
+    def __init__(self, fd: int, take: Callable[[bytes], None]) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
         self.open = True
-        self._hush: Hush | None = None
         self._take = take
-        self._finish = finish
 
     def read(self) -> bool:
         """Pass on what has come; False at the end of the stream."""
         return self._read() != b""
-
-    def hush(self) -> None:
-        """From now on, do not show that the rank was interrupted: the user knows."""
-        self._hush = Hush()
 
     def drain(self) -> None:
         """Pass on what the ended rank has left; do not wait for others who hold the pipe."""
         for _ in range(MOST_READS):
             if not self._read():
                 break
-        if self._hush:
-            self._take(self._hush.close())
-        self._finish()
+        self._take(b"")
         self.open = False
         os.close(self.fd)
 
@@ -58,36 +66,41 @@ class Source:
         except OSError:  # the other end of a terminal was closed
             return b""
         if data:
-            self._take(self._hush.feed(data) if self._hush else data)
+            self._take(data)
         return data
 
 
 class Child:
     """A rank that was started in a process group of its own.
 
-    `end` is None while it runs, `peak` its largest resident set in bytes once it has ended.
+    What it writes goes to `hear`, with the number of the stream; b"" ends a stream. `end` is None
+    while it runs, `peak` its largest resident set in bytes once it has ended.
     """
 
-    def __init__(self, rank: int, console: Console) -> None:
+    def __init__(self, rank: int, hear: Callable[[int, bytes], None]) -> None:
         self.rank = rank
         self.sources: list[Source] = []
         self.end: End | None = None
         self.peak = 0
-        self.tail = Tail()
-        self._console = console
+        self._hear = hear
         self._theirs: dict[int, int] = {}
         self._terminal: int | None = None
-        self._slave: int | None = None
 
-    def start(self, words: Sequence[str], environ: Mapping[str, str], pass_fds: list[int]) -> None:
+    def start(
+        self,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        pass_fds: Sequence[int],
+        outlet: Outlet,
+    ) -> None:
         """Start the process. Raises LaunchError when the system refuses."""
-        if self._console.size > 1:
-            self._connect()
+        if outlet.piped:
+            self._connect(outlet)
         try:
             self._process = subprocess.Popen(
                 words,
                 env=environ,
-                stdin=None if self.rank == 0 else subprocess.DEVNULL,
+                stdin=None if outlet.reads else subprocess.DEVNULL,
                 stdout=self._theirs.get(STDOUT),
                 stderr=self._theirs.get(STDERR),
                 pass_fds=pass_fds,
@@ -123,57 +136,29 @@ class Child:
         self.end = End(rank=self.rank, code=code, time=time.time(), stopped=stopped)
         return True
 
-    def hush(self) -> None:
-        """Show no traceback of the interrupt that is about to come."""
-        for source in self.sources:
-            source.hush()
-
-    def resize(self) -> None:
-        """Tell a rank that draws live the new width of the terminal."""
-        size = self._console.width()
-        if self._terminal is not None and self.end is None and size is not None:
-            termios.tcsetwinsize(self._terminal, size)
+    def resize(self, window: tuple[int, int]) -> None:
+        """Tell a rank that draws live the new rows and columns of the terminal."""
+        if self._terminal is not None and self.end is None:
+            termios.tcsetwinsize(self._terminal, window)
             self.send(signal.SIGWINCH)
 
-    def _connect(self) -> None:
-        """Make what the process will write to: a terminal for rank 0 where we have one."""
-        for fd in (STDOUT, STDERR):
-            if self.rank == 0 and self._console.terminal is not None and os.isatty(fd):
-                self._theirs[fd] = self._slave or self._draw(self._console.terminal)
-            else:
-                self._theirs[fd] = self._pipe(fd)
-
-    def _pipe(self, fd: int) -> int:
-        ours, theirs = os.pipe()
-        screen, lines = self._console.screen(fd), Lines(self._console.prefix(self.rank, fd))
-
-        def take(data: bytes) -> None:
-            if fd == STDERR:
-                self.tail.feed(data)
-            screen.lines(lines.feed(data))
-
-        self.sources.append(Source(ours, take, lambda: screen.lines(lines.close())))
-        return theirs
-
-    def _draw(self, fd: int) -> int:
-        """A terminal whose other end draws live on our own `fd`."""
-        self._terminal, self._slave = _open_terminal(self._console.width())
-        screen = self._console.screen(fd)
-
-        def take(data: bytes) -> None:
-            self.tail.feed(data)
-            screen.draw(data)
-
-        self.sources.append(Source(self._terminal, take, screen.close))
-        return self._slave
+    def _connect(self, outlet: Outlet) -> None:
+        """Make what the process will write to; all that it draws goes to one terminal."""
+        if outlet.drawn:
+            self._terminal, slave = _open_terminal(outlet.window)
+            self._theirs |= dict.fromkeys(outlet.drawn, slave)
+            self.sources.append(Source(self._terminal, partial(self._hear, LIVE)))
+        for fd in {STDOUT, STDERR} - set(outlet.drawn):
+            ours, self._theirs[fd] = os.pipe()
+            self.sources.append(Source(ours, partial(self._hear, fd)))
 
 
-def _open_terminal(size: tuple[int, int] | None) -> tuple[int, int]:
+def _open_terminal(window: tuple[int, int] | None) -> tuple[int, int]:
     """A pseudo-terminal that passes bytes as they are: our own terminal translates newlines."""
     ours, theirs = os.openpty()
     attributes = termios.tcgetattr(theirs)
     attributes[1] &= ~termios.OPOST
     termios.tcsetattr(theirs, termios.TCSANOW, attributes)
-    if size is not None:
-        termios.tcsetwinsize(theirs, size)
+    if window is not None:
+        termios.tcsetwinsize(theirs, window)
     return ours, theirs

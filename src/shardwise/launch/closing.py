@@ -1,20 +1,24 @@
 """What a run says last: which rank failed and why, or who asked it to stop. Pure."""
 
 import signal
+from collections.abc import Sequence
 
 from shardwise.launch.verdict import Verdict
 
 
-def words(judged: Verdict, how: str, trace: str, *, size: int, where: str = "") -> str:
+def words(
+    judged: Verdict, how: str, trace: str, *, size: int, where: str = "", host: str = ""
+) -> str:
     """The closing words of a failed run, with the trace of the rank at fault last.
 
     `how` says how the blamed rank ended, `where` at which line of the user's the one that waited
-    for it was. A run of one rank that ended by itself has said all.
+    for it was, `host` where it ran if there are several. A run of one rank that ended by itself
+    has said all.
     """
     by_itself = how.startswith("exit code")
     if size == 1:
         return "" if by_itself else f"\nshardwise: the program was ended by {how}.\n"
-    who = f"rank {judged.rank} of {size}"
+    who = f"rank {judged.rank} of {size}" + (f" on {host}" if host else "")
     if judged.waiting is not None:
         return (
             f"\nshardwise: {who} ended ({how}) while the others were still training.\n"
@@ -36,3 +40,8 @@ def stopping(asked: signal.Signals, size: int, *, again: bool) -> str:
         return f"shardwise: {reason} again: killing {ranks}.\n"
     hint = " Once more kills them at once." if asked == signal.SIGINT else ""
     return f"shardwise: {reason}: stopping {ranks}.{hint}\n"
+
+
+def lost(losses: Sequence[str]) -> str:
+    """That hosts went out of reach, each with its reason; nothing where there are none."""
+    return "".join(f"\nshardwise: {why}\n" for why in losses)

@@ -12,16 +12,18 @@ STDOUT, STDERR = 1, 2
 class Console:
     """Two screens, `out` and `err`; one and the same where both are the terminal.
 
-    `terminal` is the descriptor of the terminal that rank 0 draws live on, None without one.
-    `broken` turns true when what reads our output is gone.
+    `size` is the number of ranks; `piped` when what they write comes through us, as it must with
+    more than one. `terminal` is the descriptor of the terminal that rank 0 draws live on, None
+    without one. `broken` turns true when what reads our output is gone.
     """
 
-    def __init__(self, size: int, environ: Mapping[str, str]) -> None:
+    def __init__(self, size: int, environ: Mapping[str, str], *, piped: bool = False) -> None:
         self.size = size
+        self.piped = piped or size > 1
         self.broken = False
         self._terminals = [fd for fd in (STDOUT, STDERR) if os.isatty(fd)]
         self._color = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
-        live = bool(self._terminals) and size > 1 and environ.get("TERM") != "dumb"
+        live = bool(self._terminals) and self.piped and environ.get("TERM") != "dumb"
         self.terminal = self._terminals[0] if live else None
         self.out = self._screen(STDOUT)
         self.err = self.out if len(self._terminals) == 2 else self._screen(STDERR)
@@ -30,15 +32,18 @@ class Console:
         """The screen for what ranks write to `fd`, 1 or 2."""
         return self.out if fd == STDOUT else self.err
 
-    def is_terminal(self, fd: int) -> bool:
-        """Whether our own `fd` is a terminal."""
-        return fd in self._terminals
+    @property
+    def drawn(self) -> tuple[int, ...]:
+        """Which of its streams rank 0 draws live on the terminal."""
+        return () if self.terminal is None else tuple(self._terminals)
 
     def prefix(self, rank: int, fd: int) -> bytes:
-        """What stands before the lines of `rank` on `fd`."""
-        return prefix(rank, self.size, color=self._color and self.is_terminal(fd))
+        """What stands before the lines of `rank` on `fd`; nothing where there is only one."""
+        if self.size == 1:
+            return b""
+        return prefix(rank, self.size, color=self._color and fd in self._terminals)
 
-    def width(self) -> tuple[int, int] | None:
+    def window(self) -> tuple[int, int] | None:
         """Rows and columns of the terminal, less the prefix; None where nobody watches."""
         if not self._terminals:
             return None

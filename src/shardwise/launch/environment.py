@@ -36,17 +36,21 @@ def of_rank(
     reports: Path,
     cores: int,
     columns: int | None = None,
+    interface: str | None = None,
 ) -> dict[str, str]:
     """The variables of one rank. Pure; `columns` is the width of its lines, where known.
 
-    What the user has set stays: threads per rank, the interface, fault handling.
+    `interface` is the network interface that leads to the other hosts, None on one host. What
+    the user has set stays: threads per rank, the interface, fault handling.
     """
     values = {name: value for name, value in base.items() if not _is_foreign(name)}
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // identity.local_size)),
         "PYTHONFAULTHANDLER": "1",  # a crash in native code shows its Python lines
     }
-    if identity.local_size == identity.size:
+    if interface is not None:
+        defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    elif identity.local_size == identity.size:
         defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     told = {"PYTHONUNBUFFERED": "1", FLAGS_VARIABLE: json.dumps(dict(flags))}
     if columns is not None:

@@ -1,17 +1,23 @@
 """Who this process is among the others, as its launcher tells it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from shardwise.errors import LaunchError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Rank and size as a launcher gave them, and where the first rank listens.
+    """Rank and size as a launcher gave them, and what it told of where the first rank listens.
 
-    `listen_fd` is a socket, already listening on `port`, that rank 0 inherited; so no port is
-    ever chosen by one process and taken by another.
+    `node` is the index of this host, None where the launcher tells none. With `port` set, rank 0
+    listens at `address`; without it the launcher only started processes, and ranks find each
+    other by `job`: a name that all of them were given and no other run was (None where there is
+    none), with `address` as a first guess at where rank 0 is. `listen_fd` is a socket, already
+    listening on `port`, that rank 0 inherited; so no port is ever chosen by one process and taken
+    by another. `own_gpus` says that the launcher shows each rank no GPUs but its own. `variables`
+    says which variable each number was read from.
     """
 
     launcher: str
@@ -19,17 +25,36 @@ class Identity:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    node: int | None = None
     address: str | None = None
     port: int | None = None
     listen_fd: int | None = None
+    job: str | None = None
+    own_gpus: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.size and 0 <= self.local_rank < self.local_size):
             raise LaunchError(
                 f"{self.launcher} says rank {self.rank} of {self.size} and local rank "
-                f"{self.local_rank} of {self.local_size}, which cannot be: "
+                f"{self.local_rank} of {self.local_size}{self._sources()}, which cannot be: "
                 "check what sets these variables."
             )
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether the launcher put all ranks on this host."""
+        return self.local_size == self.size
+
+    def _sources(self) -> str:
+        names = ("rank", "size", "local_rank", "local_size")
+        known = [self.variables[name] for name in names if name in self.variables]
+        return f" ({', '.join(known)})" if known else ""
+
+
+def read(environ: Mapping[str, str], names: Mapping[str, str], launcher: str) -> dict[str, Any]:
+    """The whole numbers in the variables `names`; raises LaunchError for one that is missing."""
+    return {name: integer(environ, variable, launcher) for name, variable in names.items()}
 
 
 def integer(environ: Mapping[str, str], variable: str, launcher: str) -> int:

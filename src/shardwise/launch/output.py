@@ -281,8 +281,9 @@ class Tail:
     def text(self) -> str:
         """What is remembered, without colours and other control sequences."""
         self._lines.extend(self._cutter.close().splitlines())
-        whole = b"\n".join(self._lines)
-        plain = _TOKEN.sub(
-            lambda match: match["text"] or (b"\n" if match[0] == b"\n" else b""), whole
-        )
-        return plain.decode(errors="replace")
+        return plain(b"\n".join(self._lines)).decode(errors="replace")
+
+
+def plain(text: bytes) -> bytes:
+    """`text` without colours and other control sequences, but with its newlines."""
+    return _TOKEN.sub(lambda match: match["text"] or (b"\n" if match[0] == b"\n" else b""), text)

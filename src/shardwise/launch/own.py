@@ -2,23 +2,28 @@
 
 from collections.abc import Mapping
 
-from shardwise.launch.identity import Identity, integer
+from shardwise.launch.identity import Identity, integer, read
 
 PREFIX = "SHARDWISE_LAUNCH_"
+
+NAMES = {
+    name: PREFIX + name.upper() for name in ("rank", "size", "local_rank", "local_size", "port")
+}
 
 
 def detect(environ: Mapping[str, str]) -> Identity | None:
     """The identity that `shardwise run` gave, or None where it did not start this process."""
-    if PREFIX + "RANK" not in environ:
+    if NAMES["rank"] not in environ:
         return None
-    number = {
-        name: integer(environ, PREFIX + name.upper(), "shardwise run")
-        for name in ("rank", "size", "local_rank", "local_size", "port")
-    }
+    numbers = read(environ, NAMES, "shardwise run")
     listening = PREFIX + "LISTEN_FD"
     fd = integer(environ, listening, "shardwise run") if listening in environ else None
     return Identity(
-        launcher="shardwise run", address=environ[PREFIX + "ADDRESS"], listen_fd=fd, **number
+        launcher="shardwise run",
+        address=environ[PREFIX + "ADDRESS"],
+        listen_fd=fd,
+        variables=NAMES,
+        **numbers,
     )
 
 

@@ -12,7 +12,8 @@ def listen(address: str, port: int) -> socket.socket:
     Rank 0 inherits it, so no other process can take the port in between. Raises LaunchError.
     """
     try:
-        return socket.create_server((address, port), backlog=1024)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=1024)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(

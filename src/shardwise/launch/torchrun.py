@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from shardwise.launch.identity import Identity, integer
+from shardwise.launch.identity import Identity, read
 
 NAMES = {
     "rank": "RANK",
@@ -11,11 +11,18 @@ NAMES = {
     "local_size": "LOCAL_WORLD_SIZE",
     "port": "MASTER_PORT",
 }
+NODE = "GROUP_RANK"
+"""Left out by those who set these variables by hand."""
 
 
 def detect(environ: Mapping[str, str]) -> Identity | None:
     """The identity that torchrun gave, or None where it did not start this process."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys():
         return None
-    number = {name: integer(environ, variable, "torchrun") for name, variable in NAMES.items()}
-    return Identity(launcher="torchrun", address=environ["MASTER_ADDR"], **number)
+    names = NAMES | ({"node": NODE} if NODE in environ else {})
+    return Identity(
+        launcher="torchrun",
+        address=environ["MASTER_ADDR"],
+        variables=names,
+        **read(environ, names, "torchrun"),
+    )

@@ -64,6 +64,12 @@ def is_explained(ends: Sequence[End], reports: Mapping[int, Report]) -> bool:
     return any(not _is_secondary(end, reports) for end in ends)
 
 
+def is_consequence(judged: Verdict, reports: Mapping[int, Report]) -> bool:
+    """Whether all that failed had only lost others, so that the cause lies elsewhere."""
+    found = reports.get(judged.rank if judged.waiting is None else judged.waiting)
+    return found is not None and found.secondary
+
+
 def _is_own(end: End, reports: Mapping[int, Report]) -> bool:
     """Whether a rank failed by itself, rather than because the launcher ended it."""
     return not end.stopped or end.rank in reports

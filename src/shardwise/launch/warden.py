@@ -26,9 +26,9 @@ PATIENCE = 2.0
 
 
 class Warden:
-    """The launcher's end of it; a context. `folder` is removed at the end, whatever happens."""
+    """The launcher's end of it; a context. `folder`, if any, is removed at the end."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         script = Path(__file__)
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", script.name],
@@ -38,7 +38,7 @@ class Warden:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._tell(str(folder))
+        self._tell(str(folder or ""))
 
     def started(self, group: int) -> None:
         """Watch over the process group `group`."""

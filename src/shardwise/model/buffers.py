@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,11 @@ class Buffers:
         self._followed: list[_Followed] = []
         self._saved: list[tuple[int, Tensor]] = []
         self.remember()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nothing to average with."""
+        return self._group.size == 1
 
     def remember(self) -> None:
         """Take the present values as those of which changes are told."""
@@ -86,21 +92,24 @@ class Buffers:
         self._followed.sort(key=lambda followed: followed.index)
 
     def values(self) -> Tensor:
-        """What is followed, as one fp64 vector; NaN for a buffer that has changed its shape."""
+        """What is followed, as one fp64 vector for `gather_rows`; NaN for a buffer that has changed
+        its shape."""
+        where: Any = {"dtype": torch.float64, "device": self._group.small_device}
         parts = []
         for followed in self._followed:
             buffer = self._buffer(followed.index)
             if buffer is None or buffer.shape != followed.shape:
-                parts.append(torch.full((followed.shape.numel(),), torch.nan, dtype=torch.float64))
+                parts.append(torch.full((followed.shape.numel(),), torch.nan, **where))
             else:
-                parts.append(buffer.detach().reshape(-1).double())
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+                parts.append(buffer.detach().reshape(-1).to(**where))
+        return torch.cat(parts) if parts else torch.zeros(0, **where)
 
     def average(self, rows: Tensor, weights: Tensor) -> None:
         """Set what is followed to the mean of the ranks' `rows` by `weights` (each ≥ 0).
 
         What is NaN on a rank is followed no longer, on all ranks alike.
         """
+        weights = weights.flatten()
         counted = weights > 0
         offset, kept = 0, []
         for followed in self._followed:
@@ -115,6 +124,12 @@ class Buffers:
             whole = mean if buffer.is_floating_point() else mean.round()
             buffer.copy_(whole.view(followed.shape))
         self._followed = kept
+
+    def after_backward(self) -> None:
+        """A backward has ended: what forward has changed stays for the next one."""
+
+    def abandon(self) -> None:
+        """The step was abandoned."""
 
     def before_batch(self, stand_in: bool) -> None:
         """A batch is about to be handed out: undo a stand-in's forward, make ready for another."""

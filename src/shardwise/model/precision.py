@@ -11,7 +11,7 @@ Outputs of the model come in fp32 under every preset, so that losses are compute
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +90,15 @@ def _raised(value: Tensor) -> Tensor:
     return value.float() if value.dtype in NARROW else value
 
 
+_STAYS = nn.modules.batchnorm._NormBase
+"""Modules that compute in fp32 under every preset."""
+
+
+def is_cast(places: Iterable[tuple[nn.Module, str]]) -> bool:
+    """Whether a preset that casts would cast the parameter that is at `places`."""
+    return not any(isinstance(module, _STAYS) for module, _ in places)
+
+
 def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
     """Cast floating parameters and buffers to `dtype`, those of BatchNorm left in fp32.
 
@@ -97,11 +106,11 @@ def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Para
     """
     before: dict[nn.Parameter, Tensor] = {}
     for module in (module for model in models for module in model.modules()):
-        if isinstance(module, nn.modules.batchnorm._NormBase):
+        if isinstance(module, _STAYS):
             continue
         for parameter in module._parameters.values():
-            if parameter is None or parameter.dtype == dtype:
-                continue
+            if parameter is None or parameter.dtype == dtype or parameter.is_meta:
+                continue  # what has no memory yet is cast when it gets some
             if parameter.is_floating_point() and parameter not in before:
                 before[parameter] = parameter.detach()
                 parameter.data = parameter.detach().to(dtype)
@@ -142,6 +151,20 @@ class LossScale:
             if self._good_steps == self._interval:
                 self.value *= self._growth
                 self._good_steps = 0
+        self._tell_scaler()
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint holds of it."""
+        return {"scale": self.value, "good_steps": self._good_steps}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from `state`; nothing to do where this run needs no scale."""
+        if not self.active:
+            return
+        self.value, self._good_steps = float(state["scale"]), int(state["good_steps"])
+        self._tell_scaler()
+
+    def _tell_scaler(self) -> None:
         if self._scaler is not None:
             # A GradScaler makes its scale tensor at the first use.
             self._scaler.scale(torch.ones((), device=self._scaler._device))

@@ -7,6 +7,7 @@ Chan, Golub and LeVeque (1983) joins them in fp64. A rank that was given a stand
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,23 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.collectives import Collectives
 from shardwise.feed import Feed
+from shardwise.model import replay
 from shardwise.model.precision import NARROW
 
 
+@dataclass(frozen=True)
+class _Statistics:
+    """Of a batch over all ranks: fp64 mean and biased variance per channel, the number of rows;
+    and whether this rank's rows count."""
+
+    mean: Tensor
+    variance: Tensor
+    total: Tensor
+    counts: bool
+
+
 class _Normalise(torch.autograd.Function):
-    """Normalise with the statistics of all ranks; returns the output, mean, variance, count."""
+    """Normalise with the statistics of all ranks."""
 
     @staticmethod
     def forward(
@@ -30,23 +43,20 @@ class _Normalise(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         group: Collectives,
-        counts: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dims = [0, *range(2, x.ndim)]
-        wide = x.float() if x.dtype in NARROW else x
-        mean, variance, total = _joined(wide, dims, group, counts)
-        scale, shift = mean.to(wide.dtype), variance.to(wide.dtype)
-        ctx.save_for_backward(x, weight, scale, (variance + eps).rsqrt(), total)
-        ctx.group, ctx.counts, ctx.dims = group, counts, dims
+        of_all: _Statistics,
+    ) -> Tensor:
+        wide = _wide(x)
+        mean, variance = of_all.mean.to(wide.dtype), of_all.variance.to(wide.dtype)
+        ctx.save_for_backward(x, weight, mean, (of_all.variance + eps).rsqrt(), of_all.total)
+        ctx.group, ctx.counts, ctx.dims = group, of_all.counts, _dims(x)
         out = F.batch_norm(
-            wide, scale, shift, _like(weight, wide), _like(bias, wide), False, 0.0, eps
+            wide, mean, variance, _like(weight, wide), _like(bias, wide), False, 0.0, eps
         )
-        ctx.mark_non_differentiable(mean, variance, total)
-        return out.to(x.dtype), mean, variance, total
+        return out.to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, mean, invstd64, total = ctx.saved_tensors
         dims, group = ctx.dims, ctx.group
         shape = [1, -1] + [1] * (x.ndim - 2)
@@ -67,10 +77,10 @@ class _Normalise(torch.autograd.Function):
         return dx.to(x.dtype), dweight, dbias, None, None, None
 
 
-def _joined(
-    x: Tensor, dims: list[int], group: Collectives, counts: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance per channel over all ranks (fp64), and the number of rows."""
+@torch.no_grad()
+def _joined(x: Tensor, group: Collectives, counts: bool) -> _Statistics:
+    """The statistics over all ranks; collective."""
+    x, dims = _wide(x), _dims(x)
     variance, mean = torch.var_mean(x, dims, correction=0)
     count = float(x.numel() // x.shape[1]) if counts else 0.0
     row = torch.cat([mean.double(), variance.double() * count, mean.new_full((1,), count).double()])
@@ -80,7 +90,16 @@ def _joined(
     total = numbers.sum()
     joined = (means * numbers).sum(0) / total.clamp(min=1.0)
     spread = squares.sum(0) + (numbers * (means - joined).square()).sum(0)
-    return joined, spread / total.clamp(min=1.0), total
+    return _Statistics(joined, spread / total.clamp(min=1.0), total, counts)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in NARROW else x
+
+
+def _dims(x: Tensor) -> list[int]:
+    """All but the channels'."""
+    return [0, *range(2, x.ndim)]
 
 
 def _like(value: Tensor | None, x: Tensor) -> Tensor | None:
@@ -104,11 +123,13 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         batch = self._feed.current
         counts = batch is None or batch.samples > 0
-        out, mean, variance, total = _Normalise.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, self.eps, self._group, counts
+        # A recomputation neither speaks with the other ranks nor asks what the batch is by then.
+        of_all = replay.once(lambda: _joined(x, self._group, counts))
+        out = _Normalise.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, self.eps, self._group, of_all
         )
         if self.track_running_stats and self.running_mean is not None:
-            self._follow(mean, variance, total)
+            self._follow(of_all.mean, of_all.variance, of_all.total)
         return out  # type: ignore[no-any-return]
 
     def _follow(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.states.optimizer_state import OptimizerState, in_memory_order
-from shardwise.states.parameters import ReplicatedParameters
+from shardwise.states.held import Held
+from shardwise.states.inner_optimizer import Part
+from shardwise.states.optimizer_state import OptimizerState, in_spans
+from shardwise.states.parameters import Parameters
+from shardwise.states.shelf import Shelf
 
 
 class Averages:
@@ -17,51 +20,126 @@ class Averages:
 
     def __init__(
         self,
-        parameters: ReplicatedParameters,
+        parameters: Parameters,
         optimizer: OptimizerState,
         decay: float,
+        shelf: Shelf,
         *,
         scattered: bool,
         start: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        """`start` gives averages to go on with, by parameter; without it they are the weights."""
+        """They rest on `shelf`, by spans as the optimizer's state. `start` gives averages to go on
+        with, by parameter; without it they are the weights."""
         self._parameters = parameters
         self._optimizer = optimizer
         self._decay = decay
         self._scattered = scattered
-        self.tensors = [part.master.clone() for part in optimizer.parts]
-        for part, tensor in zip(optimizer.parts, self.tensors, strict=True):
-            for piece in part.bucket.pieces(*part.own):
-                parameter = parameters.tracked[piece.parameter].parameter
-                if start is not None and parameter in start:
-                    value = in_memory_order(start[parameter], parameter)[piece.offset :]
-                    length = piece.end - piece.start
-                    tensor[piece.start - part.own[0] :][:length] = value[:length]
+        self._shelf = shelf
+        self.held = self._room()
+        """By bucket, the average over this rank's interval."""
+        for part, average in self._each():
+            for index, (first, _) in enumerate(part.spans):
+                value = average.take(index, fresh=True).copy_(part.master.take(index))
+                part.master.put(index, changed=False)
+                self._fill(part, part.own[0] + first, value, start or {})
+                average.put(index, changed=True)
+
+    def _room(self) -> list[Held]:
+        parts = self._optimizer.parts
+        rooms = self._shelf.make(
+            "averages",
+            [part.master.numel for part in parts],
+            [(part.master.dtype, self._parameters.kind(i)[1]) for i, part in enumerate(parts)],
+        )
+        return [in_spans(room, part.spans) for room, part in zip(rooms, parts, strict=True)]
+
+    def _fill(
+        self, part: Part, first: int, value: Tensor, start: Mapping[nn.Parameter, Tensor]
+    ) -> None:
+        """Let `value`, the elements of the bucket from `first` on, go on with those of `start`."""
+        for piece in part.bucket.pieces(first, first + value.numel()):
+            tracked = self._parameters.tracked[piece.parameter]
+            if tracked.parameter in start:
+                flat = tracked.flattened(start[tracked.parameter])[piece.offset :]
+                length = piece.end - piece.start
+                value[piece.start - first :][:length] = flat[:length]
+
+    def _each(self) -> Iterator[tuple[Part, Held]]:
+        return zip(self._optimizer.parts, self.held, strict=True)
+
+    def loaded(self) -> Iterator[Tensor]:
+        """By bucket, the average over this rank's interval, whole."""
+        for average in self.held:
+            yield average.loaded()
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of averages that this rank keeps."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        """Bytes of averages that this rank keeps, wherever they rest."""
+        return sum(average.nbytes for average in self.held)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory that they take between steps."""
+        return sum(average.memory_bytes for average in self.held)
 
     def update(self) -> None:
         """Follow the weights; after each step that was not skipped."""
-        for part, tensor in zip(self._optimizer.parts, self.tensors, strict=True):
-            tensor.lerp_(part.master, 1.0 - self._decay)
+        for part, average in self._each():
+            for index in range(len(part.spans)):
+                if index + 1 < len(part.spans):
+                    average.ahead(index + 1)
+                value, master = average.take(index), part.master.take(index)
+                value.lerp_(master.to(value.device), 1.0 - self._decay)
+                average.put(index, changed=True)
+                part.master.put(index, changed=False)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Let the parameters hold the averages inside the block; all ranks enter and leave."""
-        kept = [flat.clone() for flat in self._parameters.flats]
-        for part, tensor in zip(self._optimizer.parts, self.tensors, strict=True):
-            part.target.copy_(tensor)
-        if self._scattered:
-            for handle in [self._parameters.publish(i) for i in range(len(kept))]:
-                handle.wait()
-        self._parameters.touch()
+        """Let the parameters hold the averages inside the block; all ranks enter and leave.
+
+        They change places, span by span. A parameter of another dtype has a master, which it is
+        taken from again.
+        """
+        self._let_be(_exchanged, _rounded)
         try:
             yield
         finally:
             with torch.no_grad():
-                for flat, value in zip(self._parameters.flats, kept, strict=True):
-                    flat.copy_(value)
-            self._parameters.touch()
+                self._let_be(_exchanged, _restored)
+
+    def _let_be(self, alike: _Move, unlike: _Move) -> None:
+        """Change every parameter, those of the average's dtype by `alike`. Collective."""
+        self._parameters.meet()
+        for part, average in self._each():
+            move = alike if part.target.dtype == average.dtype else unlike
+            for index in range(len(part.spans)):
+                move(part, average, index)
+        if self._scattered:
+            sent = [self._parameters.publish(i) for i in range(len(self.held))]
+            for handle in sent:
+                handle.wait()
+            for handle in sent:
+                handle.reusable()
+        self._parameters.settle()
+
+
+_Move = Callable[[Part, Held, int], None]
+
+
+def _exchanged(part: Part, average: Held, index: int) -> None:
+    target, value = part.target.take(index), average.take(index)
+    kept = target.clone()
+    target.copy_(value)
+    value.copy_(kept)
+    part.target.put(index, changed=True)
+    average.put(index, changed=True)
+
+
+def _rounded(part: Part, average: Held, index: int) -> None:
+    part.target.take(index, fresh=True).copy_(average.take(index))
+    part.target.put(index, changed=True)
+    average.put(index, changed=False)
+
+
+def _restored(part: Part, average: Held, index: int) -> None:
+    _rounded(part, part.master, index)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
-from shardwise.states.optimizer_state import OptimizerState, copied
-from shardwise.states.parameters import ReplicatedParameters, view_like
+from shardwise.states.optimizer_state import OptimizerState
+from shardwise.states.optimizer_trial import placed
+from shardwise.states.parameters import Parameters
 
 
 class Gathering:
@@ -18,7 +19,7 @@ class Gathering:
 
     def __init__(
         self,
-        parameters: ReplicatedParameters,
+        parameters: Parameters,
         optimizer: OptimizerState,
         group: Collectives,
         *,
@@ -29,7 +30,7 @@ class Gathering:
         self._group = group
         self._scattered = scattered
 
-    def tensors(self, parts: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
+    def tensors(self, parts: Iterable[Tensor]) -> dict[nn.Parameter, Tensor]:
         """By parameter, what `parts` (one tensor per bucket, over this rank's interval) hold."""
         return {
             parameter: whole
@@ -39,20 +40,21 @@ class Gathering:
 
     def _bucket(self, index: int, part: Tensor) -> dict[nn.Parameter, Tensor]:
         bucket, own = self._parameters.buckets[index], self._optimizer.parts[index].own
-        flat = part.new_zeros(bucket.numel)
+        _, device = self._parameters.kind(index)
+        flat = torch.zeros(bucket.numel, dtype=part.dtype, device=device)
         flat[own[0] : own[1]] = part
         if self._scattered:
             self._group.all_gather(flat, bucket.cuts).wait()
         found = {}
         for slot in bucket.slots:
-            parameter = self._parameters.tracked[slot.parameter].parameter
-            view = view_like(flat, slot.start, parameter)
-            found[parameter] = view.clone(memory_format=torch.preserve_format)
+            tracked = self._parameters.tracked[slot.parameter]
+            view = tracked.view(flat, slot.start)
+            found[tracked.parameter] = view.clone(memory_format=torch.preserve_format)
         return found
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """By parameter, its value in the master dtype."""
-        return self.tensors([part.master for part in self._optimizer.parts])
+        return self.tensors([part.master.loaded() for part in self._optimizer.parts])
 
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """By parameter, its state as the user's optimizer would hold it."""
@@ -66,15 +68,12 @@ class Gathering:
 
     def _whole_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
         held = {
-            segment.pieces[0].parameter: state for segment, state in self._optimizer.state_of(index)
+            segment.pieces[0].parameter: _on_cpu(state) if self._scattered else state
+            for segment, state in self._optimizer.state_of(index)
         }
         gathered = self._group.gather_objects(held) if self._scattered else [held]
-        device = self._parameters.flats[index].device
         return {
-            self._parameters.tracked[number].parameter: {
-                key: value.to(device) if isinstance(value, Tensor) else value
-                for key, value in state.items()
-            }
+            self._parameters.tracked[number].parameter: self._placed(index, state)
             for part in gathered
             for number, state in part.items()
         }
@@ -85,7 +84,7 @@ class Gathering:
         held = self._optimizer.state_of(index)
         singles = {
             # Each parameter gets a copy: plain optimizers count a shared step once per parameter.
-            piece.parameter: {k: copied(v) for k, v in state.items() if k not in tensor_keys}
+            piece.parameter: _on_cpu({k: v for k, v in state.items() if k not in tensor_keys})
             for segment, state in held
             for piece in segment.pieces
         }
@@ -98,20 +97,22 @@ class Gathering:
         all_singles = {number: single for part, _ in told for number, single in part.items()}
         all_dtypes = {key: dtype for _, part in told for key, dtype in part.items()}
         states: dict[nn.Parameter, dict[str, Any]] = {
-            self._parameters.tracked[number].parameter: dict(single)
+            self._parameters.tracked[number].parameter: self._placed(index, single)
             for number, single in all_singles.items()
         }
         for key in sorted(all_dtypes):
-            whole = self._bucket(index, self._joined(index, key, all_dtypes[key]))
+            whole = self._bucket(index, self._optimizer.whole(index, key, all_dtypes[key]))
             for parameter, state in states.items():
                 state[key] = whole[parameter]
         return states
 
-    def _joined(self, index: int, key: str, dtype: torch.dtype) -> Tensor:
-        """State `key` of all segments, laid over this rank's interval."""
-        part = self._optimizer.parts[index]
-        joined = torch.zeros_like(part.master, dtype=dtype)
-        for segment, state in self._optimizer.state_of(index):
-            if key in state:
-                joined[segment.first - part.own[0] : segment.end - part.own[0]] = state[key]
-        return joined
+    def _placed(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
+        """`state` where the user's optimizer wants it for a parameter of bucket `index`."""
+        _, device = self._parameters.kind(index)
+        options = self._optimizer.groups[index].options
+        return {key: placed(key, value, device, options) for key, value in state.items()}
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """A state to be sent as an object: its tensors must not name a GPU of this rank's."""
+    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}

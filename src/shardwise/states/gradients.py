@@ -8,8 +8,8 @@ on every rank.
 
 - replicated gradients have a buffer for good: micro-batches add up in it, and it is reduced once
   per step, in place;
-- sharded gradients borrow a buffer for the time of one reduction, after every micro-batch; only
-  the rank's own interval stays.
+- sharded gradients, and all in the exact mode, borrow a buffer for the time of one reduction,
+  after every micro-batch; only what the rank updates stays.
 
 Which gradients will arrive is learned, not assumed: a bucket starts early once as many have come
 as in earlier backwards, and the rest start when backward ends. A gradient that comes after its
@@ -20,6 +20,7 @@ and all ranks reduce it together in `step`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,20 +34,19 @@ from shardwise.errors import ModelError
 from shardwise.model.precision import NARROW
 from shardwise.placement import Placement
 from shardwise.states.guard import GradientGuard
-from shardwise.states.parameters import ReplicatedParameters, view_like
+from shardwise.states.held import Held, InMemory
+from shardwise.states.parameters import Parameters
 from shardwise.states.reduction import Reduction, Rest
+from shardwise.states.shelf import Shelf
+from shardwise.states.squares import squares
+from shardwise.states.summation import Summation
 
 PATIENCE = 8
 """Backwards without a gradient after which a parameter is no longer waited for."""
 
-UNLEARNED = 1 << 60
-"""More arrivals than any backward has: before the first one nothing starts early."""
-
 SMALL = 1 << 14
 """Elements up to which gradients wait for their bucket and move together; a larger one moves as
 it arrives, while it is in the processor's cache."""
-
-_NORM_CHUNK = 1 << 17
 
 
 @dataclass(eq=False)
@@ -56,9 +56,9 @@ class _Collector:
     rest: Rest
     gaps: list[tuple[int, int]]
     """The elements that belong to no parameter."""
-    expected: int = UNLEARNED
-    """Arrivals to wait for in a backward."""
-    remaining: int = UNLEARNED
+    expected: int
+    """Arrivals to wait for in a backward; at first, one for each parameter."""
+    remaining: int = 0
     filled: bool = False
     """Whether `rest.kept` holds gradients of this step."""
     buffer: Tensor | None = None
@@ -67,7 +67,6 @@ class _Collector:
     """By slot: its part of `buffer` holds this backward's gradient."""
     closed: bool = False
     """Whether this backward has collected the bucket: what comes now is late."""
-    views: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 class Gradients:
@@ -79,9 +78,11 @@ class Gradients:
 
     def __init__(
         self,
-        parameters: ReplicatedParameters,
+        parameters: Parameters,
         placement: Placement,
         group: Collectives,
+        shelf: Shelf,
+        summation: Summation,
         *,
         overlap: bool,
         exact_sum: bool,
@@ -89,16 +90,19 @@ class Gradients:
     ) -> None:
         self._parameters = parameters
         self._params = [tracked.parameter for tracked in parameters.tracked]
-        self._sharded = placement.is_sharded("gradients")
+        self._each = summation.in_tree or placement.is_sharded("gradients")
+        self._summation = summation
         self._rank, self._alone = group.rank, group.size == 1
         self._overlap = overlap
         self._stray = stray
         self._guards = [GradientGuard(param) for param in self._params]
         self._guarded = False
         self.reduction = Reduction(
-            parameters.buckets, parameters.flats, placement, group, exact_sum=exact_sum
+            parameters, placement, group, shelf, summation, exact_sum=exact_sum
         )
-        self._collectors = [_Collector(rest, _gaps(rest)) for rest in self.reduction.rests]
+        self._collectors = [
+            _Collector(rest, _gaps(rest), len(rest.bucket.slots)) for rest in self.reduction.rests
+        ]
         self._place_of = {
             slot.parameter: (collector, position)
             for collector in self._collectors
@@ -108,8 +112,14 @@ class Gradients:
         self._absent = [0] * len(self._params)
         self._own_norms: list[Tensor] = []
         self._squared: dict[int, Tensor] = {}
+        self._had_late = False
         self.late: dict[int, list[tuple[int, Tensor]]] = {}
         self.used = [False] * len(self._params)
+        self.paced = False
+        """Whether `start` says when buckets start, since gathers go on beside: a rank that waits
+        for the others' gradients while they wait for it in a gather would wait for ever."""
+        self.wide = False
+        """Whether 16-bit gradients rest in fp32 by now."""
         self._reductions = 0
         self._active = False
         self._hooks = [
@@ -118,7 +128,7 @@ class Gradients:
         ]
 
     @property
-    def sums(self) -> list[Tensor]:
+    def sums(self) -> list[Held]:
         """By bucket, the reduced gradient of the elements that this rank updates."""
         return [rest.reduced for rest in self.reduction.rests]
 
@@ -129,11 +139,12 @@ class Gradients:
 
     # -- one backward ---------------------------------------------------------------------
 
-    def begin(self, *, last: bool, weight: float | Tensor) -> None:
+    def begin(self, *, last: bool, weight: float | Tensor, factor: float | Tensor = 1.0) -> None:
         """Make ready for a backward.
 
         `last`: nothing more comes in this step, so replicated gradients may start their way.
-        With a `weight` of zero whatever arrives (perhaps NaN) is thrown away.
+        With a `weight` of zero whatever arrives (perhaps NaN) is thrown away; else it is
+        multiplied by `factor`.
         """
         self._guarded = False
         for param in self._params:
@@ -143,9 +154,10 @@ class Gradients:
             collector.buffer, collector.closed = None, False
             collector.written = [False] * len(collector.rest.bucket.slots)
         # After a first reduction in a step, sums must not be mixed with parts: reduce each.
-        self._reducing = self._sharded or last or self._reductions > 0
+        self._reducing = self._each or last or self._reductions > 0
         self._empty = not isinstance(weight, Tensor) and weight == 0
         self._unknown_weight = weight if isinstance(weight, Tensor) else None
+        self._factor = None if isinstance(factor, float) and factor == 1.0 else factor
         self._cursor = 0
         self._arrivals = [0] * len(self._params)
         self._active = True
@@ -160,7 +172,7 @@ class Gradients:
         if param.numel() > SMALL and not collector.closed:
             self._take(collector, position, index)
         collector.remaining -= 1
-        if collector.remaining == 0 and self._overlap:
+        if collector.remaining == 0 and self._overlap and not self.paced:
             self._advance()
 
     def _advance(self) -> None:
@@ -171,10 +183,17 @@ class Gradients:
             self._complete(self._collectors[self._cursor])
             self._cursor += 1
 
+    def start(self, numbers: Sequence[int]) -> None:
+        """Start the buckets `numbers` now, where `paced`; alike on all ranks."""
+        if self._active and self._overlap:
+            for number in numbers:
+                self._complete(self._collectors[number])
+
     def finish(self) -> None:
         """Backward has ended: start what has not started, set late gradients aside, learn."""
-        for collector in self._collectors[self._cursor :]:
-            self._complete(collector)
+        for collector in self._collectors:
+            if not collector.closed:
+                self._complete(collector)
         self._active = False
         self._set_late_aside()
         self._learn()
@@ -243,8 +262,7 @@ class Gradients:
                 if not collector.written[position]:
                     absent.append(view)
                 continue
-            if collector.expected == UNLEARNED:
-                self._refuse_sparse(index, grad)
+            self._refuse_sparse(index, grad)
             targets, grads = more if adds or collector.written[position] else fresh
             targets.append(view)
             grads.append(self._cleaned(grad))
@@ -264,10 +282,14 @@ class Gradients:
         earlier layers.
         """
         if grads and not self._alone:
-            self._own_norms += torch._foreach_norm(grads)
+            # The largest element, whose square is not made: a finite one must not overflow here.
+            self._own_norms += torch._foreach_norm(grads, math.inf)
 
     def _cleaned(self, grad: Tensor) -> Tensor:
-        """`grad`, or zeros where the weight, known to the device alone, is zero."""
+        """`grad` times the backward's factor, not rounded to 16 bit before it is in the bucket;
+        zeros where the weight, known to the device alone, is zero."""
+        if self._factor is not None:
+            grad = (grad.float() if grad.dtype in NARROW else grad) * self._factor
         if self._unknown_weight is None:
             return grad
         return torch.where(self._unknown_weight == 0, torch.zeros_like(grad), grad)
@@ -280,14 +302,7 @@ class Gradients:
             )
 
     def _views(self, collector: _Collector, buffer: Tensor) -> list[Tensor]:
-        """Views of `buffer`, one per slot; buffers live as long as this object, so kept."""
-        views = collector.views.get(buffer.data_ptr())
-        if views is None:
-            views = collector.views[buffer.data_ptr()] = [
-                view_like(buffer, slot.start, self._params[slot.parameter])
-                for slot in collector.rest.bucket.slots
-            ]
-        return views
+        return self.reduction.views(collector.rest, buffer)
 
     def _set_late_aside(self) -> None:
         """Keep what arrived after its bucket had been collected."""
@@ -299,6 +314,7 @@ class Gradients:
                 continue
             self._refuse_sparse(index, grad)
             self.used[index] = True
+            self._had_late = True
             number = self._place_of[index][0].rest.index
             self.late.setdefault(number, []).append((index, self._cleaned(grad)))
         if not self._reducing:
@@ -358,7 +374,8 @@ class Gradients:
 
     def _drain(self) -> None:
         """Square each sum as it comes, while others are still on their way."""
-        self._squared = {rest.index: self._square(rest) for rest in self.reduction.drain()}
+        came = (rest for rest in self.reduction.drain() if rest.tally.complete)
+        self._squared = {rest.index: self._square(rest) for rest in came}
 
     def reduce_late(self, numbers: Sequence[int]) -> None:
         """Reduce the late gradients of the buckets `numbers` (alike on all ranks)."""
@@ -369,43 +386,81 @@ class Gradients:
             self._add(collector, buffer, self.late.get(number, []))
             self.reduction.launch(collector.rest, buffer)
         self.late.clear()
-        before = self._squared
+        # Not all of them come by `drain`: borrowing many buffers has settled some on the way.
+        before = {i: square for i, square in self._squared.items() if i not in numbers}
         self._drain()
         self._squared = before | self._squared
 
+    def names_of(self, numbers: Sequence[int]) -> list[str]:
+        """The parameters of the buckets `numbers`, those first that came late on this rank."""
+        tracked = self._parameters.tracked
+        late = [index for number in numbers for index, _ in self.late.get(number, [])]
+        others = [s.parameter for n in numbers for s in self.reduction.rests[n].bucket.slots]
+        return [tracked[index].name for index in dict.fromkeys([*late, *others])]
+
     def squared_norm(self) -> Tensor:
-        """The sum of squares of this rank's own intervals, as an fp64 scalar on its device."""
+        """The sum of squares of this rank's own intervals, as an fp64 scalar on its device, or
+        what the summation tells of it."""
         rests = self.reduction.rests
         parts = [self._squared.get(rest.index) for rest in rests]
         found = [
             self._square(rest) if part is None else part
             for rest, part in zip(rests, parts, strict=True)
         ]
-        return torch.stack([part.to(found[0].device) for part in found]).sum()
+        return torch.stack([part.to(found[0].device) for part in found]).sum(0)
 
     def _square(self, rest: Rest) -> Tensor:
         first, end = rest.bucket.interval(self._rank)
-        return _squares(rest.reduced[first - rest.own[0] : end - rest.own[0]])
+        own = first - rest.own[0], end - rest.own[0]
+        if self._summation.measure is not None:
+            return self._summation.measure(rest.reduced, own)
+        if rest.squares.complete:
+            return rest.squares.total()
+        if rest.told is not None:
+            return rest.told
+        assert isinstance(rest.reduced, InMemory)
+        return squares(rest.reduced.tensor[slice(*own)])
 
     def nonfinite(self) -> list[int]:
         """The parameters whose reduced gradient is not finite in what this rank holds."""
         bad = set()
         for rest in self.reduction.rests:
-            for piece in rest.bucket.pieces(*rest.own):
-                part = rest.reduced[piece.start - rest.own[0] : piece.end - rest.own[0]]
-                if not bool(torch.isfinite(part).all()):
-                    bad.add(piece.parameter)
+            for index, (first, end) in enumerate(rest.reduced.spans):
+                value = rest.reduced.take(index)
+                start = rest.own[0] + first
+                for piece in rest.bucket.pieces(start, rest.own[0] + end):
+                    part = value[piece.start - start : piece.end - start]
+                    if not bool(torch.isfinite(part).all()):
+                        bad.add(piece.parameter)
+                rest.reduced.put(index, changed=False)
         return sorted(bad)
 
-    def suspect(self) -> bool:
-        """Whether a gradient of this rank alone was not finite in this step."""
-        return not all(bool(torch.isfinite(norm)) for norm in self._own_norms)
+    def suspect(self) -> bool | None:
+        """Whether a gradient of this rank alone was not finite in this step; None where it cannot
+        be told, since only small tensors are looked at."""
+        if not all(bool(torch.isfinite(norm)) for norm in self._own_norms):
+            return True
+        used = [p for p, used in zip(self._params, self.used, strict=True) if used]
+        return None if any(p.numel() > SMALL for p in used) or self._had_late else False
+
+    def squared_norm_in_fp64(self) -> Tensor:
+        """The same as `squared_norm` where squares of fp32 numbers overflow; slower."""
+        total = torch.zeros((), dtype=torch.float64)
+        for rest in self.reduction.rests:
+            own = rest.bucket.interval(self._rank)
+            for index, (first, end) in enumerate(rest.reduced.spans):
+                start = rest.own[0] + first
+                a, b = max(start, own[0]), min(rest.own[0] + end, own[1])
+                value = rest.reduced.take(index)
+                if a < b:
+                    total += squares(_wide(value[a - start : b - start])).cpu()
+                rest.reduced.put(index, changed=False)
+        return total
 
     def widen(self) -> None:
         """Let 16-bit gradients rest in fp32 from the next step on; alike on all ranks."""
+        self.wide = True
         self.reduction.widen()
-        for collector in self._collectors:
-            collector.views.clear()
 
     def clear(self) -> None:
         """Forget this step; the buffers stay."""
@@ -417,6 +472,7 @@ class Gradients:
             param.grad = None
         self.late.clear()
         self._own_norms.clear()
+        self._had_late = False
         self._guarded = False
         self.used = [False] * len(self._params)
         self._reductions = 0
@@ -436,19 +492,11 @@ def _arrive(gradients: ref[Gradients], index: int, param: Tensor) -> None:
         alive.arrived(index, param)
 
 
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)
+
+
 def _gaps(rest: Rest) -> list[tuple[int, int]]:
     ends = [0, *(slot.end for slot in rest.bucket.slots)]
     starts = [*(slot.start for slot in rest.bucket.slots), rest.bucket.numel]
     return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
-
-
-def _squares(values: Tensor) -> Tensor:
-    """The sum of squares in fp64, by chunks: short fp32 sums, so that none drifts."""
-    if values.is_complex():
-        values = torch.view_as_real(values).view(-1)
-    if values.dtype in NARROW:
-        values = values.float()
-    if not values.numel():
-        return torch.zeros((), dtype=torch.float64, device=values.device)
-    chunks = torch.split(values, _NORM_CHUNK)
-    return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).double().sum()

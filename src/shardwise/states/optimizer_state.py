@@ -15,180 +15,118 @@ tensor from the start.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
-from shardwise.layout import Bucket, Piece
-from shardwise.states.optimizer_trial import Kind, bare_copy, settings_of
-from shardwise.states.parameters import ReplicatedParameters, view_like
-
-
-@dataclass(eq=False)
-class Segment:
-    """Elements [first, end) of an interval (counted in the bucket), updated as one tensor."""
-
-    first: int
-    end: int
-    pieces: list[Piece]
-    tensor: Tensor
-
-
-@dataclass(eq=False)
-class _Part:
-    """What this rank updates of one bucket."""
-
-    bucket: Bucket
-    own: tuple[int, int]
-    target: Tensor
-    """The parameters' own memory, elements `own` of the bucket."""
-    master: Tensor
-    """What the optimizer updates: `target` itself, or its fp32 master."""
-    segments: list[Segment] = field(default_factory=list)
+from shardwise.errors import ModelError
+from shardwise.layout import Piece
+from shardwise.model.precision import NARROW
+from shardwise.states.held import Held, InMemory, Span, spans_of
+from shardwise.states.inner_optimizer import (
+    GroupOf,
+    InnerOptimizer,
+    Part,
+    Segment,
+    runs,
+    without_memory,
+)
+from shardwise.states.on_host import BroughtDown
+from shardwise.states.optimizer_trial import Kind, placed, same
+from shardwise.states.parameters import Parameters
+from shardwise.states.shelf import Shelf
 
 
 @dataclass(frozen=True)
-class GroupOf:
-    """Which parameter group of which of the user's optimizers a bucket belongs to."""
+class Blank:
+    """Stands for a tensor of optimizer state that is still to be filled."""
 
-    face: optim.Optimizer
-    index: int
-    kind: Kind
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The group as the user's optimizer has it now."""
-        return self.face.param_groups[self.index]
-
-
-class InnerOptimizer:
-    """One inner copy over the segments of `parts`: one bucket, or all for one that looks across."""
-
-    def __init__(self, parts: list[_Part], groups: list[GroupOf], fused: bool) -> None:
-        self.parts = parts
-        self._groups = groups
-        self._fused = fused
-        self.inner = bare_copy(groups[0].face)
-        self._divides = fused and all(part.master.dtype == torch.float32 for part in parts)
-        self._regroup()
-
-    def _regroup(self) -> None:
-        """An inner parameter group for each of the user's, its segments in registration order."""
-        self._numbers = sorted({group.index for group in self._groups})
-        self.inner.param_groups = []
-        for number in self._numbers:
-            held = [
-                segment
-                for part, group in zip(self.parts, self._groups, strict=True)
-                if group.index == number
-                for segment in part.segments
-            ]
-            held.sort(key=lambda segment: segment.pieces[0].parameter)
-            self.inner.param_groups.append({"params": [segment.tensor for segment in held]})
-
-    def _follow_face(self) -> None:
-        """Take the options of the user's groups as they are now: schedulers edit them."""
-        for number, inner in zip(self._numbers, self.inner.param_groups, strict=True):
-            inner.update(settings_of(self._groups[0].face.param_groups[number]))
-            if self._fused:
-                inner["fused"] = True
-
-    def step(self, sums: Sequence[Tensor], used: Sequence[bool], factor: float) -> None:
-        """Update from the reduced `sums` of each part times `factor`; `used` is by parameter."""
-        for part in self.parts:
-            self._cut_by_use(part, used)
-        self._follow_face()
-        for part, total in zip(self.parts, sums, strict=True):
-            self._offer(part, total, used, factor)
-        self.inner.grad_scale = None  # type: ignore[attr-defined]
-        if self._divides and factor != 1.0:
-            # torch's fused kernels divide the gradient by this on the way, in fp32.
-            divisor = torch.tensor(1.0 / factor, device=self.parts[0].master.device)
-            self.inner.grad_scale = divisor  # type: ignore[attr-defined]
-            self.inner.found_inf = None  # type: ignore[attr-defined]
-        if any(segment.tensor.grad is not None for part in self.parts for segment in part.segments):
-            self.inner.step()
-        for part in self.parts:
-            for segment in part.segments:
-                segment.tensor.grad = None
-            if part.master is not part.target:
-                part.target.copy_(part.master)
-
-    def _offer(self, part: _Part, total: Tensor, used: Sequence[bool], factor: float) -> None:
-        """Hang the gradient of each segment that had one on its tensor."""
-        grad = self._scaled(part, total, factor)
-        for segment in part.segments:
-            if used[segment.pieces[0].parameter]:
-                a, b = segment.first - part.own[0], segment.end - part.own[0]
-                segment.tensor.grad = _shaped(grad[a:b], segment.tensor)
-
-    def _scaled(self, part: _Part, total: Tensor, factor: float) -> Tensor:
-        if total.dtype != part.master.dtype:
-            total = total.to(part.master.dtype)
-        return total if self._divides or factor == 1.0 else total.mul_(factor)
-
-    def _cut_by_use(self, part: _Part, used: Sequence[bool]) -> None:
-        """Cut every segment whose parameters differ in whether they had a gradient."""
-        whole = []
-        for segment in part.segments:
-            runs = _runs(segment.pieces, lambda piece: used[piece.parameter])
-            if len(runs) < 2:
-                whole.append(segment)
-                continue
-            whole += self._cut(part, segment, runs)
-        if len(whole) != len(part.segments):
-            part.segments = whole
-            self._regroup()
-
-    def _cut(self, part: _Part, segment: Segment, runs: list[list[Piece]]) -> list[Segment]:
-        """Cut one segment, its state with it: tensors by slices, the rest by copies."""
-        state = self.inner.state.pop(segment.tensor, None)
-        made = []
-        for run in runs:
-            child = _flat_segment(part, run)
-            made.append(child)
-            if state:
-                a, b = child.first - segment.first, child.end - segment.first
-                self.inner.state[child.tensor] = {
-                    key: value[a:b] if _is_flat_state(value, segment.tensor) else copied(value)
-                    for key, value in state.items()
-                }
-        return made
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class OptimizerState:
-    """The inner optimizers of all buckets, and the fp32 masters where parameters are 16-bit."""
+    """The inner optimizers of all buckets, and the masters where parameters are 16-bit or rest
+    elsewhere."""
 
     def __init__(
         self,
-        parameters: ReplicatedParameters,
+        parameters: Parameters,
         groups: Sequence[GroupOf],
-        own: Sequence[tuple[int, int]],
-        masters: Sequence[Tensor | None],
+        own: Sequence[Span],
+        shelf: Shelf,
+        *,
+        by_spans: bool,
+        known: Mapping[nn.Parameter, Tensor],
     ) -> None:
-        """`groups`, `own` and `masters` are by bucket; a master is given where it is separate."""
+        """`groups` and `own` are by bucket. `by_spans`: some state rests on a disk. `known` are
+        values in the master dtype, better than what the parameters themselves say."""
         self._parameters = parameters
+        self._near: dict[Part, BroughtDown] = {}
         self.groups = groups
-        self.parts = [
-            self._part(bucket, flat, interval, master)
-            for bucket, flat, interval, master in zip(
-                parameters.buckets, parameters.flats, own, masters, strict=True
-            )
-        ]
+        self.parts = self._lay(own, shelf, by_spans)
+        for index, part in enumerate(self.parts):
+            if part.master is not part.target:
+                self._fill(part, parameters.wide.pop(index, None), known)
         self._old = {face: dict(face.state) for face in {group.face for group in groups}}
+        self._borders: Set[int] = frozenset()
         self.inners: list[InnerOptimizer] = []
         self._inner_of: list[InnerOptimizer] = []
         self._build()
         del self._old
 
-    def _part(
-        self, bucket: Bucket, flat: Tensor, own: tuple[int, int], master: Tensor | None
-    ) -> _Part:
-        target = flat[own[0] : own[1]]
-        return _Part(bucket, own, target, target if master is None else master)
+    def _lay(self, own: Sequence[Span], shelf: Shelf, by_spans: bool) -> list[Part]:
+        """Room for what this rank keeps of each bucket."""
+        numbers = range(len(own))
+        lengths = [end - first for first, end in own]
+        spans = [spans_of(n) if by_spans else [(0, n)] for n in lengths]
+        targets = [in_spans(self._parameters.part(i, own[i]), spans[i]) for i in numbers]
+        kept = [self._kept(i, shelf, targets[i]) for i in numbers]
+        rooms = iter(
+            shelf.make(
+                "optimizer state",
+                [lengths[i] for i in numbers for _ in kept[i]],
+                [kind for i in numbers for kind in kept[i].values()],
+                width=max(1, *map(len, kept)),
+            )
+        )
+        made = [{name: in_spans(next(rooms), spans[i]) for name in kept[i]} for i in numbers]
+        return [
+            Part(
+                self._parameters.buckets[i],
+                own[i],
+                targets[i],
+                made[i].pop(_MASTER, targets[i]),
+                made[i],
+                spans[i],
+            )
+            for i in numbers
+        ]
+
+    def _kept(
+        self, index: int, shelf: Shelf, target: Held
+    ) -> dict[str, tuple[torch.dtype, torch.device]]:
+        """What needs room of its own: a separate master; on a disk, the optimizer's state too."""
+        dtype, device = self._parameters.kind(index)
+        kind = (torch.float32 if dtype in NARROW else dtype, device)
+        separate = dtype in NARROW or shelf.is_apart(device) != (target.beside is not None)
+        keys = sorted(self.groups[index].kind.tensor_keys) if shelf.on_disk else []
+        return dict.fromkeys([_MASTER] * separate + keys, kind)
+
+    def _fill(self, part: Part, wide: Tensor | None, known: Mapping[nn.Parameter, Tensor]) -> None:
+        """Let a separate master have its parameters' values."""
+        value = (part.target.loaded() if wide is None else wide).to(part.master.dtype)
+        for piece in part.bucket.pieces(*part.own):
+            tracked = self._parameters.tracked[piece.parameter]
+            if tracked.parameter in known:
+                flat = tracked.flattened(known[tracked.parameter])[piece.offset :]
+                length = piece.end - piece.start
+                value[piece.start - part.own[0] :][:length] = flat[:length]
+        part.master.store(value)
 
     def _build(self) -> None:
         """Cut every bucket into segments, give each an inner optimizer, take over old state."""
@@ -215,17 +153,32 @@ class OptimizerState:
             for parameter in [p for p in face.state if p in taken]:
                 del face.state[parameter]
 
-    def _segments(self, part: _Part, group: GroupOf) -> list[Segment]:
-        pieces = part.bucket.pieces(*part.own)
-        if not group.kind.elementwise:
-            return [self._whole_segment(part, piece) for piece in pieces]
-        old = self._old[group.face]
-        runs = _runs(pieces, lambda piece: self._scalars(old, piece, group.kind))
-        return [_flat_segment(part, run) for run in runs]
+    def restart(self, states: Mapping[nn.Parameter, Mapping[str, Any]], borders: Set[int]) -> None:
+        """Forget all state, and have that of `states` by parameter: tensors of it are Blanks, for
+        which there is room with anything in it. Segments start at the parameters `borders`."""
+        old: dict[Any, Any] = dict(states)
+        self._old = {group.face: old for group in self.groups}
+        self._borders = borders
+        self.inners, self._inner_of = [], []
+        self._build()
+        self._borders = frozenset()
+        del self._old
 
-    def _whole_segment(self, part: _Part, piece: Piece) -> Segment:
-        like = self._parameters.tracked[piece.parameter].parameter
-        tensor = view_like(part.master, piece.start - part.own[0], like)
+    def _segments(self, part: Part, group: GroupOf) -> list[Segment]:
+        if not group.kind.elementwise:
+            return [self._whole_segment(part, p) for pieces in part.pieces for p in pieces]
+        old = self._old[group.face]
+        before = list(accumulate((p.parameter in self._borders for p in _all(part)), initial=0))[1:]
+        count = dict(zip(_all(part), before, strict=True))
+        return [
+            part.segment(run)
+            for pieces in part.pieces
+            for run in runs(pieces, lambda p: (count[p], self._scalars(old, p, group.kind)))
+        ]
+
+    def _whole_segment(self, part: Part, piece: Piece) -> Segment:
+        tracked = self._parameters.tracked[piece.parameter]
+        tensor = tracked.view(part.flat(*part.own), piece.start - part.own[0])
         return Segment(piece.start, piece.end, [piece], tensor)
 
     def _scalars(self, old: dict[Any, Any], piece: Piece, kind: Kind) -> Any:
@@ -251,18 +204,33 @@ class OptimizerState:
             known = [state for state in states if state]
             if not known:
                 continue
+            options = self._inner_of[index].options_of(group)
             inner.state[segment.tensor] = {
-                key: self._joined(segment, key, known)
-                if group.kind.elementwise and key in group.kind.tensor_keys
-                else copied(value)
+                key: self._room(index, segment, key, value)
+                if isinstance(value, Blank)
+                else self._joined(segment, key, known)
+                if self.is_flat(index, key)
+                else placed(key, value, segment.tensor.device, options)
                 for key, value in known[0].items()
             }
+        if not any(isinstance(v, Blank) for state in old.values() for v in state.values()):
+            self._inner_of[index].stow(part)
+
+    def _room(self, index: int, segment: Segment, key: str, blank: Blank) -> Tensor:
+        """A tensor of state that is to be filled; without memory where it rests on a disk."""
+        numel, moments = segment.end - segment.first, self.parts[index].moments
+        if key in moments:
+            return without_memory(numel, moments[key].dtype)
+        shape = (numel,) if self.is_flat(index, key) else blank.shape
+        return torch.zeros(shape, dtype=blank.dtype, device=segment.tensor.device)
 
     def _joined(self, segment: Segment, key: str, states: Sequence[dict[str, Any]]) -> Tensor:
         """One flat tensor of a segment's pieces of state `key`."""
-        joined = torch.zeros_like(segment.tensor, dtype=states[0][key].dtype)
+        joined = torch.zeros(
+            segment.end - segment.first, dtype=states[0][key].dtype, device=segment.tensor.device
+        )
         for piece, state in zip(segment.pieces, states, strict=True):
-            value = in_memory_order(state[key], self._parameters.tracked[piece.parameter].parameter)
+            value = self._parameters.tracked[piece.parameter].flattened(state[key])
             length = piece.end - piece.start
             joined[piece.start - segment.first :][:length] = value[piece.offset :][:length]
         return joined
@@ -270,11 +238,47 @@ class OptimizerState:
     # -- use ------------------------------------------------------------------------------
 
     def step(
-        self, inner: InnerOptimizer, sums: Sequence[Tensor], used: Sequence[bool], factor: float
+        self, inner: InnerOptimizer, sums: Sequence[Held], used: Sequence[bool], factor: float
     ) -> None:
         """Update one inner optimizer's parts; `sums` are by bucket."""
-        numbers = [i for i, each in enumerate(self._inner_of) if each is inner]
-        inner.step([sums[i] for i in numbers], used, factor)
+        following = self.inners[self.inners.index(inner) + 1 :][:1]
+        then = [(each, self._sums_of(each, sums)) for each in following]
+        ahead: Callable[[], None] | None = None
+        if then:
+            ahead = lambda: then[0][0].ahead(0, then[0][1])  # noqa: E731
+        inner.step(self._sums_of(inner, sums), used, factor, ahead)
+
+    def tell_faces(self) -> None:
+        """Write what the optimizers changed in their parameter groups to the user's; after all
+        updates of a step. Raises ModelError where two updates left different values."""
+        told: dict[tuple[int, int, str], Any] = {}
+        for inner in self.inners:
+            face = self.groups[self.buckets_of(inner)[0]].face
+            for number, changes in inner.changes.items():
+                for key, value in changes.items():
+                    first = told.setdefault((id(face), number, key), value)
+                    if not same(first, value):
+                        raise ModelError(
+                            f"{type(face).__name__} keeps {key} in its parameter group, and two "
+                            f"parts of group {number} left it at {first!r} and {value!r}. Choose "
+                            "an optimizer that keeps it by parameter."
+                        )
+                    face.param_groups[number][key] = value
+            inner.changes.clear()
+
+    def _sums_of(self, inner: InnerOptimizer, sums: Sequence[Held]) -> list[Held]:
+        return [self._sum_of(self.parts[i], sums[i]) for i in self.buckets_of(inner)]
+
+    def _sum_of(self, part: Part, total: Held) -> Held:
+        """The reduced gradient as the update of `part` uses it: near the master, in its spans."""
+        beside = part.master.beside
+        if beside is None or total.beside is not None:
+            return in_spans(total, part.spans)
+        assert isinstance(total, InMemory)
+        near = self._near.get(part)
+        if near is None or near.source is not total.tensor:
+            near = self._near[part] = BroughtDown(total.tensor, beside, part.spans)
+        return near
 
     def buckets_of(self, inner: InnerOptimizer) -> list[int]:
         """The buckets that `inner` updates."""
@@ -290,19 +294,52 @@ class OptimizerState:
         for part in self.parts:
             if part.master is part.target:
                 continue
-            for piece in part.bucket.pieces(*part.own):
-                if piece.parameter in written:
-                    a, b = piece.start - part.own[0], piece.end - part.own[0]
-                    part.master[a:b].copy_(part.target[a:b])
+            for index, ((first, _), pieces) in enumerate(zip(part.spans, part.pieces, strict=True)):
+                start = part.own[0] + first
+                master, target = part.master.take(index), part.target.take(index)
+                for piece in pieces:
+                    if piece.parameter in written:
+                        a, b = piece.start - start, piece.end - start
+                        master[a:b].copy_(target[a:b])
+                part.master.put(index, changed=True)
+                part.target.put(index, changed=False)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state and separate masters that this rank keeps now."""
-        total = sum(_bytes(part.master) for part in self.parts if part.master is not part.target)
+        total = sum(part.master.nbytes for part in self.parts if part.master is not part.target)
         for inner in self.inners:
             for state in inner.inner.state.values():
                 total += sum(_bytes(v) for v in state.values() if isinstance(v, Tensor) and v.ndim)
         return total
+
+    def expected_bytes(self, index: int) -> int:
+        """The same of bucket `index`, once the optimizer has made all of its state."""
+        part = self.parts[index]
+        moments = len(self.groups[index].kind.tensor_keys)
+        return part.master.nbytes * (moments + (part.master is not part.target))
+
+    def whole(self, index: int, key: str, dtype: torch.dtype) -> Tensor:
+        """State `key` of all segments of bucket `index`, flat over this rank's interval; zeros
+        where there is none."""
+        part = self.parts[index]
+        joined = torch.zeros(part.master.numel, dtype=dtype, device=part.master.device)
+        stored = part.moments[key].loaded() if key in part.moments else None
+        for segment, state in self.state_of(index):
+            if key in state:
+                place = slice(segment.first - part.own[0], segment.end - part.own[0])
+                joined[place] = state[key] if stored is None else stored[place]
+        return joined
+
+    def is_flat(self, index: int, key: str) -> bool:
+        """Whether state `key` of bucket `index` is flat over the interval, cut where that is."""
+        kind = self.groups[index].kind
+        return kind.elementwise and key in kind.tensor_keys
+
+    def is_tensor(self, index: int, key: str, value: Any) -> bool:
+        """Whether `value` is a tensor of its parameter's, rather than a number beside it."""
+        whole = isinstance(value, Tensor) and value.ndim > 0
+        return self.is_flat(index, key) or (whole and not self.groups[index].kind.elementwise)
 
     def state_of(self, index: int) -> list[tuple[Segment, dict[str, Any]]]:
         """The segments of bucket `index` with their state, those without any left out."""
@@ -314,49 +351,24 @@ class OptimizerState:
         ]
 
 
-def in_memory_order(value: Tensor, like: Tensor) -> Tensor:
-    """`value`, of the shape of `like`, flattened in the order in which `like` lies in memory."""
-    flat = value.new_empty(like.numel())
-    view_like(flat, 0, like).copy_(value)
-    return flat
+_MASTER = "master"
 
 
-def _flat_segment(part: _Part, pieces: list[Piece]) -> Segment:
-    first, end = pieces[0].start, pieces[-1].end
-    return Segment(first, end, pieces, part.master[first - part.own[0] : end - part.own[0]])
+def _all(part: Part) -> list[Piece]:
+    """What lies in the interval of `part`."""
+    return [piece for pieces in part.pieces for piece in pieces]
 
 
-def _shaped(grad: Tensor, tensor: Tensor) -> Tensor:
-    return grad if tensor.ndim == 1 and tensor.is_contiguous() else view_like(grad, 0, tensor)
-
-
-def _runs(pieces: Sequence[Piece], mark: Any) -> list[list[Piece]]:
-    """Consecutive pieces of equal mark, together."""
-    runs: list[list[Piece]] = []
-    before: Any = object()
-    for piece in pieces:
-        now = mark(piece)
-        if now != before:
-            runs.append([])
-        runs[-1].append(piece)
-        before = now
-    return runs
-
-
-def _is_flat_state(value: Any, tensor: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == tensor.shape
-
-
-def copied(value: Any) -> Any:
-    """`value`, sharing no memory with it."""
-    return value.clone() if isinstance(value, Tensor) else value
+def in_spans(held: Held, spans: Sequence[Span]) -> Held:
+    """`held`, used in `spans`."""
+    return held if list(held.spans) == list(spans) else held.cut(spans)
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _may_fuse(group: GroupOf, part: _Part) -> bool:
+def _may_fuse(group: GroupOf, part: Part) -> bool:
     """Whether torch's fused kernel may do the update, where the user has not chosen another.
 
     It reads and writes each number once where the default loop makes a pass per operation, with

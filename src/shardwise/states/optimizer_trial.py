@@ -9,8 +9,10 @@ the same random steps on a tensor whole and split, and on two tensors together a
 
 from __future__ import annotations
 
+import copy
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +32,14 @@ class Kind:
     """`elementwise`: may be cut anywhere. `separable`: tensors do not look at each other.
 
     `tensor_keys` are the state entries that have the parameter's shape (exp_avg ...); the other
-    entries (step ...) are one value per parameter.
+    entries (step ...) are one value per parameter. `group_keys` are the options of a parameter
+    group that the optimizer changes itself (ScheduleFree's k).
     """
 
     elementwise: bool
     separable: bool
     tensor_keys: frozenset[str]
+    group_keys: frozenset[str] = frozenset()
 
 
 _LEFT_BEHIND = ("step", "zero_grad", "add_param_group", "_shardwise_hooks")
@@ -61,6 +65,18 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def placed(key: str, value: Any, device: torch.device, options: Mapping[str, Any]) -> Any:
+    """A state's entry, copied to where an optimizer with `options` wants it for `device`.
+
+    A count of steps is on the CPU unless a kernel counts, as torch's own load_state_dict has it.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step" and not (options.get("fused") or options.get("capturable")):
+        device = torch.device("cpu")
+    return value.to(device, copy=True)
+
+
 def examine(face: optim.Optimizer, group: dict[str, Any], device: torch.device) -> Kind:
     """Try `face` with the options of `group`. Raises ModelError for one that needs a closure."""
     draw = torch.Generator().manual_seed(0)
@@ -68,16 +84,18 @@ def examine(face: optim.Optimizer, group: dict[str, Any], device: torch.device) 
     scale = torch.cat([torch.ones(2, _SHAPE[1]), torch.full((2, _SHAPE[1]), 30.0)])
     tensors = [torch.randn(_SHAPE, generator=draw) * scale for _ in range(2)]
     grads = [[torch.randn(_SHAPE, generator=draw) * scale for _ in range(_STEPS)] for _ in tensors]
-    whole, state = _run(face, group, tensors[:1], [grads[0]], device)
+    whole, state, options = _run(face, group, tensors[:1], [grads[0]], device)
     keys = frozenset(
         key
         for key, value in state.items()
         if isinstance(value, Tensor) and value.shape == torch.Size(_SHAPE)
     )
-    together, _ = _run(face, group, tensors, grads, device)
-    separable = _close(together[0], whole[0])
-    elementwise = _is_elementwise(face, group, tensors[0], grads[0], whole[0], device)
-    return Kind(elementwise, separable, keys)
+    together, _, in_both = _run(face, group, tensors, grads, device)
+    separable = _close(together[0], whole[0]) and same(options, in_both)
+    elementwise = _is_elementwise(face, group, tensors[0], grads[0], whole[0], options, device)
+    before = settings_of(group) | _visible_rate(group)
+    changed = (k for k, v in options.items() if k not in before or not same(v, before[k]))
+    return Kind(elementwise, separable, keys, frozenset(changed))
 
 
 def _is_elementwise(
@@ -86,6 +104,7 @@ def _is_elementwise(
     tensor: Tensor,
     grads: list[Tensor],
     whole: Tensor,
+    options: dict[str, Any],
     device: torch.device,
 ) -> bool:
     cut = tensor.numel() // 2 - 1
@@ -93,12 +112,13 @@ def _is_elementwise(
     parts = [[g.flatten()[:cut] for g in grads], [g.flatten()[cut:] for g in grads]]
     try:
         split = [
-            _run(face, group, [half], [part], device)[0][0]
+            _run(face, group, [half], [part], device)
             for half, part in zip(halves, parts, strict=True)
         ]
     except Exception:  # an optimizer that refuses flat tensors says so in its own way
         return False
-    return _close(torch.cat(split), whole.flatten())
+    alike = all(same(options, told) for _, _, told in split)
+    return alike and _close(torch.cat([updates[0] for updates, _, _ in split]), whole.flatten())
 
 
 def _run(
@@ -107,10 +127,11 @@ def _run(
     tensors: Sequence[Tensor],
     grads: Sequence[Sequence[Tensor]],
     device: torch.device,
-) -> tuple[list[Tensor], dict[str, Any]]:
-    """A few steps of a fresh copy; returns the updates (on the CPU) and the first one's state."""
+) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
+    """A few steps of a fresh copy; returns the updates (on the CPU), the first one's state, and
+    the group's options afterwards."""
     inner = bare_copy(face)
-    options = settings_of(group) | _visible_rate(group)
+    options = copy.deepcopy(settings_of(group)) | _visible_rate(group)
     params = [torch.nn.Parameter(tensor.clone().to(device)) for tensor in tensors]
     inner.param_groups = [options | {"params": params}]
     for param in params:
@@ -120,7 +141,7 @@ def _run(
             param.grad = own[step].clone().to(device)
         _step(inner)
     updates = [param.detach().cpu() - tensor for param, tensor in zip(params, tensors, strict=True)]
-    return updates, dict(inner.state[params[0]])
+    return updates, dict(inner.state[params[0]]), settings_of(inner.param_groups[0])
 
 
 def _visible_rate(group: dict[str, Any]) -> dict[str, Any]:
@@ -160,6 +181,17 @@ def _initial_state(face: optim.Optimizer, group: dict[str, Any], like: Tensor) -
         else:
             fresh[key] = value
     return fresh
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two options, or dicts of such, are one, numbers to fp32 noise."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.allclose(a.double(), b.double(), equal_nan=True)
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=_TOLERANCE) or (a != a and b != b)
+    return type(a) is type(b) and bool(a == b)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -1,9 +1,14 @@
-"""Parameters, replicated: views of flat buffers, private to each rank."""
+"""Parameters: what a rank holds of them between steps.
+
+Replicated, they are views of flat buffers, private to each rank. `sharded_parameters` has the
+other word of the table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,62 +16,48 @@ from torch import Tensor, nn
 from shardwise.collectives import Collectives, Handle
 from shardwise.errors import BrokenView
 from shardwise.layout import Bucket
+from shardwise.states.held import Held, InMemory
+from shardwise.states.tracked import Tracked
+
+if TYPE_CHECKING:
+    from shardwise.states.sharded_parameters import Slab
 
 
-@dataclass(eq=False)
-class Tracked:
-    """A trainable parameter: its name, itself, and every place in the models that holds it."""
+class Parameters(ABC):
+    """The trainable parameters, laid into buckets.
 
-    name: str
-    parameter: nn.Parameter
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
-
-    @property
-    def alias(self) -> str:
-        return self.name or "a parameter outside of the models"
-
-
-def view_like(flat: Tensor, start: int, like: Tensor) -> Tensor:
-    """The elements of `flat` from `start` on in the shape and memory format of `like`."""
-    strides = torch.empty_like(like, device="meta").stride()
-    return flat.as_strided(like.shape, strides, flat.storage_offset() + start)
-
-
-class ReplicatedParameters:
-    """The trainable parameters as views of one flat buffer per bucket.
-
-    Parameter objects stay the user's own; only what they rest on changes. `flats[b]` is bucket
-    b's buffer, of `buckets[b].numel` elements, zero in its padding.
+    Parameter objects stay the user's own; only what they rest on changes.
     """
 
-    def __init__(
-        self, tracked: Sequence[Tracked], buckets: Sequence[Bucket], group: Collectives
-    ) -> None:
+    def __init__(self, tracked: Sequence[Tracked], buckets: Sequence[Bucket]) -> None:
         self.tracked = tracked
         self.buckets = buckets
-        self._group = group
-        self.flats = [self._adopt(bucket) for bucket in buckets]
-        self._addresses = [t.parameter.data_ptr() for t in tracked]
-        self._dtypes = [t.parameter.dtype for t in tracked]
-        self.remember()
+        self.wide: dict[int, Tensor] = {}
+        """By bucket, starting values of this rank's interval in a wider dtype, to be taken."""
 
-    def _adopt(self, bucket: Bucket) -> Tensor:
-        """Move a bucket's parameters into a buffer, keeping shape, strides and values."""
-        first = self.tracked[bucket.slots[0].parameter].parameter
-        flat = self._group.allocate(bucket.numel, first.dtype, first.device)
-        for slot in bucket.slots:
-            parameter = self.tracked[slot.parameter].parameter
-            view = view_like(flat, slot.start, parameter)
-            view.copy_(parameter.detach())
-            parameter.data = view
-        return flat
+    @property
+    def frozen(self) -> Sequence[Slab]:
+        """The buckets of frozen parameters, where those are laid out too."""
+        return ()
 
+    def kind(self, index: int) -> tuple[torch.dtype, torch.device]:
+        """The dtype of bucket `index`, and the device that computes with it."""
+        first = self.tracked[self.buckets[index].slots[0].parameter]
+        return first.dtype, first.device
+
+    @abstractmethod
+    def part(self, index: int, own: tuple[int, int]) -> Held:
+        """The elements `own` of bucket `index`, which this rank holds between steps."""
+
+    @abstractmethod
     def publish(self, index: int) -> Handle:
-        """Send each rank's updated interval of bucket `index` to all."""
-        return self._group.all_gather(self.flats[index], self.buckets[index].cuts)
+        """Let all ranks have what this rank has updated of bucket `index`."""
 
-    def touch(self) -> None:
-        """Tell autograd that the values changed, so that a stale graph is an error, as in torch."""
+    def meet(self) -> None:  # noqa: B027 (nothing to wait for where memory is private)
+        """Before user code's values are stored: return when no rank reads the old ones."""
+
+    def settle(self) -> None:
+        """Every bucket was published: return when parameters may be used. Collective."""
         torch.autograd.graph.increment_version([t.parameter for t in self.tracked])
         self.remember()
 
@@ -81,23 +72,82 @@ class ReplicatedParameters:
             i for i, (tracked, version) in enumerate(pairs) if tracked.parameter._version != version
         }
 
+    @abstractmethod
     def check(self) -> None:
-        """Raise BrokenView if user code replaced a parameter or what it rests on."""
+        """Raise BrokenView if user code replaced a parameter or what it rests on, or wrote what
+        reaches nothing."""
+
+    @abstractmethod
+    def check_places(self) -> None:
+        """The same, where writing is meant."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give each parameter memory of its own again, so that another layout can take it.
+
+        Collective.
+        """
+
+    @abstractmethod
+    def held_bytes(self, index: int) -> int:
+        """Bytes of bucket `index` that this rank holds between steps."""
+
+    def frozen_bytes(self) -> list[tuple[Sequence[Tracked], int]]:
+        """The buckets of frozen parameters, where those are laid out too: what is in them, and
+        the bytes that this rank holds of them between steps."""
+        return []
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of parameters that this rank holds between steps."""
+        trained = sum(self.held_bytes(index) for index in range(len(self.buckets)))
+        return trained + sum(nbytes for _, nbytes in self.frozen_bytes())
+
+
+class ReplicatedParameters(Parameters):
+    """Each parameter a view of its bucket's flat buffer, for good."""
+
+    def __init__(
+        self, tracked: Sequence[Tracked], buckets: Sequence[Bucket], group: Collectives
+    ) -> None:
+        super().__init__(tracked, buckets)
+        self._group = group
+        self._flats = [self._adopt(index) for index in range(len(buckets))]
+        self._addresses = [t.parameter.data_ptr() for t in tracked]
+        self._dtypes = [t.parameter.dtype for t in tracked]
+        self.remember()
+
+    def _adopt(self, index: int) -> Tensor:
+        """Move a bucket's parameters into a buffer, keeping shape, strides and values."""
+        bucket = self.buckets[index]
+        flat = self._group.allocate(bucket.numel, *self.kind(index))
+        for slot in bucket.slots:
+            tracked = self.tracked[slot.parameter]
+            view = tracked.view(flat, slot.start)
+            view.copy_(tracked.parameter.detach())
+            tracked.parameter.data = view
+        return flat
+
+    def part(self, index: int, own: tuple[int, int]) -> Held:
+        """A part of the flat buffer of bucket `index`."""
+        return InMemory(self._flats[index][own[0] : own[1]])
+
+    def publish(self, index: int) -> Handle:
+        """Send each rank's updated interval of bucket `index` to all."""
+        return self._group.all_gather(self._flats[index], self.buckets[index].cuts)
+
+    def held_bytes(self, index: int) -> int:
+        """The whole bucket."""
+        return self._flats[index].nbytes
+
+    def check(self) -> None:
+        self.check_places()
+
+    def check_places(self) -> None:
         for tracked, address, dtype in zip(
             self.tracked, self._addresses, self._dtypes, strict=True
         ):
-            parameter = tracked.parameter
-            if parameter.data_ptr() != address or parameter.dtype != dtype:
-                raise BrokenView(
-                    f"The storage of {tracked.alias} was replaced after the engine took it over "
-                    f"(it is now {parameter.dtype} on {parameter.device}). Casting or moving a "
-                    "model (.to, .half, .data = ...) belongs before sw.Engine(...); for lower "
-                    "precision use --precision. To write values: "
-                    "with engine.full_parameters(write=True)."
-                )
-            for module, key in tracked.places:
-                if module._parameters.get(key) is not parameter:
-                    raise _replaced(tracked.alias, module, key)
+            check_place(tracked, address, dtype)
 
     def release(self) -> None:
         """Give each parameter memory of its own again, so that another layout can take it."""
@@ -105,6 +155,22 @@ class ReplicatedParameters:
             tracked.parameter.data = tracked.parameter.detach().clone(
                 memory_format=torch.preserve_format
             )
+
+
+def check_place(tracked: Tracked, address: int, dtype: torch.dtype) -> None:
+    """Raise BrokenView unless the parameter lies at `address` and is where it was registered."""
+    parameter = tracked.parameter
+    if parameter.data_ptr() != address or parameter.dtype != dtype:
+        raise BrokenView(
+            f"The storage of {tracked.alias} was replaced after the engine took it over "
+            f"(it is now {parameter.dtype} on {parameter.device}). Casting or moving a "
+            "model (.to, .half, .data = ...) belongs before sw.Engine(...); for lower "
+            "precision use --precision. To write values: "
+            "with engine.full_parameters(write=True)."
+        )
+    for module, key in tracked.places:
+        if module._parameters.get(key) is not parameter:
+            raise _replaced(tracked.alias, module, key)
 
 
 def _replaced(name: str, module: nn.Module, key: str) -> BrokenView:
@@ -117,23 +183,3 @@ def _replaced(name: str, module: nn.Module, key: str) -> BrokenView:
         f"{name} is no longer the parameter that the engine trains: it was replaced, as "
         "load_state_dict(assign=True) does. Load before sw.Engine(...), or without assign=True."
     )
-
-
-def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[Tracked]:
-    """Every parameter of `models`, in registration order, each once, with all its places.
-
-    Names are those of the plain model: what torch.compile puts in front is left out. With
-    several models each name starts with its model's entry of `names`.
-    """
-    found: dict[nn.Parameter, Tracked] = {}
-    for model, prefix in zip(models, names, strict=True):
-        for path, module in model.named_modules(remove_duplicate=True):
-            for key, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                name = ".".join(part for part in (prefix, path, key) if part)
-                tracked = found.setdefault(
-                    parameter, Tracked(name.replace("_orig_mod.", ""), parameter)
-                )
-                tracked.places.append((module, key))
-    return list(found.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,6 +17,12 @@ from shardwise.collectives import Collectives, Handle
 from shardwise.layout import Bucket
 from shardwise.model.precision import NARROW
 from shardwise.placement import Placement
+from shardwise.states.held import Held, InMemory, Span
+from shardwise.states.parameters import Parameters
+from shardwise.states.shelf import Kind, Shelf
+from shardwise.states.squares import Squares
+from shardwise.states.summation import Summation
+from shardwise.states.tally import Tally
 
 IN_FLIGHT = 2
 """Borrowed buffers that may be on their way at once; the oldest is waited for beyond that."""
@@ -31,18 +37,54 @@ class Rest:
     """Where a bucket's gradient rests on this rank.
 
     `own` are the elements whose sum this rank needs: its interval, or all of them. `kept` is the
-    whole buffer where gradients are replicated. `reduced` has the elements `own`: a sum of this
-    step is `awaited` once launched, and there once `settled`.
+    whole buffer where micro-batches add up before they are reduced. `tally` has the elements
+    `own`, of which a sum of this step is `awaited` once launched; `squares` may know its norm, as
+    `told` does where the sum is not where it was made.
     """
 
     index: int
     bucket: Bucket
     own: tuple[int, int]
     kept: Tensor | None
-    reduced: Tensor
-    dtype: torch.dtype
+    tally: Tally
+    kind: tuple[torch.dtype, torch.device]
+    """Of the buffers that gradients are collected in."""
     awaited: bool = False
-    settled: bool = False
+    squares: Squares = field(default_factory=Squares)
+    told: Tensor | None = None
+    sent: Handle = field(default_factory=Handle)
+    """The collective that `kept` went into: others may read it until that is reusable."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank keeps between steps."""
+        return self.tally.nbytes if self.kept is None else self.kept.nbytes
+
+    @property
+    def reduced(self) -> Held:
+        """The reduced gradient of the elements `own`."""
+        return self.tally.total
+
+    @property
+    def in_place(self) -> Tensor | None:
+        """Memory that a sum can come to without a copy."""
+        held = self.tally.levels[0]
+        return held.tensor if self.kept is None and isinstance(held, InMemory) else None
+
+    def take_in(self, part: Tensor) -> Handle:
+        """Add `part`, a sum over the ranks, to this step's.
+
+        `part` may be written again when the handle is `reusable`.
+        """
+        self.told, read = self.tally.take(part)
+        return read
+
+    def clear(self) -> None:
+        """Forget the sum of this step."""
+        self.awaited = False
+        self.tally.clear()
+        self.squares.clear()
+        self.told = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,50 +97,93 @@ class _Flying:
     arrived: bool
 
 
+@dataclass(frozen=True, eq=False)
+class _Spare:
+    """A buffer that nobody has borrowed; it may still be read for `last`."""
+
+    buffer: Tensor
+    last: Sequence[Handle] = ()
+
+    def reusable(self) -> None:
+        """Return when it may be written."""
+        for handle in self.last:
+            handle.reusable()
+
+
 class Reduction:
     """The collectives of a step's gradients: all-reduce, or reduce-scatter where the optimizer
     state is sharded. Every rank launches the same buckets in the same order."""
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
-        flats: Sequence[Tensor],
+        parameters: Parameters,
         placement: Placement,
         group: Collectives,
+        shelf: Shelf,
+        summation: Summation,
         *,
         exact_sum: bool,
     ) -> None:
         self._group = group
         self._exact_sum = exact_sum
+        self._summation = summation
         self._scatter = placement.is_sharded("optimizer")
         self._flight: deque[_Flying] = deque()
-        self._pool: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        sharded = placement.is_sharded("gradients")
-        self.rests = [
-            self._rest(index, bucket, flat, sharded)
-            for index, (bucket, flat) in enumerate(zip(buckets, flats, strict=True))
-        ]
+        self._parameters = parameters
+        self._pool: dict[tuple[torch.dtype, torch.device], deque[_Spare]] = {}
+        # By the address of a buffer and the bucket in it; as long as the buffer is ours.
+        self._views: dict[int, dict[int, list[Tensor]]] = {}
+        self._out = self._most_out = 0
+        borrowed = summation.in_tree or placement.is_sharded("gradients")
+        self.rests = self._rests(parameters, shelf, borrowed=borrowed)
 
-    def _rest(self, index: int, bucket: Bucket, flat: Tensor, sharded: bool) -> Rest:
-        own = bucket.interval(self._group.rank) if self._scatter else (0, bucket.numel)
-        length = own[1] - own[0] if sharded else bucket.numel
-        memory = self._group.allocate(length, flat.dtype, flat.device)
-        if sharded:
-            return Rest(index, bucket, own, None, memory, flat.dtype)
-        return Rest(index, bucket, own, memory, memory[own[0] : own[1]], flat.dtype)
+    def _rests(self, parameters: Parameters, shelf: Shelf, *, borrowed: bool) -> list[Rest]:
+        """Room for every bucket's gradient, whole unless it is `borrowed` for each backward."""
+        buckets, rank = parameters.buckets, self._group.rank
+        kinds = [parameters.kind(index) for index in range(len(buckets))]
+        owns = [b.interval(rank) if self._scatter else (0, b.numel) for b in buckets]
+        if borrowed:
+            wide = [(torch.float32 if d in NARROW else d, where) for d, where in kinds]
+            if self._summation.in_tree and self._exact_sum:
+                kinds = wide  # rounded to 16 bits in between, sums would depend on where that is
+            # On a disk 16-bit sums are kept as wide as they will be needed.
+            tallies = self._tallies(owns, shelf, wide if shelf.on_disk else kinds)
+            places = zip(buckets, owns, [None] * len(buckets), tallies, kinds, strict=True)
+            return [Rest(index, *place) for index, place in enumerate(places)]
+        rests = []
+        for index, (bucket, own, kind) in enumerate(zip(buckets, owns, kinds, strict=True)):
+            kept = self._group.allocate(bucket.numel, *kind)
+            tally = Tally([InMemory(kept[slice(*own)])], (), kind[1])
+            rests.append(Rest(index, bucket, own, kept, tally, kind))
+        return rests
+
+    def _tallies(self, owns: Sequence[Span], shelf: Shelf, kinds: Sequence[Kind]) -> list[Tally]:
+        """Room for the elements `owns` of every bucket, level by level of the tree."""
+        fan_ins = self._summation.fan_ins
+        depth = max(len(fan_ins), 1)
+        lengths = [end - first for first, end in owns for _ in range(depth)]
+        each = [kind for kind in kinds for _ in range(depth)]
+        helds = iter(shelf.make("gradients", lengths, each, width=min(depth, 2)))
+        return [Tally([next(helds) for _ in range(depth)], fan_ins, kind[1]) for kind in kinds]
 
     def launch(self, rest: Rest, buffer: Tensor) -> None:
         """Start to reduce `buffer`, a bucket's gradients of this rank."""
         # The first sum of a step goes straight to where it rests.
-        into = rest.reduced if buffer is not rest.kept and not rest.awaited else None
+        into = rest.in_place if not rest.awaited else None
+        rest.squares.announce()
+        exact, tree = self._exact_sum, self._summation.in_tree
+        each = rest.squares.add if self._summation.measure is None else None
         if self._scatter:
             handle = self._group.reduce_scatter(
-                buffer, rest.bucket.cuts, into=into, exact_sum=self._exact_sum
+                buffer, rest.bucket.cuts, into=into, exact_sum=exact, tree=tree, each=each
             )
         else:
-            handle = self._group.all_reduce(buffer, exact_sum=self._exact_sum)
+            handle = self._group.all_reduce(buffer, exact_sum=exact, tree=tree, each=each)
         rest.awaited = True
-        self._flight.append(_Flying(rest, buffer, handle, into is not None and self._scatter))
+        if buffer is rest.kept:
+            rest.sent = handle
+        arrived = buffer is rest.kept or (into is not None and self._scatter)
+        self._flight.append(_Flying(rest, buffer, handle, arrived))
         if len(self._flight) > LAG:
             self._flight[-1 - LAG].handle.advance()
 
@@ -113,14 +198,14 @@ class Reduction:
         flying = self._flight.popleft()
         flying.handle.wait()
         rest, buffer = flying.rest, flying.buffer
+        read: list[Handle] = []
+        if flying.arrived:
+            rest.tally.arrived()
+        else:
+            rest.sent.reusable()  # another rank may still copy the first sum out of `kept`
+            read = [rest.take_in(buffer[rest.own[0] : rest.own[1]])]
         if buffer is not rest.kept:
-            part = buffer[rest.own[0] : rest.own[1]]
-            if rest.settled:
-                rest.reduced.add_(part)
-            elif not flying.arrived:
-                rest.reduced.copy_(part)
-            self.give_back(buffer)
-        rest.settled = True
+            self.give_back(buffer, flying.handle, *read)
         return rest
 
     def widen(self) -> None:
@@ -133,34 +218,66 @@ class Reduction:
             if rest.reduced.dtype not in NARROW:
                 continue
             if rest.kept is None:
-                rest.reduced = rest.reduced.float()
+                rest.tally.widen()
             else:
                 rest.kept = rest.kept.float()
-                rest.reduced = rest.kept[rest.own[0] : rest.own[1]]
+                mine = InMemory(rest.kept[rest.own[0] : rest.own[1]])
+                rest.tally = Tally([mine], (), rest.kind[1])
+        self._views.clear()
 
     def clear(self) -> None:
-        """Forget the sums of this step."""
+        """Forget the sums of this step, once no other rank reads a kept buffer any more.
+
+        After a step's exchange that is known without waiting: no rank comes to it before it has
+        read all that it needs, and messages of one rank keep their order. A step that was
+        abandoned has no exchange, and waits here.
+        """
+        self._trim()
         for rest in self.rests:
-            rest.awaited = rest.settled = False
+            rest.sent.reusable()
+            rest.clear()
+
+    def _trim(self) -> None:
+        """Keep as many buffers as this step had out at once: the first needs more than others."""
+        for spares in self._pool.values():
+            while len(spares) > max(self._most_out, IN_FLIGHT):
+                spare = spares.popleft()
+                spare.reusable()
+                self._views.pop(spare.buffer.data_ptr(), None)
+        self._most_out = self._out
+
+    def views(self, rest: Rest, buffer: Tensor) -> list[Tensor]:
+        """By slot of the bucket, its part of `buffer`, a kept or a borrowed one."""
+        by_bucket = self._views.setdefault(buffer.data_ptr(), {})
+        if rest.index not in by_bucket:
+            by_bucket[rest.index] = [
+                self._parameters.tracked[slot.parameter].view(buffer, slot.start)
+                for slot in rest.bucket.slots
+            ]
+        return by_bucket[rest.index]
 
     def borrow(self, rest: Rest) -> Tensor:
         """A buffer of the bucket's length, with anything in it."""
         while sum(f.buffer is not f.rest.kept for f in self._flight) >= IN_FLIGHT:
             self._settle_oldest()
-        kind = (rest.dtype, rest.reduced.device)
-        spare = self._pool.setdefault(kind, [])
-        if not spare:
-            alike = [r for r in self.rests if (r.dtype, r.reduced.device) == kind]
-            spare.append(self._group.allocate(max(r.bucket.numel for r in alike), *kind))
-        return spare.pop()[: rest.bucket.numel]
+        spares = self._pool.setdefault(rest.kind, deque())
+        if not spares:
+            longest = max(r.bucket.numel for r in self.rests if r.kind == rest.kind)
+            spares.append(_Spare(self._group.allocate(longest, *rest.kind)))
+        self._out += 1
+        self._most_out = max(self._out, self._most_out)
+        spare = spares.popleft()
+        spare.reusable()
+        return spare.buffer[: rest.bucket.numel]
 
-    def give_back(self, buffer: Tensor) -> None:
-        """Return what `borrow` gave."""
+    def give_back(self, buffer: Tensor, *last: Handle) -> None:
+        """Return what `borrow` gave; `last` are the collective and the copy that it was in."""
+        self._out -= 1
         whole = buffer if buffer._base is None else buffer._base
-        self._pool[(buffer.dtype, buffer.device)].append(whole)
+        kind = (buffer.dtype, buffer.device)
+        self._pool[kind].append(_Spare(whole, last))
 
     @property
     def state_bytes(self) -> int:
         """Bytes of gradient that this rank keeps between steps."""
-        kept = (rest.kept if rest.kept is not None else rest.reduced for rest in self.rests)
-        return sum(memory.numel() * memory.element_size() for memory in kept)
+        return sum(rest.nbytes for rest in self.rests)

@@ -1,0 +1,128 @@
+"""`shardwise checkpoint inspect|verify|export PATH`: the commands, as tables.
+
+Nothing of torch is imported before a command runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from shardwise.checkpoint.tools import Line
+
+NOT_WHOLE = 1
+"""The exit code of `verify` for a checkpoint that is not what was written."""
+
+
+@click.group(short_help="Look at a checkpoint, check it, or hand it on.")
+def checkpoint() -> None:
+    """Look at a checkpoint, check it, or hand it on.
+
+    PATH is the folder of a step, or that of a run's checkpoints, of which the newest is taken.
+    """
+
+
+def _told(command: Callable[..., int]) -> Callable[..., int]:
+    """Let errors of ours be lines, not tracebacks."""
+
+    @wraps(command)
+    def run(*args: Any, **options: Any) -> int:
+        try:
+            return command(*args, **options)
+        except CheckpointError as error:
+            raise click.ClickException(str(error)) from error
+
+    return run
+
+
+_PATH = click.argument("path", type=click.Path(path_type=Path))
+
+
+@checkpoint.command(short_help="Say what is in it.")
+@_PATH
+@_told
+def inspect(path: Path) -> int:
+    """Say what is in it: step, optimizers, and every tensor."""
+    from rich.console import Console
+
+    from shardwise.checkpoint.tools import Opened, summary
+
+    console = Console()
+    with Opened(path) as opened:
+        for name, value in summary(opened).items():
+            console.print(f"{name:>10}  {value}", highlight=False, markup=False, soft_wrap=True)
+        lines = list(opened.lines())
+        console.print(_table(lines))
+        for kind in opened.sets:
+            several = [line for line in lines if line.kind == kind]
+            size = sum(line.spec.nbytes for line in several)
+            console.print(f"{kind:>10}  {len(several)} tensors, {size:,} bytes", highlight=False)
+    return 0
+
+
+@checkpoint.command(short_help="Read all of it, and compare the checksums.")
+@_PATH
+@_told
+def verify(path: Path) -> int:
+    """Read all of it and compare the checksums; 1 if anything is not what was written."""
+    from rich.console import Console
+
+    from shardwise.checkpoint.tools import Opened
+
+    console, wrong, count = Console(), [], 0
+    with Opened(path) as opened:
+        with console.status("reading"):
+            for line, good in opened.checked():
+                count += 1
+                if not good:
+                    wrong.append(line)
+        missing = opened.missing()
+        for name in missing:
+            console.print(f"missing     {name}", highlight=False, markup=False)
+        if wrong:
+            console.print(_table(wrong, "Not what was written"))
+        good = not wrong and not missing
+        said = "all as written" if good else f"{len(wrong)} wrong, {len(missing)} missing"
+        console.print(f"{opened.path}: {count} tensors, {said}", highlight=False, soft_wrap=True)
+    return 0 if good else NOT_WHOLE
+
+
+@checkpoint.command(short_help="Write the model as one plain file.")
+@_PATH
+@click.argument("to", type=click.Path(path_type=Path))
+@click.option("--average", is_flag=True, help="the moving average of the weights instead")
+@_told
+def export(path: Path, to: Path, average: bool) -> int:
+    """Write the model as one plain file: TO ends in .safetensors or .pt."""
+    from shardwise.checkpoint.tools import export as write
+
+    count = write(path, to, "average" if average else "model")
+    click.echo(f"{to}: {count} tensors")
+    return 0
+
+
+def _table(lines: Iterable[Line], title: str | None = None) -> Table:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    drawn = Table(box=SIMPLE, title=title, title_justify="left")
+    for column in ("set", "tensor", "dtype", "shape"):
+        drawn.add_column(column, overflow="fold")
+    drawn.add_column("bytes", justify="right", no_wrap=True)
+    drawn.add_column("CRC-32", no_wrap=True)
+    for line in lines:
+        spec = line.spec
+        shape = " x ".join(map(str, spec.shape)) or "-"
+        drawn.add_row(
+            line.kind, spec.name, spec.dtype, shape, f"{spec.nbytes:,}", line.checksum or "-"
+        )
+    return drawn

@@ -1,0 +1,181 @@
+"""Folders of checkpoints: which are complete, and how one becomes so at a single moment.
+
+checkpoints/
+├── step-100/            complete: it has its name
+├── .step-200.partial/   being written; gets its name when all of it is on the disk
+├── .step-100.replaced/  the older of two of one step, until the newer has its name
+└── .step-50.gone/       being removed
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import CheckpointError
+
+DOCUMENT = "checkpoint.json"
+"""What a complete checkpoint has beside its tensors."""
+
+_REFUSED = frozenset(
+    {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ESPIPE, errno.EPERM, errno.EIO}
+)
+"""What file systems say to a write at an offset that they do not know."""
+
+_STEP = re.compile(r"step-(\d+)")
+_HIDDEN = re.compile(r"\.step-(\d+)\.(partial|replaced|gone)")
+
+
+@dataclass(frozen=True, order=True)
+class Found:
+    """A complete checkpoint."""
+
+    step: int
+    path: Path
+
+
+def complete(folder: Path) -> list[Found]:
+    """The complete checkpoints in `folder`, oldest step first."""
+    if not folder.is_dir():
+        return []
+    found: dict[int, Path] = {}
+    for path in folder.iterdir():
+        named, hidden = _STEP.fullmatch(path.name), _HIDDEN.fullmatch(path.name)
+        if not (path / DOCUMENT).is_file():
+            continue
+        if named:
+            found[int(named[1])] = path
+        elif hidden and hidden[2] == "replaced":
+            # A save of the same step was killed between its two renames.
+            found.setdefault(int(hidden[1]), path)
+    return [Found(step, found[step]) for step in sorted(found)]
+
+
+class Draft:
+    """A checkpoint of `step` on its way to `final`; `path` is where it is meanwhile.
+
+    For one process: the main rank. What the others need is `path`, as the main rank has it after
+    `begin`: where the folder's file system takes no writes at an offset, as those over object
+    stores do, the ranks of one host write to a temporary folder, and rank 0 copies from there.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder = folder
+        self.step = step
+        self.final = folder / f"step-{step}"
+        self.path = self._partial = folder / f".step-{step}.partial"
+        self._replaced = folder / f".step-{step}.replaced"
+
+    def begin(self, nbytes: int) -> None:
+        """Make the folder, with room for `nbytes`; sweep what killed runs have left.
+
+        Raises CheckpointError where the disk has less free, OSError where it cannot be written.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        status = os.statvfs(self.folder)
+        free = status.f_bavail * status.f_frsize
+        if nbytes > free:
+            raise CheckpointError(
+                f"A checkpoint in {self.folder} takes {nbytes:,} bytes, and {free:,} are free "
+                "there. Make room, keep fewer checkpoints, or save on another disk."
+            )
+        self._partial.mkdir()
+        if not _takes_offsets(self._partial):
+            self.path = Path(tempfile.mkdtemp(prefix="shardwise-checkpoint-"))
+
+    def finish(self, documents: Mapping[str, bytes]) -> None:
+        """Write the small files, give the checkpoint its name, and see that all is on the disk.
+
+        An older one of the same step is there until then. Raises OSError.
+        """
+        if self.path != self._partial:
+            for path in sorted(self.path.iterdir()):
+                _copy(path, self._partial / path.name)
+        for name, data in documents.items():
+            _write(self._partial / name, data)
+        sync(self._partial)
+        if self.final.exists():
+            self.final.rename(self._replaced)
+        self._partial.rename(self.final)
+        sync(self.folder)
+        self._remove(self._replaced)
+        if self.path != self._partial:
+            shutil.rmtree(self.path)
+
+    def discard(self) -> None:
+        """Forget the draft; what is complete stays."""
+        for path in {self.path, self._partial}:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def prune(self, keep: int) -> None:
+        """Of the checkpoints up to this step, leave the newest `keep`."""
+        older = [found for found in complete(self.folder) if found.step <= self.step]
+        for found in older[:-keep]:
+            gone = self.folder / f".step-{found.step}.gone"
+            self._remove(gone)
+            found.path.rename(gone)
+            self._remove(gone)
+
+    def _sweep(self) -> None:
+        for path in self.folder.iterdir():
+            hidden = _HIDDEN.fullmatch(path.name)
+            if not hidden:
+                continue
+            named = self.folder / f"step-{hidden[1]}"
+            if hidden[2] == "replaced" and not named.exists():
+                path.rename(named)
+            else:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        if path.exists():
+            shutil.rmtree(path)
+
+
+def sync(path: Path) -> None:
+    """Return when what stands in folder `path` is on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _takes_offsets(folder: Path) -> bool:
+    """Whether a file in `folder` can be written at any place."""
+    path = folder / ".probe"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, 2)
+        os.pwrite(fd, b"1", 1)
+        os.pwrite(fd, b"0", 0)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        return False
+    finally:
+        os.close(fd)
+        path.unlink()
+    return True
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file from its beginning to its end, onto the disk."""
+    with source.open("rb") as data, target.open("wb") as file:
+        shutil.copyfileobj(data, file, 8 * 2**20)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,244 @@
+"""The files of a checkpoint that hold tensors: safetensors, laid out and read by the letter. Pure.
+
+    | 8 bytes: length n | n bytes: JSON, padded with spaces | the tensors, end to end |
+
+Tensors come by falling size of their elements, so that each starts at a multiple of that size.
+docs/checkpoint_format.md is the specification.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import BrokenCheckpoint
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+"""The dtypes that safetensors knows, with the bytes of an element."""
+
+LONGEST_HEADER = 100_000_000
+"""Bytes; the stock library reads no longer one either."""
+
+MOST_DIMS = 64
+"""Of a tensor: torch has no more either."""
+
+_LENGTH = 8
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor as a file names it; `dtype` is a key of ITEM_BYTES."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor in a file: bytes [begin, end), counted from the beginning of the file."""
+
+    spec: TensorSpec
+    file: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """One file, before or after it was written: `header` are its first bytes."""
+
+    name: str
+    header: bytes
+    tensors: Mapping[str, Placed]
+    metadata: Mapping[str, str]
+    nbytes: int
+
+
+def lay_out(
+    stem: str, specs: Iterable[TensorSpec], *, limit: int, aliases: Mapping[str, str]
+) -> list[TensorFile]:
+    """The files `stem`.safetensors, or several where one would be longer than `limit` bytes.
+
+    `aliases` are further names of tensors, by the name under which each is written; they stand in
+    the metadata, as safetensors' own `save_model` puts them there. A tensor that is longer than
+    the limit has a file of its own.
+    """
+    ordered = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
+    groups: list[list[TensorSpec]] = [[]]
+    held = 0
+    for spec in ordered:
+        if groups[-1] and held + spec.nbytes > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(spec)
+        held += spec.nbytes
+    names = file_names(stem, len(groups))
+    return [_file(name, group, aliases) for name, group in zip(names, groups, strict=True)]
+
+
+def file_names(stem: str, count: int) -> list[str]:
+    """The names of the files of a set, as Hugging Face's readers expect them."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def index_name(stem: str) -> str:
+    """The name of the index of a set that is split."""
+    return f"{stem}.safetensors.index.json"
+
+
+def index(files: Sequence[TensorFile]) -> dict[str, Any]:
+    """Which file of a split set holds which tensor."""
+    placed = {name: each for file in files for name, each in file.tensors.items()}
+    total = sum(each.spec.nbytes for each in placed.values())
+    return {
+        "metadata": {"total_size": total},
+        "weight_map": {name: placed[name].file for name in sorted(placed)},
+    }
+
+
+def _file(name: str, specs: Sequence[TensorSpec], aliases: Mapping[str, str]) -> TensorFile:
+    held = {spec.name for spec in specs}
+    metadata = {"format": "pt"} | {a: kept for a, kept in sorted(aliases.items()) if kept in held}
+    table: dict[str, Any] = {_METADATA: metadata}
+    ends, offset = [], 0
+    for spec in specs:
+        ends.append((offset, offset + spec.nbytes))
+        table[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": list(ends[-1]),
+        }
+        offset += spec.nbytes
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = _LENGTH + len(text)
+    tensors = {
+        spec.name: Placed(spec, name, start + begin, start + end)
+        for spec, (begin, end) in zip(specs, ends, strict=True)
+    }
+    header = len(text).to_bytes(_LENGTH, "little") + text
+    return TensorFile(name, header, tensors, metadata, start + offset)
+
+
+# -- reading --------------------------------------------------------------------------------
+
+
+def header_length(first: bytes, nbytes: int, name: str) -> int:
+    """Bytes of the JSON of a file of `nbytes` that begins with `first`, its first 8 bytes.
+
+    Raises BrokenCheckpoint for what cannot be.
+    """
+    if len(first) < _LENGTH or nbytes < _LENGTH:
+        raise _broken(name, f"it ends after {nbytes} bytes, before its header")
+    length = int.from_bytes(first[:_LENGTH], "little")
+    if length > LONGEST_HEADER:
+        raise _broken(name, f"its header claims {length} bytes, above {LONGEST_HEADER}")
+    if _LENGTH + length > nbytes:
+        raise _broken(name, f"its header claims {length} bytes and the file has {nbytes}")
+    return length
+
+
+def parse(header: bytes, nbytes: int, name: str) -> TensorFile:
+    """The table of a file of `nbytes`, whose first bytes are `header` (length and JSON).
+
+    Raises BrokenCheckpoint unless the tensors fill the file from the header to its end, each of
+    the bytes that its shape asks for, without holes or overlap.
+    """
+    table = _table(header[_LENGTH:], name)
+    metadata = table.pop(_METADATA, {})
+    if not _is_text(metadata):
+        raise _broken(name, "its metadata is not a map of text to text")
+    start = len(header)
+    found = [_placed(key, value, name, start) for key, value in table.items()]
+    found.sort(key=lambda placed: (placed.begin, placed.end))
+    reached = start
+    for placed in found:
+        if placed.begin != reached:
+            fault = "overlaps the one before" if placed.begin < reached else "leaves a hole before"
+            raise _broken(name, f"tensor {placed.spec.name!r} {fault} it, at byte {placed.begin}")
+        reached = placed.end
+    if reached != nbytes:
+        told = "is cut short" if reached > nbytes else "has bytes that belong to no tensor"
+        raise _broken(name, f"it {told}: its tensors end at byte {reached} of {nbytes}")
+    return TensorFile(name, header, {p.spec.name: p for p in found}, metadata, nbytes)
+
+
+def _table(text: bytes, name: str) -> dict[str, Any]:
+    if not text.startswith(b"{"):
+        raise _broken(name, "its header does not begin with {")
+    try:
+        table = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
+    except RecursionError as error:
+        raise _broken(name, "its header is nested too deeply") from error
+    except ValueError as error:
+        raise _broken(name, f"its header is no JSON ({error})") from error
+    assert isinstance(table, dict), "text that begins with { is a map"
+    return table
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is in it twice")
+    return table
+
+
+def _is_text(metadata: Any) -> bool:
+    return isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+
+
+def _placed(key: str, value: Any, name: str, start: int) -> Placed:
+    """One entry of a header, checked by itself."""
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise _broken(name, f"tensor {key!r} has not just dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise _broken(name, f"tensor {key!r} has the dtype {dtype!r}, which is not known")
+    if not _are_counts(shape) or len(shape) > MOST_DIMS:
+        raise _broken(name, f"tensor {key!r} has the shape {str(shape)[:100]}")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _broken(name, f"tensor {key!r} has the data_offsets {offsets!r}")
+    spec = TensorSpec(key, dtype, tuple(shape))
+    if offsets[1] - offsets[0] != spec.nbytes:
+        raise _broken(
+            name,
+            f"tensor {key!r} has {offsets[1] - offsets[0]} bytes, and {dtype} of the shape "
+            f"{shape} takes {spec.nbytes}",
+        )
+    return Placed(spec, name, start + offsets[0], start + offsets[1])
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63 for v in values
+    )
+
+
+def _broken(name: str, fault: str) -> BrokenCheckpoint:
+    return BrokenCheckpoint(
+        f"{name} is no whole safetensors file: {fault}. Take another checkpoint, or a fresh copy "
+        "of this file."
+    )

@@ -1,0 +1,95 @@
+"""Values of schedulers, loaders and optimizers as JSON, and back: exactly, and never as code.
+
+JSON's own values stand for themselves. What it does not know is a map of one key that begins with
+a dollar sign:
+
+    {"$tuple": [...]}                       {"$map": [[key, value], ...]}
+    {"$counter": [[key, count], ...]}       {"$float": "nan"}
+    {"$tensor": {"dtype": "F32", "shape": [], "values": [3.0]}}
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.dtypes import from_name, name_of
+from shardwise.errors import BrokenCheckpoint
+
+LARGEST = 64
+"""Elements of a tensor that may stand in JSON."""
+
+
+class NotPlain(TypeError):
+    """A value that has no place in JSON; says what it is."""
+
+
+def encode(value: Any) -> Any:
+    """`value` as JSON knows it. Raises NotPlain for a type that is not listed above."""
+    if value is None or isinstance(value, bool | str) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, Tensor):
+        return _encode_tensor(value)
+    if type(value) is list:
+        return [encode(each) for each in value]
+    if type(value) is tuple:
+        return {"$tuple": [encode(each) for each in value]}
+    if type(value) is Counter:
+        return {"$counter": [[encode(k), n] for k, n in value.items()]}
+    if type(value) in (dict, OrderedDict, defaultdict):
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: encode(each) for key, each in value.items()}
+        return {"$map": [[encode(k), encode(v)] for k, v in value.items()]}
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        return encode(value.item())
+    raise NotPlain(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _encode_tensor(value: Tensor) -> Any:
+    if value.numel() > LARGEST or value.is_complex() or value.is_quantized:
+        raise NotPlain(f"a tensor of the shape {tuple(value.shape)} and {value.dtype}")
+    values = value.detach().cpu().flatten().tolist()
+    return {
+        "$tensor": {
+            "dtype": name_of(value.dtype),
+            "shape": list(value.shape),
+            "values": [encode(each) for each in values],
+        }
+    }
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given. Raises BrokenCheckpoint for what it cannot have made."""
+    if isinstance(value, list):
+        return [decode(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1 and (key := next(iter(value))).startswith("$"):
+        try:
+            return _DECODERS[key](value[key])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise BrokenCheckpoint(
+                f"A value in checkpoint.json is none that was written: {str(value)[:80]}. Take "
+                "another checkpoint."
+            ) from error
+    return {key: decode(each) for key, each in value.items()}
+
+
+def _decode_tensor(told: Any) -> Tensor:
+    values = [decode(each) for each in told["values"]]
+    return torch.tensor(values, dtype=from_name(told["dtype"])).reshape(told["shape"])
+
+
+_DECODERS: dict[str, Any] = {
+    "$tuple": lambda told: tuple(decode(each) for each in told),
+    "$float": float,
+    "$counter": lambda told: Counter({decode(key): count for key, count in told}),
+    "$map": lambda told: {decode(key): decode(each) for key, each in told},
+    "$tensor": _decode_tensor,
+}

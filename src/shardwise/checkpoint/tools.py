@@ -1,0 +1,131 @@
+"""What can be done with a checkpoint without a run: look at it, check it, hand it on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import document
+from shardwise.checkpoint.folders import DOCUMENT, complete
+from shardwise.checkpoint.format import TensorSpec
+from shardwise.checkpoint.reader import Safetensors, open_set
+from shardwise.errors import BrokenCheckpoint, CheckpointError
+
+
+@dataclass(frozen=True)
+class Line:
+    """A tensor of a checkpoint: the set and the file that hold it, and its CRC-32 as written."""
+
+    kind: str
+    spec: TensorSpec
+    file: str
+    checksum: str
+
+
+class Opened:
+    """A checkpoint's fields and its tensors; a context manager.
+
+    `path` is the folder of a step, or one of several steps, of which the newest is taken. Raises
+    CheckpointError where there is none, BrokenCheckpoint where a file of it is not whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        steps = [] if (path / DOCUMENT).is_file() else complete(path)
+        self.path = steps[-1].path if steps else path
+        self.fields = document.load(self.path)
+        self._stack = ExitStack()
+        self.sets: dict[str, Safetensors] = {}
+        with ExitStack() as opening:
+            for kind, names in self.fields["sets"].items():
+                self.sets[kind] = opening.enter_context(closing(open_set(self.path, names)))
+            self._stack = opening.pop_all()
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def lines(self) -> Iterator[Line]:
+        """Every tensor, by name within its set."""
+        for kind, tensors in self.sets.items():
+            for name in sorted(tensors.specs):
+                written = self.fields["checksums"].get(kind, {}).get(name, "")
+                yield Line(kind, tensors.specs[name], tensors.file_of(name), written)
+
+    def checked(self) -> Iterator[tuple[Line, bool]]:
+        """Every tensor, and whether its bytes are those that were written."""
+        for line in self.lines():
+            yield line, self.sets[line.kind].checksum(line.spec.name) == line.checksum
+
+    def missing(self) -> list[str]:
+        """Tensors that have a checksum and are in no file."""
+        return [
+            f"{kind}: {name}"
+            for kind, sums in self.fields["checksums"].items()
+            for name in sums
+            if kind not in self.sets or name not in self.sets[kind].specs
+        ]
+
+
+def export(path: Path, to: Path, kind: str = "model") -> int:
+    """Write the tensors of set `kind` as one plain .safetensors or .pt file; returns how many.
+
+    Raises CheckpointError for another ending, or where the checkpoint has no such set.
+    """
+    if to.suffix not in (".safetensors", ".pt"):
+        raise CheckpointError(
+            f"{to} ends in {to.suffix or 'nothing'}: an export ends in .safetensors or .pt."
+        )
+    with Opened(path) as opened:
+        if kind not in opened.sets:
+            raise CheckpointError(
+                f"{opened.path} has no {kind}: it has {', '.join(sorted(opened.sets))}."
+            )
+        tensors = opened.sets[kind]
+        values = {name: tensors.whole(name) for name in sorted(tensors.specs)}
+        _check_all(opened, kind, values)
+        aliases = {k: v for k, v in tensors.metadata.items() if v in values}
+        aside = to.with_name(f".{to.name}.partial")
+        try:
+            if to.suffix == ".pt":
+                torch.save(
+                    values | {alias: values[first] for alias, first in aliases.items()}, aside
+                )
+            else:
+                safetensors.torch.save_file(values, aside, {"format": "pt"} | aliases)
+            aside.replace(to)
+        finally:
+            aside.unlink(missing_ok=True)
+        return len(values)
+
+
+def _check_all(opened: Opened, kind: str, values: dict[str, Tensor]) -> None:
+    """Raise BrokenCheckpoint rather than hand on what was not written."""
+    for line, good in opened.checked():
+        if line.kind == kind and not good:
+            raise BrokenCheckpoint(
+                f"{line.spec.name} in {opened.path / line.file} is not what was written: its "
+                f"CRC-32 is not {line.checksum}. Take another checkpoint."
+            )
+    assert values.keys() == opened.sets[kind].specs.keys()
+
+
+def summary(opened: Opened) -> dict[str, Any]:
+    """What a person asks first."""
+    fields = opened.fields
+    written = fields["written_by"]
+    return {
+        "step": fields["step"],
+        "seed": fields["seed"],
+        "optimizers": ", ".join(str(each.get("class")) for each in fields["optimizers"]),
+        "tracked": ", ".join(sorted(fields["tracked"])) or "nothing",
+        "written by": ", ".join(f"{key} {value}" for key, value in written.items()),
+    }

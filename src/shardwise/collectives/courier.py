@@ -1,0 +1,88 @@
+"""A thread that waits for Gloo's messages, so that nobody else has to.
+
+Gloo moves bytes in threads of its own but tells of their arrival only to who waits. A rank that
+waited itself would keep back what others need of it meanwhile, and ranks could wait for each other
+in a circle. So the courier waits, goes on with what comes next, and rings a bell that wakes the
+rank.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from shardwise.collectives.mesh import Watch
+
+PATIENCE = 2.0
+"""Seconds that the last messages get to come to an end when their group has been left."""
+
+
+class Trip:
+    """Messages on their way; once `is_over`, all have come, or `error` says why not."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self.error: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def end(self, error: Exception | None) -> None:
+        """Let it be over."""
+        self.error = error
+        self._over.set()
+
+    def wait(self) -> None:
+        """Return when it is over; raises its error."""
+        self._over.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Courier:
+    """Makes trips one after the other, and wakes who looks at `watch`, where one is given."""
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        self._watch = watch
+        self._bell = -1
+        if watch is not None:
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            watch.hear(self._bell)
+        self._begun: SimpleQueue[tuple[Trip, Callable[[], None]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def follow(self, wait: Callable[[], None]) -> Trip:
+        """A trip that is over when `wait` has returned, or raised."""
+        if self._thread is None:
+            # A daemon, since the end of a process must not wait for a rank that never comes.
+            self._thread = threading.Thread(target=self._run, name="shardwise-courier", daemon=True)
+            self._thread.start()
+        trip = Trip()
+        self._begun.put((trip, wait))
+        return trip
+
+    def close(self) -> None:
+        """End the thread. Trips that are under way have been cut off, or end by themselves."""
+        self._begun.put(None)
+        if self._thread is not None:
+            self._thread.join(PATIENCE)
+        if self._watch is not None:
+            self._watch.leave(self._bell)
+            self._watch = None
+            if self._thread is None or not self._thread.is_alive():
+                os.close(self._bell)
+
+    def _run(self) -> None:
+        while (begun := self._begun.get()) is not None:
+            trip, wait = begun
+            try:
+                wait()
+            except Exception as error:  # raised again where the rank waits
+                trip.end(error)
+            else:
+                trip.end(None)
+            if self._watch is not None:
+                os.eventfd_write(self._bell, 1)

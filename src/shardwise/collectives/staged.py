@@ -1,0 +1,130 @@
+"""A transport of CPU tensors, for ranks whose tensors are on an accelerator.
+
+Every verb copies down, runs, and copies up:
+
+    launch   device -> host; the inner collective starts
+    wait     the inner collective ends; host -> device, on the present stream
+
+Launching waits for the device, so nothing goes on beside backward: this is for ranks that share
+an accelerator, in tests and for trying things out, and not for speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives.base import Collectives, Cuts, Each, Handle
+from shardwise.collectives.wire import interval
+
+
+class Staged(Collectives):
+    """`inner` for the tensors of `device`, through memory of the host; other tensors go to it
+    as they are. `gather_rows` and `small_device` are the inner ones: small vectors on the CPU."""
+
+    def __init__(self, inner: Collectives, device: torch.device) -> None:
+        super().__init__(inner.rank, inner.size)
+        self.name = f"{inner.name} through the host"
+        self._inner = inner
+        self._device = device
+
+    def all_reduce(
+        self,
+        buffer: Tensor,
+        *,
+        exact_sum: bool = True,
+        tree: bool = False,
+        each: Each | None = None,
+    ) -> Handle:
+        if self._is_for_inner(buffer):
+            return self._inner.all_reduce(buffer, exact_sum=exact_sum, tree=tree, each=each)
+        host = self._down(buffer)  # where its squares are wanted is the device: `each` stays out
+        handle = self._inner.all_reduce(host, exact_sum=exact_sum, tree=tree)
+        return _then(handle, lambda: _up(host, buffer))
+
+    def reduce_scatter(
+        self,
+        buffer: Tensor,
+        cuts: Cuts,
+        *,
+        into: Tensor | None = None,
+        exact_sum: bool = True,
+        tree: bool = False,
+        each: Each | None = None,
+    ) -> Handle:
+        if self._is_for_inner(buffer):
+            return self._inner.reduce_scatter(
+                buffer, cuts, into=into, exact_sum=exact_sum, tree=tree, each=each
+            )
+        host, target = self._down(buffer), interval(buffer, cuts, self.rank)
+        handle = self._inner.reduce_scatter(host, cuts, exact_sum=exact_sum, tree=tree)
+        own = interval(host, cuts, self.rank)
+        return _then(handle, lambda: _up(own, target if into is None else into))
+
+    def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
+        if self._is_for_inner(buffer):
+            return self._inner.all_gather(buffer, cuts)
+        host = self._blank(buffer)
+        interval(host, cuts, self.rank).copy_(interval(buffer, cuts, self.rank))
+        handle = self._inner.all_gather(host, cuts)
+        first, end = cuts[self.rank], cuts[self.rank + 1]
+
+        def bring() -> None:
+            _up(host[:first], buffer[:first])
+            _up(host[end:], buffer[end:])
+
+        return _then(handle, bring)
+
+    def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
+        if self._is_for_inner(buffer):
+            return self._inner.broadcast(buffer, source)
+        host = self._down(buffer) if self.rank == source else self._blank(buffer)
+        handle = self._inner.broadcast(host, source)
+        return handle if self.rank == source else _then(handle, lambda: _up(host, buffer))
+
+    def gather_rows(self, row: Tensor) -> Tensor:
+        return self._inner.gather_rows(row.cpu()).to(row.device)
+
+    def barrier(self) -> None:
+        self._inner.barrier()
+
+    def second_group(self) -> Collectives:
+        return Staged(self._inner.second_group(), self._device)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        return Staged(self._inner.split(groups), self._device)
+
+    @property
+    def small_device(self) -> torch.device:
+        return self._inner.small_device
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _is_for_inner(self, buffer: Tensor) -> bool:
+        return buffer.device.type != self._device.type
+
+    def _blank(self, buffer: Tensor) -> Tensor:
+        """Memory of the host for `buffer`, with anything in it."""
+        pinned = self._device.type != "cpu"  # it is the CPU in tests of this file alone
+        return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=pinned)
+
+    def _down(self, buffer: Tensor) -> Tensor:
+        return self._blank(buffer).copy_(buffer)
+
+
+def _then(handle: Handle, bring: Callable[[], None]) -> Handle:
+    """`handle`, whose result is there once `bring` has brought it."""
+
+    def finish() -> None:
+        handle.wait()
+        bring()
+
+    return Handle(finish, handle.advance)
+
+
+def _up(host: Tensor, device: Tensor) -> None:
+    """Copy to the device on the present stream; pinned memory is kept from others until then."""
+    device.copy_(host, non_blocking=True)

@@ -1,0 +1,129 @@
+"""Sharded inside a host, replicated between hosts.
+
+A state that is sharded within a host has an interval for each of that host's ranks, and every
+host has all of it. So only sums leave a host, each rank's interval to the ranks of equal place on
+the others (as in ZeRO++'s and FSDP's hybrid sharding). 16-bit sums are rounded twice, inside and
+between:
+
+    host 0   rank 0 | rank 1        reduce-scatter and all-gather inside
+                ▲        ▲
+                ▼        ▼          all-reduce of an interval between
+    host 1   rank 2 | rank 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives.base import Collectives, Cuts, Each, Handle
+from shardwise.collectives.host import grouped, key
+from shardwise.errors import ConfigError
+
+
+class Within(Collectives):
+    """The ranks of this host, whose sums are those over all hosts.
+
+    `rank` and `size` count this host's ranks; `copies` is the number of hosts.
+    """
+
+    def __init__(self, inside: Collectives, between: Collectives) -> None:
+        super().__init__(inside.rank, inside.size)
+        self.name = f"{inside.name} within a host, {between.name} between"
+        self.copies = between.size
+        self._inside = inside
+        self._between = between
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._inside.allocate(numel, dtype, device)
+
+    def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        return self._inside.common(numel, dtype, device)
+
+    def all_reduce(
+        self,
+        buffer: Tensor,
+        *,
+        exact_sum: bool = True,
+        tree: bool = False,
+        each: Each | None = None,
+    ) -> Handle:
+        assert not tree, "refused in the exact mode"
+        del each  # the pieces of a host's sum are not those of the whole
+        first = self._inside.all_reduce(buffer, exact_sum=exact_sum)
+        return self._then_between(first, buffer, exact_sum)
+
+    def reduce_scatter(
+        self,
+        buffer: Tensor,
+        cuts: Cuts,
+        *,
+        into: Tensor | None = None,
+        exact_sum: bool = True,
+        tree: bool = False,
+        each: Each | None = None,
+    ) -> Handle:
+        assert not tree, "refused in the exact mode"
+        del each
+        own = buffer[cuts[self.rank] : cuts[self.rank + 1]] if into is None else into
+        first = self._inside.reduce_scatter(buffer, cuts, into=into, exact_sum=exact_sum)
+        return self._then_between(first, own, exact_sum)
+
+    def _then_between(self, first: Handle, own: Tensor, exact_sum: bool) -> Handle:
+        second: list[Handle] = []
+
+        def advance() -> None:
+            first.wait()
+            second.append(self._between.all_reduce(own, exact_sum=exact_sum))
+
+        def finish() -> None:
+            second[0].wait()
+            first.reusable()
+
+        return Handle(finish, advance)
+
+    def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
+        return self._inside.all_gather(buffer, cuts)
+
+    def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
+        return self._inside.broadcast(buffer, source)
+
+    def gather_rows(self, row: Tensor) -> Tensor:
+        return self._inside.gather_rows(row)
+
+    def barrier(self) -> None:
+        self._inside.barrier()
+
+    def second_group(self) -> Collectives:
+        return self._inside.second_group()
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        return self._inside.split(groups)
+
+    @property
+    def small_device(self) -> torch.device:
+        return self._inside.small_device
+
+    def close(self) -> None:
+        self._inside.close()
+        self._between.close()
+
+
+def within_hosts(group: Collectives) -> Collectives:
+    """`group`, or where it spans several hosts the ranks of this one. Collective.
+
+    Raises ConfigError where hosts have different numbers of ranks.
+    """
+    hosts = grouped(group.gather_objects(key()))
+    if len(hosts) == 1:
+        return group
+    if len({len(ranks) for ranks in hosts}) > 1:
+        counts = ", ".join(str(len(ranks)) for ranks in hosts)
+        raise ConfigError(
+            f"--shard-within host needs as many ranks on every host, and these have {counts}. "
+            "Start equal numbers, or shard over all ranks: --shard-within all."
+        )
+    places = [list(ranks) for ranks in zip(*hosts, strict=True)]
+    return Within(group.split(hosts), group.split(places))

@@ -1,0 +1,74 @@
+"""A rank of `shardwise doctor`: `python -m shardwise.doctor` under any launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from rich.console import Console
+
+from shardwise import world as worlds
+from shardwise.doctor import checks, findings, speed
+from shardwise.doctor.checks import Check
+from shardwise.doctor.speed import Speed
+from shardwise.world import World
+
+
+def main() -> int:
+    """Look at this host, join the others, measure; rank 0 prints. 1 where a run would fail."""
+    world = worlds.init(seed=0)
+    hosts = _hosts(world)
+    measured = _measured(world)
+    faults = findings.faults(hosts)
+    if world.is_main:
+        _print(world, hosts, measured, faults)
+    return 1 if faults and world.is_main else 0
+
+
+def _hosts(world: World) -> dict[str, list[Check]]:
+    """The checks of each host, as its first rank made them."""
+    mine = checks.of_host(world.settings)
+    network = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by Gloo")
+    mine.append(Check("network interface", network))
+    world.barrier()
+    now = world.gather(time.time())
+    mine.append(findings.clock(now[world.rank] - now[0]))
+    hosts: dict[str, list[Check]] = {}
+    for host, found in world.gather((world.host, mine)):
+        hosts.setdefault(host, found)
+    return hosts
+
+
+def _measured(world: World) -> dict[str, Speed]:
+    """Speeds among all ranks and, where there are several hosts, inside each."""
+    if world.size == 1:
+        return {}
+    group = world.collectives
+    found = {f"of {world.size} ranks over {group.name}": speed.of_group(group, world.device)}
+    names = world.gather(world.host)
+    members = [[rank for rank, name in enumerate(names) if name == host] for host in set(names)]
+    if len(members) > 1 and min(map(len, members)) > 1:
+        inside = group.split(sorted(members))
+        found[f"inside {world.host}"] = speed.of_group(inside, world.device)
+    return found
+
+
+def _print(
+    world: World, hosts: dict[str, list[Check]], measured: dict[str, Speed], faults: list[str]
+) -> None:
+    console = Console(highlight=False)
+    console.print(f"{world.size} ranks on {len(hosts)} host(s), started by {world.launcher}")
+    console.print(findings.table(hosts))
+    for line in findings.speeds(measured):
+        console.print(line)
+    for line in findings.advice(hosts):
+        console.print(f"mind: {line}", soft_wrap=True)
+    for line in faults:
+        console.print(f"wrong: {line}", soft_wrap=True)
+    if not faults:
+        console.print("Nothing here would make a run fail.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""What one host has, and what of it would make a run fail or go slowly."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.config import Settings
+
+GIB = 2**30
+FEWEST_FILES = 1024
+LEAST_MEMORY = GIB
+LEAST_SHARED = GIB // 4
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table: its `name` and what is `shown` of a host.
+
+    `fault` is why a run would fail, `advice` why it might go badly; both end with what to do.
+    """
+
+    name: str
+    shown: str
+    fault: str = ""
+    advice: str = ""
+
+
+def of_host(settings: Settings) -> list[Check]:
+    """All checks of this host, in the order of the table."""
+    return [
+        Check("Python", platform.python_version()),
+        Check("torch", torch.__version__),
+        Check("shardwise", version("shardwise")),
+        _devices(),
+        Check("backends", ", ".join(_backends())),
+        _memory(),
+        _open_files(),
+        Check("locked memory", _limit(resource.RLIMIT_MEMLOCK, 2**20, " MB")),
+        _shared_memory(),
+        _temporary(),
+        *_offload_folders(settings),
+    ]
+
+
+def _devices() -> Check:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpu = f"{cores} CPU core{'s' * (cores != 1)}"
+    if not torch.cuda.is_available():
+        return Check("devices", cpu)
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    gpus = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+    return Check("devices", ", ".join([*gpus, cpu]))
+
+
+def _backends() -> Iterator[str]:
+    if dist.is_gloo_available():
+        yield "gloo"
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        yield "nccl"
+
+
+def _memory() -> Check:
+    table = Path("/proc/meminfo")
+    if not table.exists():
+        return Check("memory", "unknown")
+    lines = dict(line.split(":", 1) for line in table.read_text().splitlines())
+    free, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    few = free < LEAST_MEMORY
+    advice = "little memory is free: end what else runs here." if few else ""
+    return Check("free memory", f"{free / GIB:.1f} of {total / GIB:.1f} GB", advice=advice)
+
+
+def _open_files() -> Check:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    few = limit != resource.RLIM_INFINITY and limit < FEWEST_FILES
+    fault = f"a rank may open only {limit}: write ulimit -n 65536 before the run."
+    shown = _limit(resource.RLIMIT_NOFILE, 1, "")
+    return Check("open files", shown, fault=fault if few else "")
+
+
+def _limit(which: int, unit: int, name: str) -> str:
+    soft = resource.getrlimit(which)[0]
+    if soft == resource.RLIM_INFINITY:
+        return "unlimited"
+    return f"{soft / unit:,.0f}{name}"
+
+
+def _shared_memory() -> Check:
+    if not Path("/dev/shm").is_dir():
+        return Check("/dev/shm", "none")
+    free = shutil.disk_usage("/dev/shm").free
+    few = (
+        "DataLoader workers pass batches through it, and crash when it is full: start the "
+        "container with --shm-size 8g, or keep num_workers=0."
+    )
+    return Check("/dev/shm", f"{free / GIB:.2g} GB free", advice=few if free < LEAST_SHARED else "")
+
+
+def _temporary() -> Check:
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:
+        return Check("temporary folder", "none", fault="no folder is writable: set TMPDIR to one.")
+    return Check(
+        "temporary folder", f"{folder}, {shutil.disk_usage(folder).free / GIB:.0f} GB free"
+    )
+
+
+def _offload_folders(settings: Settings) -> Iterator[Check]:
+    """The folders that offloading was asked to use, each once."""
+    tiers = [
+        settings.offload_optimizer,
+        settings.offload_params,
+        settings.offload_gradients,
+        settings.offload_activations,
+    ]
+    for folder in dict.fromkeys(tier.folder for tier in tiers if tier is not None):
+        if folder:
+            yield _folder(folder)
+
+
+def _folder(path: str) -> Check:
+    if not os.path.isdir(path):
+        return Check(path, "missing", fault=f"there is no folder {path} to offload to: make it.")
+    if not os.access(path, os.W_OK):
+        return Check(path, "read-only", fault=f"{path} may not be written to: choose another.")
+    return Check(path, f"{shutil.disk_usage(path).free / GIB:.0f} GB free")

@@ -1,0 +1,94 @@
+"""What lies where: units, buckets, and the bytes of each state per rank and tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rich.table import Table
+
+from shardwise.engine.assembly import Recipe, States
+from shardwise.engine.figures import in_bytes
+from shardwise.placement import STATES, Placement
+
+
+@dataclass
+class _Row:
+    """A unit, or several that are alike in a row."""
+
+    names: list[str]
+    parameters: int = 0
+    buckets: int = 0
+    sizes: list[int] = field(default_factory=lambda: [0] * len(STATES))
+
+    def take(self, other: _Row) -> None:
+        self.parameters += other.parameters
+        self.buckets += other.buckets
+        self.sizes = [a + b for a, b in zip(self.sizes, other.sizes, strict=True)]
+
+    def is_like(self, other: _Row) -> bool:
+        count = len(self.names)
+        mine = [self.parameters // count, *(size // count for size in self.sizes)]
+        return mine == [other.parameters, *other.sizes]
+
+    @property
+    def cells(self) -> list[str]:
+        name = self.names[0]
+        if len(self.names) > 1:
+            name += f" to {self.names[-1]} ({len(self.names)} units)"
+        return [name, f"{self.parameters:,}", f"{self.buckets:,}", *map(in_bytes, self.sizes)]
+
+
+def table_of(recipe: Recipe, states: States, transport: str) -> Table:
+    """A row per unit, equal neighbours in one, and the sums; bytes are this rank's."""
+    rows = _rows(states)
+    total = _Row(["all"])
+    for row in rows:
+        total.take(row)
+    headings = ["unit", "parameters", "buckets"]
+    headings += [_heading(recipe.placement, state) for state in STATES]
+    table = Table(title=_title(recipe, transport), title_justify="left", show_footer=True)
+    for heading, sum_of in zip(headings, total.cells, strict=True):
+        side: Literal["left", "right"] = "left" if heading == "unit" else "right"
+        table.add_column(heading, footer=sum_of, justify=side, overflow="fold")
+    for row in _together(rows):
+        table.add_row(*row.cells)
+    return table
+
+
+def _title(recipe: Recipe, transport: str) -> str:
+    ranks = "one rank" if recipe.group.size == 1 else f"{recipe.group.size} ranks over {transport}"
+    return f"{recipe.placement.name} on {ranks}; bytes per rank"
+
+
+def _heading(placement: Placement, state: str) -> str:
+    spread = "sharded" if placement.is_sharded(state) else "replicated"
+    name = "optimizer state" if state == "optimizer" else state
+    return f"{name}\n{spread}, {placement.tier(state).kind}"
+
+
+def _rows(states: States) -> list[_Row]:
+    """By unit; one row where nothing is gathered."""
+    rows = {0: _Row(["the model"])}
+    unit_of = dict.fromkeys((t.parameter for t in states.parameters.tracked), 0)
+    if states.shown is not None:
+        sections = states.shown.sections
+        rows = {n: _Row([section.name]) for n, section in enumerate(sections.sections)}
+        unit_of = sections.unit_of
+    for bucket in states.bytes_by_bucket():
+        numel = sum(tracked.shape.numel() for tracked in bucket.tracked)
+        row = rows[unit_of[bucket.tracked[0].parameter]]
+        row.take(_Row([], numel, 1, [*bucket.sizes]))
+    return [row for row in rows.values() if row.buckets]
+
+
+def _together(rows: list[_Row]) -> list[_Row]:
+    """Rows that are alike and follow each other as one."""
+    found: list[_Row] = []
+    for row in rows:
+        if found and found[-1].is_like(row):
+            found[-1].names += row.names
+            found[-1].take(row)
+        else:
+            found.append(replace(row, names=[*row.names], sizes=[*row.sizes]))
+    return found

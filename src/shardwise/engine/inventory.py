@@ -1,0 +1,174 @@
+"""The tensors of an engine by name: what a checkpoint of it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.checkpoint.dtypes import name_of
+from shardwise.checkpoint.format import TensorSpec
+from shardwise.engine.assembly import Recipe, States
+from shardwise.states import holdings
+from shardwise.states.holdings import Holding, Holdings, Told
+from shardwise.states.optimizer_state import Blank
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What there is, in the order of registration.
+
+    `names`: all names of each tensor of the models by the first, under which it is written.
+    `specs`: dtype and shape of each by set, those of buffers as this rank has them.
+    """
+
+    names: dict[str, list[str]]
+    buffers: dict[str, Tensor]
+    whole: dict[str, Tensor]
+    """Parameters that every rank has whole and that are not trained."""
+    parameters: dict[str, TensorSpec]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The further names of tied weights, by the first."""
+        return {alias: first for first, several in self.names.items() for alias in several[1:]}
+
+
+def take(recipe: Recipe, states: States) -> Inventory:
+    """Look what the engine has now."""
+    parameters = states.parameters
+    laid = {t.parameter: t for t in parameters.tracked}
+    laid |= {t.parameter: t for slab in parameters.frozen for t in slab.tracked}
+    names: dict[int, list[str]] = {}
+    buffers: dict[str, Tensor] = {}
+    by_id: dict[int, Any] = {}
+    for name, value in _tensors(recipe):
+        names.setdefault(id(value), []).append(name)
+        by_id[id(value)] = value
+    for tracked in recipe.located():  # those that only an optimizer knows
+        names.setdefault(id(tracked.parameter), [tracked.name])
+        by_id[id(tracked.parameter)] = tracked.parameter
+    specs: dict[str, TensorSpec] = {}
+    whole: dict[str, Tensor] = {}
+    for number, (first, *_) in names.items():
+        value = by_id[number]
+        if value in laid:
+            form = laid[value]
+            specs[first] = TensorSpec(first, name_of(form.dtype), tuple(form.shape))
+        elif isinstance(value, nn.Parameter):
+            specs[first], whole[first] = spec_of(first, value), value
+        else:
+            buffers[first] = value
+    return Inventory({several[0]: several for several in names.values()}, buffers, whole, specs)
+
+
+def _tensors(recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
+    """Every name of every parameter and persistent buffer of the models, as in state_dict()."""
+    for model, prefix in zip(recipe.models, recipe.prefixes, strict=True):
+        for path, module in model.named_modules(remove_duplicate=False):
+            kept = {
+                key: buffer
+                for key, buffer in module._buffers.items()
+                if key not in module._non_persistent_buffers_set
+            }
+            for key, value in [*module._parameters.items(), *kept.items()]:
+                if value is not None:
+                    name = ".".join(part for part in (prefix, path, key) if part)
+                    yield name.replace("_orig_mod.", ""), value
+
+
+def spec_of(name: str, value: Tensor) -> TensorSpec:
+    """How `value` stands in a file."""
+    return TensorSpec(name, name_of(value.dtype), tuple(value.shape))
+
+
+def optimizer_specs(states: States, told: Told) -> list[TensorSpec]:
+    """The tensors beside the model's that the optimizers keep, masters in another dtype first."""
+    specs = []
+    tracked = states.parameters.tracked
+    masters = {
+        slot.parameter: part.master.dtype
+        for part in states.optimizer.parts
+        if part.master.dtype != part.target.dtype
+        for slot in part.bucket.slots
+    }
+    for number, each in enumerate(tracked):
+        if number in masters:
+            name = holdings.state_name(each.name, holdings.MASTER)
+            specs.append(TensorSpec(name, name_of(masters[number]), tuple(each.shape)))
+        for key, entry in sorted(told.states.get(number, {}).items()):
+            if isinstance(entry, Blank):
+                name = holdings.state_name(each.name, key)
+                specs.append(TensorSpec(name, name_of(entry.dtype), entry.shape))
+    return specs
+
+
+def average_specs(states: States) -> list[TensorSpec]:
+    """The moving averages, if there are any."""
+    if states.averages is None:
+        return []
+    dtypes = {
+        slot.parameter: held.dtype
+        for part, held in zip(states.optimizer.parts, states.averages.held, strict=True)
+        for slot in part.bucket.slots
+    }
+    return [
+        TensorSpec(each.name, name_of(dtypes[number]), tuple(each.shape))
+        for number, each in enumerate(states.parameters.tracked)
+    ]
+
+
+class Lending:
+    """All that a rank holds, to be written or to be filled; made by all ranks together."""
+
+    def __init__(self, recipe: Recipe, states: States) -> None:
+        self.recipe = recipe
+        self.states = states
+        self.inventory = take(recipe, states)
+        group, sharding = recipe.group, recipe.sharding
+        alike = [r for r, s in enumerate(group.gather_objects(sharding.rank)) if s == sharding.rank]
+        self._among = alike.index(group.rank), len(alike)
+        scattered = recipe.placement.is_sharded("optimizer")
+        everywhere = group.rank, group.size
+        copy, copies = self._among if scattered else everywhere
+        self.trained = Holdings(
+            states.parameters,
+            states.optimizer,
+            states.averages,
+            sharding,
+            scattered=scattered,
+            copy=copy,
+            copies=copies,
+        )
+        self._everywhere = everywhere
+
+    def frozen(self) -> Iterator[Holding]:
+        """The frozen parameters that are sharded."""
+        for slab in self.states.parameters.frozen:
+            yield holdings.of_slab(slab, *self._among)
+
+    def beside(self) -> Iterator[Holding]:
+        """What is not trained: frozen parameters, and on rank 0 buffers."""
+        yield from self.frozen()
+        for name, value in self.inventory.whole.items():
+            yield holdings.of_tensor(name, value, *self._everywhere)
+        if self.recipe.group.rank == 0:
+            for name, value in self.inventory.buffers.items():
+                yield holdings.of_tensor(name, value, 0, 1)
+
+    def out_of_order(self, told: Told) -> set[tuple[str, str]]:
+        """Set and name of what lies in memory in another order than that of its elements."""
+        frozen = [t for slab in self.states.parameters.frozen for t in slab.tracked]
+        odd = {(holdings.MODEL, tracked.name) for tracked in frozen if not tracked.in_order}
+        return self.trained.out_of_order(told) | odd
+
+    def reordered(self, told: Told) -> Iterator[Holding]:
+        """The same, in the order of its elements. Collective."""
+        copies = self._everywhere
+        for kind, name, value in self.trained.reordered(told):
+            yield holdings.of_tensor(name, value, *copies, kind)
+        for slab in self.states.parameters.frozen:
+            for tracked, value in holdings.reordered_slab(slab, self.recipe.sharding):
+                yield holdings.of_tensor(tracked.name, value, *copies)

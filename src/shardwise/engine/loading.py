@@ -1,0 +1,327 @@
+"""Reads a checkpoint into the states: each rank what it holds, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint import document, names, plain, reader
+from shardwise.checkpoint.byte_ranges import Extent, clipped
+from shardwise.checkpoint.dtypes import from_name
+from shardwise.checkpoint.folders import DOCUMENT
+from shardwise.checkpoint.reader import Tensors
+from shardwise.engine.assembly import States
+from shardwise.engine.inventory import Lending
+from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
+from shardwise.states import holdings
+from shardwise.states.holdings import AVERAGE, MODEL, OPTIMIZER, Holding
+from shardwise.states.optimizer_state import Blank
+from shardwise.states.tracked import Tracked
+
+Fill = Callable[[Tensor, int], None]
+"""Fills a flat tensor with the elements of one tensor from the given one on."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a model's tensors are: by set its files, and by the model's names those
+    in the file. `fields` are what stands beside them, where it is a checkpoint of ours."""
+
+    sets: Mapping[str, Tensors]
+    names: Mapping[str, str]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether tensor `name` of set `kind` is there."""
+        return kind in self.sets and name in self.sets[kind].specs
+
+    def values(self, kind: str, name: str, dtype: torch.dtype) -> tuple[Tensors, str] | None:
+        """The files with the best values for tensor `name`, and its name there.
+
+        A master is better than the parameter made of it where the wider dtype is wanted, and
+        stands in for an average that was not kept; a parameter stands in for its master.
+        """
+        if kind == OPTIMIZER and not name.endswith(f".{holdings.MASTER}"):
+            return (self.sets[kind], name) if self.has(kind, name) else None
+        if kind == AVERAGE and self.has(kind, name):
+            return self.sets[kind], name
+        plain_name = name.removesuffix(f".{holdings.MASTER}") if kind == OPTIMIZER else name
+        master = holdings.state_name(plain_name, holdings.MASTER)
+        if plain_name not in self.names:
+            return None
+        held = self.sets[MODEL].specs[self.names[plain_name]]
+        wide = dtype.itemsize > from_name(held.dtype).itemsize
+        if wide and self.has(OPTIMIZER, master):
+            return self.sets[OPTIMIZER], master
+        return self.sets[MODEL], self.names[plain_name]
+
+
+def open_source(path: Path, lending: Lending, *, strict: bool, stack: ExitStack) -> Source:
+    """What `path`, a checkpoint's folder or another's files, has for the model of `lending`.
+
+    The files are open until `stack` is closed. Raises CheckpointMismatch, with all names, where
+    tensors are misshapen, or with `strict` missing or unexpected.
+    """
+    fields: dict[str, Any] = {}
+    if (path / DOCUMENT).is_file():
+        fields = document.load(path)
+        sets: dict[str, Tensors] = {
+            kind: stack.enter_context(closing(reader.open_set(path, files)))
+            for kind, files in fields["sets"].items()
+        }
+        if MODEL not in sets:
+            raise BrokenCheckpoint(f"{path / DOCUMENT} has no set of tensors {MODEL!r}.")
+    else:
+        sets = {MODEL: stack.enter_context(closing(reader.open_foreign(path)))}
+    found = names.match(lending.inventory.names, sets[MODEL].specs)
+    _check(path, lending, sets[MODEL], found, strict=strict)
+    return Source(sets, found.found, fields)
+
+
+def _check(
+    path: Path, lending: Lending, tensors: Tensors, found: names.Match, *, strict: bool
+) -> None:
+    """Raise CheckpointMismatch for all that does not fit."""
+    inventory = lending.inventory
+    shapes = {name: spec.shape for name, spec in inventory.parameters.items()}
+    shapes |= {name: tuple(value.shape) for name, value in inventory.buffers.items()}
+    misshapen = [
+        f"{name} (here {list(shapes[name])}, there {list(tensors.specs[theirs].shape)})"
+        for name, theirs in found.found.items()
+        if shapes[name] != tensors.specs[theirs].shape
+    ]
+    faults = [("misshapen", misshapen)]
+    if strict:
+        faults += [("missing in it", found.missing), ("unexpected in it", found.unexpected)]
+    told = [f"{what}: {_listed(several)}" for what, several in faults if several]
+    if told:
+        loosely = " To load what fits and keep the rest: strict=False." if not misshapen else ""
+        raise CheckpointMismatch(
+            f"{path} is not of this model. {'; '.join(told)}. Build the model that was saved."
+            f"{loosely}"
+        )
+
+
+def _listed(several: Sequence[str]) -> str:
+    shown = ", ".join(several[:20])
+    return shown if len(several) <= 20 else f"{shown} and {len(several) - 20} more"
+
+
+def verify(path: Path, source: Source, rank: int, size: int) -> str | None:
+    """Read what falls to `rank` of `size` of a checkpoint's bytes; what is not as written.
+
+    Tensors are dealt out by their bytes, the largest first.
+    """
+    loads = [0] * size
+    specs = [
+        (kind, spec)
+        for kind, tensors in sorted(source.sets.items())
+        for spec in tensors.specs.values()
+    ]
+    for kind, spec in sorted(specs, key=lambda each: (-each[1].nbytes, each[1].name)):
+        turn = loads.index(min(loads))
+        loads[turn] += spec.nbytes
+        written = source.fields["checksums"].get(kind, {}).get(spec.name)
+        if turn == rank and source.sets[kind].checksum(spec.name) != written:
+            return (
+                f"{spec.name} of the set {kind} in {path} is not what was written: its CRC-32 is "
+                f"not {written}. Take another checkpoint; `shardwise checkpoint verify` tells more."
+            )
+    return None
+
+
+# -- into the states -----------------------------------------------------------------------
+
+
+def fill_model(lending: Lending, source: Source) -> None:
+    """Read the model's tensors, masters and averages. Collective."""
+    states = lending.states
+    apart = _apart(lending)
+    with torch.no_grad():
+        states.parameters.meet()
+        for holding in lending.trained:
+            if _is_of_model(holding):
+                _fill(holding, source, apart)
+        for holding in lending.frozen():
+            _fill(holding, source, apart)
+        _fill_whole(lending, source)
+        if lending.recipe.placement.is_sharded("optimizer"):
+            sent = [states.parameters.publish(i) for i in range(len(states.optimizer.parts))]
+            for handle in sent:
+                handle.wait()
+            for handle in sent:
+                handle.reusable()
+        states.parameters.settle()
+
+
+def _is_of_model(holding: Holding) -> bool:
+    master = f".{holdings.MASTER}"
+    return holding.kind != OPTIMIZER or all(e.tensor.endswith(master) for e in holding.extents)
+
+
+def _fill_whole(lending: Lending, source: Source) -> None:
+    """Read what every rank has whole: buffers, and parameters that are not trained."""
+    inventory = lending.inventory
+    for name, value in [*inventory.buffers.items(), *inventory.whole.items()]:
+        if name in source.names:
+            read = source.sets[MODEL].whole(source.names[name])
+            value.detach().copy_(read.view(value.shape))
+
+
+def fill_optimizers(lending: Lending, source: Source) -> None:
+    """Read the optimizers' options and state, which replaces what there is."""
+    fields, states = source.fields, lending.states
+    _take_options(lending, fields)
+    tracked = {each.name: number for number, each in enumerate(states.parameters.tracked)}
+    entries = _entries(states, source, tracked)
+    states.optimizer.restart(entries, {tracked[n] for n in fields["borders"] if n in tracked})
+    apart = _apart(lending)
+    with torch.no_grad():
+        for holding in lending.trained:
+            if not _is_of_model(holding):
+                _fill(holding, source, apart)
+
+
+def check_optimizers(lending: Lending, fields: Mapping[str, Any]) -> None:
+    """Raise CheckpointMismatch for other optimizers, groups or trained parameters than those that
+    were saved."""
+    here = [(type(o).__name__, len(o.param_groups)) for o in lending.recipe.optimizers]
+    try:
+        there = [(told["class"], len(told["groups"])) for told in fields["optimizers"]]
+    except (KeyError, TypeError) as error:
+        raise BrokenCheckpoint(
+            "The optimizers in checkpoint.json have no class or groups."
+        ) from error
+    if here != there:
+
+        def said(several: list[tuple[str, int]]) -> str:
+            return " and ".join(f"{name} of {count} group(s)" for name, count in several)
+
+        raise CheckpointMismatch(
+            f"The checkpoint is of the optimizers {said(there)}, and here are {said(here)}. Make "
+            "the same ones, or load the model alone: engine.load(path, model_only=True)."
+        )
+    trained = {each.name for each in lending.states.parameters.tracked}
+    lost = sorted(set(fields["state"]) - trained)
+    if lost:
+        raise CheckpointMismatch(
+            f"The checkpoint has optimizer state of parameters that are not trained here: "
+            f"{_listed(lost)}. Train the same ones, or load the model alone: model_only=True."
+        )
+
+
+def _take_options(lending: Lending, fields: Mapping[str, Any]) -> None:
+    """Let the groups have the options (rates, what schedulers keep there) that were saved."""
+    for face, told in zip(lending.recipe.optimizers, fields["optimizers"], strict=True):
+        for group, saved in zip(face.param_groups, told["groups"], strict=True):
+            for key, value in saved["options"].items():
+                decoded, now = plain.decode(value), group.get(key)
+                if isinstance(now, Tensor) and isinstance(decoded, Tensor):
+                    now.copy_(decoded)  # a rate that is a tensor may be part of a CUDA graph
+                else:
+                    group[key] = decoded
+
+
+def _entries(
+    states: States, source: Source, tracked: Mapping[str, int]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """By parameter its state, tensors as Blanks in the dtype that they will have here."""
+    entries: dict[nn.Parameter, dict[str, Any]] = {}
+    masters = {
+        slot.parameter: part.master.dtype
+        for part in states.optimizer.parts
+        for slot in part.bucket.slots
+    }
+    for name, told in source.fields["state"].items():
+        entries[_parameter(states, tracked[name])] = {k: plain.decode(v) for k, v in told.items()}
+    specs = source.sets[OPTIMIZER].specs if OPTIMIZER in source.sets else {}
+    for full, spec in specs.items():
+        name, _, key = full.rpartition(".")
+        if key == holdings.MASTER or name not in tracked:
+            continue
+        number = tracked[name]
+        dtype = _here(
+            from_name(spec.dtype),
+            source.sets[MODEL].specs[source.names[name]].dtype,
+            source.has(OPTIMIZER, holdings.state_name(name, holdings.MASTER)),
+            masters[number],
+        )
+        entries.setdefault(_parameter(states, number), {})[key] = Blank(spec.shape, dtype)
+    return entries
+
+
+def _here(saved: torch.dtype, parameter: str, mastered: bool, master: torch.dtype) -> torch.dtype:
+    """The dtype of a state: as it was saved, unless masters are of another dtype now."""
+    before = torch.float32 if mastered else from_name(parameter)
+    return master if saved.is_floating_point and saved == before else saved
+
+
+def _parameter(states: States, number: int) -> nn.Parameter:
+    return states.parameters.tracked[number].parameter
+
+
+# -- one holding ---------------------------------------------------------------------------
+
+
+def _apart(lending: Lending) -> dict[str, Tracked]:
+    """By name, the parameters whose memory is not in the order of their elements."""
+    parameters = lending.states.parameters
+    frozen = [t for slab in parameters.frozen for t in slab.tracked]
+    return {t.name: t for t in [*parameters.tracked, *frozen] if not t.in_order}
+
+
+def _fill(holding: Holding, source: Source, apart: Mapping[str, Tracked]) -> None:
+    """Read all extents of a holding, span by span; what has no source stays as it is."""
+    held = holding.held
+    fills = {
+        e.tensor: found
+        for e in holding.extents
+        if (found := _fill_of(holding, e.tensor, source, apart)) is not None
+    }
+    known = [extent for extent in holding.extents if extent.tensor in fills]
+    if not known:
+        return
+    fresh = len(known) == len(holding.extents)
+    for index, (first, end) in enumerate(held.spans):
+        value = held.take(index, fresh=fresh)
+        _fill_span(value, clipped(known, first, end), fills, fresh=fresh)
+        held.put(index, changed=True)
+
+
+def _fill_span(
+    value: Tensor, parts: Sequence[Extent], fills: Mapping[str, Fill], *, fresh: bool
+) -> None:
+    near = value if value.device.type == "cpu" else value.cpu()
+    if fresh:
+        near.zero_()  # padding takes part in updates, and must be nothing
+    for part in parts:
+        fills[part.tensor](near[part.start : part.end], part.offset)
+    if near is not value:
+        value.copy_(near)
+
+
+def _fill_of(
+    holding: Holding, name: str, source: Source, apart: Mapping[str, Tracked]
+) -> Fill | None:
+    """What fills memory with the elements of a tensor; in its own order, for one of `apart`."""
+    found = source.values(holding.kind, name, holding.held.dtype)
+    if found is None:
+        return None
+    tensors, theirs = found
+    parameter = name.rpartition(".")[0] if holding.kind == OPTIMIZER else name
+    tracked = apart.get(parameter)
+    if tracked is None or holding.as_counted:
+        return lambda into, offset: tensors.read(theirs, offset, into)
+    laid = tracked
+
+    def fill(into: Tensor, offset: int) -> None:
+        flat = laid.flattened(tensors.whole(theirs))
+        into.copy_(flat[offset : offset + into.numel()])
+
+    return fill

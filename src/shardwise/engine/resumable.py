@@ -1,0 +1,95 @@
+"""The part of an engine that saves it, loads it, and lets it go on where it was."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import Settings
+from shardwise.engine.checkpoints import Checkpoints
+from shardwise.world import World
+
+
+class Resumable(ABC):
+    """What can be saved between two steps; an engine is one."""
+
+    world: World
+    settings: Settings
+    steps: int
+    _checkpoints: Checkpoints
+
+    @abstractmethod
+    def _refuse_in_step(self, call: str) -> None:
+        """Raise UsageError unless `call` comes between two steps."""
+
+    @abstractmethod
+    def _reseed(self) -> None:
+        """Set the randomness of the next step."""
+
+    def track(self, **objects: Any) -> None:
+        """Save and load `objects` with the engine, each under its name: engine.track(
+        loader=loader, scheduler=scheduler). Anything with `state_dict` and `load_state_dict` whose
+        state is alike on all ranks; rank 0's is saved. Raises UsageError for anything else.
+        """
+        self._checkpoints.track(objects)
+
+    def save(
+        self,
+        folder: str | PathLike[str],
+        keep: int | None = None,
+        *,
+        background: bool = False,
+        split_gb: float = 5.0,
+    ) -> Path:
+        """Write a checkpoint to `folder`/step-N, N being `steps`, and return that path.
+
+        It is there whole or not at all; docs/checkpoint_format.md has its form. Of the checkpoints
+        up to this one the newest `keep` stay (default: all). Files longer than `split_gb` (10^9
+        bytes) are split. With `background` this returns when the state is copied (what rests on a
+        disk passes through memory then); what goes wrong later is raised by the next `step`,
+        `save`, `load` or `close`. Collective.
+
+        Raises CheckpointError, on all ranks alike, where it cannot be written; UsageError between
+        backward and step or inside `ema()`.
+        """
+        self._refuse_in_step("engine.save")
+        return self._checkpoints.save(
+            Path(folder), self.steps, keep=keep, background=background, split=int(split_gb * 1e9)
+        )
+
+    def resume(self, folder: str | PathLike[str]) -> int:
+        """Go on from the newest complete checkpoint in `folder`; where there is none, from here.
+
+        At the same size, row and settings what follows has the bits of a run that was never
+        interrupted. Returns `steps`. Collective. Raises as `load` does.
+        """
+        newest = self._checkpoints.newest(Path(folder))
+        if newest is None:
+            line = f"no checkpoint in {folder} yet: starting at step {self.steps}"
+        else:
+            self.load(newest)
+            line = f"resumed from {newest}, at step {self.steps}"
+        if not self.settings.quiet:
+            self.world.print(f"shardwise: {line}")
+        return self.steps
+
+    def load(
+        self, path: str | PathLike[str], *, strict: bool = True, model_only: bool = False
+    ) -> None:
+        """Load `path`: a checkpoint's folder (`folder`/step-N), whatever row and size wrote it; or
+        the tensors of a model from .safetensors, .pt, or a folder as Hugging Face writes them.
+
+        `model_only` leaves optimizers, steps and what is tracked as they are, as a file of another
+        library does. Without `strict` names that are missing or unexpected are passed over.
+        Pickles are read without running code. Collective.
+
+        Raises CheckpointError where there is nothing to load, BrokenCheckpoint for files that are
+        not whole, CheckpointMismatch for another model's.
+        """
+        self._refuse_in_step("engine.load")
+        steps = self._checkpoints.load(Path(path), strict=strict, model_only=model_only)
+        if steps is not None:
+            self.steps = steps
+            self._reseed()

@@ -1,0 +1,263 @@
+"""Writes a checkpoint: every rank its own byte ranges, then one name for all of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import document, plain
+from shardwise.checkpoint.byte_ranges import byte_ranges, clipped, share
+from shardwise.checkpoint.checksum import Part, joined
+from shardwise.checkpoint.folders import DOCUMENT, Draft
+from shardwise.checkpoint.format import TensorFile, TensorSpec, index, index_name, lay_out
+from shardwise.checkpoint.writer import CHUNK, Sink, Writer, create
+from shardwise.collectives import Collectives
+from shardwise.engine.inventory import Lending, average_specs, optimizer_specs, spec_of
+from shardwise.errors import CheckpointError
+from shardwise.states.holdings import AVERAGE, MODEL, OPTIMIZER, Holding, Told
+from shardwise.states.optimizer_state import Blank
+
+Sums = Mapping[tuple[str, str], Sequence[Part]]
+"""By set and tensor, the checksums of the parts that a rank has written."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checkpoint before it is written, alike on all ranks."""
+
+    sets: dict[str, list[TensorFile]]
+    told: Told
+
+    @property
+    def files(self) -> list[TensorFile]:
+        """All of them."""
+        return [file for files in self.sets.values() for file in files]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+
+def plan(lending: Lending, limit: int) -> Plan:
+    """What is to be written, in files of at most `limit` bytes. Collective."""
+    inventory, states = lending.inventory, lending.states
+    told = lending.trained.told()
+    buffers = {name: spec_of(name, value) for name, value in inventory.buffers.items()}
+    # Ranks may differ in the shape of a buffer that grows; rank 0's is the one that is written.
+    theirs: dict[str, TensorSpec] = lending.recipe.group.gather_objects(buffers)[0]
+    specs = {
+        MODEL: [
+            inventory.parameters[name] if name in inventory.parameters else theirs[name]
+            for name in inventory.names
+        ],
+        OPTIMIZER: optimizer_specs(states, told),
+        AVERAGE: average_specs(states),
+    }
+    sets = {
+        kind: lay_out(kind, each, limit=limit, aliases=inventory.aliases if kind == MODEL else {})
+        for kind, each in specs.items()
+        if each
+    }
+    return Plan(sets, told)
+
+
+def lend(lending: Lending, made: Plan, sink: Sink) -> None:
+    """Give `sink` all that this rank is to write. Collective where memory is out of order."""
+    known = {(kind, n) for kind, files in made.sets.items() for f in files for n in f.tensors}
+    apart = lending.out_of_order(made.told)
+    for holding in [*lending.trained, *lending.beside()]:
+        _give(holding, known - apart, sink)
+    if apart:
+        for holding in lending.reordered(made.told):
+            _give(holding, known, sink)
+
+
+def _give(holding: Holding, wanted: Set[tuple[str, str]], sink: Sink) -> None:
+    """Lend this rank's share of what is `wanted` of a holding, by set and name, span by span."""
+    held, kind = holding.held, holding.kind
+    mine = [part for part in holding.extents if (kind, part.tensor) in wanted]
+    first, end = share(held.numel, holding.copy, holding.copies)
+    spans = [
+        (span, max(a, first) - a, min(b, end) - a, a)
+        for span, (a, b) in enumerate(held.spans)
+        if max(a, first) < min(b, end)
+    ]
+    for number, (span, low, high, start) in enumerate(spans if mine else []):
+        if number + 1 < len(spans):
+            held.ahead(spans[number + 1][0])
+        memory = bytes_of(held.take(span)[low:high])
+        parts = clipped(mine, start + low, start + high)
+        sink.write(kind, byte_ranges(parts, held.dtype.itemsize, CHUNK), memory)
+        sink.settle()
+        held.put(span, changed=False)
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """The memory of a flat tensor; of a copy, where it is not on the CPU."""
+    if not flat.numel():
+        return memoryview(b"")
+    return flat.detach().cpu().view(torch.uint8).numpy().data
+
+
+# -- one after the other -------------------------------------------------------------------
+
+
+def begin(draft: Draft, made: Plan, group: Collectives) -> None:
+    """Make the draft's folder and its files, on rank 0; all ranks must see them. Collective.
+
+    Raises CheckpointError on all ranks alike.
+    """
+    failure = None
+    if group.rank == 0:
+        failure = told_of(lambda: _make(draft, made), draft)
+    agree(group, failure)
+    draft.path = group.gather_objects(draft.path)[0]
+    seen = group.gather_objects((socket.gethostname(), draft.path.is_dir()))
+    blind = sorted({host for host, there in seen if not there})
+    if blind:
+        if group.rank == 0:
+            draft.discard()
+        raise CheckpointError(
+            f"{draft.folder} is not the same folder everywhere: {', '.join(blind)} cannot see what "
+            "rank 0 made there. Save into a folder on a file system that all hosts share."
+        )
+
+
+def _make(draft: Draft, made: Plan) -> None:
+    draft.begin(made.nbytes)
+    create(draft.path, made.files)
+
+
+def write(lending: Lending, made: Plan, draft: Draft) -> Sums:
+    """Write this rank's part, to the disk, and return the checksums of all ranks. Collective."""
+    group = lending.recipe.group
+    writer = Writer(draft.path, made.sets)
+    sums: Sums = {}
+
+    def finish() -> None:
+        nonlocal sums
+        sums = writer.finish()
+
+    try:
+        lend(lending, made, writer)
+        failure = told_of(finish, draft)
+    finally:
+        writer.close()
+    agree(group, failure)
+    return merged(group.gather_objects(sums))
+
+
+def merged(several: Sequence[Sums]) -> Sums:
+    """The parts of all ranks, by tensor."""
+    whole: dict[tuple[str, str], list[Part]] = {}
+    for sums in several:
+        for tensor, parts in sums.items():
+            whole.setdefault(tensor, []).extend(parts)
+    return whole
+
+
+def documents(
+    made: Plan, sums: Sums, fields: Mapping[str, Any], more: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """The small files of a checkpoint, the one that completes it last."""
+    checksums = {
+        kind: {
+            name: f"{_checksum(placed.spec, sums.get((kind, name), ())):08x}"
+            for file in files
+            for name, placed in file.tensors.items()
+        }
+        for kind, files in made.sets.items()
+    }
+    found = dict(more)
+    for kind, files in made.sets.items():
+        if len(files) > 1:
+            found[index_name(kind)] = json.dumps(index(files), indent=1).encode() + b"\n"
+    sets = {kind: [file.name for file in files] for kind, files in made.sets.items()}
+    found[DOCUMENT] = document.dump({"sets": sets, "checksums": checksums, **fields})
+    return found
+
+
+def _checksum(spec: TensorSpec, parts: Sequence[Part]) -> int:
+    crc = joined(parts, spec.nbytes)
+    assert crc is not None, f"{spec.name} was not written whole: {sorted(parts)}"
+    return crc
+
+
+def told_of(work: Callable[[], Any], draft: Draft) -> str | None:
+    """Do `work`; what went wrong with the disk, in words."""
+    try:
+        work()
+    except OSError as error:
+        place = error.filename or draft.path
+        return (
+            f"{place} cannot be written: {error.strerror or error}. The checkpoints that were "
+            "complete before are whole."
+        )
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def agree(
+    group: Collectives, failure: str | None, kind: type[CheckpointError] = CheckpointError
+) -> None:
+    """Raise `kind` on all ranks alike if one has a `failure`. Collective."""
+    for rank, told in enumerate(group.gather_objects(failure)):
+        if told is not None:
+            raise kind(told if group.size == 1 else f"Rank {rank}: {told}")
+
+
+# -- what stands beside the tensors --------------------------------------------------------
+
+
+def state_fields(lending: Lending, told: Told) -> dict[str, Any]:
+    """The optimizers' numbers: groups by parameter, options, and what is one value each.
+
+    Raises CheckpointError for a value that no file can hold.
+    """
+    names = {t.parameter: t.name for t in lending.states.parameters.tracked}
+    optimizers = [
+        {
+            "class": type(face).__name__,
+            "groups": [
+                {
+                    "parameters": [names[p] for p in group["params"] if p in names],
+                    "options": {
+                        key: _encoded(value, f"option {key} of {type(face).__name__}")
+                        for key, value in group.items()
+                        if key not in ("params", "param_names")
+                    },
+                }
+                for group in face.param_groups
+            ],
+        }
+        for face in lending.recipe.optimizers
+    ]
+    tracked = lending.states.parameters.tracked
+    state = {
+        tracked[number].name: {
+            key: _encoded(value, f"{key} of {tracked[number].name}")
+            for key, value in entries.items()
+            if not isinstance(value, Blank)
+        }
+        for number, entries in sorted(told.states.items())
+    }
+    borders = [tracked[number].name for number in sorted(told.borders)]
+    return {"optimizers": optimizers, "state": state, "borders": borders}
+
+
+def _encoded(value: Any, what: str) -> Any:
+    try:
+        return plain.encode(value)
+    except plain.NotPlain as error:
+        raise CheckpointError(
+            f"The optimizer keeps {what} as {error}, which a checkpoint cannot hold: tensors, "
+            "numbers, text, and lists and maps of those."
+        ) from error

@@ -1,0 +1,68 @@
+"""The values that training starts from: rank 0's, on all ranks, also of what has no memory yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.collectives import Collectives
+from shardwise.model import meta
+from shardwise.states.tracked import Tracked
+
+
+def make_alike(tensors: Iterable[Tensor], group: Collectives) -> None:
+    """Give every rank rank 0's values of `tensors`. Collective."""
+    if group.size == 1:
+        return
+    with torch.no_grad():
+        for tensor in tensors:
+            value = tensor.detach().contiguous().clone().view(-1).view(torch.uint8)
+            if value.numel():
+                # Some buffers are on the CPU where NCCL moves only what is on a GPU.
+                value = value.to(_reached(value, group))
+                group.broadcast(value).wait()
+                tensor.copy_(value.to(tensor.device).view(tensor.dtype).view(tensor.shape))
+
+
+def _reached(value: Tensor, group: Collectives) -> torch.device:
+    """The device from which `group` moves `value`: its own, unless the group is of GPUs only."""
+    return group.small_device if value.device.type == "cpu" else value.device
+
+
+def fill_unrecorded(models: Sequence[nn.Module]) -> list[str]:
+    """Give memory to what was built on the meta device outside of `on_meta`, by the modules' own
+    `reset_parameters`; returns the names. Raises ModelError for a module that has none."""
+    names = []
+    for model in models:
+        for path, module in model.named_modules():
+            if any(p is not None and _is_unrecorded(p) for p in module._parameters.values()):
+                names += [f"{path}.{name}" for name in meta.materialise_by_reset(module)]
+    return names
+
+
+def _is_unrecorded(parameter: nn.Parameter) -> bool:
+    return parameter.is_meta and not meta.is_deferred(parameter)
+
+
+def make_all_real(located: Iterable[Tracked], device: torch.device) -> None:
+    """Give every parameter that was built inside `on_meta` its values, on `device`."""
+    for tracked in located:
+        if tracked.parameter.is_meta:
+            value = meta.materialise(tracked.parameter, tracked.alias)
+            meta.make_real(tracked.parameter, value.to(device))
+
+
+def value_of(tracked: Tracked, group: Collectives) -> Tensor:
+    """A parameter's starting value: rank 0's where it has no memory yet. Collective then."""
+    parameter = tracked.parameter
+    if not parameter.is_meta:
+        return parameter.detach()
+    if group.rank == 0:
+        value = meta.materialise(parameter, tracked.alias).contiguous().to(tracked.device)
+    else:
+        value = torch.empty(tracked.shape, dtype=parameter.dtype, device=tracked.device)
+    if group.size > 1 and value.numel():
+        group.broadcast(value.view(-1).view(torch.uint8)).wait()
+    return value

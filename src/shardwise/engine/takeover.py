@@ -1,0 +1,158 @@
+"""The user's models and optimizers while an engine has them: made ready, laid out, given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakMethod
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.engine import alike, assembly, habits, starting
+from shardwise.engine.assembly import Recipe
+from shardwise.errors import UsageError
+from shardwise.model import precision, sync_batch_norm, units
+from shardwise.model.activations import Activations
+from shardwise.model.buffers import Buffers
+from shardwise.model.micro_shard_buffers import MicroShardBuffers
+from shardwise.world import World
+
+
+class Takeover:
+    """What an engine holds: `states`, laid over what `recipe` names, `buffers`, `activations`.
+
+    States are laid out anew when parameter groups or requires_grad change between steps;
+    `in_step` tells whether a step is under way. Making it is collective.
+    """
+
+    def __init__(self, world: World, recipe: Recipe, in_step: Callable[[], bool]) -> None:
+        self.recipe = recipe
+        self._world = world
+        self._in_step = in_step
+        self._fresh: dict[nn.Parameter, Tensor] = {}
+        alike.check_same_model(recipe)
+        self._give_memory()
+        starting.make_alike(alike.everything(recipe), recipe.group)
+        alike.make_state_alike(recipe)
+        self._prepare_modules()
+        self._lay({}, None)
+        self._handles = self._enter_precision()
+        if recipe.settings.compile and recipe.settings.activations == "kept":
+            self._compile_units()
+        self.activations = Activations(
+            recipe.models, recipe.settings, world.device, rank=world.rank
+        )
+        for optimizer in recipe.optimizers:
+            habits.forbid(optimizer, self._welcome)
+
+    def _lay(
+        self,
+        masters: Mapping[nn.Parameter, Tensor],
+        averages: Mapping[nn.Parameter, Tensor] | None,
+    ) -> None:
+        """Lay the three states over the models.
+
+        `masters` and `averages` are those of an earlier layout, by parameter.
+        """
+        models = self.recipe.models
+        synchronised: set[nn.Module] = set(sync_batch_norm.converted(models))
+        if self.recipe.shards is None:
+            self.buffers = Buffers(models, self.recipe.group, left_out=synchronised)
+        else:
+            self.buffers = MicroShardBuffers(models, self.recipe.group, self.recipe.shards)
+        self._world.feed.watch(self.buffers.before_batch)
+        self.states = assembly.assemble(self.recipe, self._fresh | dict(masters), averages)
+        self._fresh = {}
+        self._shape = self.recipe.shape()
+        follow = WeakMethod(self.follow_changes)
+        self.recipe.doors.before = lambda: (call := follow()) and call()
+
+    # -- making ready ---------------------------------------------------------------------
+
+    def _give_memory(self) -> None:
+        """Fill what was built without memory, where it will be whole."""
+        by_reset = starting.fill_unrecorded(self.recipe.models)
+        if by_reset:
+            self._world.print(
+                f"shardwise: {len(by_reset)} parameters had no memory and no record "
+                f"({by_reset[0]} ...): they start from reset_parameters, not from the values of "
+                "a plain build. Build the model inside with sw.on_meta() for those."
+            )
+        if not self.recipe.placement.is_sharded("parameters"):
+            starting.make_all_real(self.recipe.located(), self.recipe.device)
+
+    def _prepare_modules(self) -> None:
+        """Cast what is not cast yet, keeping its values for the masters; synchronise BatchNorm."""
+        models, settings = self.recipe.models, self.recipe.settings
+        cast = precision.PRESETS[settings.precision].cast
+        if cast is not None:
+            self._fresh |= precision.cast_models(models, cast)
+        if settings.sync_batch_norm and self._world.size > 1:
+            sync_batch_norm.convert(models, self._world.side_channel, self._world.feed)
+
+    def _enter_precision(self) -> list[RemovableHandle]:
+        preset = precision.PRESETS[self.recipe.settings.precision]
+        if preset.cast is None and preset.autocast is None:
+            return []
+        kind = self.recipe.device.type
+        models = self.recipe.models
+        return [h for m in models for h in precision.ForwardPrecision(preset, kind).attach(m)]
+
+    def _compile_units(self) -> None:
+        for model in self.recipe.models:
+            for _, unit in units.find_units(model, self.recipe.settings.units) or [("", model)]:
+                unit.compile()
+
+    # -- changes on the way ---------------------------------------------------------------
+
+    def _welcome(self, group: dict[str, Any]) -> None:
+        """The user's optimizer was given a parameter group: make ready for its first forward."""
+        shown = self.states.shown
+        resting = [] if shown is None else shown.residency.resting()
+        new = [p for p in group["params"] if not any(p is known for known in resting)]
+        starting.make_alike(new, self.recipe.group)
+        self._prepare_modules()
+
+    def look_for_changes(self) -> None:
+        """Notice what user code did since the last call: broke, wrote, or added parameters."""
+        states = self.states
+        states.parameters.check()
+        self.take_in_writes()
+        if states.shown is not None and not self._shape.fits(self.recipe.shape()):
+            raise UsageError(
+                "Parameter groups or requires_grad changed between a forward and "
+                "engine.backward. Change them right after engine.step()."
+            )
+        self.follow_changes()
+
+    def take_in_writes(self) -> None:
+        """Let the masters have what user code has written into parameters, before these change."""
+        states = self.states
+        if states.optimizer.has_masters and (written := states.parameters.written()):
+            states.optimizer.refresh_masters(written)
+            states.parameters.remember()
+
+    def follow_changes(self) -> None:
+        """Lay out anew if parameter groups or requires_grad changed. Collective then."""
+        if self._shape.fits(self.recipe.shape()):
+            return
+        if self._in_step():
+            raise UsageError(
+                "Parameter groups or requires_grad changed between engine.backward and "
+                "engine.step. Change them right after engine.step()."
+            )
+        alike.check_same_model(self.recipe)
+        self._lay(*assembly.disassemble(self.recipe, self.states))
+
+    def end(self) -> None:
+        """Give everything back as it was, trained. Collective."""
+        assembly.disassemble(self.recipe, self.states)
+        self.recipe.leave_groups()
+        self.activations.close()
+        self.recipe.doors.remove()
+        for handle in self._handles:
+            handle.remove()
+        sync_batch_norm.restore(self.recipe.models)
+        for optimizer in self.recipe.optimizers:
+            habits.allow(optimizer)

@@ -1,0 +1,169 @@
+"""The ranks that this process starts on its own host: from their start to their ends."""
+
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from shardwise.launch import cause, environment, report
+from shardwise.launch.child import Child, Outlet, Source
+from shardwise.launch.identity import Identity
+from shardwise.launch.report import Report
+from shardwise.launch.verdict import End
+from shardwise.launch.warden import Warden
+
+Hear = Callable[[int, int, bytes], None]
+"""Takes a rank, a stream, and what has come on it; b"" ends the stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one host is to run; plain values, so that it travels as JSON.
+
+    `count` of `size` ranks, from `first` on, run `command` with the settings in `flags`. Rank 0
+    listens on `port` of `address`. `interface` leads to the other hosts, None on one host.
+    `passed` are variables that the ranks get on top of this host's own. `outlet` is rank 0's;
+    the others have pipes where it has.
+    """
+
+    command: tuple[str, ...]
+    flags: Mapping[str, str]
+    size: int
+    first: int
+    count: int
+    address: str
+    port: int
+    interface: str | None = None
+    passed: Mapping[str, str] = field(default_factory=dict)
+    outlet: Outlet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """That a rank has ended, `how` in words, and the report that it left, if any."""
+
+    end: End
+    how: str
+    report: Report | None
+
+
+class Crew:
+    """The ranks of `task`, as processes of this host; their reports lie in `folder`."""
+
+    def __init__(
+        self,
+        task: Task,
+        folder: Path,
+        warden: Warden,
+        selector: selectors.BaseSelector,
+        hear: Hear,
+        left: Callable[[Departure], None],
+    ) -> None:
+        self._task = task
+        self._folder = folder
+        self._warden = warden
+        self._selector = selector
+        self._hear = hear
+        self._left = left
+        self._children: list[Child] = []
+        self._stopping = False
+        self._memory = cause.memory()
+
+    def start(self, listener: socket.socket | None) -> None:
+        """Start all ranks; rank 0 inherits the socket that listens. Raises LaunchError."""
+        for local_rank in range(self._task.count):
+            rank = self._task.first + local_rank
+            fds = [listener.fileno()] if listener is not None and rank == 0 else []
+            child = Child(rank, partial(self._hear, rank))
+            outlet = self._task.outlet if rank == 0 else Outlet(piped=self._task.outlet.piped)
+            environ = self._environment(local_rank, fds[0] if fds else None)
+            child.start(self._task.command, environ, fds, outlet)
+            self._warden.started(child.group)
+            self._children.append(child)
+        self.listen()
+
+    def listen(self) -> None:
+        """Take what the ranks write, as it comes."""
+        for source in self._open():
+            with suppress(KeyError):  # it is listened to already
+                self._selector.register(
+                    source.fd, selectors.EVENT_READ, partial(self._relay, source)
+                )
+
+    def pause(self) -> None:
+        """Leave what the ranks write where it is, for now."""
+        for source in self._open():
+            self._ignore(source)
+
+    def reap(self) -> None:
+        """Tell of those that have ended since, when what they wrote has been passed on."""
+        for child in self._children:
+            if child.end is None and child.reap(stopped=self._stopping):
+                for source in child.sources:
+                    self._ignore(source)
+                    source.drain()
+                self._left(self._departure(child))
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all that is left of the ranks."""
+        self._stopping = True
+        for child in self._children:
+            if not child.is_gone():
+                child.send(number)
+
+    def resize(self, window: tuple[int, int]) -> None:
+        """Tell ranks that draw live the new rows and columns of the terminal."""
+        for child in self._children:
+            child.resize(window)
+
+    def release(self) -> None:
+        """Tell the warden of those that left nothing behind."""
+        for child in self._children:
+            if child.is_gone():
+                self._warden.ended(child.group)
+
+    def _environment(self, local_rank: int, listen_fd: int | None) -> dict[str, str]:
+        task = self._task
+        identity = Identity(
+            launcher="shardwise run",
+            rank=task.first + local_rank,
+            size=task.size,
+            local_rank=local_rank,
+            local_size=task.count,
+            address=task.address,
+            port=task.port,
+            listen_fd=listen_fd,
+        )
+        window = task.outlet.window
+        return environment.of_rank(
+            {**os.environ, **task.passed},
+            identity,
+            flags=task.flags,
+            reports=self._folder,
+            cores=environment.usable_cores(),
+            columns=window[1] if window else None,
+            interface=task.interface,
+        )
+
+    def _relay(self, source: Source) -> None:
+        if source.open and not source.read():
+            source.open = False
+            self._ignore(source)
+
+    def _ignore(self, source: Source) -> None:
+        with suppress(KeyError):  # it has ended before
+            self._selector.unregister(source.fd)
+
+    def _open(self) -> list[Source]:
+        return [source for child in self._children for source in child.sources if source.open]
+
+    def _departure(self, child: Child) -> Departure:
+        assert child.end is not None
+        now = cause.memory()
+        how = cause.of_exit(child.end.code, before=self._memory, now=now, peak=child.peak)
+        return Departure(end=child.end, how=how, report=report.read(self._folder).get(child.rank))

@@ -1,0 +1,125 @@
+"""Runs that are started on each host by itself, by torch's elastic agent, as torchrun does.
+
+    on each:   shardwise run --nnodes 2 --nproc-per-node 4 --rdzv-endpoint node1:29500 train.py
+
+The agent counts the hosts that have come, numbers the ranks, and after a failure starts all of
+them again with the hosts that are there, between MIN and MAX of them.
+"""
+
+import ipaddress
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from shardwise.config import FLAGS_VARIABLE
+from shardwise.errors import LaunchError
+from shardwise.launch import interface
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """How `fewest` to `most` hosts find each other: at `host` and `port`, None for one host alone.
+
+    With `node_rank` they are numbered beforehand, else in the order of their coming.
+    """
+
+    fewest: int
+    most: int
+    host: str | None
+    port: int
+    node_rank: int | None
+    name: str
+
+    @classmethod
+    def of(cls, nnodes: str, endpoint: str | None, node_rank: int | None, name: str) -> "Meeting":
+        """The meeting that flags describe. Raises LaunchError where they cannot be."""
+        count = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes, re.ASCII)
+        fewest, most = (int(count[1]), int(count[2] or count[1])) if count else (0, 0)
+        if not 0 < fewest <= most:
+            raise LaunchError(
+                f"--nnodes {nnodes}: write a number of hosts, or MIN:MAX, such as 2:4."
+            )
+        if node_rank is not None and (fewest < most or node_rank >= most):
+            raise LaunchError(
+                f"--node-rank {node_rank} with --nnodes {nnodes}: numbers from 0 to one less than "
+                "the number of hosts, which must be fixed. Leave it out, and they are given."
+            )
+        if endpoint is None and most > 1:
+            raise LaunchError(
+                f"--nnodes {nnodes}: hosts must know where to meet. Add --rdzv-endpoint HOST:PORT, "
+                "alike on all of them, with a port that is free on HOST, which is one of them."
+            )
+        host, port = (None, 0) if endpoint is None else _place(endpoint)
+        return cls(fewest=fewest, most=most, host=host, port=port, node_rank=node_rank, name=name)
+
+
+def words(
+    meeting: Meeting,
+    command: Sequence[str],
+    *,
+    per_host: int,
+    restarts: int,
+    address: str | None,
+    log_dir: str | None,
+) -> list[str]:
+    """The command that is torch's agent for this host, which others reach at `address`. Pure."""
+    found = [sys.executable, "-m", "torch.distributed.run"]
+    found += [f"--nnodes={meeting.fewest}:{meeting.most}", f"--nproc-per-node={per_host}"]
+    if meeting.host is None:
+        found += ["--standalone"]
+    else:
+        bracketed = f"[{meeting.host}]" if ":" in meeting.host else meeting.host
+        numbered = meeting.node_rank is not None
+        found += [f"--rdzv-backend={'static' if numbered else 'c10d'}"]
+        found += [f"--rdzv-endpoint={bracketed}:{meeting.port}", f"--rdzv-id={meeting.name}"]
+        found += [f"--node-rank={meeting.node_rank}"] if numbered else []
+    found += [f"--max-restarts={restarts}"]
+    found += [f"--local-addr={address}"] if address is not None else []
+    found += [f"--log-dir={log_dir}", "--tee=3"] if log_dir is not None else []
+    return [*found, "--no-python", *command]
+
+
+def own_address(meeting: Meeting, name: str | None) -> str | None:
+    """The address of this host for the others: of interface `name`, else of the way to them.
+
+    None where the way does not tell: on the host where they meet, by a name that is local to it.
+    """
+    if name is not None:
+        return interface.address_of(name)
+    if meeting.host is None:
+        return None
+    found = interface.towards(meeting.host)
+    local = ipaddress.ip_address(found.partition("%")[0]).is_loopback
+    return None if local and meeting.most > 1 else found
+
+
+def environment(
+    base: Mapping[str, str], settings: Mapping[str, str], leads: str | None
+) -> dict[str, str]:
+    """The variables that the agent passes on; `leads` is the interface to the others."""
+    defaults = {"PYTHONFAULTHANDLER": "1"}
+    if leads is not None:
+        defaults |= {"GLOO_SOCKET_IFNAME": leads, "NCCL_SOCKET_IFNAME": leads}
+    told = {"PYTHONUNBUFFERED": "1", FLAGS_VARIABLE: json.dumps(dict(settings))}
+    return defaults | dict(base) | told
+
+
+def run(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    """Become the agent, so that Ctrl-C and the exit code are its own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], list(command), dict(environ))
+
+
+def _place(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise LaunchError(
+            f"--rdzv-endpoint {endpoint}: write HOST:PORT, such as node1:29500 or [fd00::1]:29500."
+        )
+    return host, int(port)

@@ -1,0 +1,202 @@
+"""The flags of `shardwise run` that are the launcher's own; settings make theirs themselves."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+
+class Flag(click.Option):
+    """A flag with its place in the help: a group, the words of its left column, and whether it is
+    rare, so that only `--help-all` shows it."""
+
+    def __init__(
+        self, names: list[str], *, group: str, shown: str, rare: bool = False, **options: Any
+    ) -> None:
+        super().__init__(names, **options)
+        self.group = group
+        self.shown = shown
+        self.rare = rare
+
+
+def own() -> Iterator[Flag]:
+    """The flags of the launcher itself."""
+    yield Flag(
+        ["size", "-n", "-np"],
+        group="where",
+        shown="-n N",
+        type=int,
+        help="ranks in all; left out, one for each GPU or slot, else 1",
+    )
+    yield Flag(
+        ["per_host", "--nproc-per-node", "--nproc_per_node"],
+        group="where",
+        shown="--nproc-per-node N",
+        rare=True,
+        type=int,
+        help="ranks on each host",
+    )
+    yield from _host_flags()
+    yield from _elastic_flags()
+    yield Flag(
+        ["module", "-m"],
+        group="where",
+        shown="-m MODULE",
+        is_flag=True,
+        help="run a module, as python -m does",
+    )
+    yield Flag(
+        ["--port"],
+        group="where",
+        shown="--port PORT",
+        rare=True,
+        type=click.IntRange(0, 65535),
+        default=0,
+        help="where rank 0 listens; left out, a port that is free",
+    )
+    yield Flag(
+        ["--interface"],
+        group="where",
+        shown="--interface NAME",
+        rare=True,
+        help="between hosts; left out, the one that leads to rank 0",
+    )
+    yield Flag(
+        ["--config"],
+        group="where",
+        shown="--config FILE",
+        help="a TOML file of settings; weaker than flags and environment",
+    )
+    yield from _watch_flags()
+
+
+def _host_flags() -> Iterator[Flag]:
+    """The flags of runs on several hosts."""
+    yield Flag(
+        ["hosts", "-H", "--host", "--hosts"],
+        group="where",
+        shown="-H HOST:N,...",
+        help="hosts over ssh, and ranks on each: alice@node1:4,[fd00::2]:4",
+    )
+    yield Flag(
+        ["hostfile", "--hostfile", "-hostfile", "--machinefile"],
+        group="where",
+        shown="--hostfile FILE",
+        help="the same, a host on each line: node1 slots=4, or node1:4",
+    )
+    yield Flag(
+        ["pass_on", "-x"],
+        group="where",
+        shown="-x NAME[=VALUE]",
+        rare=True,
+        multiple=True,
+        help="a variable for the ranks on all hosts; may be repeated",
+    )
+    yield Flag(
+        ["--ssh"],
+        group="where",
+        shown="--ssh COMMAND",
+        rare=True,
+        default="ssh",
+        help="how to reach hosts, such as 'ssh -J gate' (default ssh)",
+    )
+    yield Flag(
+        ["--ssh-port", "--ssh_port"],
+        group="where",
+        shown="--ssh-port PORT",
+        rare=True,
+        type=click.IntRange(1, 65535),
+        help="where ssh listens on the hosts",
+    )
+    yield Flag(
+        ["--python"],
+        group="where",
+        shown="--python PATH",
+        rare=True,
+        help="the Python of the other hosts; left out, the path of this one",
+    )
+    yield Flag(
+        ["--dry-run"],
+        group="where",
+        shown="--dry-run",
+        rare=True,
+        is_flag=True,
+        help="say what would run where, and stop",
+    )
+
+
+def _elastic_flags() -> Iterator[Flag]:
+    """The flags of runs that are started on each host by itself, as torchrun is."""
+    yield Flag(
+        ["--nnodes"],
+        group="where",
+        shown="--nnodes N|MIN:MAX",
+        rare=True,
+        help="hosts, each of which starts this same command, as with torchrun",
+    )
+    yield Flag(
+        ["--rdzv-endpoint", "--rdzv_endpoint"],
+        group="where",
+        shown="--rdzv-endpoint HOST:PORT",
+        rare=True,
+        help="where those hosts meet, which is one of them",
+    )
+    yield Flag(
+        ["--rdzv-id", "--rdzv_id"],
+        group="where",
+        shown="--rdzv-id NAME",
+        rare=True,
+        default="shardwise",
+        help="tells runs apart that meet at the same place",
+    )
+    yield Flag(
+        ["--node-rank", "--node_rank"],
+        group="where",
+        shown="--node-rank I",
+        rare=True,
+        type=click.IntRange(0),
+        help="which of those hosts this is; left out, in the order of their coming",
+    )
+    yield Flag(
+        ["--max-restarts", "--max_restarts"],
+        group="recover",
+        shown="--max-restarts K",
+        rare=True,
+        type=click.IntRange(0),
+        help="with --nnodes: how often all ranks start again after a failure",
+    )
+
+
+def _watch_flags() -> Iterator[Flag]:
+    """The flags of what is shown, and of the end of a run."""
+    yield Flag(
+        ["--log-dir", "--log_dir"],
+        group="watch",
+        shown="--log-dir DIR",
+        help="keep what each rank says in a file of its own there",
+    )
+    yield Flag(
+        ["shown", "--show"],
+        group="watch",
+        shown="--show RANKS",
+        rare=True,
+        help="show only what these ranks say, such as 0,2-3",
+    )
+    yield Flag(
+        ["--host-timeout", "--host_timeout"],
+        group="watch",
+        shown="--host-timeout SECONDS",
+        rare=True,
+        type=click.FloatRange(min=2),
+        default=10.0,
+        help="silence after which a host is lost (default 10)",
+    )
+    yield Flag(
+        ["--grace"],
+        group="watch",
+        shown="--grace SECONDS",
+        rare=True,
+        type=click.FloatRange(min=0),
+        default=5.0,
+        help="between asking ranks to end and killing them (default 5)",
+    )

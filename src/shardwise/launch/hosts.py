@@ -1,0 +1,192 @@
+"""Which hosts, and how many ranks on each: `-H`, hostfiles, and how ranks spread. Pure.
+
+All of these give the same map:
+
+    -H alice@node1:4,[fd00::2]:2        as mpirun has it
+
+    node1 slots=4                       a hostfile in Open MPI's form (DeepSpeed's too)
+    [fd00::2] slots=2 max_slots=2
+
+    node1:4                             in MPICH's form
+    [fd00::2]:2                         # a comment
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from string import hexdigits
+
+from shardwise.errors import LaunchError
+
+HERE = "127.0.0.1"
+"""The address by which the ranks of one host meet."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host: a name or address as ssh takes it, and its `slots`, None where not said."""
+
+    name: str
+    slots: int | None = None
+    user: str | None = None
+
+    @property
+    def login(self) -> str:
+        """What ssh is given: user@name, or the name alone."""
+        return f"{self.user}@{self.name}" if self.user else self.name
+
+
+@dataclass(frozen=True)
+class Share:
+    """The `count` ranks of one host, from `first` on."""
+
+    host: Host
+    first: int
+    count: int
+
+    @property
+    def ranks(self) -> str:
+        """In words: rank 3, or ranks 0-3."""
+        last = self.first + self.count - 1
+        return f"rank {last}" if self.count == 1 else f"ranks {self.first}-{last}"
+
+
+_NAME = r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+_HOST = re.compile(
+    r"((?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?"
+    rf"(\[(?P<six>[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?)\]|(?P<name>{_NAME}))"
+    r"(:(?P<slots>[^:]*))?"
+)
+
+
+def from_list(text: str) -> list[Host]:
+    """The hosts of `-H`, separated by commas. Raises LaunchError that quotes what is wrong."""
+    hosts = []
+    for word in text.split(","):
+        try:
+            hosts.append(_host(word.strip()))
+        except ValueError as fault:
+            raise LaunchError(f"-H {text}: {fault}") from None
+    return merged(hosts)
+
+
+def read(path: Path) -> list[Host]:
+    """The hosts of the file at `path`. Raises LaunchError where it cannot be read or understood."""
+    try:
+        return from_file(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise LaunchError(f"The hostfile {path} cannot be read: {why}.") from None
+
+
+def from_file(text: str, name: str) -> list[Host]:
+    """The hosts of a hostfile with content `text`; `name` is for messages, which say name:line."""
+    hosts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            hosts.append(_with_options(_host(words[0]), words[1:]))
+        except ValueError as fault:
+            raise LaunchError(f"{name}:{number}: {fault}") from None
+    if not hosts:
+        raise LaunchError(f"{name} names no host. Write one on each line, such as: node1 slots=4")
+    return merged(hosts)
+
+
+def merged(hosts: Sequence[Host]) -> list[Host]:
+    """Each host once, at its first place, with all its slots: `h1,h1` is `h1:2`."""
+    found: dict[str, Host] = {}
+    for host in hosts:
+        before = found.get(host.login)
+        slots = host.slots if before is None else (before.slots or 1) + (host.slots or 1)
+        found[host.login] = replace(host, slots=slots)
+    return list(found.values())
+
+
+def spread(
+    hosts: Sequence[Host], *, total: int | None = None, per_host: int | None = None
+) -> list[Share]:
+    """Which ranks run where: host after host, in the order given.
+
+    A host whose slots are not said has `per_host` of them, else 1. `total` ranks fill the slots
+    from the first on; left out, all. Raises LaunchError where they do not fit.
+    """
+    for host in hosts:
+        if per_host is not None and host.slots not in (None, per_host):
+            raise LaunchError(
+                f"--nproc-per-node {per_host}, but {host.name} is given {host.slots} slots: "
+                "give one of the two."
+            )
+    slots = [host.slots or per_host or 1 for host in hosts]
+    if total is not None and total > sum(slots):
+        raise LaunchError(
+            f"-n {total}: the {len(hosts)} hosts have {sum(slots)} slots in all. Give them more "
+            f"({hosts[0].name}:{-(-total // len(hosts))}), or ask for {sum(slots)} ranks at most."
+        )
+    if total is not None and total < 1:
+        raise LaunchError(f"-n {total}: a run has at least one rank; write -n 1 or more.")
+    left = sum(slots) if total is None else total
+    shares, first = [], 0
+    for host, room in zip(hosts, slots, strict=True):
+        count = min(room, left - first)
+        if count > 0:
+            shares.append(Share(host, first, count))
+            first += count
+    return shares
+
+
+def _host(word: str) -> Host:
+    """The host of `user@name:slots`; ValueError says what is wrong."""
+    found = _HOST.fullmatch(word)
+    if found is None:
+        if set(word) <= set(hexdigits + ":.") and word.count(":") > 1:
+            raise ValueError(f"{word!r}: write an IPv6 address in brackets, such as [{word}]:4.")
+        raise ValueError(f"{word!r} is no host. Write for example node1:4 or alice@10.0.0.7:4.")
+    slots = None if found["slots"] is None else _slots(found["slots"], word)
+    return Host(found["six"] or found["name"], slots, found["user"])
+
+
+def _with_options(host: Host, words: Sequence[str]) -> Host:
+    """`host` with the slots=N of Open MPI's form, where there are any."""
+    most = None
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in ("slots", "max_slots", "max-slots"):
+            raise ValueError(
+                f"{word!r} is not understood after {host.name}. Write slots=4, or {host.name}:4."
+            )
+        number = _slots(value, word)
+        if key != "slots":
+            most = number
+        elif host.slots is not None:
+            raise ValueError(f"{host.name} has :{host.slots} and {word}: write one of the two.")
+        else:
+            host = replace(host, slots=number)
+    if most is not None and host.slots is not None and host.slots > most:
+        raise ValueError(
+            f"{host.name} has {host.slots} slots, which is more than max_slots={most}."
+        )
+    return host
+
+
+def _slots(text: str, word: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{word!r}: the number of slots is {text!r}, which is no number above 0.")
+    return int(text)
+
+
+def ranks(text: str, size: int, flag: str) -> frozenset[int]:
+    """The ranks of "0,2-3"; raises LaunchError, naming `flag`, for what is no rank of `size`."""
+    found: set[int] = set()
+    for word in text.split(","):
+        first, dash, last = word.strip().partition("-")
+        ends = (first, last if dash else first)
+        if not all(end.isascii() and end.isdigit() for end in ends) or int(ends[0]) > int(ends[1]):
+            raise LaunchError(f"{flag} {text}: {word!r} is no rank. Write for example 0,2-3.")
+        found.update(range(int(ends[0]), int(ends[1]) + 1))
+    if max(found) >= size:
+        raise LaunchError(f"{flag} {text}: the {size} ranks of this run are 0 to {size - 1}.")
+    return frozenset(found)

@@ -1,0 +1,80 @@
+"""A run as it was asked for, and how it is shown."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwise.launch.child import Outlet
+from shardwise.launch.console import Console
+from shardwise.launch.crew import Task
+from shardwise.launch.hosts import Share
+from shardwise.launch.voice import Voice, logs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to run where: on each host its `shares` of the ranks, with the settings in `flags`.
+
+    `words` are as the user gave them, a `module` and its arguments or a program and its own.
+    `port` 0 lets the kernel choose. `grace` is the seconds between asking and killing. `passed`
+    are variables for the ranks. `shown` are the ranks whose output is on the screen, None for all
+    of them; `log_dir` is where that of each is kept.
+    """
+
+    words: tuple[str, ...]
+    shares: tuple[Share, ...]
+    flags: Mapping[str, str]
+    module: bool = False
+    port: int = 0
+    grace: float = 5.0
+    interface: str | None = None
+    passed: Mapping[str, str] = field(default_factory=dict)
+    shown: frozenset[int] | None = None
+    log_dir: str | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return sum(share.count for share in self.shares)
+
+    def console(self, environ: Mapping[str, str]) -> Console:
+        """The screen that this run needs."""
+        piped = self.log_dir is not None or self.shown is not None or len(self.shares) > 1
+        return Console(self.size, environ, piped=piped)
+
+    def voices(self, console: Console) -> list[Voice]:
+        """A voice for each rank. Raises LaunchError where logs cannot be written."""
+        kept = logs(self.log_dir, self.size, self.words)
+        return [
+            Voice(rank, console, shown=self.shown is None or rank in self.shown, log=log)
+            for rank, log in enumerate(kept)
+        ]
+
+    def task(
+        self,
+        share: Share,
+        command: tuple[str, ...],
+        console: Console,
+        *,
+        address: str,
+        port: int,
+        reads: bool = False,
+    ) -> Task:
+        """What the host of `share` is to run; with `reads`, rank 0 has our standard input."""
+        shown = self.shown is None or 0 in self.shown
+        outlet = Outlet(
+            piped=console.piped,
+            drawn=console.drawn if shown else (),
+            window=console.window(),
+            reads=reads,
+        )
+        return Task(
+            command=command,
+            flags=self.flags,
+            size=self.size,
+            first=share.first,
+            count=share.count,
+            address=address,
+            port=port,
+            passed=self.passed,
+            outlet=outlet,
+        )

@@ -1,0 +1,168 @@
+"""How ranks find rank 0 whom nobody told where it is: by a note that it leaves.
+
+mpirun and srun start processes and tell them no address. Rank 0 then listens on a port that the
+kernel gave it, and leaves a note under a name that only this run has: in the temporary folder
+where all ranks are on one host, else in the working directory, which hosts of a cluster mostly
+share. The note goes when all have come.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+from shardwise.errors import LaunchError
+from shardwise.launch import ancestors
+from shardwise.launch.identity import Identity
+
+VARIABLE = "SHARDWISE_RENDEZVOUS"
+PATTERN = ".shardwise-{user}-{run}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """Where rank 0 listens: names or numbers of its host, the likeliest first, and the port.
+
+    `host` and `pid` are of the process that left the note.
+    """
+
+    addresses: tuple[str, ...]
+    port: int
+    host: str
+    pid: int
+
+
+def listen_everywhere() -> socket.socket:
+    """A socket that listens on every address of this host, on a port that the kernel chooses.
+
+    IPv6 is for hosts that have nothing else: torch warns of a client whose name it cannot find,
+    and few networks know a name for an IPv4 address in IPv6's clothes.
+    """
+    try:
+        socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+    except socket.gaierror:
+        if socket.has_dualstack_ipv6():
+            family = socket.AF_INET6
+            return socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def path(identity: Identity, folder: str | None = None) -> Path:
+    """Where the note of this run lies: in `folder`, or where all of its ranks look by themselves.
+
+    Raises LaunchError where nothing names the run on all of its hosts.
+    """
+    run = identity.job
+    if run is None:
+        if not identity.on_one_host:
+            raise LaunchError(_nameless(identity))
+        run = ancestors.launching_process()
+    if folder is None:
+        folder = tempfile.gettempdir() if identity.on_one_host else os.getcwd()
+    digest = hashlib.sha256(run.encode()).hexdigest()[:16]
+    return Path(folder) / PATTERN.format(user=os.getuid(), run=digest)
+
+
+def _nameless(identity: Identity) -> str:
+    return (
+        f"{identity.launcher} put the {identity.size} ranks on several hosts and tells them "
+        f"nothing of each other. Name rank 0's host and a port that is free there: {VARIABLE}="
+        f"{socket.gethostname()}:29500, passed on to all ranks (mpiexec -genv NAME VALUE, "
+        "mpirun -x NAME=VALUE)."
+    )
+
+
+def addresses(identity: Identity) -> tuple[str, ...]:
+    """How others may reach this host, which is rank 0's, the likeliest first."""
+    if identity.on_one_host:
+        return ("127.0.0.1",)
+    name = socket.gethostname()
+    found = [identity.address, name, _own_number(name)]
+    return tuple(dict.fromkeys(one for one in found if one))
+
+
+def _own_number(name: str) -> str | None:
+    """The number of this host on the way out, for others to whom its name says nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: only asks for the route
+        except OSError:  # no way out: the name will do
+            return None
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def left(place: Path, note: Note) -> Iterator[None]:
+    """The note lies at `place` while the block runs, and no longer, also when SIGTERM comes."""
+    _sweep(place.parent)
+    aside = place.with_name(f"{place.name}.{os.getpid()}")
+    with _sigterm_raises():
+        try:
+            aside.write_text(json.dumps(asdict(note)))
+            aside.rename(place)
+            yield
+        except OSError as error:
+            raise LaunchError(
+                f"Rank 0 cannot leave a note for the other ranks in {place.parent}: "
+                f"{error.strerror}. Name a folder that it may write to and all hosts share, or "
+                f"rank 0's host and a free port: {VARIABLE}=FOLDER/ or HOST:PORT."
+            ) from error
+        finally:
+            for one in (aside, place):
+                one.unlink(missing_ok=True)
+
+
+def read(place: Path) -> Note | None:
+    """The note at `place`, if it is there and to be believed."""
+    with suppress(FileNotFoundError):
+        os.listdir(place.parent)  # makes a network file system look again
+        if _is_believed(place):
+            found = json.loads(place.read_text())
+            return Note(**found | {"addresses": tuple(found["addresses"])})
+    return None
+
+
+def _is_believed(place: Path) -> bool:
+    """Whether nobody else can have left the note: some network file systems rename owners, but
+    in a folder that not everybody may write to, there is nobody else."""
+    for_everybody = place.parent.stat().st_mode & stat.S_IWOTH
+    return not for_everybody or place.stat().st_uid == os.getuid()
+
+
+def _sweep(folder: Path) -> None:
+    """Remove notes of ours whose process was killed before it could."""
+    for old in folder.glob(PATTERN.format(user=os.getuid(), run="*")):
+        note = read(old)
+        if note is None or note.host != socket.gethostname():
+            continue
+        try:
+            os.kill(note.pid, 0)
+        except ProcessLookupError:
+            old.unlink(missing_ok=True)
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM, with which launchers end a run, unwind this process rather than cut it off."""
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

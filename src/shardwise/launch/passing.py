@@ -1,0 +1,48 @@
+"""Which variables the ranks on other hosts get from here. Pure."""
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+
+from shardwise.config import FLAGS_VARIABLE, PREFIX
+from shardwise.errors import LaunchError
+from shardwise.launch import own
+
+NEVER = (own.PREFIX, FLAGS_VARIABLE)
+"""Variables of ours that tell a process who it is, or are told each rank anyway."""
+
+
+DRAWING = ("TERM", "COLORTERM", "NO_COLOR")
+"""Variables of the terminal that rank 0 draws on, wherever it is."""
+
+
+def variables(
+    environ: Mapping[str, str], asked: Iterable[str], interface: str | None
+) -> dict[str, str]:
+    """What `-x NAME` and `-x NAME=VALUE` ask for, settings of ours, the terminal and interface.
+
+    Raises LaunchError for a NAME that is not set here.
+    """
+    found = {
+        name: value
+        for name, value in environ.items()
+        if name in DRAWING or (name.startswith(PREFIX) and not name.startswith(NEVER))
+    }
+    if interface is not None:
+        found |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    for word in asked:
+        name, given, value = word.partition("=")
+        if not name:
+            raise LaunchError(f"-x {word}: write -x NAME, or -x NAME=VALUE.")
+        if not given and name not in environ:
+            near = difflib.get_close_matches(name, environ, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"Set it, or write -x {name}=VALUE."
+            raise LaunchError(f"-x {name}: there is no such variable here. {hint}")
+        found[name] = value if given else environ[name]
+    return found
+
+
+def folder(environ: Mapping[str, str]) -> str:
+    """The working directory, by the name that the user knows it by: links may differ elsewhere."""
+    named, here = environ.get("PWD", ""), os.getcwd()
+    return named if os.path.isabs(named) and os.path.realpath(named) == here else here

@@ -1,0 +1,174 @@
+"""From the command line to a run: on which hosts, and by whom its ranks are started.
+
+nothing, or -n N            this host                     one_host.py
+-H, --hostfile              ssh to each                   many_hosts.py
+a Slurm allocation          srun                          srun.py
+--nnodes                    torch's elastic agent         elastic.py
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import LaunchError
+from shardwise.launch import (
+    elastic,
+    gpus,
+    hosts,
+    interface,
+    many_hosts,
+    one_host,
+    passing,
+    preview,
+    program,
+    srun,
+)
+from shardwise.launch.hosts import Host, Share
+from shardwise.launch.job import Job
+from shardwise.launch.ssh import Way
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The launcher's own flags (see flags.py) and what to run with which `settings`."""
+
+    words: tuple[str, ...]
+    settings: Mapping[str, str]
+    module: bool
+    size: int | None
+    per_host: int | None
+    hosts: str | None
+    hostfile: str | None
+    pass_on: tuple[str, ...]
+    ssh: str
+    ssh_port: int | None
+    python: str | None
+    port: int
+    interface: str | None
+    nnodes: str | None
+    node_rank: int | None
+    rdzv_endpoint: str | None
+    rdzv_id: str
+    max_restarts: int | None
+    log_dir: str | None
+    shown: str | None
+    host_timeout: float
+    grace: float
+    dry_run: bool
+
+
+def run(asked: Asked) -> int:
+    """Run what was asked for and return its exit code. Raises LaunchError when it cannot start."""
+    passed = passing.variables(os.environ, asked.pass_on, asked.interface)
+    named = asked.hosts is not None or asked.hostfile is not None
+    if asked.nnodes is not None:
+        return _by_torch(asked, passed)
+    for flag in ("node_rank", "rdzv_endpoint", "max_restarts"):
+        if getattr(asked, flag) is not None:
+            raise LaunchError(f"--{flag.replace('_', '-')} needs --nnodes, the number of hosts.")
+    if not named and srun.is_wanted(os.environ):
+        return _by_srun(asked, passed)
+    return _by_ourselves(asked, passed)
+
+
+def _by_ourselves(asked: Asked, passed: Mapping[str, str]) -> int:
+    """Start the ranks here, and over ssh."""
+    shares = _shares(asked)
+    size = sum(share.count for share in shares)
+    job = Job(
+        words=asked.words,
+        shares=shares,
+        flags=asked.settings,
+        passed=passed,
+        shown=None if asked.shown is None else hosts.ranks(asked.shown, size, "--show"),
+        module=asked.module,
+        port=asked.port,
+        grace=asked.grace,
+        interface=asked.interface,
+        log_dir=asked.log_dir,
+    )
+    way = Way(
+        folder=passing.folder(os.environ),
+        python=asked.python or sys.executable,
+        ssh=tuple(shlex.split(asked.ssh)),
+        port=asked.ssh_port,
+        passed=passed,
+        patience=asked.host_timeout,
+    )
+    here = [share for share in shares if interface.is_here(share.host)]
+    if asked.dry_run:
+        print(preview.words(job, way, here))
+        return 0
+    return one_host.run(job) if list(shares) == here[:1] else many_hosts.run(job, way)
+
+
+def _by_srun(asked: Asked, passed: Mapping[str, str]) -> int:
+    """Leave the hosts of a Slurm allocation to srun; returns only from a dry run."""
+    if asked.shown is not None or asked.log_dir is not None:
+        raise LaunchError(
+            "--show and --log-dir are of our own launcher, but the hosts of this Slurm job "
+            "are srun's, which writes each line with its rank. Leave them out."
+        )
+    command = program.command(asked.words[0], asked.words[1:], module=asked.module)
+    environ = srun.environment({**os.environ, **passed}, asked.settings, asked.port)
+    words = srun.words(environ, command, size=asked.size, per_host=asked.per_host)
+    if not asked.dry_run:
+        srun.run(words, environ)
+    print(shlex.join(words))
+    return 0
+
+
+def _by_torch(asked: Asked, passed: Mapping[str, str]) -> int:
+    """Let torch's elastic agent start the ranks of this host; returns only from a dry run."""
+    assert asked.nnodes is not None
+    if asked.hosts is not None or asked.hostfile is not None or asked.shown is not None:
+        raise LaunchError(
+            "--nnodes is for a command that is started on each host by itself; -H, --hostfile and "
+            "--show are for one that starts all. Give the one or the other."
+        )
+    if asked.size is not None:
+        raise LaunchError(
+            f"-n {asked.size} counts all ranks, which --nnodes leaves open: say how many each "
+            "host has, with --nproc-per-node."
+        )
+    meeting = elastic.Meeting.of(asked.nnodes, asked.rdzv_endpoint, asked.node_rank, asked.rdzv_id)
+    command = program.command(asked.words[0], asked.words[1:], module=asked.module)
+    address = elastic.own_address(meeting, asked.interface)
+    words = elastic.words(
+        meeting,
+        command,
+        per_host=asked.per_host or _ranks_of_a_host(asked),
+        restarts=asked.max_restarts or 0,
+        address=address,
+        log_dir=asked.log_dir,
+    )
+    if not asked.dry_run:
+        leads = None if address is None else interface.holding(address)
+        elastic.run(words, elastic.environment({**os.environ, **passed}, asked.settings, leads))
+    print(shlex.join(words))
+    return 0
+
+
+def _shares(asked: Asked) -> tuple[Share, ...]:
+    """Which ranks run on which host."""
+    size, each = asked.size, asked.per_host
+    if asked.hosts is not None and asked.hostfile is not None:
+        raise LaunchError(f"-H {asked.hosts} and --hostfile {asked.hostfile}: give one of the two.")
+    if asked.hosts is not None:
+        return tuple(hosts.spread(hosts.from_list(asked.hosts), total=size, per_host=each))
+    if asked.hostfile is not None:
+        return tuple(hosts.spread(hosts.read(Path(asked.hostfile)), total=size, per_host=each))
+    if None not in (size, each) and size != each:
+        raise LaunchError(f"-n {size} and --nproc-per-node {each} are of one host: give one.")
+    if size is None and each is None:
+        size = srun.tasks_here(os.environ) or _ranks_of_a_host(asked)
+    return tuple(hosts.spread([Host("localhost", each or size)], total=size))
+
+
+def _ranks_of_a_host(asked: Asked) -> int:
+    """How many ranks this host has where nobody says: one for each visible GPU, else 1."""
+    on_cpu = asked.settings.get("device") == "cpu"
+    return 1 if on_cpu else max(1, gpus.count(os.environ))

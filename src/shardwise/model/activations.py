@@ -1,0 +1,124 @@
+"""The fourth state: what forward keeps for backward. *Kept* or *recomputed*, resting on a tier.
+
+Recomputation is per unit (units.py; a model without any is one). Moving takes what autograd saves
+inside the forward of a model; with recomputation, that is what goes into the units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.config import Settings
+from shardwise.model import units
+from shardwise.model.away import Disk, DiskBehindHost, Host, Place
+from shardwise.model.recomputation import RecomputedForward
+from shardwise.model.saved_tensors import SavedTensors
+from shardwise.placement import Tier
+from shardwise.tiers.spool import Spool
+
+
+class Activations:
+    """Has `models` do with their activations what `settings` say, until `close`.
+
+    `rank` stands in the messages of a tier.
+
+    Raises TierError where the folder of `offload_activations` cannot be used.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        settings: Settings,
+        device: torch.device,
+        *,
+        rank: int,
+    ) -> None:
+        self._settings = settings
+        self._device = device
+        self._forwards: list[RecomputedForward] = []
+        self._handles: list[RemovableHandle] = []
+        place = _place(settings.offload_activations, device, rank)
+        if settings.activations == "recomputed":
+            found = [units.find_units(model) or [("", model)] for model in models]
+            self._forwards = [
+                RecomputedForward(unit, compiled=settings.compile)
+                for unit in dict.fromkeys(unit for several in found for _, unit in several)
+            ]
+        if place is not None:
+            scope = Scope(models, SavedTensors(place, device.type))
+            self._handles = [handle for model in models for handle in scope.attach(model)]
+
+    def describe(self) -> str:
+        """What is on, in words; empty when nothing is."""
+        parts = []
+        if count := len(self._forwards):
+            parts.append(f"recomputed in {count} unit{'' if count == 1 else 's'}")
+        tier = self._settings.offload_activations
+        if self._handles:
+            parts.append(f"on {tier}")
+        elif tier.kind == "cpu":
+            parts.append("on cpu, where these workers compute: nothing moves")
+        return ", ".join(parts)
+
+    def close(self) -> None:
+        """Give the models their own forward back."""
+        for forward in self._forwards:
+            forward.undo()
+        for handle in self._handles:
+            handle.remove()
+
+
+class Scope:
+    """Hooks on models inside whose forward `saved` is on. Copies of a model have it off."""
+
+    def __init__(self, models: Sequence[nn.Module] = (), saved: SavedTensors | None = None) -> None:
+        self._models = models
+        self._saved = saved
+        self._open: list[saved_tensors_hooks | None] = []
+
+    def attach(self, model: nn.Module) -> list[RemovableHandle]:
+        """Be on in every forward of `model` that autograd records, until the handles are removed.
+
+        It is the first to be entered, so that hooks of a unit come on top of it.
+        """
+        return [
+            model.register_forward_pre_hook(self.enter, prepend=True),
+            model.register_forward_hook(self.leave, always_call=True),
+        ]
+
+    def enter(self, model: nn.Module, args: Any) -> None:
+        """Before forward."""
+        del model, args
+        hooks = None
+        if self._saved is not None and torch.is_grad_enabled():
+            self._saved.begin(self._models)
+            hooks = saved_tensors_hooks(self._saved.pack, self._saved.unpack)
+            hooks.__enter__()
+        self._open.append(hooks)
+
+    def leave(self, model: nn.Module, args: Any, output: Any) -> None:
+        """After forward, also one that raised."""
+        del model, args
+        if (hooks := self._open.pop()) is not None and self._saved is not None:
+            hooks.__exit__()
+            if output is not None:  # else it raised: that error is the one to show
+                self._saved.end()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Scope, ()
+
+
+def _place(tier: Tier, device: torch.device, rank: int) -> Place | None:
+    """Where activations go; None where they stay."""
+    on_cpu = device.type == "cpu"
+    if tier.kind == "nvme":
+        spool = Spool(Path(tier.folder), "activations", rank=rank)
+        return Disk(spool) if on_cpu else DiskBehindHost(Host(device), spool)
+    return None if tier.kind == "device" or on_cpu else Host(device)

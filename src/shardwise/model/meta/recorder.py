@@ -1,0 +1,170 @@
+"""The mode that watches a model being built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.errors import ModelError
+from shardwise.model.meta.calls import Call, Entry
+from shardwise.model.meta.heap import give_back, new_storage
+from shardwise.model.meta.records import (
+    Record,
+    deferred_record,
+    keep_present,
+    record_of,
+    set_record,
+    value_of,
+)
+from shardwise.model.meta.tape import Layout, exchanged, kept, perform, replay
+
+_META = torch.device("meta")
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The mode that sees every operation inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.quiet = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.quiet or not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        with self.working():
+            return self._perform(Call(func, args, kwargs))
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside, nothing is recorded: the recorder itself is at work."""
+        before, self.quiet = self.quiet, True
+        try:
+            yield
+        finally:
+            self.quiet = before
+
+    def defer(self, tensor: Tensor) -> Tensor:
+        """The deferred twin of a real tensor; what is on meta already stays itself."""
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return tensor
+        record = record_of(tensor)
+        layout, size = Layout.of(tensor), tensor.untyped_storage().nbytes()
+        if record is None:
+            content, layout = kept(tensor)
+            record, size = Record(content, tensor.device), layout.bytes()
+        twin = layout.view(new_storage(size, _META))
+        set_record(twin, record)
+        give_back(size)
+        return twin
+
+    def _perform(self, call: Call) -> Any:
+        for tensor in call.tensors:
+            _bring_up(tensor)
+        if call.kind.moves:
+            return self._move(call)
+        if call.values_for_meta():
+            device = call.device()
+            there = call.exchanged(lambda leaf: device if isinstance(leaf, torch.device) else leaf)
+            return exchanged(self._deferred_result, self._perform(there))
+        if not call.deferred:
+            return self._plain(call)
+        if call.kind.queries or call.writes_real():
+            return self._for_real(call)
+        return self._deferred(call) if call.changes_records() else call.run()
+
+    def _deferred_result(self, result: Any) -> Any:
+        return self.defer(result) if isinstance(result, Tensor) else result
+
+    def _plain(self, call: Call) -> Any:
+        """No deferred tensor takes part: as without the block, and onto the tape."""
+        if not call.changes_records():
+            return call.run()
+        if not call.can_be_recorded():
+            results = call.run()
+            for tensor in call.tensors:
+                if id(tensor) in call.written:
+                    keep_present(tensor)
+            return results
+        entry = Entry(call)
+        results = call.run()
+        entry.finish(results)
+        return results
+
+    def _deferred(self, call: Call) -> Any:
+        """Onto the tape only; done for real for the sake of the generator where it draws."""
+        entry = Entry(call)
+        try:
+            results = call.exchanged(_as_meta).run()
+        except NotImplementedError:  # its shapes cannot be known without doing it
+            return self._for_real(call)
+        if call.kind.random:
+            perform(entry.operation, call.generator())
+        entry.finish(results, device=call.device())
+        return results
+
+    def _for_real(self, call: Call) -> Any:
+        """With the values of deferred arguments: for what must be known at once."""
+        entry = Entry(call)
+        storages: dict[int, UntypedStorage] = {}
+        stand_ins: list[tuple[Tensor, Tensor]] = []
+
+        def real(leaf: Any) -> Any:
+            record = deferred_record(leaf)
+            if record is None:
+                return leaf
+            if id(record) not in storages:
+                storages[id(record)] = replay(record.content)
+            stand_ins.append((Layout.of(leaf).view(storages[id(record)]), leaf))
+            return stand_ins[-1][0]
+
+        device = call.device()
+        there = call.exchanged(lambda leaf: device if isinstance(leaf, torch.device) else leaf)
+        results = there.exchanged(real).run()
+        originals = {id(stand_in): leaf for stand_in, leaf in stand_ins}
+        results = exchanged(lambda result: originals.get(id(result), result), results)
+        entry.finish(results)
+        return results
+
+    def _move(self, call: Call) -> Any:
+        """An operation that makes a tensor point elsewhere: `t_`, `set_`, `resize_`."""
+        target = call.tensors[0]
+        record = deferred_record(target)
+        if record is None:
+            return call.exchanged(_real_value).run()
+        before = target.untyped_storage().nbytes()
+        results = call.exchanged(self._deferred_result).run()
+        moved = record_of(target)
+        if moved is None or (moved is record and target.untyped_storage().nbytes() != before):
+            raise ModelError(
+                f"{call.function} gave a parameter other memory, which on_meta cannot record: "
+                "assign a new nn.Parameter instead."
+            )
+        return results
+
+
+def _real_value(leaf: Any) -> Any:
+    record = deferred_record(leaf)
+    return leaf if record is None else value_of(leaf, record)
+
+
+def _bring_up(tensor: Tensor) -> None:
+    """Give a real tensor what was written through its deferred twin."""
+    record = None if tensor.is_meta else record_of(tensor)
+    if record is not None and record.present != record.content:
+        tensor.untyped_storage().copy_(replay(record.content))
+        record.present = record.content
+
+
+def _as_meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return _META
+    if isinstance(leaf, Tensor) and not leaf.is_meta:
+        return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=_META)
+    return leaf

@@ -1,0 +1,171 @@
+"""A unit's forward, run again in backward instead of being kept (Chen et al., 2016).
+
+torch.utils.checkpoint reproduces dropout and autocast. What it leaves to others is here: buffers
+that forward changes (BatchNorm's running statistics) are changed once, a recomputation reads what
+the forward read, and what forward has heard from the other ranks is not asked again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.model.replay import Tape
+
+
+class RecomputedForward:
+    """Stands in for `unit.forward`, so that the hooks of the unit stay outside and fire once.
+
+    Copies and pickles of the unit have their plain forward.
+    """
+
+    def __init__(self, unit: nn.Module, *, compiled: bool) -> None:
+        """Take the place; with `compiled` the plain forward runs through torch.compile."""
+        self._unit = unit
+        self._before: Callable[..., Any] | None = vars(unit).get("forward")
+        plain: Callable[..., Any] = unit.forward
+        functools.update_wrapper(self, plain)
+        self.plain = torch.compile(plain) if compiled else plain
+        self.buffers = UnitBuffers(unit)
+        self._on = True
+        unit.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._on or not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        if torch.compiler.is_compiling():  # the user compiles the whole: torch traces checkpoints
+            return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
+        call = _Call(self, args, kwargs)
+        return checkpoint(call, *call.tensors(), use_reentrant=False)
+
+    def undo(self) -> None:
+        """Give the unit its forward back."""
+        self._on = False  # should user code have wrapped this one in another
+        if vars(self._unit).get("forward") is not self:
+            return
+        del self._unit.forward
+        if self._before is not None:
+            self._unit.forward = self._before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The copied unit's own bound method: it has no other forward yet when this is looked up.
+        # Nothing of ours is named, so a pickle can be read where Shardwise is not installed.
+        if self._before is None:
+            return getattr, (self._unit, "forward")
+        return getattr, (SimpleNamespace(forward=self._before), "forward")
+
+
+class _Call:
+    """One forward of a unit, which can be run again.
+
+    Tensors among the arguments, in containers too, are handed to torch's checkpoint, which saves
+    them for backward as an operation would; the rest is held here.
+    """
+
+    def __init__(self, forward: RecomputedForward, args: Any, kwargs: Any) -> None:
+        self._forward = forward
+        self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self._given: tuple[Any, Any] | None = (args, kwargs)
+        self._tape = Tape()
+        self._before: list[tuple[nn.Module, str, Tensor]] = []
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, which are held here no longer."""
+        found = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self._leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        return found
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self._given is None:
+            return self._again(tensors)
+        # The caller's own containers, which forward may change.
+        (args, kwargs), self._given = self._given, None
+        buffers = self._forward.buffers
+        self._before = buffers.copies()
+        with self._tape.recording():
+            output = self._forward.plain(*args, **kwargs)
+        self._before = buffers.changed(self._before)
+        return output
+
+    def _again(self, tensors: tuple[Tensor, ...]) -> Any:
+        rest = iter(tensors)
+        leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        with self._tape.replaying(), stand_ins(self._before):
+            return self._forward.plain(*args, **kwargs)
+
+
+_TENSOR = object()
+"""Stands in for a tensor among the leaves."""
+
+
+class UnitBuffers:
+    """Which buffers of a unit its forward changes, as its forwards show.
+
+    Told by module and mode: torch's batch_norm writes running statistics without raising their
+    version, as it does that of the count beside them.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._unit = unit
+        self._still: set[tuple[nn.Module, bool]] = set()
+        self._marks: list[tuple[nn.Module, str, tuple[int, int]]] = []
+
+    def copies(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Before a forward: copies of the buffers that it may change."""
+        held = [
+            (module, key, buffer)
+            for module in self._unit.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._marks = [(module, key, _mark(buffer)) for module, key, buffer in held]
+        return [
+            (module, key, buffer.detach().clone())
+            for module, key, buffer in held
+            if (module, module.training) not in self._still
+        ]
+
+    def changed(
+        self, copies: list[tuple[nn.Module, str, Tensor]]
+    ) -> list[tuple[nn.Module, str, Tensor]]:
+        """After that forward: those of `copies` that it did change.
+
+        Of a module that has changed for the first time there is none: its buffers as they are now.
+        """
+        moved = {m for m, key, mark in self._marks if _mark(m._buffers.get(key)) != mark}
+        copied = {module for module, _, _ in copies}
+        self._still |= {(module, module.training) for module in copied - moved}
+        self._still -= {(module, module.training) for module in moved}
+        late = [
+            (module, key, buffer.detach().clone())
+            for module in moved - copied
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        return [copy for copy in copies if copy[0] in moved] + late
+
+
+def _mark(buffer: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if buffer is None else (id(buffer), buffer._version)
+
+
+@contextmanager
+def stand_ins(values: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """Inside the block the buffers are copies of `values`; after it, what they were."""
+    held = [(module, key, module._buffers.get(key)) for module, key, _ in values]
+    try:
+        for module, key, value in values:
+            module._buffers[key] = value.clone()
+        yield
+    finally:
+        for module, key, buffer in held:
+            module._buffers[key] = buffer

@@ -1,0 +1,404 @@
+"""Which units' parameters are whole at the moment: no unit without need.
+
+A *unit* is a part of the model whose parameters come and go together. Forward shows a unit on
+entering one of its modules and lets it go on leaving. Backward shows it again when a gradient
+reaches its outputs, or when an operation asks for what it saved:
+
+    forward    enter a ── show ── compute ── leave a ── rest      what autograd saves of a
+    backward   touch a ── show ── compute ── touch b ── rest a    parameter is a note where it is
+
+Gathers that are collective follow `turns`; the next unit is on its way while one computes. The
+last unit of a pass, the rest of the model around the others, stays whole from the end of forward
+until backward has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from shardwise.collectives import Collectives
+from shardwise.errors import UsageError
+from shardwise.model.regions import Note
+from shardwise.states.gathers import ByAllGather, Gather, InPlace, Whole, there
+from shardwise.states.places import Place, Places
+from shardwise.states.sharded_parameters import (
+    ShardedParameters,
+    Slab,
+    allow_copies,
+    refuse_copies,
+)
+from shardwise.states.tracked import Tracked
+from shardwise.states.turns import Turns
+
+
+@dataclass(eq=False)
+class Unit:
+    """A part of the model that is gathered as a whole.
+
+    `lasting`: kept from the end of a forward to the end of its backward. `always`: whole all the
+    time, since no module says when it is needed.
+    """
+
+    name: str
+    slabs: list[Slab]
+    lasting: bool = False
+    always: bool = False
+    gather: Gather | None = field(default=None, repr=False)
+    wholes: list[Whole] = field(default_factory=list, repr=False)
+    depth: int = 0
+    """How many of its modules' forwards are under way, one inside the other."""
+
+    @property
+    def tracked(self) -> list[Tracked]:
+        """Its parameters."""
+        return [tracked for slab in self.slabs for tracked in slab.tracked]
+
+
+class Residency:
+    """Shows units and lets them go; `group` is for gathers alone."""
+
+    def __init__(
+        self,
+        parameters: ShardedParameters,
+        units: Sequence[Unit],
+        group: Collectives,
+        inside: Callable[[nn.Module], Sequence[int]],
+    ) -> None:
+        """`inside` tells which units a module holds, in their order."""
+        self._parameters = parameters
+        self.units = units
+        self._group = group
+        shared = all(slab.common is not None for unit in units for slab in unit.slabs)
+        self._gathers = InPlace() if shared else ByAllGather(group)
+        self._turns = Turns([unit.name for unit in units], self._agree)
+        self._inside = inside
+        self._expected: dict[Hashable, Sequence[int]] = {}
+        self._over: Callable[[int], None] | None = None
+        self._flying: dict[int, Gather] = {}
+        self._pass: Hashable = None
+        self._depth = 0
+        self._tape: list[Hashable] = []
+        self._backwards = 0
+        self._uneven = False
+        self._generation = 0
+        self._places = Places()
+        self.settled()
+        parameters.watch(self.settled)
+
+    def _agree(self, wanted: int) -> int:
+        row = torch.tensor([float(wanted)], dtype=torch.float64, device=self._group.small_device)
+        return int(self._group.gather_rows(row).min())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no forward and no backward is under way."""
+        return self._pass is None
+
+    def pace(self, over: Callable[[int], None]) -> bool:
+        """Call `over` in a backward when a unit has had its last turn, on all ranks at the same
+        turn; returns whether there are turns."""
+        self._over = over
+        return self._gathers.collective
+
+    # -- forward --------------------------------------------------------------------------
+
+    def enter(self, number: int, door: int, module: nn.Module) -> None:
+        """A module of unit `number` begins its forward; `door` is the module's number."""
+        self._close_dead_backward()
+        if self._depth == 0 and self._pass is None:
+            self._let_go_of_all(but_lasting=self._is_awaited())
+            kind = ("forward", door, torch.is_grad_enabled())
+            if kind not in self._expected:
+                self._expected[kind] = self._inside(module)
+            self._open(kind)
+        self._depth += 1
+        self.units[number].depth += 1
+        self._need(number)
+
+    def leave(self, number: int, *, failed: bool) -> None:
+        """A module's forward has ended, or failed."""
+        unit = self.units[number]
+        if not unit.depth:
+            return  # it failed before it began
+        self._depth -= 1
+        unit.depth -= 1
+        in_backward = self._is_backward()
+        awaited = torch.is_grad_enabled() or self._is_awaited()
+        if not (unit.depth or in_backward or (unit.lasting and awaited)):
+            self._let_go(unit)
+        if self._depth == 0 and not in_backward:
+            kind, self._pass = self._pass, None
+            if torch.is_grad_enabled():
+                self._tape.append(kind)
+            self._finish_turns(self._expected[kind], failed=failed)
+            self._let_go_of_all(but_lasting=self._is_awaited())
+
+    def _is_awaited(self) -> bool:
+        """Whether a backward is still to come."""
+        return bool(self._tape)
+
+    # -- backward -------------------------------------------------------------------------
+
+    def open_backward(self) -> None:
+        """A backward over what was recorded since the last one begins."""
+        self._close_dead_backward()
+        self._backwards += 1
+        self._open(("backward", self._backwards, *self._tape))
+
+    def close_backward(self, *, keep_graph: bool = False, failed: bool = False) -> None:
+        """A backward has ended, or failed; with `keep_graph` another one may follow over it."""
+        if not self._is_backward():
+            return
+        recorded = {unit for kind in self._tape for unit in self._expected[kind]}
+        # What is lasting may be needed first or last: it comes first, and stays.
+        order = sorted(recorded, key=lambda unit: (not self.units[unit].lasting, -unit))
+        self._finish_turns(order, failed=failed)
+        self._pass = None
+        self._let_go_of_all()
+        if not keep_graph:
+            self._tape.clear()
+            self._backwards = 0
+
+    def touch(self, number: int) -> None:
+        """Unit `number` is needed in a backward."""
+        if self._pass is None:
+            # A backward of the user's own: torch.autograd.grad, or another engine's.
+            self.open_backward()
+            Variable._execution_engine.queue_callback(self._close_stray)
+        self._need(number)
+
+    def _need(self, number: int) -> None:
+        if self.units[number].gather is not None:
+            return
+        if self._is_backward():
+            self._let_go_of_all(but_lasting=True)
+        self._acquire(number)
+
+    def _close_stray(self) -> None:
+        self.close_backward(keep_graph=True)
+
+    def _close_dead_backward(self) -> None:
+        """End a backward of the user's own that has failed: nobody else tells."""
+        if self._is_backward() and torch._C._current_graph_task_id() == -1:
+            self._depth = 0
+            for unit in self.units:
+                unit.depth = 0
+            self.close_backward(keep_graph=True, failed=True)
+
+    def _is_backward(self) -> bool:
+        return isinstance(self._pass, tuple) and self._pass[0] == "backward"
+
+    # -- what autograd saves --------------------------------------------------------------
+
+    def note_of(self, tensor: Tensor) -> Note | None:
+        """What to keep instead of `tensor`, if its memory is a shown unit's."""
+        place = self._places.find(tensor)
+        return None if place is None else _Saved(self, place, self._generation)
+
+    def fetch(self, place: Place, generation: int) -> Tensor:
+        """What lies at `place`, its unit shown. Raises UsageError after a step in between."""
+        if generation != self._generation:
+            raise UsageError(
+                f"A backward came to {self.units[place.unit].name} through a forward from before "
+                "the last change of its parameters (engine.step, or full_parameters with "
+                "write=True). Compute the loss again after it."
+            )
+        self.touch(place.unit)
+        return place.of(self.units[place.unit].wholes[place.index].flat)
+
+    # -- between steps --------------------------------------------------------------------
+
+    def settled(self) -> None:
+        """Parameters have changed: show those that are always shown anew. Collective."""
+        self._generation += 1
+        self._tape.clear()
+        self._backwards = 0
+        for number, unit in enumerate(self.units):
+            if unit.always:
+                self._put_to_rest(unit)
+                self._show(number, self._gathers.start(unit.slabs))
+
+    @contextmanager
+    def whole(self, numbers: Sequence[int], *, here: bool = True) -> Iterator[dict[Slab, Tensor]]:
+        """Inside the block the units `numbers` are whole, in memory of their own. Collective.
+
+        Yields their buckets. A rank that is not `here` takes part and keeps nothing.
+        """
+        if self._pass is not None:
+            raise UsageError(
+                "engine.full_parameters inside a forward or a backward: enter it outside of them."
+            )
+        self._parameters.check()
+        self._let_go_of_all()
+        shown: dict[Slab, Tensor] = {}
+        for number in numbers:
+            shown |= self._make_whole(number, here)
+        try:
+            yield shown
+        finally:
+            for number in numbers:
+                self._end_whole(number, here)
+
+    def check_unwritten(self, shown: Mapping[Slab, Tensor]) -> None:
+        """Raise BrokenView if one of `shown`, which `whole` gave to be read, was written to."""
+        self._parameters.check_unwritten(shown)
+
+    def _make_whole(self, number: int, here: bool) -> dict[Slab, Tensor]:
+        unit = self.units[number]
+        self._put_to_rest(unit)
+        flats = {slab: self._parameters.gathered(slab, here=here) for slab in unit.slabs}
+        found = {slab: flat for slab, flat in flats.items() if flat is not None}
+        if here:
+            wholes = [Whole(flat, slab.views(flat)) for slab, flat in found.items()]
+            self._show(number, there(wholes))
+            unit.depth += 1
+            for tracked in unit.tracked:
+                allow_copies(tracked)
+        return found
+
+    def _end_whole(self, number: int, here: bool) -> None:
+        unit = self.units[number]
+        if here:
+            unit.depth -= 1
+            self._put_to_rest(unit)
+            for tracked in unit.tracked:
+                refuse_copies(tracked)
+        if unit.always:
+            self._show(number, self._gathers.start(unit.slabs))
+
+    def resting(self) -> list[Tensor]:
+        """The parameters that are not whole."""
+        return [t.parameter for unit in self.units if unit.gather is None for t in unit.tracked]
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Inside the block each rank may run as many forwards as it likes; see Engine.uneven."""
+        self._let_go_of_all()
+        # What is recorded inside is no other rank's.
+        recorded = list(self._tape), self._backwards
+        self._uneven = True
+        try:
+            yield
+        finally:
+            self._uneven = False
+            self._close_dead_backward()
+            self._tape, self._backwards = recorded
+            if self._gathers.collective:
+                for turn in self._turns.serve():
+                    self._take_part(turn)
+
+    def reset(self) -> None:
+        """Forget what a forward or backward that failed has left."""
+        self._depth, self._pass = 0, None
+        for unit in self.units:
+            unit.depth = 0
+        self._let_go_of_all()
+        self._tape.clear()
+        self._backwards = 0
+
+    def close(self) -> None:
+        """Nothing will be shown any more."""
+        self.reset()
+        self._gathers.close()
+
+    # -- gathers --------------------------------------------------------------------------
+
+    def _open(self, kind: Hashable) -> None:
+        self._pass = kind
+        if self._gathers.collective:
+            # Where ranks are in passes of different kinds, their wishes must mean the same.
+            descending = self._is_backward() and not self._uneven
+            self._turns.open(None if self._uneven else kind, descending=descending)
+
+    def _finish_turns(self, expected: Sequence[int], *, failed: bool) -> None:
+        """Take part in what other ranks still need of this pass."""
+        if not self._gathers.collective or self._uneven:
+            return
+        for turn in self._turns.rest(expected=expected, failed=failed):
+            self._tell_over()
+            self._take_part(turn)
+            self._fetch_ahead()
+
+    def _tell_over(self) -> None:
+        over = self._turns.over() if self._is_backward() else None
+        if self._over is not None and over is not None and not self.units[over].lasting:
+            self._over(over)
+
+    def _take_part(self, turn: int) -> None:
+        gather = self._arrival(turn)
+        gather.wait()
+        self._gathers.give_back(gather)
+
+    def _acquire(self, number: int) -> None:
+        if not self._gathers.collective:
+            self._show(number, self._gathers.start(self.units[number].slabs))
+            return
+        for turn in self._turns.until(number):
+            self._tell_over()
+            unit = self.units[turn]
+            stays = self._is_backward() and unit.lasting and unit.gather is None
+            if turn == number or stays:
+                self._show(turn, self._arrival(turn))
+            else:
+                self._take_part(turn)
+            self._fetch_ahead()
+
+    def _arrival(self, turn: int) -> Gather:
+        flying = self._flying.pop(turn, None)
+        return flying if flying is not None else self._gathers.start(self.units[turn].slabs)
+
+    def _fetch_ahead(self) -> None:
+        """Start the gather of the next turn. After every turn, also of a rank that catches up: so
+        all ranks start gathers and gradients in one order, as NCCL's communicators need it."""
+        following = self._turns.next()
+        if following is not None and following not in self._flying:
+            self._flying[following] = self._gathers.start(self.units[following].slabs)
+
+    def _show(self, number: int, gather: Gather) -> None:
+        """Let the parameters of a unit be what was gathered."""
+        unit = self.units[number]
+        assert unit.gather is None
+        unit.wholes, unit.gather = gather.wait(), gather
+        for index, (slab, whole) in enumerate(zip(unit.slabs, unit.wholes, strict=True)):
+            for tracked, view in zip(slab.tracked, whole.views, strict=True):
+                self._parameters.show(tracked, view)
+            self._places.add(whole.flat, number, index)
+
+    def _let_go(self, unit: Unit) -> None:
+        """Put a unit to rest, unless it is needed: always, or in a forward under way."""
+        if not (unit.depth or unit.always):
+            self._put_to_rest(unit)
+
+    def _let_go_of_all(self, *, but_lasting: bool = False) -> None:
+        for unit in self.units:
+            if not (but_lasting and unit.lasting):
+                self._let_go(unit)
+
+    def _put_to_rest(self, unit: Unit) -> None:
+        if unit.gather is None:
+            return
+        for tracked in unit.tracked:
+            self._parameters.rest(tracked)
+        for whole in unit.wholes:
+            self._places.remove(whole.flat)
+        gather, unit.gather, unit.wholes = unit.gather, None, []
+        self._gathers.give_back(gather)
+
+
+@dataclass(frozen=True)
+class _Saved(Note):
+    """A note of where a parameter's memory is."""
+
+    residency: Residency
+    place: Place
+    generation: int
+
+    def fetch(self) -> Tensor:
+        """The tensor, its unit shown."""
+        return self.residency.fetch(self.place, self.generation)

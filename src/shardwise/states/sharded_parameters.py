@@ -1,0 +1,317 @@
+"""Parameters, sharded: a rank holds its interval of every bucket and nothing else.
+
+At rest a parameter is a NaN expanded to its shape: 4 bytes, the right shape, reads give NaN and
+writes raise. `residency` shows the whole values while a forward or a backward needs them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.collectives import Collectives, Handle
+from shardwise.errors import BrokenView, UsageError
+from shardwise.layout import Bucket
+from shardwise.model.meta import make_real
+from shardwise.states.held import Held, InMemory
+from shardwise.states.parameters import Parameters, check_place
+from shardwise.states.shelf import Shelf
+from shardwise.states.tracked import Tracked
+
+
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """A bucket at rest: this rank's interval, and where ranks share memory, all of it."""
+
+    bucket: Bucket
+    tracked: tuple[Tracked, ...]
+    """By slot."""
+    own: tuple[int, int]
+    held: Held
+    common: Tensor | None
+
+    @property
+    def kind(self) -> tuple[int, torch.dtype, torch.device]:
+        """Length, dtype and device of the whole bucket."""
+        return self.bucket.numel, self.tracked[0].dtype, self.tracked[0].device
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """By slot, its parameter in `flat`, a whole bucket."""
+        pairs = zip(self.tracked, self.bucket.slots, strict=True)
+        return [tracked.view(flat, slot.start) for tracked, slot in pairs]
+
+    def store(self, flat: Tensor) -> None:
+        """Take this rank's interval out of `flat`, a whole bucket."""
+        self.held.store(flat[self.own[0] : self.own[1]])
+
+    def load(self, flat: Tensor) -> None:
+        """Put this rank's interval into `flat`, a whole bucket."""
+        self.held.load(flat[self.own[0] : self.own[1]])
+
+    def written(self, flat: Tensor) -> list[int]:
+        """The parameters whose part of this rank's interval is another in `flat`."""
+        was = torch.zeros_like(flat)
+        self.load(was)
+        return [
+            piece.parameter
+            for piece in self.bucket.pieces(*self.own)
+            if not same_bits(flat[piece.start : piece.end], was[piece.start : piece.end])
+        ]
+
+
+class ShardedParameters(Parameters):
+    """Trained and frozen parameters, each rank with its interval of every bucket.
+
+    `slabs` are the buckets of the trained parameters, in their order, then those of the frozen.
+    """
+
+    def __init__(
+        self,
+        tracked: Sequence[Tracked],
+        buckets: Sequence[Bucket],
+        frozen: Sequence[Tracked],
+        frozen_buckets: Sequence[Bucket],
+        group: Collectives,
+        shelf: Shelf,
+        value_of: Callable[[Tracked], Tensor],
+    ) -> None:
+        """`value_of` gives a parameter's starting value, in its shape and dtype."""
+        super().__init__(tracked, buckets)
+        self._group = group
+        self._watchers: list[Callable[[], None]] = []
+        self._all = [*tracked, *frozen]
+        self._nans: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._rests = [self._rest_of(number) for number in range(len(self._all))]
+        self._number = {each: number for number, each in enumerate(self._all)}
+        self._addresses = [0] * len(self._all)
+        self._replaced: Tracked | None = None
+        offset = len(tracked)
+        shifted = [_shifted(bucket, offset) for bucket in frozen_buckets]
+        self.slabs = self._slabs([*buckets, *shifted], shelf)
+        for index, slab in enumerate(self.slabs):
+            self._adopt(index, slab, value_of)
+        self.meet()
+        self.remember()
+
+    def _rest_of(self, number: int) -> Tensor:
+        """What a parameter is at rest; the NaNs of one kind lie side by side to be looked at."""
+        each = self._all[number]
+        kind = (each.dtype, each.device)
+        if kind not in self._nans:
+            self._nans[kind] = torch.full(
+                (len(self._all),), torch.nan, dtype=each.dtype, device=each.device
+            )
+        return self._nans[kind][number].expand(each.shape)
+
+    def _slabs(self, buckets: Sequence[Bucket], shelf: Shelf) -> list[Slab]:
+        """Room for this rank's interval of every bucket."""
+        owns = [bucket.interval(self._group.rank) for bucket in buckets]
+        tracked = [tuple(self._all[slot.parameter] for slot in b.slots) for b in buckets]
+        kinds = [(each[0].dtype, each[0].device) for each in tracked]
+        commons: list[Tensor | None] = [None] * len(buckets)
+        if shelf.is_device:
+            commons = [
+                self._group.common(bucket.numel, *kind)
+                for bucket, kind in zip(buckets, kinds, strict=True)
+            ]
+        lengths = [end - first for first, end in owns]
+        helds: list[Held] = [
+            InMemory(common[slice(*own)])
+            for common, own in zip(commons, owns, strict=True)
+            if common is not None
+        ]
+        if len(helds) < len(buckets):
+            helds = shelf.make("parameters", lengths, kinds)
+        return [Slab(*parts) for parts in zip(buckets, tracked, owns, helds, commons, strict=True)]
+
+    def _adopt(self, index: int, slab: Slab, value_of: Callable[[Tracked], Tensor]) -> None:
+        """Take this rank's interval of a bucket from its parameters; the rest is let go."""
+        own = slab.own
+        _, dtype, device = slab.kind
+        interval = torch.zeros(own[1] - own[0], dtype=dtype, device=device)
+        wide: Tensor | None = None
+        for each, slot in zip(slab.tracked, slab.bucket.slots, strict=True):
+            low, high = max(slot.start, own[0]), min(slot.end, own[1])
+            value = value_of(each)
+            if low < high:
+                flat = each.flattened(value)
+                place = slice(low - own[0], high - own[0])
+                interval[place] = flat[low - slot.start : high - slot.start]
+                if value.dtype != dtype:
+                    wide = interval.to(value.dtype) if wide is None else wide
+                    wide[place] = flat[low - slot.start : high - slot.start]
+            self._put(each, self._rests[self._number[each]])
+            refuse_copies(each)
+        slab.held.store(interval)
+        if wide is not None and index < len(self.buckets):
+            self.wide[index] = wide
+
+    def part(self, index: int, own: tuple[int, int]) -> Held:
+        """This rank's interval of bucket `index`."""
+        assert own == self.slabs[index].own
+        return self.slabs[index].held
+
+    def show(self, tracked: Tracked, view: Tensor) -> None:
+        """Let a parameter have its values, which are in `view`."""
+        self._note_replaced(tracked)
+        self._put(tracked, view)
+
+    def rest(self, tracked: Tracked) -> None:
+        """Take a parameter's values away: NaN to read, an error to write."""
+        self._note_replaced(tracked)
+        self._put(tracked, self._rests[self._number[tracked]])
+
+    def _put(self, tracked: Tracked, value: Tensor) -> None:
+        if tracked.parameter.is_meta:
+            make_real(tracked.parameter, value)
+        else:
+            tracked.parameter.data = value
+        self._addresses[self._number[tracked]] = value.data_ptr()
+
+    def _note_replaced(self, tracked: Tracked) -> None:
+        """Remember a parameter that user code gave other memory: `check` tells of it."""
+        if tracked.parameter.data_ptr() != self._addresses[self._number[tracked]]:
+            self._replaced = tracked
+
+    def publish(self, index: int) -> Handle:
+        """Nothing to send: a unit is gathered when it is needed."""
+        del index
+        return Handle()
+
+    def settle(self) -> None:
+        """Every bucket was updated: return when all ranks may read what they share."""
+        super().settle()
+        self.meet()
+        for told in self._watchers:
+            told()
+
+    def meet(self) -> None:
+        """Where ranks share memory, wait until all are done with reading or writing it."""
+        if any(slab.common is not None for slab in self.slabs):
+            self._group.barrier()
+
+    def watch(self, told: Callable[[], None]) -> None:
+        """Call `told` whenever parameters have changed and may be used."""
+        self._watchers.append(told)
+
+    def check(self) -> None:
+        """Raise BrokenView if user code replaced a parameter, or wrote what reaches nothing."""
+        self.check_places()
+        written = self._replaced
+        for nans in self._nans.values():
+            if nans.device.type == "cpu" and not bool(nans.isnan().all()):
+                written = self._all[int((~nans.isnan()).nonzero()[0])]
+                nans.fill_(torch.nan)
+        for each, version in zip(self._all, self._all_versions, strict=True):
+            if each.parameter._version != version:
+                written = each
+        if written is not None:
+            raise self.written_in_vain(written)
+
+    def check_unwritten(self, shown: Mapping[Slab, Tensor]) -> None:
+        """Raise BrokenView if one of `shown`, whole buckets to be read, was written to.
+
+        Collective: each rank looks at its own interval.
+        """
+        mine = [number for slab, flat in shown.items() for number in slab.written(flat)]
+        for number in itertools.chain.from_iterable(self._group.gather_objects(mine)):
+            raise self.written_in_vain(self._all[number])
+        self.check()
+
+    def written_in_vain(self, tracked: Tracked) -> BrokenView:
+        """The error for a write that only this rank's passing copy of a parameter has seen."""
+        self._replaced = None
+        self.remember()
+        return BrokenView(
+            f"{tracked.alias} was written while sharded, which reaches nothing. To write "
+            "parameters: with engine.full_parameters(module, write=True)."
+        )
+
+    def remember(self) -> None:
+        super().remember()
+        self._all_versions = [each.parameter._version for each in self._all]
+
+    def check_places(self) -> None:
+        """Raise BrokenView if user code replaced a parameter; told once, since the next use of
+        its unit mends it."""
+        for number, tracked in enumerate(self._all):
+            address = self._addresses[number]
+            self._addresses[number] = tracked.parameter.data_ptr()
+            check_place(tracked, address, tracked.dtype)
+
+    def release(self) -> None:
+        """Give each parameter whole memory of its own again. Collective."""
+        for slab in self.slabs:
+            flat = self.gathered(slab)
+            assert flat is not None
+            for each, view in zip(slab.tracked, slab.views(flat), strict=True):
+                allow_copies(each)
+                each.parameter.data = view.clone(memory_format=torch.preserve_format)
+
+    def gathered(self, slab: Slab, *, here: bool = True) -> Tensor | None:
+        """The whole of a bucket in fresh memory, if it is wanted `here`. Collective."""
+        if slab.common is not None:
+            return slab.common.clone() if here else None
+        numel, dtype, device = slab.kind
+        flat = torch.zeros(numel, dtype=dtype, device=device)
+        slab.load(flat)
+        self._group.all_gather(flat, slab.bucket.cuts).wait()
+        return flat if here else None
+
+    def held_bytes(self, index: int) -> int:
+        """This rank's interval."""
+        return self.slabs[index].held.nbytes
+
+    def frozen_bytes(self) -> list[tuple[Sequence[Tracked], int]]:
+        """This rank's intervals."""
+        return [(slab.tracked, slab.held.nbytes) for slab in self.frozen]
+
+    @property
+    def frozen(self) -> Sequence[Slab]:
+        """Those that come after the trained ones."""
+        return self.slabs[len(self.buckets) :]
+
+
+def _shifted(bucket: Bucket, offset: int) -> Bucket:
+    slots = tuple(replace(slot, parameter=slot.parameter + offset) for slot in bucket.slots)
+    return replace(bucket, slots=slots)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two flat tensors of one dtype are the same, NaN for NaN."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def refuse_copies(tracked: Tracked) -> None:
+    """Let deepcopy and pickle of a parameter raise: they would copy NaN."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise sharded_copy(tracked.alias)
+
+    parameter: Any = tracked.parameter
+    parameter.__deepcopy__ = parameter.__reduce_ex__ = refuse
+
+
+def allow_copies(tracked: Tracked) -> None:
+    """Undo `refuse_copies`."""
+    for name in ("__deepcopy__", "__reduce_ex__"):
+        tracked.parameter.__dict__.pop(name, None)
+
+
+def sharded_copy(name: str) -> UsageError:
+    """The error for copying or saving what is sharded."""
+    return UsageError(
+        f"{name} is sharded: this rank holds a part of it only, so a copy would be NaN. Inside "
+        "with engine.full_parameters(): state_dict(), deepcopy and pickle give plain tensors; "
+        "engine.export('model.safetensors') writes the whole model."
+    )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `module` holds a parameter that is at rest or shown for the moment only."""
+    return any("__deepcopy__" in p.__dict__ for p in module.parameters())

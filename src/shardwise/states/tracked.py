@@ -1,0 +1,73 @@
+"""The parameters of the models: which there are, and the form that each has in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(eq=False)
+class Tracked:
+    """A parameter: its name, itself, every place in the models that holds it, and its form.
+
+    `shape`, `strides`, `dtype` and `device` are those it had when it was found: what it rests on
+    may change.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.shape = self.parameter.shape
+        self.dtype = self.parameter.dtype
+        self.device = self.parameter.device
+        self.strides = torch.empty_like(self.parameter, device="meta").stride()
+
+    @property
+    def alias(self) -> str:
+        """What a message calls it."""
+        return self.name or "a parameter outside of the models"
+
+    @property
+    def can_rest(self) -> bool:
+        """Whether its dtype has a NaN, which a sharded parameter is at rest."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @property
+    def in_order(self) -> bool:
+        """Whether its elements lie in memory as they are counted, the last dimension fastest."""
+        like = torch.empty_strided(self.shape, self.strides, device="meta")
+        return like.is_contiguous()
+
+    def view(self, flat: Tensor, start: int) -> Tensor:
+        """The elements of `flat` from `start` on, in the form of the parameter."""
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + start)
+
+    def flattened(self, value: Tensor) -> Tensor:
+        """`value`, of the parameter's shape, as one dimension in the order of its memory."""
+        flat = value.new_empty(value.numel())
+        self.view(flat, 0).copy_(value)
+        return flat
+
+
+def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[Tracked]:
+    """Every parameter of `models`, in registration order, each once, with all its places.
+
+    Names are those of the plain model: what torch.compile puts in front is left out. With
+    several models each name starts with its model's entry of `names`.
+    """
+    found: dict[nn.Parameter, Tracked] = {}
+    for model, prefix in zip(models, names, strict=True):
+        for path, module in model.named_modules(remove_duplicate=True):
+            for key, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                name = ".".join(part for part in (prefix, path, key) if part)
+                if parameter not in found:
+                    found[parameter] = Tracked(name.replace("_orig_mod.", ""), parameter)
+                found[parameter].places.append((module, key))
+    return list(found.values())

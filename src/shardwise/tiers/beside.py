@@ -1,0 +1,79 @@
+"""Copies between a device and memory of the host, on a stream beside the work.
+
+    present stream   compute ── compute ────── compute ── compute
+                            ╲ from_here              ╱ await_
+    side stream              ╲── copy ── copy ──────╱
+
+The present stream is the one that PyTorch gives work to in the calling thread. Where the process
+itself needs a copy, it waits for the copy's event: `event.synchronize()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Beside:
+    """A side stream of `device`, which is an accelerator.
+
+    The CPU does in its place, in tests: its streams do everything at once, and nothing is pinned.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams: ModuleType = torch.get_device_module(device)
+        self._stream: Any = self._streams.Stream(device)
+
+    def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the host that copies go to and from without a stop, with anything in it."""
+        return torch.empty(numel, dtype=dtype, pin_memory=self.device.type != "cpu")
+
+    def from_here(self) -> AbstractContextManager[None]:
+        """A block, of any thread, in which the side stream is the present one.
+
+        What it is given there starts once all is done that the present stream has until now.
+        """
+        return self._entered(self.here())
+
+    @contextmanager
+    def _entered(self, after: Any) -> Iterator[None]:
+        with self._streams.stream(self._stream):
+            self._stream.wait_event(after)
+            yield
+
+    def here(self) -> Any:
+        """An event behind what the present stream was given until now."""
+        event = self._streams.Event()
+        event.record(self._streams.current_stream(self.device))
+        return event
+
+    def await_(self, event: Any) -> None:
+        """Let the present stream wait for `event`, but not the process."""
+        self._streams.current_stream(self.device).wait_event(event)
+
+    def down(self, data: Tensor, memory: Tensor) -> Any:
+        """Start to copy `data` to the host's `memory`, both flat; returns the event of its end.
+
+        `data` may be freed meanwhile, not written; `memory` must be let be.
+        """
+        return self._copy(data, memory, on_device=data)
+
+    def up(self, memory: Tensor) -> tuple[Tensor, Any]:
+        """Start to copy the host's `memory` (flat) to the device; the copy, and its end's event."""
+        data = torch.empty(memory.numel(), dtype=memory.dtype, device=self.device)
+        return data, self._copy(memory, data, on_device=data)
+
+    def _copy(self, source: Tensor, target: Tensor, *, on_device: Tensor) -> Any:
+        with self.from_here():
+            target.copy_(source, non_blocking=True)
+            event = self.here()
+        if on_device.device.type != "cpu":
+            # Should it be freed before the copy ends, the allocator waits with using it anew.
+            on_device.record_stream(self._stream)
+        return event

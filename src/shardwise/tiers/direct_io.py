@@ -1,0 +1,185 @@
+"""A file without a name that holds what one rank keeps of one state.
+
+It never has a name that outlives its opening, so the kernel frees it when the process ends, by
+whatever cause: there are no stale files to sweep after a kill -9.
+
+Transfers go past the page cache (O_DIRECT) where the file system takes that. Where it does not,
+they go through it and the pages are dropped at once: what rests on the disk is nowhere else.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import sys
+import uuid
+import weakref
+from pathlib import Path
+
+from shardwise.errors import TierError
+from shardwise.tiers.mounts import IN_MEMORY, mount_of
+from shardwise.tiers.staging import PAGE, Staging
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What a file system says when it has no room, a user no quota, or a process a lower limit."""
+
+REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR})
+"""What a file system says to a request that it does not know."""
+
+
+class DirectFile:
+    """`nbytes` (a multiple of 4096) of disk in `folder`, zeros at first.
+
+    All of it is reserved at the start, so that a full disk is an error then and not in mid-run.
+    Without `nbytes` the file is as long as what is written to it. `label` and `rank` stand in the
+    messages. `direct` says whether transfers pass the page cache.
+
+    `read` and `write` may be called from many threads at once, and release the GIL.
+
+    Raises:
+        TierError: The folder is missing, is no folder, is not writable, or lies in memory; the
+            disk has no room; or, from `read` and `write`, a transfer failed.
+    """
+
+    def __init__(self, folder: Path, label: str, rank: int, nbytes: int | None = None) -> None:
+        self._of = f"{label} of rank {rank}"
+        self._folder = folder
+        self._check_folder()
+        self._fd = self._open(f".shardwise-{label}-{rank}-{uuid.uuid4().hex}")
+        self.close = weakref.finalize(self, os.close, self._fd)
+        """Gives the disk back; nothing may be in flight. Happens by itself at exit, too."""
+        try:
+            if nbytes is not None:
+                self._reserve(nbytes)
+            self.direct = nbytes != 0 and self._go_direct()
+        except TierError:
+            self.close()
+            raise
+        if not self.direct:
+            # No reading ahead of the kernel's own, which nothing would drop again.
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def _check_folder(self) -> None:
+        if sys.platform != "linux":
+            raise TierError(
+                f"{self._of} cannot rest in {self._folder}: the nvme tier needs Linux, and this "
+                f"is {sys.platform}. Keep the state on the tier cpu or device."
+            )
+        if not self._folder.is_dir():
+            found = "it is not a folder" if self._folder.exists() else "there is no such folder"
+            raise TierError(
+                f"{self._of} cannot rest in {self._folder}: {found}. Make the folder, or name "
+                "another one on a local disk."
+            )
+        mount = mount_of(self._folder)
+        if mount.kind in IN_MEMORY:
+            raise TierError(
+                f"{self._of} cannot rest in {self._folder}: it lies on {mount.point}, a "
+                f"{mount.kind}, which is memory and not a disk. Name a folder on a disk, or take "
+                "the tier cpu."
+            )
+
+    def _open(self, name: str) -> int:
+        """A file without a name; where that is unknown, its name is removed at once."""
+        try:
+            try:
+                return os.open(self._folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                if error.errno not in REFUSED:
+                    raise
+            path = self._folder / name
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            path.unlink()
+            return fd
+        except OSError as error:
+            raise TierError(
+                f"{self._of} cannot rest in {self._folder}: no file can be made there "
+                f"({error.strerror}). Name a folder that this user may write to."
+            ) from error
+
+    def _reserve(self, nbytes: int) -> None:
+        """Allocate all blocks, after a look at the free ones: filling up a disk to learn that it
+        is too small would disturb others."""
+        if nbytes > self._free():
+            raise self._too_small(nbytes)
+        if nbytes == 0:
+            return
+        try:
+            os.posix_fallocate(self._fd, 0, nbytes)
+        except OSError as error:
+            if error.errno in FULL:
+                os.ftruncate(self._fd, 0)  # what it did get is free for others, and in the message
+                raise self._too_small(nbytes) from error
+            if error.errno not in REFUSED:
+                raise self._failed("reserve", nbytes, 0, error) from error
+            os.ftruncate(self._fd, nbytes)
+
+    def _free(self) -> int:
+        status = os.fstatvfs(self._fd)
+        return status.f_bavail * status.f_frsize
+
+    def _too_small(self, nbytes: int) -> TierError:
+        return TierError(
+            f"{self._of} needs {nbytes} bytes in {self._folder}, and only {self._free()} "
+            "are free for it. Free some (other ranks of this host need theirs too), raise the "
+            "quota or file size limit, or name a folder on a larger disk."
+        )
+
+    def _go_direct(self) -> bool:
+        """Turn O_DIRECT on and try it; some file systems refuse only the first transfer."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        page = Staging(PAGE).view
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.preadv(self._fd, [page], 0)
+            os.pwritev(self._fd, [page], 0)
+        except OSError as error:
+            if error.errno not in REFUSED:
+                raise self._failed("try", PAGE, 0, error) from error
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
+            return False
+        return True
+
+    def read(self, into: memoryview, offset: int) -> None:
+        """Fill `into` from the bytes at `offset`; both are multiples of 4096."""
+        done = 0
+        while done < len(into):
+            try:
+                got = os.preadv(self._fd, [into[done:]], offset + done)
+            except OSError as error:
+                raise self._failed("read", len(into), offset, error) from error
+            if got == 0:
+                raise TierError(
+                    f"{self._of} in {self._folder} ends at byte {offset + done}, before what was "
+                    "written: something has cut the file. Start again from a checkpoint."
+                )
+            done += got
+        self._forget(offset, len(into))
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write `data` at `offset`; both are multiples of 4096."""
+        # Pages are dropped only once they are clean, so they are written through.
+        how = 0 if self.direct else os.RWF_DSYNC
+        done = 0
+        while done < len(data):
+            try:
+                done += os.pwritev(self._fd, [data[done:]], offset + done, how)
+            except OSError as error:
+                raise self._failed("write", len(data), offset, error) from error
+        self._forget(offset, len(data))
+
+    def _forget(self, offset: int, length: int) -> None:
+        if not self.direct:
+            os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def _failed(self, verb: str, length: int, offset: int, error: OSError) -> TierError:
+        advice = (
+            f"{self._free()} bytes are free there: free some, and start again from a checkpoint."
+            if error.errno in FULL
+            else "Look at the disk (dmesg, smartctl), and start again from a checkpoint."
+        )
+        return TierError(
+            f"{self._of} in {self._folder}: could not {verb} {length} bytes at {offset} "
+            f"({error.strerror}). {advice}"
+        )

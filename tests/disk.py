@@ -1,0 +1,115 @@
+"""What the tests of files on a disk share."""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.tiers.mounts import IN_MEMORY, mount_of
+from shardwise.tiers.nvme import Store
+
+MB = 2**20
+
+
+def on_a_disk() -> Path:
+    """A folder that is not in memory, as /tmp is on some machines."""
+    for folder in (Path(tempfile.gettempdir()), Path(__file__).parent, Path("/var/tmp")):
+        if mount_of(folder).kind not in IN_MEMORY and os.access(folder, os.W_OK):
+            return folder
+    pytest.skip("no folder here is on a disk")
+
+
+def pattern(seed: int, nbytes: int) -> Tensor:
+    """Bytes that another seed would not give."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def put(store: Store, index: int, data: Tensor) -> None:
+    """Write a record whole, behind."""
+    loan = store.blank(index)
+    loan.wait().copy_(data)
+    loan.write()
+
+
+def take(store: Store, index: int) -> Tensor:
+    """A copy of a record."""
+    loan = store.read(index)
+    data = loan.wait().clone()
+    loan.give_back()
+    return data
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float = 0.02) -> None:
+    """Let every os.preadv or os.pwritev take longer."""
+    real: Callable[..., int] = getattr(os, name)
+
+    def late(*arguments: object) -> int:
+        time.sleep(seconds)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, name, late)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
+    """Let every call of a function of os fail with an errno."""
+
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, name, fail)
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system does that knows only the page cache: EINVAL at the first transfer."""
+    real: Callable[..., int] = os.preadv
+
+    def refuse(fd: int, *rest: object) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, *rest)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+
+
+def refuse_nameless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system does on which every file has a name at first."""
+    real: Callable[..., int] = os.open
+
+    def refuse(path: Path, flags: int, mode: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def cached(fd: int, nbytes: int) -> int:
+    """Bytes of a file's first `nbytes` that the page cache holds, as mincore(2) says."""
+    with mmap.mmap(fd, nbytes) as mapped:
+        there = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+        first = ctypes.c_char.from_buffer(mapped)
+        asked = ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(nbytes), there
+        )
+        del first
+    assert asked == 0
+    return sum(page & 1 for page in there) * mmap.PAGESIZE
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait up to 5 s."""
+    for _ in range(500):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("did not come true in 5 s")

@@ -1,0 +1,201 @@
+"""Ranks that are killed or stopped while they train: what the others say, and how soon.
+
+Started as `python -m tests.distributed.faults`: reads cases as lines of JSON, forks the ranks of
+each off itself, so that torch is imported once, and writes a line of JSON with the outcomes.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+VICTIM, FAULTY_STEP, STEPS = 1, 3, 6
+SECONDS_OF_SOME_STEPS = 0.2
+"""By then a fault that comes at any moment has come; the ranks train on until it does."""
+
+PHASES = ("backward", "step", "gather", "between")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`phase` is one of PHASES, or "anywhere": then `seed` draws the moment.
+
+    `number` is the signal; `hosts`, if given, the host that each rank takes itself to be on.
+    """
+
+    phase: str
+    number: int
+    transport: str
+    zero: int
+    timeout: float
+    seed: int = 0
+    hosts: tuple[int, ...] = ()
+    size: int = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank that was left over raised, and seconds from the fault until it did; how it
+    ended: its exit code, negative for a signal."""
+
+    rank: int
+    kind: str
+    message: str
+    seconds: float
+    code: int
+
+
+# -- in a rank ------------------------------------------------------------------------------------
+
+
+def _train(case: Case, rank: int, told: int, faults: int) -> NoReturn:
+    """Train until an error, which goes to the descriptor `told`; a fault's moment to `faults`."""
+    import torch
+
+    import shardwise as sw
+    from shardwise import world as worlds
+
+    torch.set_num_threads(1)
+    said: dict[str, Any] = {"kind": "", "message": "", "time": 0.0}
+    try:
+        world = sw.init(
+            seed=0, device="cpu", quiet=True, transport=case.transport, timeout=case.timeout
+        )
+        model = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(96, 96), torch.nn.Tanh()) for _ in range(4))
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = sw.Engine(model, optimizer, zero=case.zero, bucket_mb=0.03)
+        world.barrier()
+        fault = _Fault(case, faults)
+        if rank == VICTIM:
+            fault.prepare(model, engine)
+        while fault.step < STEPS or case.phase == "anywhere":
+            engine.backward(model(torch.randn(8, 96)).square().mean())
+            engine.step()
+            if rank == VICTIM and case.phase == "between":
+                fault.when_due()
+            fault.step += 1
+    except Exception as error:
+        said = {"kind": type(error).__name__, "message": str(error), "time": time.monotonic()}
+    os.write(told, json.dumps(said).encode())
+    os.close(told)
+    worlds._leave()
+    os._exit(3 if said["kind"] else 0)
+
+
+class _Fault:
+    """The signal that the victim sends itself in the middle of the phase."""
+
+    def __init__(self, case: Case, told: int) -> None:
+        self.step = 0
+        self._case = case
+        self._told = told
+
+    def strike(self) -> None:
+        os.write(self._told, str(time.monotonic()).encode())
+        os.kill(os.getpid(), self._case.number)
+
+    def when_due(self, *_: Any) -> None:
+        if self.step == FAULTY_STEP:
+            self.strike()
+
+    def prepare(self, model: Any, engine: Any) -> None:
+        """Put it where the phase has its middle."""
+        if self._case.phase == "gather":
+            model[2].register_forward_pre_hook(self.when_due)
+        elif self._case.phase == "backward":
+            model[2].register_forward_hook(self._in_backward)
+        elif self._case.phase == "step":
+            self._in_update(engine._states.optimizer)
+        elif self._case.phase == "anywhere":
+            moment = random.Random(self._case.seed).random() * SECONDS_OF_SOME_STEPS
+            threading.Timer(moment, self.strike).start()
+
+    def _in_backward(self, module: Any, given: Any, made: Any) -> None:
+        made.register_hook(self.when_due)
+
+    def _in_update(self, optimizer: Any) -> None:
+        """Some buckets are updated and on their way, others are not."""
+        update, calls = optimizer.step, []
+
+        def broken(*args: Any) -> Any:
+            calls.append(args)
+            if len(calls) % 4 == 3:
+                self.when_due()
+            return update(*args)
+
+        optimizer.step = broken
+
+
+# -- in the process that forks them ---------------------------------------------------------------
+
+
+def run(case: Case) -> list[Outcome]:
+    """The outcomes of all ranks but the victim, of which nothing is left either."""
+    read, write = os.pipe()
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
+        ranks = [_fork(case, rank, listener, write) for rank in range(case.size)]
+    os.close(write)
+    victim, fd = ranks.pop(VICTIM)
+    said = [json.loads(_read_all(fd) or '{"kind": "Died"}') for _, fd in ranks]
+    codes = [_ended(pid) for pid, _ in ranks]
+    os.kill(victim, signal.SIGKILL)
+    _ended(victim)
+    os.close(fd)
+    moment = float(_read_all(read) or "nan")
+    others = [rank for rank in range(case.size) if rank != VICTIM]
+    return [
+        Outcome(rank, one["kind"], one.get("message", ""), one.get("time", 0.0) - moment, code)
+        for rank, one, code in zip(others, said, codes, strict=True)
+    ]
+
+
+def _fork(case: Case, rank: int, listener: socket.socket, faults: int) -> tuple[int, int]:
+    """A rank's process, and the descriptor where it says how it ended."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        return pid, read
+    prefix, size = "SHARDWISE_LAUNCH_", str(case.size)
+    os.environ |= {f"{prefix}RANK": str(rank), f"{prefix}LOCAL_RANK": str(rank)}
+    os.environ |= {f"{prefix}SIZE": size, f"{prefix}LOCAL_SIZE": size}
+    os.environ |= {f"{prefix}ADDRESS": "127.0.0.1"}
+    os.environ |= {f"{prefix}PORT": str(listener.getsockname()[1])}
+    if rank == 0:
+        os.environ[f"{prefix}LISTEN_FD"] = str(listener.fileno())
+    else:
+        listener.close()
+    if case.hosts:
+        name = f"host{case.hosts[rank]}"
+        socket.gethostname = lambda: name
+    try:
+        _train(case, rank, write, faults)
+    finally:
+        os._exit(1)
+
+
+def _read_all(fd: int) -> bytes:
+    with os.fdopen(fd, "rb") as pipe:
+        return pipe.read()
+
+
+def _ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+if __name__ == "__main__":
+    import torch._dynamo  # noqa: F401 (so that no rank need import it)
+
+    import shardwise  # noqa: F401
+
+    for line in sys.stdin:
+        outcomes = run(Case(**json.loads(line)))
+        print(json.dumps([asdict(outcome) for outcome in outcomes]), flush=True)

@@ -1,0 +1,163 @@
+"""What tests of sharded parameters share: small models with units, and plain PyTorch beside."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+
+TWO = pytest.param("2 gloo", marks=pytest.mark.full)
+"""What three ranks do not show is rare."""
+RANKS = ["1 gloo", TWO, "3 gloo", "3 shared"]
+every_size = pytest.mark.parametrize("ranks", RANKS)
+"""Over Gloo units are gathered by all ranks together; in shared memory every bucket lies whole."""
+
+
+def on(group, ranks):
+    """The warm group of `ranks`, one of RANKS."""
+    size, transport = ranks.split()
+    return group(int(size), transport=transport)
+
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """A unit: two layers and a residual connection."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Stack(nn.Module):
+    """Blocks between two layers that are the rest of the model."""
+
+    def __init__(self, blocks=3, width=WIDTH, block=Block):
+        super().__init__()
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def seeded(make, seed=3):
+    torch.manual_seed(seed)
+    return make().double()
+
+
+def batch(step, rows=7, width=WIDTH):
+    draw = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(rows, width, generator=draw, dtype=torch.float64)
+
+
+def squares(model, x, step, rank):
+    del step, rank
+    return model(x).square().mean()
+
+
+def adamw(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def sharded(model, *, optimizer=adamw, **settings):
+    """An engine with sharded parameters and small buckets."""
+    return sw.Engine(model, optimizer(model), zero=3, bucket_mb=0.001, **settings)
+
+
+def train(world, engine, model, loss_of, steps):
+    """Train on this rank's rows; returns by step the loss and the gradient's norm."""
+    told = []
+    for step in steps:
+        x = world.share(batch(step))
+        engine.backward(loss_of(model, x, step, world.rank), weight=len(x))
+        stats = engine.step()
+        told.append((stats.loss, stats.grad_norm))
+    return told
+
+
+def train_plain(model, optimizer, loss_of, steps, *, size):
+    """The same in one process: `loss_of` is called for each rank's rows."""
+    told = []
+    for step in steps:
+        optimizer.zero_grad()
+        rows = batch(step)
+        cuts = [len(rows) * rank // size for rank in range(size + 1)]
+        total = 0.0
+        for rank in range(size):
+            part = rows[cuts[rank] : cuts[rank + 1]]
+            loss = loss_of(model, part, step, rank) * (len(part) / len(rows))
+            loss.backward()
+            total += loss.item()
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(trained, float("inf"))
+        optimizer.step()
+        told.append((total, norm.item()))
+    return told
+
+
+def train_alike(world, engine, model, plain, optimizer, steps, loss_of=squares):
+    """Train both: losses and norms are the same."""
+    mine = train(world, engine, model, loss_of, steps)
+    theirs = train_plain(plain, optimizer, loss_of, steps, size=world.size)
+    assert same_figures(mine, theirs), f"{mine} {theirs}"
+
+
+def agree(world, make, loss_of=squares, *, steps=5, optimizer=adamw, **settings):
+    """Train `make()` sharded and plainly: losses, norms and tensors are the same.
+
+    Returns the names of the units.
+    """
+    model, plain = seeded(make), seeded(make)
+    engine = sharded(model, optimizer=optimizer, **settings)
+    train_alike(world, engine, model, plain, optimizer(plain), range(steps), loss_of)
+    same_weights(engine, model, plain)
+    return units_of(engine)
+
+
+def same_figures(mine, theirs, tolerance=1e-9):
+    return torch.allclose(torch.tensor(mine), torch.tensor(theirs), rtol=tolerance, atol=1e-14)
+
+
+def same_weights(engine, model, plain, tolerance=1e-9):
+    """Whole parameters and buffers of `model` are those of `plain`, and rest again afterwards."""
+    with engine.full_parameters():
+        mine = {name: value.clone() for name, value in model.state_dict().items()}
+    theirs = plain.state_dict()
+    assert list(mine) == list(theirs)
+    for name, value in mine.items():
+        assert torch.allclose(value, theirs[name], rtol=tolerance, atol=tolerance * 1e-2), (
+            f"{name}: {(value - theirs[name]).abs().max()}"
+        )
+    assert all(at_rest(p) for p in model.parameters() if p.numel())
+
+
+def at_rest(parameter):
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return True  # an integer has no NaN, and stays whole
+    return bool(parameter.detach().isnan().all())
+
+
+def units_of(engine):
+    """The names of the engine's units."""
+    return [unit.name for unit in engine._states.shown.residency.units]
+
+
+def buffers_made(engine):
+    """How many buffers for whole buckets were allocated so far; 0 where ranks share memory."""
+    return getattr(engine._states.shown.residency._gathers, "made", 0)
+
+
+def gathered(engine):
+    """Whether buckets are gathered, rather than lie whole where all ranks see them."""
+    return engine._states.shown.residency._gathers.collective

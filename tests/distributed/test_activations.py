@@ -1,0 +1,130 @@
+"""Activations recomputed or moved, over real ranks: what comes of it is that of kept ones."""
+
+import shutil
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise as sw
+from shardwise.model import saved_tensors
+from tests.distributed.test_engine import batch
+
+WAYS = {
+    "recomputed": {"activations": "recomputed"},
+    "nvme": {"offload_activations": "nvme:{folder}"},
+    "recomputed, nvme": {"activations": "recomputed", "offload_activations": "nvme:{folder}"},
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(6, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.narrow = nn.Linear(12, 6)
+
+    def forward(self, x, *, gain):
+        hidden = F.silu(self.norm(self.wide(x)))
+        return x + gain * F.dropout(self.narrow(hidden), 0.2, self.training)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        for block in [*self.blocks, self.blocks[0]]:
+            x = block(x, gain=self.gain)
+        return x
+
+
+def trained(world, settings, *, rows=13, micro=4, two_at_once=False):
+    """The whole state after some steps, and what each rank's generator draws then."""
+    saved_tensors.LEAST = 64
+    if settings.get("compile"):
+        torch.compiler.reset()  # else torch runs a block eagerly that it has compiled too often
+    world.engines = 0  # the randomness of a step depends on the number of its engine
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = sw.Engine(model, optimizer, bucket_mb=0.001, quiet=True, **settings)
+    data = torch.utils.data.TensorDataset(batch(0, 2 * rows).float())
+    for step in sw.Loader(data, batch_size=rows, micro_batch_size=micro).steps():
+        losses = []
+        for (x,) in step:
+            losses.append(model(x).square().mean())
+            if not two_at_once:
+                engine.backward(losses.pop())
+        if losses:
+            engine.backward(sum(losses), weight=1)
+        with torch.no_grad():
+            model(batch(9).float())
+        engine.step(max_norm=1.0)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.rand(2)
+    optimizer_state = engine.optimizer_state_dict()["state"]
+    engine.close()
+    return [*state.values(), drawn, *(t for s in optimizer_state.values() for t in s.values())]
+
+
+def alike_case(world, folder, common, **options):
+    kept = trained(world, common, **options)
+    for way, settings in WAYS.items():
+        filled = {name: text.format(folder=folder) for name, text in settings.items()}
+        got = trained(world, common | filled, **options)
+        assert len(got) == len(kept)
+        for index, (one, other) in enumerate(zip(got, kept, strict=True)):
+            assert torch.equal(one, other), f"{way}: tensor {index} differs"
+
+
+SYNC = {"sync_batch_norm": True}
+"""Also the micro-batches differ in size, and some ranks get a stand-in."""
+
+LOCAL = {"rows": 12, "micro": None}
+"""No rank gets a single row, of which there is no variance."""
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_row(group, tmp_path, size, zero):
+    group(size)(alike_case, str(tmp_path), SYNC | {"zero": zero}, limit=120)
+
+
+def local_case(world, folder):
+    alike_case(world, folder, {"zero": 1}, **LOCAL)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_statistics_of_each_rank(group, tmp_path, size):
+    group(size)(local_case, str(tmp_path), limit=120)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16", "fp16-mixed"])
+def test_every_precision(group, tmp_path, precision):
+    group(2)(alike_case, str(tmp_path), SYNC | {"zero": 1, "precision": precision}, limit=120)
+
+
+def several_forwards_case(world, folder):
+    """BatchNorm over all ranks hears the others in forward only; what the batch is has changed by
+    the time of the recomputation, for a rank that was given a stand-in last."""
+    alike_case(world, folder, SYNC | {"zero": 1}, two_at_once=True)
+
+
+def test_two_forwards_before_one_backward(group, tmp_path):
+    group(3)(several_forwards_case, str(tmp_path), limit=120)
+
+
+def compiled_case(world, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
+        alike_case(world, folder, {"zero": 1, "compile": True}, **LOCAL)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs g++ on the CPU")
+def test_compiled_units(group, tmp_path):
+    group(2)(compiled_case, str(tmp_path), limit=240)

@@ -1,0 +1,183 @@
+"""What goes wrong while a checkpoint is written, what is said then, and saves in the background."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import CheckpointError, CheckpointMismatch, UsageError
+from tests.disk import failing
+from tests.distributed.test_checkpoint import (
+    STEPS,
+    adamw,
+    alike,
+    engine_of,
+    loads,
+    made,
+    train,
+    whole,
+)
+from tests.distributed.test_engine import batch
+
+
+def full_disk_case(world, folder):
+    """One rank's disk is full: all are told, and the checkpoint before is whole."""
+    model = made()
+    engine = engine_of(model, zero=3)
+    train(world, engine, model, range(1))
+    engine.save(folder)
+    train(world, engine, model, range(1, 2))
+    if world.rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            failing(patch, "pwrite", 28)
+            with pytest.raises(CheckpointError, match=r"Rank 1: .*No space left"):
+                engine.save(folder)
+    else:
+        with pytest.raises(CheckpointError, match=r"Rank 1: .*No space left"):
+            engine.save(folder)
+    assert engine.resume(folder) == 1
+    train(world, engine, model, range(1, 2))
+    engine.save(folder, keep=1)
+    engine.save(folder, keep=1)  # the same step once more
+    world.barrier()
+    assert os.listdir(folder) == ["step-2"]
+    engine.close()
+
+
+def test_a_full_disk(group, tmp_path):
+    group(2)(full_disk_case, tmp_path)
+
+
+def blind_case(world, folder):
+    """Ranks that share no file system are told so, by their hosts."""
+    engine = engine_of(made(), zero=3)
+    real = Path.is_dir
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(Path, "is_dir", lambda p: not p.name.endswith(".partial") and real(p))
+            patch.setattr(socket, "gethostname", lambda: "far")
+        with pytest.raises(CheckpointError, match=r"not the same folder everywhere: far cannot"):
+            engine.save(folder)
+    engine.close()
+    assert os.listdir(folder) == []
+
+
+def test_hosts_without_a_common_folder(group, tmp_path):
+    group(2)(blind_case, tmp_path)
+
+
+def background_case(world, folder, row):
+    """What is saved is the state at that moment; training goes on meanwhile."""
+    model = made()
+    engine = engine_of(model, zero=row)
+    train(world, engine, model, range(STEPS))
+    values = whole(engine, model)
+    path = engine.save(folder, background=True)
+    train(world, engine, model, range(STEPS, STEPS + 2))
+    engine.save(folder, background=True)
+    engine.close()
+    world.barrier()
+    alike(loads(world, path, zero=1), values)
+    assert not [name for name in os.listdir(path) if name.endswith(".note")]
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_in_the_background(group, tmp_path, row):
+    group(2)(background_case, tmp_path, row)
+
+
+def background_failure_case(world, folder):
+    model = made()
+    engine = engine_of(model, zero=1)
+    train(world, engine, model, range(1))
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            failing(patch, "pwrite", 28)
+        engine.save(folder, background=True)
+        engine._checkpoints._job.join()
+    with pytest.raises(
+        CheckpointError, match=r"step-1, saved in the background, failed: .*No space"
+    ):
+        engine.step()
+    world.barrier()
+    engine.save(folder)
+    assert engine.resume(folder) == 1
+    engine.close()
+
+
+def test_a_failure_in_the_background_is_told(group, tmp_path):
+    group(2)(background_failure_case, tmp_path)
+
+
+def said_case(world, folder):
+    model = made()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    engine = sw.Engine(model, optimizer, zero=1)
+    loader = sw.Loader([row for n in range(5) for row in batch(n).float()], 8)
+    lines = []
+    world.print = lambda *values, **_: lines.append(" ".join(map(str, values)))
+    try:
+        for x in loader:
+            engine.backward(model(x, 0))
+            with pytest.raises(UsageError, match=r"engine\.save between"):
+                engine.save(folder)
+            engine.step()
+            scheduler.step()
+            engine.save(folder)
+            break
+    finally:
+        del world.print
+    with pytest.raises(UsageError, match="state_dict"):
+        engine.track(model=3)
+    engine.track(loader=loader)
+    with pytest.raises(CheckpointMismatch, match="no state of loader"):
+        engine.resume(folder)
+    engine.close()
+    return lines
+
+
+class Own:
+    """An object of the user's: its state holds tensors, or what only code could bring back."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return {"own": self.state}
+
+    def load_state_dict(self, state):
+        self.state = state["own"]
+
+
+def tracked_case(world, folder):
+    model = made()
+    engine = engine_of(model, zero=1)
+    engine.track(large=Own(torch.arange(100.0)), small=Own((1, {2: 0.5})))
+    train(world, engine, model, range(1))
+    path = engine.save(folder)
+    assert (path / "tracked-large.pt").is_file()
+    engine.track(odd=Own(Own(3)))
+    with pytest.raises(CheckpointError, match=r"state of odd .*could run code"):
+        engine.save(folder)
+    engine.close()
+    engine = engine_of(made(), zero=0)
+    engine.load(path)
+    large, small = Own(None), Own(None)
+    engine.track(large=large, small=small)  # after the load: the states have waited
+    assert torch.equal(large.state, torch.arange(100.0))
+    assert small.state == (1, {2: 0.5})
+    engine.close()
+
+
+def test_objects_of_the_user(group, tmp_path):
+    group(2)(tracked_case, tmp_path)
+
+
+def test_what_is_not_tracked_is_said(group, tmp_path):
+    lines = "\n".join(group(2)(said_case, tmp_path)[0])
+    assert "engine.track(scheduler=scheduler)" in lines
+    assert "engine.track(loader=loader)" in lines

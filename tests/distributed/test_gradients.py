@@ -1,0 +1,114 @@
+"""Buffers of gradients: who may still read them, and that they do not add up."""
+
+import copy
+import gc
+import time
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.collectives import flights
+from tests.distributed.sharded import batch
+
+WIDE = 160
+"""Features, so that a bucket does not fit into a message."""
+
+
+@contextmanager
+def reading_late():
+    """What is in flight moves only while this rank waits, the latest call first."""
+    until, move = flights.Flights.until, flights.Flights.move
+    waiting = []
+
+    def late_until(self, flight, stage):
+        waiting.append(flight)
+        try:
+            until(self, flight, stage)
+        finally:
+            waiting.pop()
+
+    def late_move(self):
+        for flight in reversed(list(self._alive.values()) if waiting else []):
+            if flight.stage == flights.HALFWAY:
+                time.sleep(0.01)
+            self._move(flight)
+
+    flights.Flights.until, flights.Flights.move = late_until, late_move
+    try:
+        yield
+    finally:
+        flights.Flights.until, flights.Flights.move = until, move
+
+
+def slow_reader_case(world, slow_rank):
+    """Two reduced backwards in a step, and a rank that takes its time: nobody adds the second sum
+    to a buffer that another rank still copies the first one out of."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(2))).double()
+    plain = copy.deepcopy(model)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=0.2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with reading_late() if world.rank == slow_rank else nullcontext():
+        for step in range(4):
+            xs = [batch(10 * step + k, rows=6, width=WIDE) for k in range(2)]
+            for x in xs:
+                engine.backward(model(world.share(x)).square().mean())
+            engine.step()
+            optimizer.zero_grad()
+            (sum(plain(x).square().mean() for x in xs) / 2).backward()
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    engine.close()
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_reader_sees_the_sum_it_came_for(group, slow):
+    group(2, transport="shared")(slow_reader_case, slow)
+
+
+# -- memory -------------------------------------------------------------------------------------
+
+
+class Sometimes(nn.Module):
+    """Layers, the last of which is used in every other step: its bucket, the first, comes late."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(512, 512) for _ in range(8))
+        self.extra = nn.Linear(512, 512)
+
+    def forward(self, x, use):
+        for layer in self.body:
+            x = layer(x).tanh()
+        return self.extra(x) if use else x
+
+
+def resident():
+    """MB of this rank in memory."""
+    gc.collect()
+    with open("/proc/self/smaps_rollup") as rollup:
+        return sum(int(line.split()[1]) for line in rollup if line.startswith("Pss:")) / 1024
+
+
+def borrowed_case(world):
+    torch.manual_seed(2)
+    model = Sometimes()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = sw.Engine(model, optimizer, zero=2, bucket_mb=1.0)
+    used = []
+    for step in range(24):
+        x = world.share(batch(step, rows=4, width=512)).float()
+        engine.backward(model(x, step % 2 == 0).square().mean())
+        engine.step()
+        used.append(resident())
+    engine.close()
+    assert used[-1] - used[12] < 30, used
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_borrowed_buffers_do_not_add_up(group, transport):
+    group(2, transport=transport)(borrowed_case)

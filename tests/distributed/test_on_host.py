@@ -1,0 +1,164 @@
+"""States in the host's memory, with an accelerator that copies as late as it may.
+
+The CPU stands in for the accelerator. Its side stream does nothing until somebody waits: what
+reads or writes memory of a copy without waiting for it gets other numbers.
+"""
+
+from collections import deque
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.states import held, shelf
+from shardwise.tiers.beside import Beside
+from tests.disk import on_a_disk
+
+
+class LateEvent:
+    """The end of a copy that has not begun; without a copy, a moment that has passed."""
+
+    def __init__(self, queue, copy=None):
+        self._queue = queue
+        self._copy = copy
+
+    def run(self):
+        copy, self._copy = self._copy, None
+        copy()
+
+    def query(self):
+        return self._copy is None
+
+    def synchronize(self):
+        while not self.query():
+            self._queue.popleft().run()
+
+
+class Late(Beside):
+    """A side stream that does its copies in order, each when it is waited for."""
+
+    uses = 0
+
+    def __init__(self, device):
+        super().__init__(device)
+        self._queue = deque()
+
+    def here(self):
+        return LateEvent(self._queue)
+
+    def await_(self, event):
+        event.synchronize()
+
+    @contextmanager
+    def _entered(self, after):
+        Late.uses += 1
+        after.synchronize()
+        yield
+
+    def _copy(self, source, target, *, on_device):
+        Late.uses += 1
+        event = LateEvent(self._queue, lambda: target.copy_(source))
+        self._queue.append(event)
+        return event
+
+
+@contextmanager
+def accelerated():
+    """Inside the block the CPU is an accelerator, and what does not rest on it is apart."""
+    is_apart, beside, span = shelf.Shelf.is_apart, shelf.Beside, held.SPAN
+    shelf.Shelf.is_apart = lambda self, device: not self.is_device
+    shelf.Beside = Late
+    held.SPAN = 24
+    Late.uses = 0
+    try:
+        yield
+    finally:
+        shelf.Shelf.is_apart, shelf.Beside, held.SPAN = is_apart, beside, span
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)) for _ in range(3)
+        )
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def trained(world, steps=5, *, micro=1, **settings):
+    torch.manual_seed(3)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    engine = sw.Engine(model, optimizer, bucket_mb=0.0003, **settings)
+    norms = []
+    for step in range(steps):
+        for part in range(micro):
+            draw = torch.Generator().manual_seed(100 * step + 10 * part + world.rank)
+            x = torch.randn(3, 6, generator=draw)
+            engine.backward(model(x).square().mean(), last=part == micro - 1)
+        norms.append(engine.step().grad_norm)  # clipping would depend on a norm's last bit
+        with torch.no_grad():
+            model(torch.ones(1, 6))
+    with engine.full_parameters():
+        values = [p.detach().clone() for p in model.parameters()]
+    state = engine.optimizer_state_dict()["state"]
+    engine.close()
+    # Plain again, with what the states held.
+    values += [optimizer.state[p]["exp_avg_sq"] for p in model.parameters()]
+    return norms, values, [state[i]["exp_avg"] for i in state]
+
+
+def apart(world, options, settings):
+    plain = trained(world, **options)
+    with accelerated():
+        late = trained(world, **options, **settings)
+        assert Late.uses > 0
+    for ours, theirs in zip(late[1] + late[2], plain[1] + plain[2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert late[0] == pytest.approx(plain[0], rel=1e-6)
+
+
+def _tiers(optimizer, gradients, params):
+    """The settings that let states rest there; None leaves a state where it is."""
+    named = {"optimizer": optimizer, "gradients": gradients, "params": params}
+    places = {"cpu": "cpu", "device": "device", "nvme": f"nvme:{on_a_disk()}"}
+    return {f"offload_{name}": places[tier] for name, tier in named.items() if tier}
+
+
+CASES = [
+    (0, ("cpu", None, None)),
+    (0, ("nvme", None, None)),
+    (1, ("cpu", None, None)),
+    (2, ("cpu", None, None)),
+    (2, ("cpu", "device", None)),
+    (2, ("device", "cpu", None)),
+    (3, ("cpu", None, None)),
+    (3, ("cpu", None, "cpu")),
+    (3, ("device", None, "cpu")),
+    (3, ("device", "cpu", "nvme")),
+    (3, ("cpu", "nvme", "cpu")),
+    (3, ("nvme", "cpu", "cpu")),
+    (3, ("nvme", None, "nvme")),
+]
+
+
+@pytest.mark.parametrize("options", [{"micro": 1}, {"micro": 3}], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_late_accelerator_gives_the_same_bits(group, size, case, options):
+    zero, tiers = case
+    group(size, transport="gloo")(apart, options | {"zero": zero}, _tiers(*tiers))
+
+
+@pytest.mark.parametrize("case", CASES[3:10], ids=str)
+def test_also_in_16_bits(group, case):
+    zero, tiers = case
+    options = {"zero": zero, "precision": "bf16"}
+    group(2, transport="gloo")(apart, options, _tiers(*tiers))

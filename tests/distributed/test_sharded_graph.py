@@ -1,0 +1,348 @@
+"""Sharded parameters and autograd: every way to run a graph gives what one process gives."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import NonFiniteError, UsageError
+from tests.distributed.sharded import (
+    WIDTH,
+    Block,
+    Stack,
+    adamw,
+    agree,
+    batch,
+    buffers_made,
+    every_size,
+    gathered,
+    on,
+    same_figures,
+    same_weights,
+    seeded,
+    sharded,
+    squares,
+    train,
+    train_plain,
+)
+
+# -- losses of every kind ---------------------------------------------------------------------
+
+
+def two_forwards(model, x, step, rank):
+    return (model(x) - model(x.flip(1)).detach()).square().mean() + model(x + 1).mean()
+
+
+def gradient_penalty(model, x, step, rank):
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.square().mean() + slope.square().sum(1).mean()
+
+
+def gradient_of_a_gradient(model, x, step, rank):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+    return bend.square().mean()
+
+
+def gradient_aside(model, x, step, rank):
+    """A gradient of the inputs is looked at, and not trained on."""
+    y = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(y).square().sum(), y)
+    return model(x + 0.1 * slope).square().mean()
+
+
+def outputs_by_parts(model, x, step, rank):
+    """The model is called in parts, by itself and the loss together."""
+    hidden = model.blocks[0](model.stem(x))
+    return model.head(model.blocks[2](hidden)).square().mean() + hidden.mean()
+
+
+def saved_elsewhere(model, x, step, rank):
+    """The user's own hooks on saved tensors are around ours."""
+    with torch.autograd.graph.save_on_cpu():
+        return model(x).square().mean()
+
+
+@every_size
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        two_forwards,
+        gradient_penalty,
+        gradient_of_a_gradient,
+        gradient_aside,
+        outputs_by_parts,
+        saved_elsewhere,
+    ],
+)
+def test_losses(group, ranks, loss_of):
+    on(group, ranks)(agree, Stack, loss_of)
+
+
+# -- backwards --------------------------------------------------------------------------------
+
+
+def several_micro_batches(world):
+    model, plain = seeded(Stack), seeded(Stack)
+    engine, optimizer = sharded(model), adamw(plain)
+    for step in range(4):
+        x = world.share(batch(step))
+        for part in x[:1], x[1:]:
+            if len(part):
+                engine.backward(model(part).square().mean(), weight=len(part))
+            else:
+                engine.backward(model(x).square().mean(), weight=0)
+        engine.step()
+        train_plain(plain, optimizer, squares, [step], size=world.size)
+    same_weights(engine, model, plain)
+
+
+def two_forwards_first(world):
+    """Both forwards come before both backwards, the last one's first."""
+    model, plain = seeded(Stack), seeded(Stack)
+    engine, optimizer = sharded(model), adamw(plain)
+    for step in range(4):
+        x = world.share(batch(step))
+        losses = [model(x).square().mean(), model(x * 2).mean()]
+        for loss in reversed(losses):
+            engine.backward(loss, weight=len(x))
+        engine.step()
+        optimizer.zero_grad()
+        x = batch(step)
+        (0.5 * (plain(x).square().mean() + plain(x * 2).mean())).backward()
+        optimizer.step()
+    same_weights(engine, model, plain)
+
+
+def backward_twice(world):
+    """One graph is gone through twice."""
+    model, plain = seeded(Stack), seeded(Stack)
+    engine, optimizer = sharded(model), adamw(plain)
+    for step in range(4):
+        x = world.share(batch(step))
+        out = model(x)
+        engine.backward(out.square().mean(), weight=len(x), retain_graph=True)
+        engine.backward(out.mean(), weight=len(x))
+        engine.step()
+        optimizer.zero_grad()
+        out = plain(batch(step))
+        (0.5 * (out.square().mean() + out.mean())).backward()
+        optimizer.step()
+    same_weights(engine, model, plain)
+
+
+@every_size
+@pytest.mark.parametrize("case", [several_micro_batches, two_forwards_first, backward_twice])
+def test_backwards(group, ranks, case):
+    on(group, ranks)(case)
+
+
+def step_in_between(world):
+    """A graph from before a step cannot be gone through after it."""
+    model, plain = seeded(Stack), seeded(Stack)
+    engine = sharded(model)
+    old = model(batch(0)).square().mean()
+    train(world, engine, model, squares, [0])
+    with pytest.raises(UsageError, match=r"before the last change of its parameters"):
+        engine.backward(old)
+    kept = model(batch(0)).square().mean()
+    engine.backward(kept, retain_graph=True)
+    engine.step()
+    with pytest.raises(UsageError, match=r"before the last change of its parameters"):
+        engine.backward(kept)
+    # What failed is forgotten.
+    mine = train(world, engine, model, squares, range(1, 3))
+    optimizer = adamw(plain)
+    train_plain(plain, optimizer, squares, [0], size=world.size)
+    optimizer.zero_grad()
+    plain(batch(0)).square().mean().backward()
+    optimizer.step()
+    theirs = train_plain(plain, optimizer, squares, range(1, 3), size=world.size)
+    assert same_figures(mine, theirs)
+    same_weights(engine, model, plain)
+
+
+@every_size
+def test_a_step_between_forward_and_backward(group, ranks):
+    on(group, ranks)(step_in_between)
+
+
+# -- values that outlive their unit -----------------------------------------------------------
+
+
+class Giving(Block):
+    """Returns what it computes and its own weight."""
+
+    def forward(self, x):
+        return super().forward(x), self.up.weight, self.down.weight.t()[:2]
+
+
+class Given(Stack):
+    """Uses views of the blocks' weights outside of them."""
+
+    def __init__(self):
+        super().__init__(block=Giving)
+
+    def forward(self, x):
+        x, views = self.stem(x), []
+        for block in self.blocks:
+            x, _, view = block(x)
+            views.append(view)
+        return self.head(x) + sum(view.square().sum() for view in views)
+
+
+class GivenWhole(Given):
+    """Uses the weight itself, which is at rest by then."""
+
+    def forward(self, x):
+        x, weight, _ = self.blocks[0](self.stem(x))
+        return self.head(x) + weight.sum()
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps the weight in ctx, outside of what autograd saves."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        assert not weight.isnan().any()
+        return grad @ ctx.weight, grad.t() @ x
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return Keeping.apply(x, self.linear.weight).tanh() + self.linear.bias
+
+
+def custom():
+    return nn.Sequential(*(Custom() for _ in range(3)))
+
+
+def weight_at_rest(world):
+    model = seeded(GivenWhole)
+    engine = sharded(model)
+    engine.backward(squares(model, batch(0), 0, 0))
+    with pytest.raises(NonFiniteError, match="its loss"):
+        engine.step()
+
+
+def stashed_views(world):
+    """A view that a hook keeps stays as it was, whatever is gathered later.
+
+    Where buckets lie whole it follows its own parameter instead.
+    """
+    model = seeded(Stack)
+    stash = {}
+
+    def keep(module, args, output):
+        number = [*model.blocks].index(module)
+        stash.setdefault(number, []).append((module.up.weight.detach(), module.up.weight.clone()))
+
+    for block in model.blocks:
+        block.register_forward_hook(keep)
+    engine = sharded(model)
+    train(world, engine, model, squares, range(4))
+    with engine.full_parameters():
+        for number, views in stash.items():
+            assert len(views) == 4
+            for view, copy in views:
+                present = model.blocks[number].up.weight
+                assert torch.equal(view, copy if gathered(engine) else present)
+    kept = buffers_made(engine)
+    stash.clear()
+    for block in model.blocks:
+        block._forward_hooks.popitem(last=False)
+    train(world, engine, model, squares, range(3))
+    made = buffers_made(engine)
+    train(world, engine, model, squares, range(3))
+    assert buffers_made(engine) == made >= kept
+
+
+@every_size
+def test_views_of_weights_as_outputs(group, ranks):
+    on(group, ranks)(agree, Given)
+
+
+@every_size
+def test_a_weight_as_output_is_at_rest(group, ranks):
+    on(group, ranks)(weight_at_rest)
+
+
+@every_size
+def test_custom_functions(group, ranks):
+    on(group, ranks)(agree, custom)
+
+
+@every_size
+def test_stashed_views(group, ranks):
+    on(group, ranks)(stashed_views)
+
+
+# -- several at once --------------------------------------------------------------------------
+
+
+def pair():
+    torch.manual_seed(0)
+    a, b = Stack(2), Stack(2)
+    b.stem = nn.Linear(2, WIDTH)
+    return a.double(), b.double()
+
+
+def models_together(world):
+    """One engine for two models, whose losses reach one, or both."""
+    (a, b), (pa, pb) = pair(), pair()
+    engine = sw.Engine([a, b], adamw(nn.ModuleList([a, b])), zero=3, bucket_mb=0.001)
+    optimizer = adamw(nn.ModuleList([pa, pb]))
+    for step in range(5):
+        x = world.share(batch(step))
+        out = a(x)
+        engine.backward(b(out.detach() if step % 2 == 0 else out).square().mean(), weight=len(x))
+        engine.step()
+        optimizer.zero_grad()
+        out = pa(batch(step))
+        pb(out.detach() if step % 2 == 0 else out).square().mean().backward()
+        optimizer.step()
+    same_weights(engine, a, pa)
+    same_weights(engine, b, pb)
+
+
+def adversaries(world):
+    """Two engines; each one's loss goes through the other's model."""
+    (g, d), (pg, pd) = pair(), pair()
+    eg, ed = sharded(g), sharded(d)
+    og, od = adamw(pg), adamw(pd)
+    for step in range(4):
+        x = world.share(batch(step))
+        rows = len(x)
+        ed.backward((d(x[:, :2]) - d(g(x).detach())).square().mean(), weight=rows)
+        ed.step()
+        eg.backward(d(g(x)).square().mean(), weight=rows)
+        eg.step()
+        x = batch(step)
+        od.zero_grad()
+        (pd(x[:, :2]) - pd(pg(x).detach())).square().mean().backward()
+        od.step()
+        og.zero_grad()
+        pd(pg(x)).square().mean().backward()
+        og.step()
+    same_weights(eg, g, pg)
+    same_weights(ed, d, pd)
+
+
+@every_size
+@pytest.mark.parametrize("case", [models_together, adversaries])
+def test_several_at_once(group, ranks, case):
+    on(group, ranks)(case)

@@ -1,0 +1,399 @@
+"""Touching a sharded parameter when it is not there: NaN or a named error, never a stale value."""
+
+import contextlib
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import BrokenView, UsageError
+from tests.distributed.sharded import (
+    Stack,
+    adamw,
+    at_rest,
+    batch,
+    every_size,
+    on,
+    same_weights,
+    seeded,
+    sharded,
+    squares,
+    train,
+    train_plain,
+)
+
+NAMED = r"sharded.*engine\.full_parameters.*engine\.export"
+
+
+def started():
+    model = seeded(Stack)
+    return model, sharded(model)
+
+
+def goes_on(world, engine, model):
+    """Nothing that was tried has changed the training."""
+    mine = train(world, engine, model, squares, range(3))
+    plain = seeded(Stack)
+    theirs = train_plain(plain, adamw(plain), squares, range(3), size=world.size)
+    assert torch.allclose(torch.tensor(mine), torch.tensor(theirs))
+    same_weights(engine, model, plain)
+
+
+# -- reading ----------------------------------------------------------------------------------
+
+READS = {
+    "sum": lambda p: p.sum(),
+    "mean of data": lambda p: p.data.mean(),
+    "item": lambda p: p.flatten()[0].item(),
+    "tolist": lambda p: p.tolist()[3][2],
+    "numpy": lambda p: p.detach().numpy().sum(),
+    "array": lambda p: np.asarray(p.detach()).max(),
+    "clone": lambda p: p.clone().sum(),
+    "contiguous": lambda p: p.detach().contiguous().view(-1)[-1],
+    "double": lambda p: p.float().sum(),
+    "to": lambda p: p.to(torch.float32).sum(),
+    "norm": lambda p: p.norm(),
+    "transpose": lambda p: p.t().sum(),
+    "vector": lambda p: nn.utils.parameters_to_vector([p]).sum(),
+    "storage": lambda p: sum(p.untyped_storage().cpu().tolist()) * torch.nan,
+    "concatenated": lambda p: torch.cat([p.flatten(), p.flatten()]).sum(),
+    "matrix product": lambda p: (p @ p.t()).sum(),
+    "iterated": lambda p: sum(float(row.sum()) for row in p),
+}
+
+
+def reads(world):
+    model, engine = started()
+    p = model.blocks[1].up.weight
+    for name, read in READS.items():
+        with torch.no_grad():
+            assert np.isnan(float(read(p))), name
+    assert "nan" in repr(p)
+    assert "nan" in str(model.state_dict.__self__.blocks[0].up.bias)
+    assert hash(p) == hash(model.blocks[1].up.weight)
+    assert p in set(model.parameters())
+    assert p is model.blocks[1].up.weight
+    assert not (p == p).any()
+    assert not torch.equal(p, p.clone())
+    assert not torch.allclose(p, p)
+    assert p.shape == (12, 6)
+    assert p.numel() == 72
+    assert p.requires_grad
+    assert p.is_leaf
+    goes_on(world, engine, model)
+
+
+@every_size
+def test_reading(group, ranks):
+    on(group, ranks)(reads)
+
+
+# -- copies -----------------------------------------------------------------------------------
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "torch.save": lambda value: torch.save(value, io.BytesIO()),
+}
+
+
+def copies_raise(world):
+    model, engine = started()
+    p = model.blocks[0].up.weight
+    for name, make in COPIES.items():
+        for value in (p, model, model.blocks, [p], {"model": model}):
+            with pytest.raises(UsageError, match=NAMED):
+                make(value)
+            assert at_rest(p), name
+    with pytest.raises(UsageError, match=NAMED):
+        copy.copy(p)
+    for module in (model, model.blocks[1], model.blocks[1].up):
+        with pytest.raises(UsageError, match=NAMED):
+            module.state_dict()
+    with pytest.raises(UsageError, match=r"load_state_dict.*full_parameters\(write=True\)"):
+        model.load_state_dict(seeded(Stack).state_dict())
+    with pytest.raises(UsageError, match=r"load_state_dict.*full_parameters\(write=True\)"):
+        model.head.load_state_dict(seeded(Stack).head.state_dict())
+    goes_on(world, engine, model)
+
+
+def copies_inside(world):
+    """Inside of engine.full_parameters every copy is a plain model."""
+    model, engine = started()
+    plain = seeded(Stack)
+    train(world, engine, model, squares, range(2))
+    train_plain(plain, adamw(plain), squares, range(2), size=world.size)
+    file = io.BytesIO()
+    with engine.full_parameters():
+        torch.save(model.state_dict(), file)
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        whole = io.BytesIO()
+        torch.save(model, whole)
+        whole.seek(0)
+        twins.append(torch.load(whole, weights_only=False))
+        averaged = torch.optim.swa_utils.AveragedModel(model).module
+    file.seek(0)
+    twins.append(seeded(Stack, 9))
+    twins[-1].load_state_dict(torch.load(file))
+    for twin in (*twins, averaged):
+        for name, value in twin.state_dict().items():
+            assert torch.allclose(value, plain.state_dict()[name], rtol=1e-9)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        twin(batch(0)).sum().backward()
+        optimizer.step()
+        assert not any(p.isnan().any() for p in twin.parameters())
+        copy.deepcopy(twin)
+    with pytest.raises(UsageError, match=NAMED):
+        copy.deepcopy(model)
+    same_weights(engine, model, plain)
+
+
+def a_part_inside(world):
+    """engine.full_parameters(module) is about the units that hold the module's parameters."""
+    model, engine = started()
+    with engine.full_parameters(model.blocks[1]):
+        assert torch.equal(model.blocks[1].up.weight, seeded(Stack).blocks[1].up.weight)
+        assert at_rest(model.blocks[0].up.weight)
+        model.blocks[1].state_dict()
+        copy.deepcopy(model.blocks[1])
+        with pytest.raises(UsageError, match=NAMED):
+            model.state_dict()
+    goes_on(world, engine, model)
+
+
+@every_size
+@pytest.mark.parametrize("case", [copies_raise, copies_inside, a_part_inside])
+def test_copies(group, ranks, case):
+    on(group, ranks)(case)
+
+
+# -- writing ----------------------------------------------------------------------------------
+
+
+def halved(p):
+    p.data = torch.zeros_like(p)
+
+
+def in_rows(p):
+    p[0] = 3.0
+
+
+WRITES = {
+    "zero_": lambda p: p.zero_(),
+    "fill_": lambda p: p.fill_(1.0),
+    "one element": in_rows,
+    "data.zero_": lambda p: p.data.zero_(),
+    "data.fill_": lambda p: p.data.fill_(2.0),
+    "detach().fill_": lambda p: p.detach().fill_(2.0),
+    "add_": lambda p: p.add_(1.0),
+    "data.add_": lambda p: p.data.add_(1.0),
+    "mul_": lambda p: p.mul_(0.5),
+    "copy_": lambda p: p.copy_(torch.ones_like(p)),
+    "data.copy_": lambda p: p.data.copy_(torch.ones_like(p)),
+    "clamp_": lambda p: p.clamp_(-1, 1),
+    "normal_": lambda p: nn.init.normal_(p),
+    "uniform_": lambda p: nn.init.uniform_(p),
+    "zeros_": lambda p: nn.init.zeros_(p),
+    "lerp_": lambda p: p.lerp_(torch.ones_like(p), 0.5),
+    "data =": halved,
+    "half": lambda p: setattr(p, "data", p.data.half()),
+    "numpy": lambda p: p.detach().numpy().fill(1.0),
+    "vector": lambda p: nn.utils.vector_to_parameters(torch.zeros(p.numel()).double(), [p]),
+    "set_": lambda p: p.set_(torch.ones_like(p)),
+    "resize_": lambda p: p.resize_(3, 3),
+    "swapped": lambda p: torch.utils.swap_tensors(p, nn.Parameter(torch.ones_like(p))),
+}
+
+ERRORS = (RuntimeError, ValueError, BrokenView)
+
+
+def writes(world, at):
+    """Each write raises at once, or at the engine's next call; a value is never lost in silence."""
+    refused = {}
+    for name, write in WRITES.items():
+        model, engine = started()
+        train(world, engine, model, squares, [0])
+        p = model.get_parameter(at)
+        try:
+            with torch.no_grad():
+                write(p)
+        except ERRORS as error:
+            refused[name] = type(error).__name__
+            continue
+        loss = model(batch(1)).square().mean()
+        with contextlib.suppress(BrokenView):
+            engine.backward(loss)
+            raise AssertionError(f"{name} was lost")
+        refused[name] = "later"
+        del engine, model, loss
+    assert set(refused) == set(WRITES), set(WRITES) - set(refused)
+
+
+@every_size
+@pytest.mark.parametrize("at", ["blocks.1.up.weight", "stem.bias"])
+def test_writing_at_rest(group, ranks, at):
+    on(group, ranks)(writes, at)
+
+
+class Writing(Stack):
+    """Writes to its weights in forward: nothing of that would stay."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self.stem.weight)
+        return super().forward(x)
+
+
+class Scaling(Writing):
+    def write(self, weight):
+        weight.mul_(0.5)
+
+
+class Replacing(Writing):
+    def write(self, weight):
+        weight.data = weight * 0.5
+
+
+def writes_in_forward(world, make):
+    model = seeded(make)
+    engine = sharded(model)
+    loss = model(batch(0)).square().mean()
+    with pytest.raises(BrokenView, match=r"full_parameters\(.*write=True\)"):
+        engine.backward(loss)
+
+
+def writes_in_evaluation(world, make):
+    model = seeded(make)
+    engine = sharded(model)
+    with torch.no_grad():
+        model(batch(0))
+    with pytest.raises(BrokenView, match=r"full_parameters\(.*write=True\)"), torch.no_grad():
+        engine.backward(torch.ones((), requires_grad=True))
+
+
+@every_size
+@pytest.mark.parametrize("make", [Scaling, Replacing])
+@pytest.mark.parametrize("case", [writes_in_forward, writes_in_evaluation])
+def test_writing_in_forward(group, ranks, make, case):
+    on(group, ranks)(case, make)
+
+
+def writes_while_reading(world, name):
+    """engine.full_parameters() without write=True refuses what was written inside."""
+    model, engine = started()
+    with (
+        pytest.raises(BrokenView, match=r"full_parameters\(.*write=True\)"),
+        engine.full_parameters(),
+        torch.no_grad(),
+    ):
+        WRITES[name](model.blocks[0].up.weight)
+    goes_on(world, engine, model)
+
+
+@every_size
+@pytest.mark.parametrize("name", ["add_", "data.copy_", "data =", "vector", "zero_"])
+def test_writing_where_one_only_reads(group, ranks, name):
+    on(group, ranks)(writes_while_reading, name)
+
+
+# -- writing where it is meant ----------------------------------------------------------------
+
+
+def written_inside(world, write):
+    model, engine = started()
+    plain = seeded(Stack)
+    optimizer = adamw(plain)
+    train(world, engine, model, squares, range(2))
+    train_plain(plain, optimizer, squares, range(2), size=world.size)
+    with engine.full_parameters(model.blocks[1], write=True), torch.no_grad():
+        WRITES[write](model.blocks[1].up.weight)
+    with torch.no_grad():
+        WRITES[write](plain.blocks[1].up.weight)
+    same_weights(engine, model, plain)
+    train(world, engine, model, squares, range(2, 4))
+    train_plain(plain, optimizer, squares, range(2, 4), size=world.size)
+    same_weights(engine, model, plain)
+
+
+@every_size
+@pytest.mark.parametrize("write", ["mul_", "data.copy_", "one element"])
+def test_writing_inside(group, ranks, write):
+    on(group, ranks)(written_inside, write)
+
+
+def replaced_inside(world):
+    model, engine = started()
+    with (
+        pytest.raises(BrokenView, match=r"storage of blocks\.0\.up\.weight was replaced"),
+        engine.full_parameters(write=True),
+    ):
+        model.blocks[0].up.weight.data = torch.ones(12, 6).double()
+
+
+def loaded_inside(world):
+    model, engine = started()
+    other = seeded(Stack, 11)
+    with engine.full_parameters(write=True):
+        model.load_state_dict(other.state_dict())
+    same_weights(engine, model, other)
+    mine = train(world, engine, model, squares, range(3))
+    theirs = train_plain(other, adamw(other), squares, range(3), size=world.size)
+    assert torch.allclose(torch.tensor(mine), torch.tensor(theirs))
+
+
+def masters_follow(world, write):
+    """What is written to 16-bit parameters reaches their masters."""
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    engine = sw.Engine(model, optimizer, zero=3, precision="bf16")
+    with engine.full_parameters(write=True), torch.no_grad():
+        for p in model.parameters():
+            WRITES[write](p)
+    engine.backward(model(batch(0).float()).square().mean())
+    engine.step()
+    with engine.full_parameters():
+        assert all(torch.allclose(p.float(), torch.ones(()), rtol=1e-2) for p in model.parameters())
+
+
+@every_size
+def test_a_replacement_inside_is_refused(group, ranks):
+    on(group, ranks)(replaced_inside)
+
+
+@every_size
+def test_loading_inside(group, ranks):
+    on(group, ranks)(loaded_inside)
+
+
+@every_size
+@pytest.mark.parametrize("write", ["fill_", "data.copy_"])
+def test_masters_follow(group, ranks, write):
+    on(group, ranks)(masters_follow, write)
+
+
+# -- calling a part ---------------------------------------------------------------------------
+
+
+def parts_by_themselves(world):
+    """A unit, a part of the rest, and the model can be called; a part of a unit is NaN."""
+    model, engine = started()
+    plain = seeded(Stack)
+    x = batch(0)
+    with torch.no_grad():
+        assert torch.equal(model.blocks[1](x), plain.blocks[1](x))
+        assert torch.equal(model.head(model.stem(x)), plain.head(plain.stem(x)))
+        assert model.blocks[1].up(x).isnan().all()
+    with engine.full_parameters(), torch.no_grad():
+        assert torch.equal(model.blocks[1].up(x), plain.blocks[1].up(x))
+        assert torch.equal(model(x), plain(x))
+    goes_on(world, engine, model)
+
+
+@every_size
+def test_parts_by_themselves(group, ranks):
+    on(group, ranks)(parts_by_themselves)

@@ -1,0 +1,130 @@
+"""What the lines at the start say of a model: its units, its bytes, and where those rest."""
+
+import contextlib
+import io
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from tests.disk import on_a_disk
+from tests.distributed.test_engine import ROWS
+
+WIDTH = 128
+BLOCK = WIDTH * WIDTH + WIDTH
+"""Parameters of a block, and of the rest. Half of it is a whole number of 64s: no padding."""
+
+
+def blocks(rest=True):
+    """Three units, and with `rest` a layer beside them."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    return model.append(nn.Linear(WIDTH, WIDTH)) if rest else model
+
+
+def started(model, *, optimizer=torch.optim.AdamW, **settings):
+    """An engine, and the second of its lines."""
+    said = io.StringIO()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with contextlib.redirect_stdout(said):
+        engine = sw.Engine(model, optimizer(trained, lr=1e-3), quiet=False, **settings)
+    return engine, said.getvalue().splitlines()[1] if said.getvalue() else ""
+
+
+def line_case(world, rest, settings):
+    engine, line = started(blocks(rest), **settings)
+    engine.close()
+    return line
+
+
+def line(group, *, size=2, rest=True, **settings):
+    return group(size)(line_case, rest, settings)[0]
+
+
+def test_nothing_rests_elsewhere(group):
+    assert line(group) == "  model: 66.0k parameters in 4 units, state 1.1 MB per worker"
+    assert line(group, zero=1) == (
+        "  model: 66.0k parameters in 4 units, state 792.6 kB per worker (replicated: 1.1 MB)"
+    )
+
+
+def test_states_on_a_disk(group):
+    where = f"nvme:{on_a_disk()}"
+    known = "  model: 66.0k parameters in 4 units, state 528.4 kB per worker (replicated: 1.1 MB)"
+    assert line(group, zero=3, offload_optimizer=where) == (
+        f"{known}, of it on {where}: gradients 132.1 kB, optimizer state 264.2 kB"
+    )
+    assert line(group, zero=3, offload_params=where, offload_optimizer=where) == (
+        f"{known}, of it on {where}: "
+        "parameters 132.1 kB, gradients 132.1 kB, optimizer state 264.2 kB"
+    )
+
+
+def test_states_on_two_tiers(group):
+    """On a rank that computes on the CPU its memory is the device's own."""
+    where = f"nvme:{on_a_disk()}"
+    assert line(group, zero=3, offload_params=where, offload_optimizer="cpu").endswith(
+        f", of it on {where}: parameters 132.1 kB; on cpu (where these workers compute, so that "
+        "nothing moves): gradients 132.1 kB, optimizer state 264.2 kB"
+    )
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    ("rest", "units", "said"),
+    [
+        (True, None, "4 units"),
+        (False, None, "3 units"),
+        (True, ["0", "2"], "3 units"),
+        (False, ["*"], "3 units"),
+    ],
+)
+def test_units_are_counted(group, row, rest, units, said):
+    assert f" in {said}, " in line(group, zero=row, rest=rest, units=units)
+
+
+def bytes_case(world, settings, momentum):
+    """By state; SGD without momentum has no state, so that all bytes are there from the start."""
+    model = blocks()
+    model[1].requires_grad_(False)
+    engine, _ = started(model, optimizer=partial(torch.optim.SGD, momentum=momentum), **settings)
+    states = engine._states
+    if not momentum:
+        assert states.expected_bytes() == engine.state_bytes
+    table = sw.engine.describe.table_of(engine._recipe, states, "memory")
+    engine.close()
+    by_state = states.bytes_by_state()
+    told = [column.footer for column in table.columns]
+    assert told[3:] == [sw.engine.figures.in_bytes(size) for size in by_state.values()]
+    return told[1], list(by_state.values())
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("ema", [None, 0.9])
+@pytest.mark.parametrize("momentum", [0, 0.9])
+def test_bytes_are_those_of_the_states_and_of_the_table(group, row, ema, momentum):
+    """Where parameters are sharded the frozen ones are, too."""
+    settings = {"zero": row, "ema_decay": ema}
+    numel, sizes = group(2)(bytes_case, settings, momentum)[0]
+    trained, frozen = 3 * BLOCK, BLOCK if row == 3 else 0
+    assert numel == f"{trained + frozen:,}"
+    held, gradients, moments = (4 * trained // (2 if row >= least else 1) for least in (3, 2, 1))
+    assert sizes == [held + 4 * frozen // 2, gradients, moments if momentum else 0]
+
+
+def tiers_case(world, row):
+    """What is on a disk counts like what is in memory."""
+    states = ["optimizer", "gradients", "params"][: max(1, row)]
+    settings = {"zero": row} | {f"offload_{state}": f"nvme:{on_a_disk()}" for state in states}
+    found = []
+    for chosen in ({"zero": row}, settings):
+        engine, _ = started(blocks(), **chosen)
+        found.append(engine._states.bytes_by_state())
+        engine.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("row", [1, 2, 3])
+def test_bytes_are_the_same_wherever_they_rest(group, row):
+    group(2)(tiers_case, row)

@@ -1,0 +1,95 @@
+"""What is trained in the tests of the exact mode: models that plain fp32 would tell apart."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+from torch.utils.data import TensorDataset
+
+import shardwise as sw
+from tests.parity import problems
+
+ROWS = 30
+"""Of the dataset: batches of 8, the last of 6, which leaves micro-shards of different length."""
+
+BATCH = 8
+MAX_NORM = 0.05
+TOKENS = problems.TOKENS
+
+
+class DroppingGPT(problems.GPT):
+    """The GPT, with dropout behind its embedding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (N, T) tokens; returns (N, TOKENS, T)."""
+        x = F.dropout(self.tokens(x) + self.places, 0.2, self.training)
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.1, self.training)
+        return self.head(self.norm(x)).transpose(1, 2)
+
+
+class LSTM(nn.Module):
+    """Two layers with dropout between; (N, T) tokens to (N, TOKENS, T)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(TOKENS, 12)
+        self.lstm = nn.LSTM(12, 20, 2, batch_first=True, dropout=0.1)
+        self.head = nn.Linear(20, TOKENS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.tokens(x))[0]).transpose(1, 2)
+
+
+MODELS = {"gpt": DroppingGPT, "convnet": problems.ConvNet, "lstm": LSTM}
+KINDS = {"gpt": "gpt", "convnet": "convnet", "lstm": "gpt"}
+
+
+def train(
+    world: Any, model: str, settings: dict[str, Any], optimizer: str = "adamw", epochs: int = 2
+) -> str:
+    """Train `model` with an engine of `settings`; returns one hash of all that came of it: the
+    figures of every step, parameters, buffers and optimizer state."""
+    world.engines = 0  # each training is the first of its run, and draws alike
+    torch.manual_seed(7)
+    net = MODELS[model]()
+    engine = sw.Engine(net, OPTIMIZERS[optimizer](net), **settings)
+    loader = sw.Loader(data_of(model), BATCH, shuffle=True)
+    told: list[Any] = []
+    for _ in range(epochs):
+        for step in loader.steps():
+            for x, y in step:
+                loss = problems.loss_of(net, x, y)
+                engine.backward(loss, weight=problems.weight_of(y))
+            stats = engine.step(max_norm=MAX_NORM)
+            told += [stats.loss, stats.grad_norm, stats.weight]
+    assert max(told[1::3]) > MAX_NORM, "clipping was never on"
+    with engine.full_parameters():
+        told += [value.clone() for value in net.state_dict().values()]
+    state = engine.optimizer_state_dict()["state"]
+    engine.close()
+    return hash_of([*told, *(value for key in sorted(state) for value in state[key].values())])
+
+
+def data_of(model: str) -> TensorDataset:
+    """Rows of inputs and targets."""
+    return TensorDataset(*problems.DATA[KINDS[model]](ROWS, torch.float32))
+
+
+def hash_of(values: Iterable[Any]) -> str:
+    """One hash of numbers and tensors, bit by bit."""
+    found = hashlib.blake2b(digest_size=8)
+    for value in values:
+        told = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
+        found.update(told.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+OPTIMIZERS = {
+    "adamw": lambda model: optim.AdamW(problems.parameter_groups(model, 2), lr=3e-3),
+    "rmsprop": lambda model: optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.5),
+    "sgd": lambda model: optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True),
+}

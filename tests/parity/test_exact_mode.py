@@ -1,0 +1,115 @@
+"""Promise 5: in the exact mode the same bits on every number of workers, whatever the row.
+
+One hash of losses, norms, parameters, buffers and optimizer state, over two epochs whose last
+batch leaves micro-shards of different length, is compared with that of one worker.
+"""
+
+import os
+from typing import Any
+
+import pytest
+
+from shardwise.states import held
+from shardwise.states.exact_squares import GRAIN
+from tests.disk import on_a_disk
+from tests.parity import exact_problems
+from tests.parity.pairwise import pairwise
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "workers": (4, 2, 1),
+    "zero": (0, 1, 2, 3),
+    "model": ("gpt", "convnet", "lstm"),
+    "transport": ("auto", "gloo"),
+    "activations": ("kept", "recomputed"),
+    "rests": ("device", "optimizer", "gradients", "everything"),
+    "bucket_mb": (0.002, 0.01, 25.0),
+    "overlap": (True, False),
+}
+FIRST_ROW = {"device": 0, "optimizer": 0, "gradients": 2, "everything": 3}
+"""By what rests on a disk, the first row that allows it."""
+
+STATES = {
+    "device": (),
+    "optimizer": ("optimizer",),
+    "gradients": ("gradients",),
+    "everything": ("optimizer", "params"),
+}
+
+
+def _allowed(case):
+    return case.get("zero", 3) >= FIRST_ROW[case.get("rests", "device")]
+
+
+def _name(case):
+    return "-".join(f"{key}={value}" for key, value in case.items())
+
+
+def trained(world, exact, model, settings, **further) -> str:
+    """What `model` comes to in the exact mode of `exact` micro-shards (None: without it)."""
+    held.SPAN = 2 * GRAIN  # several spans, also in models as small as these
+    if exact is not None:
+        os.environ["SHARDWISE_EXACT"] = str(exact)
+        world.settings = world.settle()
+    return exact_problems.train(world, model, settings, **further)
+
+
+@pytest.fixture(scope="module")
+def alone(group):
+    """`alone(model, ...)` is the hash of one worker that replicates all; each trained once."""
+    known: dict[Any, str] = {}
+
+    def ask(model, exact=4, settings=(), **further):
+        key = model, exact, tuple(settings), tuple(further.items())
+        if key not in known:
+            (known[key],) = group(1)(_alone, exact, model, dict(settings), further)
+        return known[key]
+
+    return ask
+
+
+def _alone(world, exact, model, settings, further):
+    return trained(world, exact, model, settings, **further)
+
+
+@pytest.mark.parametrize("case", pairwise(FACTORS, _allowed), ids=_name)
+def test_same_bits_as_one_worker(group, alone, case):
+    settings = {key: case[key] for key in ("zero", "activations", "bucket_mb", "overlap")}
+    settings |= {f"offload_{state}": f"nvme:{on_a_disk()}" for state in STATES[case["rests"]]}
+    ranks = group(case["workers"], transport=case["transport"])
+    assert set(ranks(trained, 4, case["model"], settings)) == {alone(case["model"])}
+
+
+@pytest.mark.parametrize("model", exact_problems.MODELS)
+def test_without_it_bits_differ(group, alone, model):
+    """Else the tests above would prove nothing."""
+    first, second = group(2)(trained, None, model, {"sync_batch_norm": True})
+    assert first == second
+    assert first != alone(model)
+
+
+@pytest.mark.parametrize("optimizer", ["rmsprop", "sgd"])
+def test_loops_over_vectors_have_no_rest(group, alone, optimizer):
+    """These optimizers are several of torch's loops, whose last few elements are rounded
+    otherwise."""
+    found = group(2)(_alone, 4, "gpt", {"zero": 3}, {"optimizer": optimizer})
+    assert set(found) == {alone("gpt", optimizer=optimizer)}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "bf16"},
+        {"precision": "bf16", "reduce_dtype": "param"},
+        {"precision": "bf16-mixed", "ema_decay": 0.9},
+    ],
+    ids=_name,
+)
+def test_narrow_numbers(group, alone, settings):
+    found = group(4)(trained, 4, "gpt", settings | {"zero": 2})
+    assert set(found) == {alone("gpt", settings=settings.items())}
+
+
+def test_more_micro_shards_than_samples_in_the_last_batch(group, alone):
+    """The last batch of 6 leaves two of 8 micro-shards to stand-ins."""
+    for workers, zero in ((2, 0), (4, 3)):
+        assert set(group(workers)(trained, 8, "convnet", {"zero": zero})) == {alone("convnet", 8)}

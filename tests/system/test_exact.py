@@ -1,0 +1,41 @@
+"""The exact mode as a user types it."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.launcher import Launcher, script
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+
+@pytest.fixture
+def shardwise(tmp_path: Path) -> Iterator[Launcher]:
+    """A launcher; nothing may be left of its runs when the test ends."""
+    launcher = Launcher(tmp_path)
+    yield launcher
+    left = launcher.wait_until_gone()
+    launcher.kill_all()
+    assert left == []
+
+
+def said(shardwise: Launcher, workers: int, *flags: str, **environ: str) -> str:
+    """What rank 0 prints, without its prefix."""
+    ran = shardwise.run("run", "-n", str(workers), *flags, script("exact"), env=environ)
+    assert ran.code == 0, ran.err
+    (line,) = (line for line in ran.out.splitlines() if "threads" in line)
+    return line[line.index("threads") :]
+
+
+def test_the_same_bits_whatever_threads_a_worker_would_have(shardwise: Launcher) -> None:
+    alone = said(shardwise, 1, "--exact", "4", OMP_NUM_THREADS="2")
+    assert alone.startswith("threads 1, ")
+    assert said(shardwise, 2, "--zero", "3", "--transport", "gloo", "--exact", "4") == alone
+
+
+def test_workers_that_cannot_give_the_same_bits_are_refused(shardwise: Launcher) -> None:
+    ran = shardwise.run("run", "-n", "3", "--exact", "6", script("exact"))
+    assert ran.code != 0
+    assert "--exact 6 gives the same bits on 1, 2 and 6 workers" in ran.err

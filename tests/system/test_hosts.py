@@ -1,0 +1,238 @@
+"""`shardwise run` over several hosts: real ssh, between network namespaces."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.lab import PORT, Lab, lab
+from tests.system.launcher import Launcher, script
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts are Linux namespaces")
+
+HIDDEN = "only-on-some"
+"""A folder that node3 has empty."""
+
+UP = "import time; print('up'); time.sleep(100)"
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Three hosts."""
+    folder = tmp_path_factory.mktemp("lab")
+    hidden = tmp_path_factory.mktemp(HIDDEN, numbered=False)
+    (hidden / "script.py").write_text("print('here')")
+    with lab(folder, 3, hidden) as found:
+        yield found
+
+
+@pytest.fixture
+def shardwise(hosts: Lab, tmp_path: Path) -> Iterator[Launcher]:
+    """A launcher on node1; nothing may be left of its runs on any host."""
+    launcher = Launcher(tmp_path, hosts.nodes[0].enter(tmp_path))
+    yield launcher
+    left = launcher.wait_until_gone()
+    launcher.kill_all()
+    assert left == []
+    assert launcher.folders_left() == []
+    assert hosts.left() == []
+
+
+def over(hosts: Lab, *flags: str) -> list[str]:
+    """The words of a run over ssh among `hosts`; sources that are not installed are passed on."""
+    passed = ["-x", "PYTHONPATH"] if "PYTHONPATH" in os.environ else []
+    return ["run", "--ssh", hosts.ssh, "--ssh-port", str(PORT), *passed, *flags]
+
+
+@pytest.fixture(scope="module")
+def alone() -> str:
+    """The hash that one process reaches."""
+    words = [sys.executable, script("parity")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=100)
+    found = re.search(r"parity (\w+) by", done.stdout)
+    assert found, done.stdout
+    return found[1]
+
+
+class TestTheSameResult:
+    def test_two_hosts_by_a_hostfile_of_open_mpi(
+        self, shardwise: Launcher, hosts: Lab, alone: str
+    ) -> None:
+        (shardwise.folder / "file").write_text("node1 slots=1 # here\n\nnode2 slots=1\n")
+        ran = shardwise.run(*over(hosts, "--hostfile", "file"), script("parity"))
+        assert ran.code == 0, ran.err
+        assert f"[0] parity {alone} by shardwise run of 2" in ran.lines()
+
+    def test_two_hosts_by_a_hostfile_of_mpich_from_a_third(
+        self, shardwise: Launcher, hosts: Lab, alone: str
+    ) -> None:
+        shardwise.enter = hosts.nodes[2].enter(shardwise.folder)
+        (shardwise.folder / "file").write_text("node1:1\nroot@node2:1\n")
+        ran = shardwise.run(*over(hosts, "--hostfile", "file"), script("parity"))
+        assert ran.code == 0, ran.err
+        assert f"[0] parity {alone} by shardwise run of 2" in ran.lines()
+
+    def test_three_hosts_by_name_and_address(
+        self, shardwise: Launcher, hosts: Lab, alone: str
+    ) -> None:
+        words = over(hosts, "-H", "node1,10.77.0.2,[fd00:77::3]")
+        ran = shardwise.run(*words, script("parity"))
+        assert ran.code == 0, ran.err
+        assert f"[0] parity {alone} by shardwise run of 3" in ran.lines()
+        assert "[0] shardwise: 3 workers, 1 of them on node1 (cpu), over gloo" in ran.out
+
+
+class TestWhatRanksAreTold:
+    def test_who_they_are_and_what_was_passed_on(self, shardwise: Launcher, hosts: Lab) -> None:
+        show = (
+            "echo $SHARDWISE_LAUNCH_RANK $SHARDWISE_LAUNCH_LOCAL_RANK $SHARDWISE_LAUNCH_ADDRESS "
+            "$GLOO_SOCKET_IFNAME $(hostname) $PWD $SHARDWISE_SEED $GIVEN $TOKEN $UNASKED"
+        )
+        words = over(hosts, "-H", "node2:2,node1", "-x", "GIVEN=a b", "-x", "TOKEN")
+        ran = shardwise.run(
+            *words,
+            *("sh", "-c", show),
+            env={"SHARDWISE_SEED": "7", "TOKEN": "secret", "UNASKED": "no"},
+        )
+        rest = f"{shardwise.folder} 7 a b secret"
+        assert ran.lines() == [
+            f"[0] 0 0 10.77.0.2 eth0 node2 {rest}",
+            f"[1] 1 1 10.77.0.2 eth0 node2 {rest}",
+            f"[2] 2 0 10.77.0.2 eth0 node1 {rest} no",
+        ]
+
+    def test_a_named_interface(self, shardwise: Launcher, hosts: Lab) -> None:
+        words = over(hosts, "-H", "node1,node2", "--interface", "eth0")
+        ran = shardwise.run(*words, "sh", "-c", "echo $SHARDWISE_LAUNCH_ADDRESS")
+        assert ran.lines() == ["[0] 10.77.0.1", "[1] 10.77.0.1"]
+
+
+def test_a_command_on_each_host_as_with_torchrun(shardwise: Launcher, hosts: Lab) -> None:
+    show = "echo $RANK $WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $GLOO_SOCKET_IFNAME $SHARDWISE_FLAGS"
+    meeting = ("--nnodes", "2", "--node_rank={}", "--rdzv-endpoint", "node1:29500")
+    words = ("run", "--nproc-per-node=2", "--zero", "2", *meeting, "sh", "-c", show)
+    started = []
+    for number, node in enumerate(hosts.nodes[:2]):
+        shardwise.enter = node.enter(shardwise.folder)
+        started.append(shardwise.start(*(word.format(number) for word in words)))
+    for number, process in enumerate(started):
+        ran = shardwise.finish(process)
+        assert ran.code == 0, ran.err
+        assert ran.lines() == [
+            f'{2 * number + local} 4 {local} node1 eth0 {{"zero": "2"}}' for local in (0, 1)
+        ]
+
+
+class TestRefusing:
+    def test_hosts_without_what_is_needed_are_named(self, shardwise: Launcher, hosts: Lab) -> None:
+        bare = over(hosts, "-H", "node1,node2", "--python", "/usr/bin/env")
+        ran = shardwise.run(*bare, "true")
+        assert (ran.code, ran.out) == (2, "")
+        assert "shardwise: The agent on node2 ended (exit code 125): " in ran.err
+
+    def test_a_host_without_the_project(self, shardwise: Launcher, hosts: Lab) -> None:
+        (shardwise.folder / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -I -S $@\n")
+        (shardwise.folder / "python").chmod(0o755)
+        python = str(shardwise.folder / "python")
+        ran = shardwise.run(*over(hosts, "-H", "node1,node2", "--python", python), "true")
+        assert (ran.code, ran.out) == (2, "")
+        assert f"shardwise: {python} on node2 cannot import shardwise.launch.agent" in ran.err
+
+    def test_a_host_with_another_version(self, shardwise: Launcher, hosts: Lab) -> None:
+        old = shardwise.folder / "old" / "shardwise-0.0.1.dist-info"
+        old.mkdir(parents=True)
+        (old / "METADATA").write_text("Metadata-Version: 2.1\nName: shardwise\nVersion: 0.0.1\n")
+        source = Path(__file__).parents[2] / "src"
+        path = f"PYTHONPATH={old.parent}:{source}"
+        ran = shardwise.run(*over(hosts, "-H", "node1,node2", "-x", path), "true")
+        assert (ran.code, ran.out) == (2, "")
+        assert re.match(r"shardwise: node2 has shardwise 0.0.1, this host \d", ran.err)
+
+    def test_a_host_without_the_folder_and_one_without_the_script(
+        self, shardwise: Launcher, hosts: Lab, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        hidden = tmp_path_factory.getbasetemp() / HIDDEN
+        path = str(hidden / "script.py")
+        ran = shardwise.run(*over(hosts, "-H", "node1,node2,node3"), path)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith(f"shardwise: On node3: There is no script {path}")
+        (hidden / "sub").mkdir()
+        shardwise.enter = hosts.nodes[0].enter(hidden / "sub")
+        ran = shardwise.run(*over(hosts, "-H", "node1,node3"), "true")
+        assert (ran.code, ran.out) == (2, "")
+        assert f"shardwise: node3 has no folder {hidden}/sub, where this run starts" in ran.err
+
+    def test_one_host_by_two_names(self, shardwise: Launcher, hosts: Lab) -> None:
+        ran = shardwise.run(*over(hosts, "-H", "node2:2,node1,10.77.0.2"), "true")
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err == (
+            "shardwise: node2 and 10.77.0.2 are the same host: name it once, with all of its "
+            "ranks (node2:3).\n"
+        )
+
+    def test_hosts_that_cannot_be_reached(self, shardwise: Launcher, hosts: Lab) -> None:
+        ran = shardwise.run(*over(hosts, "-H", "node1,nobody@node2,nowhere"), "true")
+        assert (ran.code, ran.out) == (2, "")
+        assert "ssh to node2 fails: nobody@node2: Permission denied (publickey)" in ran.err
+        assert "ssh to nowhere fails: ssh: Could not resolve hostname nowhere" in ran.err
+
+
+class TestEnding:
+    def sleeping(self, shardwise: Launcher, *words: str) -> "subprocess.Popen[str]":
+        """A run of two ranks on two hosts, once both are up."""
+        process = shardwise.start(*words, "-H", "node1,node2", sys.executable, "-c", UP)
+        assert process.stdout is not None
+        assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
+        return process
+
+    def test_the_third_step_of_a_remote_rank(self, shardwise: Launcher, hosts: Lab) -> None:
+        ran = shardwise.run(*over(hosts, "-H", "node1,node2"), script("third_step"))
+        assert ran.code == 1
+        head = "\nshardwise: rank 1 of 2 on node2 failed (exit code 1)."
+        live, _, closing = ran.err.partition(head)
+        assert "[1] ValueError: no such token in step 3" in live
+        assert closing.endswith("\nValueError: no such token in step 3\n")
+
+    def test_ctrl_c(self, shardwise: Launcher, hosts: Lab) -> None:
+        process = self.sleeping(shardwise, *over(hosts))
+        process.send_signal(signal.SIGINT)
+        ran = shardwise.finish(process, 30)
+        assert ran.code == 130
+        assert ran.err == "shardwise: Ctrl-C: stopping 2 ranks. Once more kills them at once.\n"
+
+    def test_kill_9_of_the_launcher(self, shardwise: Launcher, hosts: Lab) -> None:
+        process = self.sleeping(shardwise, *over(hosts))
+        process.kill()
+        assert shardwise.finish(process).code == -signal.SIGKILL
+        assert hosts.left() == []
+
+    def test_a_cut_cable(self, shardwise: Launcher, hosts: Lab) -> None:
+        process = self.sleeping(shardwise, *over(hosts, "--host-timeout", "3"))
+        began = time.monotonic()
+        hosts.cut(2)
+        try:
+            ran = shardwise.finish(process, 30)
+            took = time.monotonic() - began
+            assert hosts.left() == []
+        finally:
+            hosts.mend(2)
+        assert ran.code == 1
+        assert took < 20
+        assert "shardwise: node2 (rank 1) is lost: nothing was heard of it for 3 s" in ran.err
+
+    def test_a_pager_that_does_not_read_on_is_no_cut_cable(
+        self, shardwise: Launcher, hosts: Lab
+    ) -> None:
+        words = over(hosts, "--host-timeout", "3", "-H", "node1,node2")
+        process = shardwise.start(*words, "sh", "-c", "seq 200000; echo end")
+        time.sleep(4.5)
+        ran = shardwise.finish(process)
+        assert ran.code == 0, ran.err
+        assert ran.lines()[-2:] == ["[1] 99999", "[1] end"]
+        assert ran.out.count("\n") == 400_002

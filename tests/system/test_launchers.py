@@ -1,0 +1,207 @@
+"""One script, unchanged, under every launcher: the same bits at the end."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system import cluster as clusters
+from tests.system.cluster import Cluster
+from tests.system.components import need
+from tests.system.launcher import Launcher, Ran, script
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="launchers as on Linux")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "SHARDWISE_QUIET": "on",
+    "SHARDWISE_TIMEOUT": "100",
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    # root may start Open MPI in a container, and more ranks than there are cores
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+MPI = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Launcher]:
+    """Runs programs on this host; they leave neither processes nor notes."""
+    launcher = Launcher(tmp_path)
+    yield launcher
+    left = launcher.wait_until_gone()
+    launcher.kill_all()
+    assert left == []
+    assert notes(launcher.folder, launcher.folder / "temporary") == []
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    """A Slurm cluster of two hosts; nothing of it is left, and ranks leave no notes."""
+    need("slurm", clusters.missing())
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
+        with clusters.cluster(Path(folder)) as made:
+            yield made
+        assert notes(Path(folder)) == []
+
+
+def notes(*folders: Path) -> list[Path]:
+    """The notes of ranks 0 in `folders`."""
+    return [note for folder in folders if folder.exists() for note in folder.glob(".shardwise-*")]
+
+
+def run(launcher: Launcher, *words: str) -> Ran:
+    """Run any program to its end, in the launcher's folder and with its mark."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environ = launcher.environ() | SETTINGS
+    process = subprocess.Popen(words, cwd=launcher.folder, env=environ, text=True, **pipes)
+    return launcher.finish(process)
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """What one plain process reaches."""
+    with tempfile.TemporaryDirectory() as folder:
+        ran = run(Launcher(Path(folder)), sys.executable, script("parity"))
+    said, by = ran.out.rstrip().split(" by ")
+    assert by == "python of 1", ran.err
+    return said
+
+
+def mpirun(component: str) -> str:
+    name = MPI[component]
+    need(component, None if shutil.which(name) else f"{name} is not installed")
+    return name
+
+
+BOTH = pytest.mark.parametrize(("component", "name"), [("openmpi", "Open MPI"), ("mpich", "MPICH")])
+
+
+@BOTH
+def test_mpirun(here: Launcher, expected: str, component: str, name: str) -> None:
+    ran = run(here, mpirun(component), "-n", "4", sys.executable, script("parity"))
+    assert (ran.code, ran.lines()) == (0, [f"{expected} by {name} of 4"]), ran.err
+
+
+@BOTH
+def test_the_mpirun_example(here: Launcher, expected: str, component: str, name: str) -> None:
+    """With a script around each rank as well, so that ranks have no parent in common."""
+    (here.folder / "bin").mkdir()
+    for command, words in (("mpirun", f"exec {mpirun(component)}"), ("python", sys.executable)):
+        (here.folder / "bin" / command).write_text(f'#!/bin/sh\n{words} "$@"\nexit $?\n')
+        (here.folder / "bin" / command).chmod(0o755)
+    path = f"PATH={here.folder}/bin:{SETTINGS['PATH']}"
+    ran = run(here, "env", path, str(EXAMPLES / "mpirun.sh"), "2", script("parity"))
+    assert (ran.code, ran.lines()) == (0, [f"{expected} by {name} of 2"]), ran.err
+
+
+@pytest.mark.parametrize("component", ["openmpi", "mpich"])
+def test_a_rank_that_fails_before_it_joins_ends_mpirun(here: Launcher, component: str) -> None:
+    ran = run(here, mpirun(component), "-n", "2", sys.executable, script("never_joins"))
+    assert ran.code != 0
+    assert "rank 1 has no data" in ran.err
+    if component == "mpich":  # Open MPI ends the others itself
+        assert "Rank 1 of the 2 that MPICH started did not come to rank 0" in ran.err
+        assert "has ended: look for what it said" in ran.err
+
+
+def test_shardwise_run_and_torchrun(here: Launcher, expected: str) -> None:
+    for words, name in (
+        ((sys.executable, "-m", "shardwise", "run", "-n", "2"), "shardwise run"),
+        ((TORCHRUN, "--standalone", "--nproc-per-node=2"), "torchrun"),
+    ):
+        ran = run(here, *words, script("parity"))
+        assert ran.code == 0, ran.err
+        assert f"{expected} by {name} of 2" in ran.out
+
+
+def test_the_doctor_of_one_host(here: Launcher) -> None:
+    words = ("-m", "shardwise", "doctor", "-n", "2", "--offload-optimizer", "nvme:/no/where")
+    ran = run(here, sys.executable, *words)
+    assert ran.code == 1
+    assert "[0] 2 ranks on 1 host(s), started by shardwise run" in ran.lines()
+    assert "all-reduce of 2 ranks over shared memory: " in ran.out
+    assert "/no/where: there is no folder /no/where to offload to: make it." in ran.out
+
+
+class TestSlurm:
+    @pytest.fixture
+    def on(self, slurm: Cluster, tmp_path: Path) -> Callable[..., str]:
+        """Runs a command on the first host, in a folder of its own; what it wrote."""
+
+        def submit(*words: str, **environ: str) -> str:
+            ran = slurm.run(*words, cwd=tmp_path, env=SETTINGS | environ)
+            assert ran.returncode == 0, ran.stdout + ran.stderr
+            assert notes(tmp_path) == []
+            return str(ran.stdout)
+
+        return submit
+
+    def test_srun_on_two_hosts(self, on: Callable[..., str], expected: str) -> None:
+        """Three ranks: two on the first host, one on the second."""
+        out = on("srun", "-N2", "-n4", "--distribution=block", sys.executable, script("parity"))
+        assert out == f"{expected} by Slurm of 4\n"
+
+    @pytest.fixture
+    def batch(self, slurm: Cluster, tmp_path: Path) -> Callable[..., list[str]]:
+        """Runs a batch job in a folder of its own; the lines that it wrote, sorted."""
+
+        def submit(*words: str) -> list[str]:
+            state = slurm.batch("--output=out", *words, cwd=tmp_path, env=SETTINGS)
+            written = (tmp_path / "out").read_text()
+            assert state == "COMPLETED", written
+            assert notes(tmp_path) == []
+            return sorted(written.splitlines())
+
+        return submit
+
+    def test_the_sbatch_example(self, batch: Callable[..., list[str]], expected: str) -> None:
+        example = str(EXAMPLES / "slurm.sbatch")
+        lines = batch("--nodes=2", "--ntasks-per-node=1", example, script("parity"))
+        assert lines == [f"0: {expected} by Slurm of 2"]
+
+    def test_shardwise_run_leaves_two_hosts_to_srun(
+        self, batch: Callable[..., list[str]], expected: str
+    ) -> None:
+        command = f"{sys.executable} -m shardwise run --zero 2 {script('parity')}"
+        lines = batch("--nodes=2", "--ntasks=2", f"--wrap={command}")
+        assert lines == [f"0: {expected} by Slurm of 2"]
+
+    def test_shardwise_run_starts_the_tasks_of_one_host_itself(
+        self, batch: Callable[..., list[str]]
+    ) -> None:
+        command = f"{sys.executable} -m shardwise run echo here"
+        lines = batch("--nodes=1", "--ntasks=2", f"--wrap={command}")
+        assert lines == ["[0] here", "[1] here"]
+
+    def test_torchrun_on_two_hosts(self, on: Callable[..., str], expected: str) -> None:
+        rendezvous = ("--rdzv-backend=c10d", "--rdzv-endpoint=n1:29500")
+        torchrun = (TORCHRUN, "--nnodes=2", "--nproc-per-node=1", *rendezvous)
+        out = on("srun", "-N2", "-n2", *torchrun, script("parity"))
+        assert out == f"{expected} by torchrun of 2\n"
+
+    @BOTH
+    def test_mpirun_over_two_hosts(
+        self, on: Callable[..., str], expected: str, component: str, name: str
+    ) -> None:
+        inside = ("salloc", "-Q", "-N2", "-n2")
+        out = on(*inside, mpirun(component), sys.executable, script("parity"))
+        assert out == f"{expected} by {name} of 2\n"
+
+    def test_the_doctor_of_two_hosts(self, on: Callable[..., str]) -> None:
+        out = on("srun", "-N2", "-n2", sys.executable, "-m", "shardwise", "doctor")
+        rows = [line.split() for line in out.splitlines()]
+        assert ["n1", "n2"] in rows
+        assert ["network", "interface", "cable1", "cable2"] in rows
+        assert "all-reduce of 2 ranks over gloo: " in out
+        assert rows[-1] == ["Nothing", "here", "would", "make", "a", "run", "fail."]

@@ -1,0 +1,43 @@
+"""Ranks of two hosts that are joined by a network of their own: what travels over it."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.system.launcher import LIMIT, script
+from tests.system.namespaces import TwoHosts
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    two = TwoHosts()
+    yield two
+    two.close()
+
+
+def told(hosts: TwoHosts, **environ: str) -> list[dict[str, Any]]:
+    """What both hosts print of a run with two ranks each."""
+    ranks = [hosts.start(rank // 2, rank, 4, script("traffic"), environ) for rank in range(4)]
+    ended = [rank.communicate(timeout=LIMIT) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4, ended
+    assert not any("Traceback" in err for _, err in ended), ended
+    lines = [json.loads(out) for out, _ in ended if out]
+    assert len(lines) == 2
+    return lines
+
+
+def test_a_host_sends_what_the_formula_says(hosts: TwoHosts) -> None:
+    """Of two hosts each sends half of the model in a reduce-scatter and half in an all-gather,
+    however many ranks it has. Sharded parameters are gathered for forward and for backward."""
+    for host in told(hosts):
+        assert host["transport"] == "shared memory in each of 2 hosts, gloo between"
+        for row, times in {"0": 1.0, "2": 1.0, "3": 1.5}.items():
+            assert times <= host["rows"][row] <= 1.03 * times
+
+
+def test_over_gloo_alone_every_rank_sends_for_itself(hosts: TwoHosts) -> None:
+    for host in told(hosts, SHARDWISE_TRANSPORT="gloo"):
+        assert host["transport"] == "gloo"
+        assert host["rows"]["2"] > 1.9

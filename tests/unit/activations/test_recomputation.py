@@ -1,0 +1,98 @@
+"""Recomputed units: what they read, what runs how often, and what is kept."""
+
+import contextlib
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.unit.activations.models import gradients, make, on, same, x
+
+
+class Codebook(nn.Module):
+    """A forward that reads a buffer and then changes it, from the third call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("shift", torch.ones(8))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x * self.shift).tanh()
+        if torch.is_grad_enabled():
+            self.shift = self.shift * 2 if self.calls % 2 else self.shift.mul_(3)
+        return out.square().sum()
+
+
+def test_a_recomputation_reads_the_buffers_that_the_forward_read(folder: Path) -> None:
+    torch.manual_seed(0)
+    plain = Codebook()
+    ours = copy.deepcopy(plain)
+    for model in (plain, ours):
+        with on(ours, "recomputed", folder) if model is ours else contextlib.nullcontext():
+            losses = []
+            for calls in range(3):
+                model.calls = calls
+                losses.append(model(x(calls)))
+            sum(losses).backward()
+    same(ours, plain)
+
+
+def test_hooks_of_a_unit_fire_once_and_in_no_grad_nothing_runs_twice(folder: Path) -> None:
+    model, fired, ran = make(), [], []
+    block = model.blocks[0]
+    block.register_forward_pre_hook(lambda *_: fired.append("before"))
+    block.register_forward_hook(lambda *_: fired.append("after"))
+    block.first.register_forward_hook(lambda *_: ran.append(1))
+    with on(model, "recomputed", folder):
+        model(x()).backward()
+        assert fired == ["before", "after"]
+        assert len(ran) == 2
+        with torch.no_grad():
+            model(x())
+        assert len(ran) == 3
+
+
+def test_nothing_inside_the_units_is_kept(folder: Path) -> None:
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    sizes = {}
+    for way in ("kept", "recomputed"):
+        model = make()
+        kept.clear()
+        with (
+            on(model, way, folder),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
+            model(x())
+        wide = [tensor for tensor in kept if tensor.shape == (12, 16)]
+        sizes[way] = len(wide)
+    assert sizes["kept"] > 5
+    assert sizes["recomputed"] == 0
+
+
+def test_a_forward_that_user_code_gave_a_unit_is_the_one_that_runs(folder: Path) -> None:
+    model = make()
+    block = model.blocks[0]
+    original = block.forward
+
+    def doubled(state: Any, **options: Any) -> Any:
+        return original({**state, "x": state["x"] * 2}, **options)
+
+    block.forward = doubled  # type: ignore[method-assign]
+    torch.manual_seed(3)
+    model(x()).backward()
+    wanted = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad()
+    torch.manual_seed(3)
+    with on(model, "recomputed", folder):
+        model(x()).backward()
+    assert all(torch.equal(grad, wanted[name]) for name, grad in gradients(model).items())
+    assert block.forward is doubled

@@ -1,0 +1,90 @@
+"""Which bytes of a file an interval is, across the borders of parameters; and their checksums."""
+
+import zlib
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise import layout
+from shardwise.checkpoint.byte_ranges import (
+    ByteRange,
+    Extent,
+    byte_ranges,
+    clipped,
+    extents,
+    share,
+)
+from shardwise.checkpoint.checksum import Part, joined
+
+
+def test_a_table():
+    #   bucket | b: 16..19 of 20 | a: 0..4 |, an interval from 16 on
+    pieces = [layout.Piece(1, 16, 20, 16), layout.Piece(0, 32, 37, 0)]
+    parts = extents(pieces, 16, {0: "a", 1: "b"})
+    assert parts == [Extent("b", 0, 4, 16), Extent("a", 16, 21, 0)]
+    assert clipped(parts, 2, 18) == [Extent("b", 0, 2, 18), Extent("a", 14, 16, 0)]
+    assert clipped(parts, 4, 16) == []
+    assert byte_ranges(parts, 4, 8) == [
+        ByteRange("b", 0, 8, 64),
+        ByteRange("b", 8, 16, 72),
+        ByteRange("a", 64, 72, 0),
+        ByteRange("a", 72, 80, 8),
+        ByteRange("a", 80, 84, 16),
+    ]
+    assert extents(pieces, 16, {0: "a"}) == [Extent("a", 16, 21, 0)]
+    assert [share(7, index, 3) for index in range(3)] == [(0, 2), (2, 4), (4, 7)]
+
+
+@given(
+    st.lists(st.integers(0, 70), min_size=1, max_size=8),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.booleans(),
+)
+def test_every_byte_is_written_once(numels, ranks, copies, span, whole):
+    """Buckets of `ranks`, each interval held `copies` times and lent in spans of `span`."""
+    specs = [
+        layout.Spec(name=f"t{i}", numel=n, itemsize=4, key=0, whole=whole)
+        for i, n in enumerate(numels)
+    ]
+    names = {i: spec.name for i, spec in enumerate(specs)}
+    written = {spec.name: [0] * (spec.numel * 4) for spec in specs}
+    for bucket in layout.lay_out(specs, ranks=ranks, capacity=400):
+        for rank in range(ranks):
+            own = bucket.interval(rank)
+            parts = extents(bucket.pieces(*own), own[0], names)
+            for copy in range(copies):
+                first, end = share(own[1] - own[0], copy, copies)
+                for start in range(first, end, span):
+                    found = clipped(parts, start, min(start + span, end))
+                    for each in byte_ranges(found, 4, 24):
+                        for byte in range(each.at, each.at + each.end - each.start):
+                            written[each.tensor][byte] += 1
+    assert all(count == 1 for counts in written.values() for count in counts)
+
+
+# -- checksums ----------------------------------------------------------------------------------
+
+
+def test_the_sum_of_parts_is_that_of_the_whole():
+    data = bytes(range(256)) * 9
+    cuts = [0, 5, 5, 700, 2303, len(data)]
+    parts = [Part(a, b - a, zlib.crc32(data[a:b])) for a, b in pairwise(cuts)]
+    assert joined(reversed(parts), len(data)) == zlib.crc32(data)
+    assert joined([], 0) == zlib.crc32(b"") == 0
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=5))
+def test_sums_of_any_parts(data, cuts):
+    borders = sorted({0, len(data), *(cut for cut in cuts if cut <= len(data))})
+    parts = [Part(a, b - a, zlib.crc32(data[a:b])) for a, b in pairwise(borders)]
+    assert joined(parts, len(data)) == zlib.crc32(data)
+
+
+def test_what_is_not_whole_has_no_sum():
+    assert joined([Part(0, 4, 1), Part(5, 3, 1)], 8) is None  # a hole
+    assert joined([Part(0, 4, 1), Part(3, 5, 1)], 8) is None  # an overlap
+    assert joined([Part(0, 4, 1)], 8) is None  # the end is missing
+    assert joined([Part(0, 4, 1), Part(0, 4, 1)], 4) is None  # twice

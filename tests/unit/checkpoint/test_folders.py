@@ -1,0 +1,262 @@
+"""Which checkpoints are complete, at whatever moment a save was killed."""
+
+import errno
+import itertools
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from shardwise.checkpoint import document, reader
+from shardwise.checkpoint.byte_ranges import ByteRange
+from shardwise.checkpoint.commands import checkpoint
+from shardwise.checkpoint.folders import Draft, Found, complete
+from shardwise.checkpoint.format import TensorSpec, lay_out
+from shardwise.checkpoint.writer import Writer, create
+from shardwise.errors import BrokenCheckpoint, CheckpointError
+
+
+def saved(folder: Path, step: int, keep: int | None = None, mark: str = "") -> None:
+    draft = Draft(folder, step)
+    draft.begin(0)
+    draft.finish({"checkpoint.json": mark.encode()})
+    if keep is not None:
+        draft.prune(keep)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def test_only_what_has_its_name_counts(tmp_path):
+    assert complete(tmp_path / "none") == []
+    saved(tmp_path, 9)
+    saved(tmp_path, 10)
+    Draft(tmp_path, 11).begin(0)
+    (tmp_path / "step-12").mkdir()  # nothing in it
+    (tmp_path / "step-x").mkdir()
+    assert complete(tmp_path) == [Found(9, tmp_path / "step-9"), Found(10, tmp_path / "step-10")]
+    saved(tmp_path, 13)
+    assert names(tmp_path) == ["step-10", "step-12", "step-13", "step-9", "step-x"]
+
+
+def test_keep_leaves_the_newest_and_never_what_lies_ahead(tmp_path):
+    for step in (1, 2, 3, 9):
+        saved(tmp_path, step)
+    saved(tmp_path, 4, keep=2)
+    assert names(tmp_path) == ["step-3", "step-4", "step-9"]
+
+
+def test_the_same_step_again(tmp_path):
+    saved(tmp_path, 5, mark="old")
+    saved(tmp_path, 5, mark="new")
+    assert names(tmp_path) == ["step-5"]
+    assert (tmp_path / "step-5/checkpoint.json").read_text() == "new"
+
+
+def test_killed_between_the_two_renames(tmp_path):
+    saved(tmp_path, 5, mark="old")
+    (tmp_path / "step-5").rename(tmp_path / ".step-5.replaced")
+    assert complete(tmp_path) == [Found(5, tmp_path / ".step-5.replaced")]
+    saved(tmp_path, 6)
+    assert names(tmp_path) == ["step-5", "step-6"]
+
+
+class Killed(BaseException):
+    """Stands for a kill -9: nothing catches it."""
+
+
+def whole_save(folder: Path, step: int, value: int) -> None:
+    """A save of one tensor, filled with `value`, as the engine makes it; the newest two stay."""
+    draft = Draft(folder, step)
+    sets = {"model": lay_out("model", [TensorSpec("w", "U8", (3,))], limit=9, aliases={})}
+    draft.begin(0)
+    create(draft.path, sets["model"])
+    writer = Writer(draft.path, sets)
+    writer.write("model", [ByteRange("w", 0, 3, 0)], memoryview(bytes([value] * 3)))
+    try:
+        writer.finish()
+    finally:
+        writer.close()
+    draft.finish({"model.safetensors.index.json": b"{}", "checkpoint.json": b"{}"})
+    draft.prune(2)
+
+
+def killed_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the call number `moment` of those that change a disk be the last."""
+    calls = itertools.count()
+
+    def watched(real):
+        def call(*args, **options):
+            if next(calls) == moment:
+                raise Killed
+            return real(*args, **options)
+
+        return call
+
+    for name in ("pwrite", "fsync", "rename", "mkdir", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_killed_at_any_moment(tmp_path, step):
+    """Of step 3, which is there already, or of step 4: the newest is whole, old or new."""
+    for moment in range(1000):
+        folder = tmp_path / str(moment)
+        for earlier in (1, 2, 3):
+            whole_save(folder, earlier, earlier)
+        with pytest.MonkeyPatch.context() as patch:
+            killed_at(moment, patch)
+            try:
+                whole_save(folder, step, 9)
+                break
+            except Killed:
+                pass
+        newest = complete(folder)[-1]
+        held = reader.open_set(newest.path, ["model.safetensors"]).whole("w").tolist()
+        assert held in ([3, 3, 3], [9, 9, 9])
+        assert held == [3, 3, 3] or newest.step == step
+        whole_save(folder, 5, 5)
+        assert [found.step for found in complete(folder)][-1:] == [5]
+        assert not [name for name in names(folder) if name.startswith(".")]
+    assert moment > 15
+
+
+def test_a_disk_that_is_too_small(tmp_path):
+    with pytest.raises(CheckpointError, match=r"takes 1,000,000,000,000,000,000 bytes, and [\d,]+"):
+        Draft(tmp_path, 1).begin(10**18)
+    assert names(tmp_path) == []
+
+
+def test_a_file_system_without_writes_at_an_offset(tmp_path, monkeypatch):
+    """As over an object store: files there grow at their end, and in no other way."""
+    real = os.pwrite
+
+    def pwrite(fd, data, offset):
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path / "store")):
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    draft = Draft(tmp_path / "store", 7)
+    draft.begin(0)
+    assert draft.path.parent == tmp_path
+    sets = {"model": lay_out("model", [TensorSpec("w", "U8", (3,))], limit=9, aliases={})}
+    create(draft.path, sets["model"])
+    writer = Writer(draft.path, sets)
+    writer.write("model", [ByteRange("w", 0, 3, 0)], memoryview(b"abc"))
+    assert [part.nbytes for part in writer.finish()["model", "w"]] == [3]
+    draft.finish({"checkpoint.json": b"{}"})
+    assert names(tmp_path) == ["store"]
+    assert names(tmp_path / "store/step-7") == ["checkpoint.json", "model.safetensors"]
+    assert reader.open_foreign(tmp_path / "store/step-7").whole("w").tolist() == [97, 98, 99]
+
+
+# -- what stands in one -------------------------------------------------------------------------
+
+FIELDS = {
+    "step": 3, "seed": 0, "sets": {"model": ["model.safetensors"]},
+    "checksums": {"model": {"w": "c2e4b3ab"}}, "optimizers": [{"class": "SGD", "groups": []}],
+    "state": {}, "borders": [], "scaling": {}, "tracked": {}, "written_by": {"torch": "2"},
+}  # fmt: skip
+
+
+def test_the_document(tmp_path):
+    (tmp_path / "checkpoint.json").write_bytes(document.dump(FIELDS))
+    assert {key: document.load(tmp_path)[key] for key in FIELDS} == FIELDS
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "no JSON"),
+        ("[]", "does not say"),
+        ('{"format": "shardwise checkpoint", "version": 2}', "of version 2"),
+        ('{"format": "shardwise checkpoint", "version": 1, "step": true}', "has no step"),
+        ('{"format": "shardwise checkpoint", "version": 1, "step": 1}', "has no seed"),
+    ],
+)
+def test_documents_that_are_none(tmp_path, text, said):
+    (tmp_path / "checkpoint.json").write_text(text)
+    with pytest.raises(CheckpointError, match=said):
+        document.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", ".", 3])
+def test_nothing_leads_out_of_a_folder(tmp_path, name):
+    with pytest.raises(BrokenCheckpoint, match="not one in the same folder"):
+        reader.open_set(tmp_path, [name])
+    index = {"weight_map": {"w": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(BrokenCheckpoint, match="not one in the same folder"):
+        reader.open_foreign(tmp_path)
+
+
+def test_a_file_of_a_split_set_is_missing(tmp_path):
+    files = lay_out("model", [TensorSpec(n, "F32", (2,)) for n in "ab"], limit=8, aliases={})
+    create(tmp_path, files)
+    index = {"weight_map": {"a": files[0].name, "b": files[1].name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(reader.open_foreign(tmp_path).whole("b"), torch.zeros(2))
+    (tmp_path / files[1].name).unlink()
+    with pytest.raises(BrokenCheckpoint, match=r"model-00002-of-00002\.safetensors.*No such file"):
+        reader.open_foreign(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "nothing.safetensors", "model.onnx"])
+def test_nothing_to_load(tmp_path, name):
+    (tmp_path / "model.onnx").touch()
+    with pytest.raises(CheckpointError, match=r"holds no|There is no|ends in \.onnx"):
+        reader.open_foreign(tmp_path / name)
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """A folder with one checkpoint, of one tensor of zeros."""
+    folder = tmp_path / "run"
+    draft = Draft(folder, 3)
+    files = lay_out("model", [TensorSpec("w", "F32", (2, 3))], limit=10**9, aliases={"twin": "w"})
+    draft.begin(0)
+    create(draft.path, files)
+    sums = {"model": {"w": reader.open_set(draft.path, ["model.safetensors"]).checksum("w")}}
+    draft.finish({"checkpoint.json": document.dump(FIELDS | {"checksums": sums})})
+    return folder
+
+
+def ran(*words):
+    done = CliRunner().invoke(checkpoint, [str(word) for word in words], standalone_mode=False)
+    return done.return_value, done.output, done.exception
+
+
+def test_inspect(whole):
+    code, told, _ = ran("inspect", whole)
+    assert code == 0
+    assert all(word in told for word in ("step  3", "SGD", "2 x 3", "1 tensors, 24 bytes"))
+
+
+def test_verify(whole):
+    code, told, _ = ran("verify", whole)
+    assert (code, "all as written" in told) == (0, True)
+    file = whole / "step-3/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    code, told, _ = ran("verify", whole)
+    assert (code, "1 wrong, 0 missing" in told) == (1, True)
+
+
+def test_export(whole, tmp_path):
+    assert ran("export", whole, tmp_path / "m.pt")[0] == 0
+    assert ran("export", whole, tmp_path / "m.safetensors")[0] == 0
+    pickled = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert sorted(pickled) == ["twin", "w"]
+    assert torch.equal(reader.open_foreign(tmp_path / "m.safetensors").whole("w"), pickled["w"])
+    for words in (("m.onnx",), ("m.pt", "--average")):
+        _, _, error = ran("export", whole, tmp_path / words[0], *words[1:])
+        assert "ends in .onnx" in str(error) or "has no average" in str(error)

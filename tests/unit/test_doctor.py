@@ -1,0 +1,96 @@
+"""`shardwise doctor`: what is said of hosts, and of one rank."""
+
+import resource
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shardwise import launch
+from shardwise.config import Settings
+from shardwise.doctor import checks, findings
+from shardwise.doctor.checks import Check
+from shardwise.doctor.speed import Speed
+from shardwise.launch import explain
+from shardwise.placement import Tier
+
+HOSTS = {
+    "node1": [Check("torch", "2.9.0"), Check("open files", "256", fault="too few: raise it.")],
+    "node2": [Check("torch", "2.13.0"), Check("clock", "+9 s", advice="wrong: set it.")],
+}
+
+
+def test_hosts_stand_side_by_side() -> None:
+    console = Console(width=60)
+    with console.capture() as shown:
+        console.print(findings.table(HOSTS))
+    rows = [line.split() for line in shown.get().splitlines()]
+    assert rows == [
+        ["node1", "node2"],
+        ["torch", "2.9.0", "2.13.0"],
+        ["open", "files", "256"],
+        ["clock", "+9", "s"],
+    ]
+
+
+def test_what_is_wrong_and_what_to_mind() -> None:
+    assert findings.faults(HOSTS) == [
+        "node1: open files: too few: raise it.",
+        "torch differs: 2.9.0 on node1, 2.13.0 on node2. Install the same version on all hosts.",
+    ]
+    assert findings.advice(HOSTS) == ["node2: clock: wrong: set it."]
+    assert findings.faults({"node1": HOSTS["node2"]}) == []
+
+
+def test_a_clock_may_differ_a_little() -> None:
+    assert findings.clock(-0.9).advice == ""
+    assert "start chrony or ntpd" in findings.clock(-1.1).advice
+
+
+def test_speeds_have_units() -> None:
+    assert findings.speeds({"of 2 ranks": Speed(latency=5e-5, bandwidth=1.7e9)}) == [
+        "all-reduce of 2 ranks: 0.05 ms for 4 KB, 1.70 GB/s for 16 MB"
+    ]
+
+
+def test_folders_to_offload_to(tmp_path: Path) -> None:
+    settings = Settings(
+        offload_optimizer=Tier("nvme", str(tmp_path)),
+        offload_params=Tier("nvme", f"{tmp_path}/none"),
+        offload_gradients=Tier("cpu"),
+        offload_activations=Tier("nvme", str(tmp_path)),
+    )
+    found = {check.name: check for check in checks.of_host(settings)}
+    assert found[str(tmp_path)].fault == ""
+    assert found[f"{tmp_path}/none"].fault.endswith("to offload to: make it.")
+    assert [name for name in found if name.startswith("/")].count(str(tmp_path)) == 1
+
+
+def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 512))
+    found = {check.name: check for check in checks.of_host(Settings())}
+    assert found["open files"].fault.startswith("a rank may open only 256: write ulimit -n")
+
+
+def test_which_variables_said_who_a_rank_is() -> None:
+    environ = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29500",
+    }
+    assert explain.words(launch.detect(environ), environ).splitlines() == [
+        "started by torchrun",
+        "  rank        1     RANK=1",
+        "  size        2     WORLD_SIZE=2",
+        "  local rank  0     LOCAL_RANK=0",
+        "  local size  1     LOCAL_WORLD_SIZE=1",
+        "  node        1     GROUP_RANK=1",
+        "  meeting     rank 0 listens at n1, port 29500",
+    ]
+    assert explain.words(launch.detect({}), {}).splitlines()[-1] == (
+        "  meeting     there are no others"
+    )

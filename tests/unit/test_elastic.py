@@ -1,0 +1,113 @@
+"""What torch's elastic agent is asked for, as tables."""
+
+import socket
+import sys
+from typing import Any
+
+import pytest
+
+from shardwise.errors import LaunchError
+from shardwise.launch import elastic
+from shardwise.launch.elastic import Meeting
+
+ALONE = Meeting(fewest=1, most=1, host=None, port=0, node_rank=None, name="run")
+TWO = Meeting(fewest=2, most=2, host="node1", port=29500, node_rank=None, name="run")
+
+
+class TestMeeting:
+    @pytest.mark.parametrize(
+        ("nnodes", "endpoint", "node_rank", "found"),
+        [
+            ("1", None, None, ALONE),
+            ("2", "node1:29500", None, TWO),
+            ("2:4", "[fd00::1]:80", None, (2, 4, "fd00::1", 80, None)),
+            ("2", "10.0.0.1:1", 1, (2, 2, "10.0.0.1", 1, 1)),
+            ("1:1", None, 0, (1, 1, None, 0, 0)),
+        ],
+    )
+    def test_of_flags(
+        self, nnodes: str, endpoint: str | None, node_rank: int | None, found: Any
+    ) -> None:
+        if isinstance(found, tuple):
+            names = ("fewest", "most", "host", "port", "node_rank")
+            found = Meeting(**dict(zip(names, found, strict=True)), name="run")
+        assert Meeting.of(nnodes, endpoint, node_rank, "run") == found
+
+    @pytest.mark.parametrize(
+        ("nnodes", "endpoint", "node_rank", "message"),
+        [
+            ("0", None, None, "--nnodes 0: write a number of hosts, or MIN:MAX"),
+            ("4:2", "h:1", None, "--nnodes 4:2: write a number of hosts"),
+            ("two", None, None, "--nnodes two: write"),
+            ("2:", None, None, "--nnodes 2:: write"),
+            ("2", None, None, "--nnodes 2: hosts must know where to meet. Add --rdzv-endpoint"),
+            ("2", "node1", None, "--rdzv-endpoint node1: write HOST:PORT"),
+            ("2", "node1:0", None, "--rdzv-endpoint node1:0: write HOST:PORT"),
+            ("2", ":29500", None, "--rdzv-endpoint :29500: write HOST:PORT"),
+            ("2", "node1:1", 2, "--node-rank 2 with --nnodes 2: numbers from 0 to one less"),
+            ("1:2", "node1:1", 0, "--node-rank 0 with --nnodes 1:2: numbers"),
+        ],
+    )
+    def test_that_cannot_be(
+        self, nnodes: str, endpoint: str | None, node_rank: int | None, message: str
+    ) -> None:
+        with pytest.raises(LaunchError, match=message):
+            Meeting.of(nnodes, endpoint, node_rank, "run")
+
+
+class TestWords:
+    HEAD = (sys.executable, "-m", "torch.distributed.run")
+
+    @pytest.mark.parametrize(
+        ("meeting", "more", "middle"),
+        [
+            (ALONE, {}, ["--nnodes=1:1", "--nproc-per-node=4", "--standalone", "--max-restarts=0"]),
+            (
+                TWO,
+                {"address": "10.0.0.2", "restarts": 3},
+                [
+                    *("--nnodes=2:2", "--nproc-per-node=4", "--rdzv-backend=c10d"),
+                    *("--rdzv-endpoint=node1:29500", "--rdzv-id=run"),
+                    *("--max-restarts=3", "--local-addr=10.0.0.2"),
+                ],
+            ),
+            (
+                Meeting.of("2", "[fd00::1]:80", 1, "run"),
+                {"log_dir": "logs"},
+                [
+                    *("--nnodes=2:2", "--nproc-per-node=4", "--rdzv-backend=static"),
+                    *("--rdzv-endpoint=[fd00::1]:80", "--rdzv-id=run", "--node-rank=1"),
+                    *("--max-restarts=0", "--log-dir=logs", "--tee=3"),
+                ],
+            ),
+        ],
+    )
+    def test_the_agent(self, meeting: Meeting, more: dict[str, Any], middle: list[str]) -> None:
+        given = {"per_host": 4, "restarts": 0, "address": None, "log_dir": None} | more
+        found = elastic.words(meeting, ("python", "t.py", "-n"), **given)
+        assert found == [*self.HEAD, *middle, "--no-python", "python", "t.py", "-n"]
+
+
+class TestPlace:
+    def test_our_address(self) -> None:
+        assert elastic.own_address(ALONE, None) is None
+        here = Meeting.of("1", "127.0.0.1:1", None, "run")
+        assert elastic.own_address(here, None) == "127.0.0.1"
+
+    def test_a_name_that_is_local_tells_others_nothing(self) -> None:
+        assert elastic.own_address(Meeting.of("2", "127.0.0.1:1", None, "run"), None) is None
+
+    def test_a_named_interface(self) -> None:
+        loopback = socket.if_nameindex()[0][1]
+        assert elastic.own_address(TWO, loopback) == "127.0.0.1"
+
+    def test_what_the_ranks_are_told(self) -> None:
+        told = elastic.environment({"GLOO_SOCKET_IFNAME": "ib0"}, {"zero": "2"}, "eth0")
+        assert told == {
+            "GLOO_SOCKET_IFNAME": "ib0",
+            "NCCL_SOCKET_IFNAME": "eth0",
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONUNBUFFERED": "1",
+            "SHARDWISE_FLAGS": '{"zero": "2"}',
+        }
+        assert "NCCL_SOCKET_IFNAME" not in elastic.environment({}, {}, None)

@@ -1,0 +1,137 @@
+"""What the exact mode refuses, and how it joins what ranks tell."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise import config
+from shardwise.collectives import Solo
+from shardwise.config import Settings
+from shardwise.engine.exact_mode import shards_of
+from shardwise.engine.parts import ExactParts, Parts
+from shardwise.errors import ConfigError, UsageError
+from shardwise.tree import MicroShards
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"micro_batch_size": 2}, "--exact 4 and --micro-batch-size cannot be had together"),
+        ({"sync_batch_norm": True}, "without it each micro-shard has its own"),
+        ({"shard_within": "host"}, "Write --shard-within all"),
+    ],
+)
+def test_what_cannot_be_had_together(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        shards_of(Settings(exact=4, **settings), Solo())
+
+
+def test_off_there_are_no_micro_shards():
+    assert shards_of(Settings(sync_batch_norm=True), Solo()) is None
+
+
+def test_it_is_for_the_whole_run():
+    with pytest.raises(ConfigError, match=r"exact is no setting of the engine: give it to sw.init"):
+        config.refuse_elsewhere({"exact": 4}, "engine")
+
+
+def test_numbers_are_rounded_once():
+    """One micro-shard's number is the same wherever it is run."""
+    values = [0.1, 1e16, 0.3, -1e16]
+    alone, both = ExactParts(MicroShards(4, 1, 0)), ExactParts(MicroShards(4, 2, 0))
+    assert alone.joined([alone.told(values)]) == 0.4
+    assert both.joined([both.told(values[::2]), both.told(values[1::2])]) == 0.4
+    assert Parts(0).joined([Parts(0).told(values)]) != 0.4
+    assert math.isnan(alone.joined([[math.inf, -math.inf, 0.0, 0.0]]))
+
+
+def test_draws_are_by_micro_shard():
+    alone = [ExactParts(MicroShards(4, 1, 0)).seed(5, 0, 3, turn) for turn in range(4)]
+    second = [ExactParts(MicroShards(4, 2, 1)).seed(5, 0, 3, turn) for turn in range(2)]
+    assert second == alone[1::2]
+    assert len(set(alone)) == 4
+
+
+def model_and_engine(**settings):
+    model = nn.Linear(3, 1)
+    return model, sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+
+
+@pytest.fixture
+def exact(solo, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_EXACT", "4")
+    solo.settings = solo.settle()
+    return solo
+
+
+def test_a_step_of_another_number_of_backwards_is_refused(exact):
+    model, engine = model_and_engine()
+    engine.backward(model(torch.ones(1, 3)).mean())
+    said = "--exact 4 on 1 worker.s. takes 4 backward.s. per worker and step, and this step had 1"
+    with pytest.raises(UsageError, match=said):
+        engine.step()
+    engine.close()
+
+
+def test_it_is_said_at_the_start(exact, capsys):
+    _, engine = model_and_engine()
+    engine.close()
+    assert capsys.readouterr().out.splitlines()[2] == (
+        "  exact: 4 micro-shards per step, summed in one tree, one thread per worker: the same "
+        "bits on 1, 2, 4 workers"
+    )
+
+
+def test_statistics_are_means_over_micro_shards(exact):
+    """Each micro-shard starts from the same, and what user code loads in between is where the
+    next step starts."""
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=0.5), nn.Linear(3, 1))
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(16, 3)
+    loader = sw.Loader(torch.utils.data.TensorDataset(x), 8)
+    start = torch.zeros(3)
+    for step in loader.steps():
+        for (rows,) in step:
+            assert torch.equal(model[0].running_mean, start)
+            engine.backward(model(rows).mean())
+        engine.step()
+        rows = x[8 * step.number :][:8]
+        torch.testing.assert_close(model[0].running_mean, 0.5 * start + 0.5 * rows.mean(0))
+        assert model[0].num_batches_tracked == step.number + 1
+        start = torch.tensor([1.0, 2.0, 3.0])
+        model[0].running_mean.copy_(start)
+    engine.close()
+
+
+class Sleeper(nn.Module):
+    """Its first layer is asleep until told."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(200, 200), nn.Linear(200, 200)
+        self.awake = False
+
+    def forward(self, x):
+        return self.second(self.first(x) if self.awake else x).square().mean()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_gradient_after_its_sum_is_refused(exact, overlap):
+    """Where sums begin beside backward, a branch that wakes up is too late for its own."""
+    model = Sleeper()
+    engine = sw.Engine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), overlap=overlap, bucket_mb=0.01
+    )
+    for step in range(4):
+        model.awake = step == 3
+        for _ in range(4):
+            engine.backward(model(torch.ones(1, 200)))
+        if step == 3 and overlap:
+            with pytest.raises(UsageError, match=r"first.* came after the sum .* --no-overlap"):
+                engine.step()
+        else:
+            engine.step()
+    engine.close()

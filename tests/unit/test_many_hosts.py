@@ -1,0 +1,389 @@
+"""Runs on several hosts: what was asked for, as tables; what travels, as bytes."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import LaunchError
+from shardwise.launch import closing, hosts, interface, passing, preview, ssh, wire
+from shardwise.launch.console import Console
+from shardwise.launch.hosts import Host, Share
+from shardwise.launch.job import Job
+from shardwise.launch.report import Report
+from shardwise.launch.ssh import Way
+from shardwise.launch.verdict import End, Verdict
+from shardwise.launch.voice import Voice, logs
+
+TWO = [Host("h1", 4), Host("h2", 4)]
+WAY = Way(folder="/home/me/my work", python="/opt/py")
+
+
+class TestHosts:
+    @pytest.mark.parametrize(
+        ("text", "found"),
+        [
+            ("h1:4,h2:4", TWO),
+            ("h1", [Host("h1")]),
+            (
+                "alice@node-1.site:2, 10.0.0.7:1",
+                [Host("node-1.site", 2, "alice"), Host("10.0.0.7", 1)],
+            ),
+            ("[fd00::2]:3,[::1]", [Host("fd00::2", 3), Host("::1")]),
+            ("bob@[fe80::1%eth0]:1", [Host("fe80::1%eth0", 1, "bob")]),
+            ("h1,h1,h2", [Host("h1", 2), Host("h2")]),
+            ("h1:2,h2,h1:2", [Host("h1", 4), Host("h2")]),
+        ],
+    )
+    def test_a_list(self, text: str, found: list[Host]) -> None:
+        assert hosts.from_list(text) == found
+
+    @pytest.mark.parametrize(
+        ("text", "found"),
+        [
+            ("h1 slots=4\nh2 slots=4\n", TWO),
+            ("h1:4\nh2:4", TWO),
+            ("# two\n\n  h1\tslots=4   # first\nh2 max_slots=8 slots=4", TWO),
+            ("h1 slots=2\nh2 slots=4\nh1 slots=2", TWO),
+            ("alice@h1\n[fd00::2] slots=2\n", [Host("h1", None, "alice"), Host("fd00::2", 2)]),
+            ("h1 max-slots=2", [Host("h1")]),
+        ],
+    )
+    def test_a_file(self, text: str, found: list[Host]) -> None:
+        assert hosts.from_file(text, "F") == found
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "-H : '' is no host. Write for example node1:4"),
+            ("h1,,h2", "-H h1,,h2: '' is no host"),
+            ("h1:4 h2:4", "'h1:4 h2:4' is no host"),
+            ("h1:0", "'h1:0': the number of slots is '0', which is no number above 0"),
+            ("h1:-2", "the number of slots is '-2'"),
+            ("h1:four", "the number of slots is 'four'"),
+            ("h1:", "the number of slots is ''"),
+            ("fd00::2", r"write an IPv6 address in brackets, such as \[fd00::2\]:4"),
+            ("-oProxyCommand=x", "is no host"),
+            ("-l@h", "is no host"),
+            ("a@b@c", "is no host"),
+        ],
+    )
+    def test_a_list_that_is_wrong(self, text: str, message: str) -> None:
+        with pytest.raises(LaunchError, match=message):
+            hosts.from_list(text)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("h1 slots=4\nh2 slot=4", "^F:2: 'slot=4' is not understood after h2. Write slots=4"),
+            ("\n\nh1 4", "^F:3: '4' is not understood after h1"),
+            ("h1:4 slots=2", "^F:1: h1 has :4 and slots=2: write one of the two"),
+            ("h1 slots=x", "^F:1: 'slots=x': the number of slots is 'x'"),
+            ("h1 slots=4 max_slots=2", "^F:1: h1 has 4 slots, which is more than max_slots=2"),
+            ("h1:4\n::1:4", "^F:2: .* in brackets"),
+            ("# none\n", "^F names no host. Write one on each line"),
+        ],
+    )
+    def test_a_file_that_is_wrong(self, text: str, message: str) -> None:
+        with pytest.raises(LaunchError, match=message):
+            hosts.from_file(text, "F")
+
+    def test_a_file_that_cannot_be_read(self, tmp_path: Path) -> None:
+        with pytest.raises(LaunchError, match="none cannot be read: No such file or directory"):
+            hosts.read(tmp_path / "none")
+        (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+        with pytest.raises(LaunchError, match="bytes cannot be read: it is not text"):
+            hosts.read(tmp_path / "bytes")
+
+    @pytest.mark.parametrize(
+        ("given", "total", "per_host", "counts"),
+        [
+            (TWO, None, None, [(0, 4), (4, 4)]),
+            (TWO, 6, None, [(0, 4), (4, 2)]),
+            (TWO, 3, None, [(0, 3)]),
+            ([Host("h1"), Host("h2")], None, None, [(0, 1), (1, 1)]),
+            ([Host("h1"), Host("h2")], None, 2, [(0, 2), (2, 2)]),
+            ([Host("h1"), Host("h2", 2)], 3, 2, [(0, 2), (2, 1)]),
+        ],
+    )
+    def test_spread(
+        self,
+        given: list[Host],
+        total: int | None,
+        per_host: int | None,
+        counts: list[tuple[int, int]],
+    ) -> None:
+        shares = hosts.spread(given, total=total, per_host=per_host)
+        assert [(share.first, share.count) for share in shares] == counts
+        assert [share.host for share in shares] == given[: len(counts)]
+
+    @pytest.mark.parametrize(
+        ("total", "per_host", "message"),
+        [
+            (9, None, r"-n 9: the 2 hosts have 8 slots in all. Give them more \(h1:5\)"),
+            (0, None, "-n 0: a run has at least one rank"),
+            (None, 2, "--nproc-per-node 2, but h1 is given 4 slots"),
+        ],
+    )
+    def test_spread_that_cannot_be(
+        self, total: int | None, per_host: int | None, message: str
+    ) -> None:
+        with pytest.raises(LaunchError, match=message):
+            hosts.spread(TWO, total=total, per_host=per_host)
+
+    @pytest.mark.parametrize(
+        ("text", "found"),
+        [("0", {0}), ("0,2-3", {0, 2, 3}), (" 1 , 1", {1}), ("0-3", {0, 1, 2, 3})],
+    )
+    def test_ranks(self, text: str, found: set[int]) -> None:
+        assert hosts.ranks(text, 4, "--show") == found
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("4", "--show 4: the 4 ranks of this run are 0 to 3"),
+            ("3-1", "'3-1' is no rank. Write for example 0,2-3"),
+            ("", "'' is no rank"),
+            ("-1", "'-1' is no rank"),
+            ("all", "'all' is no rank"),
+        ],
+    )
+    def test_ranks_that_are_none(self, text: str, message: str) -> None:
+        with pytest.raises(LaunchError, match=message):
+            hosts.ranks(text, 4, "--show")
+
+
+class TestInterface:
+    def test_this_host(self) -> None:
+        assert interface.is_here(Host("localhost"))
+        assert interface.is_here(Host("127.0.0.1"))
+        assert interface.is_here(Host(socket.gethostname()))
+        assert not interface.is_here(Host("192.0.2.77"))
+        assert not interface.is_here(Host("no-such-host.invalid"))
+        assert not interface.is_here(Host("localhost", user="another"))
+
+    def test_the_loopback_is_found_by_its_address_and_by_its_route(self) -> None:
+        name = interface.holding("127.0.0.1")
+        assert name is not None
+        assert interface.address_of(name) == "127.0.0.1"
+        assert interface.towards("127.0.0.1") == "127.0.0.1"
+        assert interface.holding("192.0.2.77") is None
+
+    def test_what_is_not_there(self) -> None:
+        with pytest.raises(
+            LaunchError, match=r"no such interface here. Known are: .*\(127.0.0.1\)"
+        ):
+            interface.address_of("nope0")
+        with pytest.raises(LaunchError, match=r"No route leads from this host to no-such"):
+            interface.towards("no-such-host.invalid")
+
+
+ENVIRON = {
+    "HOME": "/root",
+    "TERM": "xterm",
+    "WANDB_KEY": "s",
+    "SHARDWISE_SEED": "7",
+    "SHARDWISE_LAUNCH_RANK": "0",
+    "SHARDWISE_FLAGS": "{}",
+}
+
+
+class TestPassing:
+    @pytest.mark.parametrize(
+        ("asked", "name", "found"),
+        [
+            ([], None, {}),
+            (["WANDB_KEY", "A=b=c", "B="], None, {"WANDB_KEY": "s", "A": "b=c", "B": ""}),
+            ([], "eth1", {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1"}),
+            (["SHARDWISE_SEED=8"], None, {"SHARDWISE_SEED": "8"}),
+        ],
+    )
+    def test_variables(self, asked: list[str], name: str | None, found: dict[str, str]) -> None:
+        always = {"SHARDWISE_SEED": "7", "TERM": "xterm"}
+        assert passing.variables(ENVIRON, asked, name) == always | found
+
+    def test_a_name_that_is_not_set(self) -> None:
+        with pytest.raises(LaunchError, match="there is no such variable here"):
+            passing.variables({}, ["WANDB_KEYS"], None)
+        with pytest.raises(LaunchError, match="Did you mean WANDB_KEY"):
+            passing.variables(ENVIRON, ["WANDB_KEYS"], None)
+        with pytest.raises(LaunchError, match="-x =1: write -x NAME, or -x NAME=VALUE"):
+            passing.variables({}, ["=1"], None)
+
+    def test_the_folder_keeps_the_name_that_the_user_knows(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "real").mkdir()
+        (tmp_path / "link").symlink_to("real")
+        monkeypatch.chdir(tmp_path / "real")
+        assert passing.folder({"PWD": f"{tmp_path}/link"}) == f"{tmp_path}/link"
+        for wrong in ("/", "link", ""):
+            assert passing.folder({"PWD": wrong}) == str((tmp_path / "real").resolve())
+
+
+class TestSsh:
+    def test_the_words(self) -> None:
+        way = Way(
+            folder="/home/me/my work",
+            python="/opt/py",
+            ssh=("ssh", "-J", "gate"),
+            port=2222,
+            passed={"TOKEN": "secret", "PYTHONPATH": "/a b"},
+            patience=20,
+        )
+        words = ssh.words(way, Host("h2", 4, "alice"))
+        assert words[:5] == ["ssh", "-J", "gate", "-T", "-x"]
+        assert {"BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5"} <= set(words)
+        assert words[-5:-1] == ["-p", "2222", "alice@h2", "--"]
+        assert words[-1] == (
+            "cd '/home/me/my work' || exit 81; "
+            "exec env 'PYTHONPATH=/a b' /opt/py -P -m shardwise.launch.agent"
+        )
+        assert "secret" not in " ".join(words)
+
+    @pytest.mark.parametrize(
+        ("code", "said", "message"),
+        [
+            (81, "cd: no", "h2 has no folder /home/me/my work, where this run starts. Put"),
+            (127, "", "h2 has no /opt/py. Install the same Python there"),
+            (1, "/opt/py: No module named 'shardwise'", "/opt/py on h2 cannot import shardwise.l"),
+            (1, "x.PackageNotFoundError: No package", "/opt/py on h2 cannot import shardwise.la"),
+            (
+                255,
+                "a\nalice@h2: Permission denied (publickey).",
+                "until this works: ssh alice@h2 t",
+            ),
+            (255, "Host key verification failed.", "to accept the key of the host: ssh alice@h2"),
+            (
+                255,
+                "ssh: connect to h2: refused",
+                "ssh to h2 fails: ssh: connect to h2: refused. Is",
+            ),
+            (255, "", "ssh to h2 fails: no reason given. Is it spelt so"),
+            (-9, "", "The agent on h2 ended (signal 9). Look at: ssh alice@h2 /opt/py -m"),
+            (3, "oh", "The agent on h2 ended (exit code 3): oh. Look at"),
+            (None, "", "The agent on h2 ended (exit code 0)"),
+        ],
+    )
+    def test_a_failure_in_words(self, code: int | None, said: str, message: str) -> None:
+        assert message in ssh.failure(WAY, Host("h2", 4, "alice"), code, said)
+
+    def test_a_loss_in_words(self) -> None:
+        share = Share(Host("h2"), 4, 2)
+        assert ssh.loss(WAY, share, 255, "").startswith(
+            "h2 (ranks 4-5) is lost: nothing was heard of it for 10 s. Did the host go down"
+        )
+        assert ssh.loss(WAY, share, -9, "").startswith("h2 (ranks 4-5) is lost. The agent on h2 e")
+
+
+class TestWire:
+    def test_any_bytes_come_back_in_any_pieces_with_noise_between(self) -> None:
+        data = bytes(range(256))
+        message = wire.encode("output", rank=1, stream=2, data=wire.text_of(data))
+        sent = b"Welcome!\n" + wire.PULSE + message + b"Last login: " + message + b"\n"
+        for size in (1, 7, len(sent)):
+            taken: list[wire.Message] = []
+            noise: list[bytes] = []
+            receiver = wire.Receiver(taken.append, noise.append)
+            for start in range(0, len(sent), size):
+                receiver.feed(sent[start : start + size] + wire.PULSE)
+            assert [wire.bytes_of(one["data"]) for one in taken] == [data, data]
+            assert b"".join(noise) == b"Welcome!\nLast login: \n\n"
+
+    def test_an_end_is_told_by_our_clock(self) -> None:
+        report = Report(rank=3, time=9.0, secondary=True, message="m", text="t")
+        sent = {
+            "end": {"rank": 3, "code": 1, "time": 10.0, "stopped": False},
+            "how": "exit code 1",
+            "report": json.loads(json.dumps(vars(report))),
+        }
+        told = wire.departure(sent, -5.0)
+        assert told.end == End(rank=3, code=1, time=5.0)
+        assert told.report is not None
+        assert (told.report.time, told.report.secondary) == (4.0, True)
+        assert wire.departure(sent | {"report": None}, 0.0).report is None
+
+
+class TestPreview:
+    def test_many_hosts(self) -> None:
+        shares = (Share(Host("h1", 2), 0, 2), Share(Host("h22", 1, "al"), 2, 1))
+        job = Job(
+            words=("train.py", "--name", "a b"),
+            shares=shares,
+            flags={"zero": "2"},
+            passed={"TOKEN": "secret"},
+            interface="ib0",
+            log_dir="logs",
+        )
+        lines = preview.words(job, WAY, shares[:1]).splitlines()
+        assert lines[0] == (
+            "3 ranks on 2 hosts; rank 0 listens on h1, on a port that is free of interface ib0"
+        )
+        assert lines[1] == "  h1   ranks 0-1  here"
+        assert lines[2].startswith("  h22  rank 2     ssh -T -x -o BatchMode=yes")
+        assert lines[3:] == [
+            "each rank: /opt/py train.py --name 'a b'",
+            "in folder: /home/me/my work",
+            "settings: zero=2",
+            "variables passed on: TOKEN",
+            "a log of each rank in: logs",
+        ]
+
+    def test_one_host(self) -> None:
+        shares = (Share(Host("localhost", 1), 0, 1),)
+        job = Job(words=("pack.mod", "-v"), module=True, shares=shares, flags={}, port=7)
+        assert preview.words(job, WAY, shares).splitlines() == [
+            "1 rank on 1 host; rank 0 listens on localhost, on port 7",
+            "  localhost  rank 0  here",
+            "each rank: /opt/py -m pack.mod -v",
+            "in folder: /home/me/my work",
+            "settings: none",
+        ]
+
+
+class TestVoice:
+    def heard(self, tmp_path: Path, capfd: pytest.CaptureFixture[str], shown: bool) -> str:
+        console = Console(2, {})
+        other, log = logs(str(tmp_path / "logs"), 2, ("train.py", "-v"))
+        assert other is not None
+        other.close()
+        voice = Voice(1, console, shown=shown, log=log)
+        for stream, data in ((1, b"one\ntw"), (2, b"\x1b[31mred\x1b[0m\n"), (1, b"o"), (2, b"")):
+            voice.hear(stream, data)
+        voice.hear(1, b"")
+        voice.close()
+        assert voice.tail.text() == "red"
+        assert capfd.readouterr().out == ("[1] one\n[1] two\n" if shown else "")
+        return (tmp_path / "logs" / "rank1.log").read_text()
+
+    def test_the_screen_and_the_log(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        head, *rest = self.heard(tmp_path, capfd, shown=True).splitlines()
+        assert head.startswith("== ")
+        assert head.endswith("  rank 1 of 2  train.py -v")
+        assert rest == ["one", "red", "two"]
+
+    def test_what_is_not_shown_is_kept_and_an_earlier_run_too(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        self.heard(tmp_path, capfd, shown=False)
+        assert self.heard(tmp_path, capfd, shown=False).count("two") == 2
+
+    def test_a_log_that_cannot_be(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(LaunchError, match="file cannot be written to: File exists"):
+            logs(str(tmp_path / "file"), 1, ())
+        assert logs(None, 2, ()) == [None, None]
+
+
+class TestClosing:
+    def test_the_host_of_the_rank(self) -> None:
+        judged = Verdict(rank=1, exit_code=1)
+        said = closing.words(judged, "exit code 1", "E", size=2, host="h2")
+        assert said.startswith("\nshardwise: rank 1 of 2 on h2 failed (exit code 1).")
+
+    def test_lost_hosts(self) -> None:
+        assert closing.lost([]) == ""
+        assert closing.lost(["a", "b"]) == "\nshardwise: a\n\nshardwise: b\n"

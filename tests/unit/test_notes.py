@@ -1,0 +1,153 @@
+"""How ranks that were told no address find rank 0: its note, and the meeting itself."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.collectives import meeting
+from shardwise.errors import LaunchError
+from shardwise.launch import notes
+from shardwise.launch.identity import Identity
+from shardwise.launch.notes import Note
+
+FIRST = Identity(launcher="Slurm", size=2, node=0, address="n1", job="slurm 1.0 0")
+SECOND = replace(FIRST, rank=1, node=1)
+NOTE = Note(addresses=("n1", "10.9.0.1"), port=4321, host=socket.gethostname(), pid=os.getpid())
+
+
+class TestPath:
+    def test_one_host_looks_in_the_temporary_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tempfile.gettempdir", lambda: "/t")
+        alone = replace(FIRST, local_size=2)
+        assert notes.path(alone).parent == Path("/t")
+        assert notes.path(alone) == notes.path(replace(alone, rank=1))
+        assert notes.path(alone) != notes.path(replace(alone, job="slurm 1.1 0"))
+
+    def test_many_hosts_look_in_the_working_directory(self) -> None:
+        assert notes.path(FIRST).parent == Path.cwd()
+        assert notes.path(FIRST, "/shared/").parent == Path("/shared")
+
+    def test_nothing_names_the_run(self) -> None:
+        with pytest.raises(LaunchError, match=r"Name rank 0's host .*SHARDWISE_RENDEZVOUS="):
+            notes.path(Identity(launcher="MPICH", size=2))
+
+
+class TestNote:
+    def test_it_lies_there_as_long_as_it_is_needed(self, tmp_path: Path) -> None:
+        place = tmp_path / "note"
+        assert notes.read(place) is None
+        with notes.left(place, NOTE):
+            assert notes.read(place) == NOTE
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
+        with (
+            pytest.raises(LaunchError, match=r"cannot leave a note .*: No such file"),
+            notes.left(tmp_path / "none" / "note", NOTE),
+        ):
+            pass
+
+    def test_a_run_that_is_ended_leaves_none(self, tmp_path: Path) -> None:
+        code = (
+            "import sys, time; from pathlib import Path; from shardwise.launch import notes;"
+            "note = notes.Note(addresses=(), port=1, host='h', pid=1)\n"
+            "with notes.left(Path(sys.argv[1]), note): print('left', flush=True); time.sleep(60)"
+        )
+        words = [sys.executable, "-c", code, str(tmp_path / "note")]
+        with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"left\n"
+            assert len(list(tmp_path.iterdir())) == 1
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 128 + signal.SIGTERM
+        assert list(tmp_path.iterdir()) == []
+
+    def test_notes_of_killed_runs_are_swept(self, tmp_path: Path) -> None:
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        mine, theirs, old = (
+            tmp_path / notes.PATTERN.format(user=os.getuid(), run=run) for run in ("a", "b", "c")
+        )
+        mine.write_text(json.dumps(asdict(NOTE)))
+        theirs.write_text(json.dumps(asdict(replace(NOTE, host="elsewhere", pid=ended.pid))))
+        old.write_text(json.dumps(asdict(replace(NOTE, pid=ended.pid))))
+        with notes.left(tmp_path / "note", NOTE):
+            assert not old.exists()
+            assert mine.exists()
+            assert theirs.exists()
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+    def test_a_note_of_another_user_is_not_believed(self, tmp_path: Path) -> None:
+        place = tmp_path / "note"
+        place.write_text(json.dumps(asdict(NOTE)))
+        os.chown(place, 65534, 65534)
+        assert notes.read(place) == NOTE  # a file system may rename owners; nobody else can write
+        tmp_path.chmod(0o1777)
+        assert notes.read(place) is None
+
+
+class TestMeeting:
+    @pytest.fixture(autouse=True)
+    def _quiet(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(meeting.INTERFACE, "lo")
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Iterator[str]:
+        yield f"{tmp_path}/"
+        assert list(tmp_path.iterdir()) == []
+
+    def test_both_come(self, folder: str) -> None:
+        stores: dict[int, Any] = {}
+
+        def come(identity: Identity) -> None:
+            stores[identity.rank] = meeting.store(identity, 20, folder)
+
+        late = threading.Thread(target=come, args=(SECOND,))
+        late.start()
+        come(FIRST)
+        late.join()
+        stores[1].set("question", "42")
+        assert stores[0].get("question") == b"42"
+
+    def test_one_does_not_come(
+        self, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(meeting, "WARN", 0.1)
+        with pytest.raises(LaunchError, match=r"Ranks 1, 2 of the 3 .*share .*SHARDWISE_REND"):
+            meeting.store(replace(FIRST, size=3), 0.3, folder)
+        assert "Waiting on." in capsys.readouterr().err
+
+    def test_rank_0_does_not_come(self, folder: str) -> None:
+        with pytest.raises(LaunchError, match=r"Rank 1 of 2, .* found no note of rank 0 in"):
+            meeting.store(SECOND, 0.2, folder)
+
+    def test_a_note_that_leads_nowhere(self, folder: str) -> None:
+        place = notes.path(SECOND, folder)
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            port = closed.getsockname()[1]
+        note = replace(NOTE, addresses=("127.0.0.1", "no.such.host.invalid"), port=port)
+        began = time.monotonic()
+        with (
+            notes.left(place, note),
+            pytest.raises(LaunchError, match=rf"at 127.0.0.1 or no.such.*, port {port}. Did rank"),
+        ):
+            meeting.store(SECOND, 0.2, folder)
+        assert time.monotonic() - began < 15
+
+    def test_told_by_the_setting(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        alone = replace(FIRST, size=1)
+        hosted = meeting.store(alone, 10, f"127.0.0.1:{port}")
+        assert hosted.port == port

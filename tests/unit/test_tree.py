@@ -1,0 +1,97 @@
+"""The tree of the exact mode: what is joined with what, and that turns are nodes of it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise import tree
+from shardwise.errors import ConfigError
+from shardwise.states.held import InMemory
+from shardwise.states.tally import Tally
+from shardwise.tree import MicroShards
+
+
+def joined(one, other):
+    return f"({one}{other})"
+
+
+@pytest.mark.parametrize(
+    ("leaves", "fan_ins", "sizes", "whole"),
+    [
+        (1, [], [1], "a"),
+        (2, [2], [1, 2], "(ab)"),
+        (3, [3], [1, 3], "((ab)c)"),
+        (4, [2, 2], [1, 2, 4], "((ab)(cd))"),
+        (6, [2, 3], [1, 2, 6], "(((ab)(cd))(ef))"),
+        (8, [2, 2, 2], [1, 2, 4, 8], "(((ab)(cd))((ef)(gh)))"),
+        (9, [3, 3], [1, 3, 9], "((((ab)c)((de)f))((gh)i))"),
+        (12, [2, 2, 3], [1, 2, 4, 12], "((((ab)(cd))((ef)(gh)))((ij)(kl)))"),
+    ],
+)
+def test_the_tree(leaves, fan_ins, sizes, whole):
+    assert tree.fan_ins(leaves) == fan_ins
+    assert tree.node_sizes(leaves) == sizes
+    assert tree.fold("abcdefghijkl"[:leaves], joined) == whole
+
+
+@st.composite
+def runs(draw):
+    """A number of micro-shards, and a number of workers that can run them."""
+    count = draw(st.integers(1, 48))
+    return count, draw(st.sampled_from(tree.node_sizes(count)))
+
+
+@given(runs())
+def test_what_ranks_make_in_turns_is_joined_in_the_one_tree(run):
+    """The ranks' sum of each turn, and the turns' sums as a tally joins them."""
+    count, workers = run
+    draw = torch.Generator().manual_seed(count)
+    leaves = list(torch.randn(count, 5, generator=draw))
+    shards = [MicroShards(count, workers, rank) for rank in range(workers)]
+    fan_ins = shards[0].fan_ins
+    levels = [InMemory(torch.empty(5)) for _ in range(max(len(fan_ins), 1))]
+    tally = Tally(levels, fan_ins, torch.device("cpu"))
+    for _ in range(2):  # two steps
+        for turn in range(shards[0].turns):
+            assert turn == 0 or not tally.complete
+            mine = [leaves[each.number(turn)] for each in shards]
+            tally.take(tree.fold(mine, torch.add))
+        assert tally.complete
+        assert torch.equal(tally.total.loaded(), tree.fold(leaves, torch.add))
+        tally.clear()
+
+
+@given(runs())
+def test_every_micro_shard_is_run_once(run):
+    count, workers = run
+    shards = [MicroShards(count, workers, rank) for rank in range(workers)]
+    found = [each.number(turn) for turn in range(shards[0].turns) for each in shards]
+    assert found == list(range(count))
+
+
+def test_without_a_tree_parts_are_added_as_they_come():
+    tally = Tally([InMemory(torch.zeros(1))], (), torch.device("cpu"))
+    for number in range(1, 6):
+        tally.take(torch.tensor([float(number)]))
+        assert tally.complete
+    assert tally.total.loaded().tolist() == [15.0]
+
+
+@pytest.mark.parametrize(
+    ("count", "workers", "said"),
+    [
+        (
+            6,
+            3,
+            "--exact 6 gives the same bits on 1, 2 and 6 workers, the nodes of its tree of sums, "
+            "and cannot run on 3. Start one of these numbers of workers, or cut otherwise: "
+            "--exact 3 runs on 3.",
+        ),
+        (4, 8, "on 1, 2 and 4 workers, .* cannot run on 8"),
+        (1, 2, "on 1 workers"),
+    ],
+)
+def test_what_cannot_be_is_refused(count, workers, said):
+    with pytest.raises(ConfigError, match=said):
+        MicroShards(count, workers, 0)

@@ -1,0 +1,176 @@
+"""The order of gathers: literal tables, and simulated ranks that skip what they like."""
+
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import OrderError
+from shardwise.states.turns import Turns, with_unseen
+
+NAMES = ["rest", "a", "b", "c", "d"]
+UNITS = range(len(NAMES))
+
+
+class Agreement:
+    """`agree` of several ranks that run as threads."""
+
+    def __init__(self, ranks):
+        self._wishes = {}
+        self._meeting = threading.Barrier(ranks, timeout=10)
+
+    def of(self, rank):
+        def agree(wanted):
+            self._wishes[rank] = wanted
+            self._meeting.wait()
+            smallest = min(self._wishes.values())
+            self._meeting.wait()
+            return smallest
+
+        return agree
+
+
+def gathered(plans, *, expected=UNITS, descending=False):
+    """What each rank gathers, pass by pass.
+
+    `plans[rank][i]` are the units that it needs in pass i, None at the end where it fails.
+    """
+    agreement = Agreement(len(plans))
+    told = {}
+
+    def rank_of(rank):
+        turns = Turns(NAMES, agreement.of(rank))
+        told[rank] = []
+        for wanted in plans[rank]:
+            turns.open("pass", descending=descending)
+            failed = None in wanted
+            taken = []
+            for unit in wanted:
+                if unit is not None:
+                    taken += turns.until(unit)
+            taken += turns.rest(expected=expected, failed=failed)
+            told[rank].append(taken)
+
+    errors = []
+
+    def run(rank):
+        try:
+            rank_of(rank)
+        except BaseException as error:
+            errors.append(error)
+            agreement._meeting.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(plans))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [told[rank] for rank in range(len(plans))]
+
+
+@pytest.mark.parametrize(
+    ("seen", "full", "merged"),
+    [
+        ([], [], []),
+        ([], [0, 1, 2], [0, 1, 2]),
+        ([0, 2], [0, 1, 2, 3], [0, 1, 2, 3]),
+        ([2, 0], [0, 1, 2, 3], [2, 3, 0, 1]),
+        ([0, 1, 0], [0, 1, 2], [0, 1, 2, 0]),
+        ([3, 1], [3, 2, 1, 0], [3, 2, 1, 0]),
+        ([1, 2], [0, 1, 2], [0, 1, 2]),
+        ([4, 0], [0, 1], [4, 0, 1]),
+    ],
+)
+def test_units_that_nobody_wanted(seen, full, merged):
+    assert with_unseen(seen, full) == merged
+
+
+@pytest.mark.parametrize(
+    ("plans", "all_gather"),
+    [
+        # One rank alone: what it needs, then also what it skipped in the first pass.
+        ([[[0, 1, 3], [0, 3]]], [[0, 1, 3], [0, 1, 2, 3, 4]]),
+        # Two ranks with different branches.
+        ([[[0, 1], [0]], [[0, 2], [0, 4]]], [[0, 1, 2], [0, 1, 2, 3, 4]]),
+        # A unit twice in a pass.
+        ([[[0, 1, 2, 1], [1, 1]]], [[0, 1, 2, 1], [0, 1, 2, 3, 4, 1]]),
+        # A pass that failed everywhere is agreed upon again.
+        ([[[0, 2, None], [0, 3, 1]]], [[0, 2], [0, 3, 1]]),
+        # One rank fails: the others' pass is learned.
+        ([[[0, None], [0, 3]], [[0, 3, 1], [1]]], [[0, 3, 1], [0, 3, 4, 1, 2]]),
+        # Nobody needs anything.
+        ([[[], []], [[], []]], [[], [0, 1, 2, 3, 4]]),
+    ],
+)
+def test_tables(plans, all_gather):
+    assert gathered(plans) == [all_gather] * len(plans)
+
+
+def test_backward_wants_the_last_first():
+    plans = [[[0, 3, 1], [0, 2]], [[0, 2], [0, 4, 1]]]
+    for taken in gathered(plans, expected=[4, 3, 2, 1, 0], descending=True):
+        assert taken == [[0, 3, 2, 1], [0, 4, 3, 2, 1]]
+
+
+def test_another_order_is_named():
+    with pytest.raises(OrderError, match=r"Unit a is needed after c.*--units"):
+        gathered([[[0, 1, 3], [0, 3, 1]]])
+    with pytest.raises(OrderError, match=r"Unit d is needed after the start.*engine\.uneven"):
+        gathered([[[0, 1], [4]]], expected=[0, 1])
+
+
+def test_what_is_over():
+    turns = Turns(NAMES, lambda wanted: wanted)
+    turns.open("pass")
+    told = [(turn, turns.over()) for unit in (0, 2, 1, 2, 3) for turn in turns.until(unit)]
+    assert [over for _, over in told] == [None, 0, 2, 1, None], "the first pass tells each once"
+    assert list(turns.rest()) == []
+    turns.open("pass")
+    told = [(turn, turns.over()) for turn in turns.until(1)]
+    assert turns.next() == 2
+    told += [(turn, turns.over()) for turn in turns.until(3)]
+    assert told == [(0, None), (2, 0), (1, None), (2, 1), (3, 2)]
+    assert turns.next() is None
+    assert list(turns.rest()) == []
+
+
+def test_serving_until_nobody_wants_anything():
+    wishes = iter([2, 0, len(NAMES)])
+    turns = Turns(NAMES, lambda wanted: min(wanted, next(wishes)))
+    assert list(turns.serve()) == [2, 0]
+
+
+subsets = st.lists(st.sampled_from(list(UNITS)), unique=True).map(sorted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    passes=st.integers(1, 4).flatmap(
+        lambda ranks: st.lists(
+            st.lists(st.tuples(subsets, st.booleans()), min_size=ranks, max_size=ranks),
+            min_size=1,
+            max_size=5,
+        )
+    ),
+    descending=st.booleans(),
+)
+def test_all_ranks_gather_the_same(passes, descending):
+    """Whatever each rank skips, and wherever it fails: one sequence, which has what it needs."""
+    order = sorted(UNITS, reverse=descending)
+
+    def plan(rank):
+        return [
+            sorted(each[rank][0], reverse=descending) + [None] * each[rank][1] for each in passes
+        ]
+
+    plans = [plan(rank) for rank in range(len(passes[0]))]
+    told = gathered(plans, expected=order, descending=descending)
+    assert all(taken == told[0] for taken in told)
+    for wanted, taken in zip(plans, told, strict=True):
+        for needs, got in zip(wanted, taken, strict=True):
+            assert set(needs) - {None} <= set(got)
+            assert got == sorted(got, reverse=descending)
+            assert len(set(got)) == len(got)
