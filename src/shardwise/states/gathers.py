@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives, Handle
-from shardwise.states.sharded_parameters import Slab
+from shardwise.states.slab import Slab
 
 
 @dataclass(frozen=True, eq=False)

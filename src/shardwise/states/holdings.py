@@ -20,7 +20,7 @@ from shardwise.states.averages import Averages
 from shardwise.states.held import Held, InMemory
 from shardwise.states.optimizer_state import Blank, OptimizerState
 from shardwise.states.parameters import Parameters
-from shardwise.states.sharded_parameters import Slab
+from shardwise.states.slab import Slab
 from shardwise.states.tracked import Tracked
 
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"

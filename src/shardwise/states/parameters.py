@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +16,8 @@ from shardwise.collectives import Collectives, Handle
 from shardwise.errors import BrokenView
 from shardwise.layout import Bucket
 from shardwise.states.held import Held, InMemory
+from shardwise.states.slab import Slab
 from shardwise.states.tracked import Tracked
-
-if TYPE_CHECKING:
-    from shardwise.states.sharded_parameters import Slab
 
 
 class Parameters(ABC):

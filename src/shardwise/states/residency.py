@@ -27,12 +27,8 @@ from shardwise.errors import UsageError
 from shardwise.model.regions import Note
 from shardwise.states.gathers import ByAllGather, Gather, InPlace, Whole, there
 from shardwise.states.places import Place, Places
-from shardwise.states.sharded_parameters import (
-    ShardedParameters,
-    Slab,
-    allow_copies,
-    refuse_copies,
-)
+from shardwise.states.sharded_parameters import ShardedParameters, allow_copies, refuse_copies
+from shardwise.states.slab import Slab
 from shardwise.states.tracked import Tracked
 from shardwise.states.turns import Turns
 

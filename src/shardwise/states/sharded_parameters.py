@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -21,47 +21,8 @@ from shardwise.model.meta import make_real
 from shardwise.states.held import Held, InMemory
 from shardwise.states.parameters import Parameters, check_place
 from shardwise.states.shelf import Shelf
+from shardwise.states.slab import Slab
 from shardwise.states.tracked import Tracked
-
-
-@dataclass(frozen=True, eq=False)
-class Slab:
-    """A bucket at rest: this rank's interval, and where ranks share memory, all of it."""
-
-    bucket: Bucket
-    tracked: tuple[Tracked, ...]
-    """By slot."""
-    own: tuple[int, int]
-    held: Held
-    common: Tensor | None
-
-    @property
-    def kind(self) -> tuple[int, torch.dtype, torch.device]:
-        """Length, dtype and device of the whole bucket."""
-        return self.bucket.numel, self.tracked[0].dtype, self.tracked[0].device
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """By slot, its parameter in `flat`, a whole bucket."""
-        pairs = zip(self.tracked, self.bucket.slots, strict=True)
-        return [tracked.view(flat, slot.start) for tracked, slot in pairs]
-
-    def store(self, flat: Tensor) -> None:
-        """Take this rank's interval out of `flat`, a whole bucket."""
-        self.held.store(flat[self.own[0] : self.own[1]])
-
-    def load(self, flat: Tensor) -> None:
-        """Put this rank's interval into `flat`, a whole bucket."""
-        self.held.load(flat[self.own[0] : self.own[1]])
-
-    def written(self, flat: Tensor) -> list[int]:
-        """The parameters whose part of this rank's interval is another in `flat`."""
-        was = torch.zeros_like(flat)
-        self.load(was)
-        return [
-            piece.parameter
-            for piece in self.bucket.pieces(*self.own)
-            if not same_bits(flat[piece.start : piece.end], was[piece.start : piece.end])
-        ]
 
 
 class ShardedParameters(Parameters):
@@ -280,11 +241,6 @@ class ShardedParameters(Parameters):
 def _shifted(bucket: Bucket, offset: int) -> Bucket:
     slots = tuple(replace(slot, parameter=slot.parameter + offset) for slot in bucket.slots)
     return replace(bucket, slots=slots)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two flat tensors of one dtype are the same, NaN for NaN."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def refuse_copies(tracked: Tracked) -> None:
