@@ -1,7 +1,7 @@
 """What is trained in the tests of the exact mode: models that plain fp32 would tell apart."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,25 +53,60 @@ def train(
 ) -> str:
     """Train `model` with an engine of `settings`; returns one hash of all that came of it: the
     figures of every step, parameters, buffers and optimizer state."""
+    net, engine, loader = _made(world, model, settings, optimizer)
+    told = [figure for step in _steps(net, engine, loader, epochs) for figure in step]
+    assert max(told[1::3]) > MAX_NORM, "clipping was never on"
+    return hash_of([*told, *_ended(net, engine)])
+
+
+def train_on(
+    world: Any, model: str, settings: dict[str, Any], folder: str, steps: int, epochs: int = 2
+) -> str:
+    """Go on from the newest checkpoint in `folder` until `steps` were made in all, and leave one;
+    returns a hash of the last step's figures, parameters, buffers and optimizer state."""
+    net, engine, loader = _made(world, model, settings, "adamw")
+    engine.track(loader=loader)
+    engine.resume(folder)
+    told = []
+    for figures in _steps(net, engine, loader, epochs):
+        told.append(figures)
+        if engine.steps == steps:
+            break
+    assert engine.steps == steps
+    engine.save(folder)
+    return hash_of([*told[-1], *_ended(net, engine)])
+
+
+def _made(
+    world: Any, model: str, settings: dict[str, Any], optimizer: str
+) -> tuple[nn.Module, sw.Engine, sw.Loader]:
     world.engines = 0  # each training is the first of its run, and draws alike
     torch.manual_seed(7)
     net = MODELS[model]()
     engine = sw.Engine(net, OPTIMIZERS[optimizer](net), **settings)
-    loader = sw.Loader(data_of(model), BATCH, shuffle=True)
-    told: list[Any] = []
-    for _ in range(epochs):
+    return net, engine, sw.Loader(data_of(model), BATCH, shuffle=True)
+
+
+def _steps(
+    net: nn.Module, engine: sw.Engine, loader: sw.Loader, epochs: int
+) -> Iterator[tuple[float, float, float]]:
+    """Make the steps that are left; gives loss, norm and weight of each."""
+    for _ in loader.epochs(epochs):
         for step in loader.steps():
             for x, y in step:
                 loss = problems.loss_of(net, x, y)
                 engine.backward(loss, weight=problems.weight_of(y))
             stats = engine.step(max_norm=MAX_NORM)
-            told += [stats.loss, stats.grad_norm, stats.weight]
-    assert max(told[1::3]) > MAX_NORM, "clipping was never on"
+            yield stats.loss, stats.grad_norm, stats.weight
+
+
+def _ended(net: nn.Module, engine: sw.Engine) -> list[Any]:
+    """Parameters, buffers and optimizer state of an engine, which is closed."""
     with engine.full_parameters():
-        told += [value.clone() for value in net.state_dict().values()]
+        values: list[Any] = [value.clone() for value in net.state_dict().values()]
     state = engine.optimizer_state_dict()["state"]
     engine.close()
-    return hash_of([*told, *(value for key in sorted(state) for value in state[key].values())])
+    return values + [value for key in sorted(state) for value in state[key].values()]
 
 
 def data_of(model: str) -> TensorDataset:

@@ -113,3 +113,21 @@ def test_more_micro_shards_than_samples_in_the_last_batch(group, alone):
     """The last batch of 6 leaves two of 8 micro-shards to stand-ins."""
     for workers, zero in ((2, 0), (4, 3)):
         assert set(group(workers)(trained, 8, "convnet", {"zero": zero})) == {alone("convnet", 8)}
+
+
+def resumed(world, model, settings, folder, steps):
+    """What `model` comes to when a training that `folder` has goes on until `steps` were made."""
+    held.SPAN = 2 * GRAIN
+    os.environ["SHARDWISE_EXACT"] = "4"
+    world.settings = world.settle()
+    return exact_problems.train_on(world, model, settings, folder, steps)
+
+
+@pytest.mark.parametrize("model", exact_problems.MODELS)
+def test_same_bits_after_resumes_at_other_sizes(group, model, tmp_path):
+    """Of 8 steps in two epochs: saved in mid-epoch, at another size and row, and again."""
+    (alone,) = group(1)(resumed, model, {}, str(tmp_path / "alone"), 8)
+    folder = str(tmp_path / "moved")
+    for workers, steps, zero in ((4, 3, 3), (1, 5, 0), (2, 8, 2)):
+        found = group(workers)(resumed, model, {"zero": zero}, folder, steps)
+    assert set(found) == {alone}
