@@ -148,7 +148,7 @@ def test_an_interrupted_run_goes_on_at_any_size(group, before, after):
     plain = group(1)(_run, Drawing(11), 4, options, 3)
     first = group(before)(_interrupted, Drawing(11), 4, options, 4)
     states = [state for _, state in first]
-    assert states == [{"samples": 15}] * before
+    assert states == [{"samples": 15, "epoch": 1}] * before
     then = group(after)(_resumed, Drawing(11), 4, options, states[0])
     for epoch in range(3):
         parts = [_total(ranks, epoch) for ranks in ([seen for seen, _ in first], then)]

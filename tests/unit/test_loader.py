@@ -171,7 +171,7 @@ def test_drop_last_leaves_the_short_batch_out(solo):
     loader = Loader(tensors(), 4, drop_last=True)
     assert flat(loader) == list(range(8))
     assert len(loader) == 2
-    assert loader.state_dict() == {"samples": 8}
+    assert loader.state_dict()["samples"] == 8
 
 
 def test_the_feed_knows_each_batch(solo):
@@ -296,7 +296,7 @@ def test_a_step_can_be_left_out_whole_but_not_in_part(solo):
         row for step in loader.steps() if step.number != 1 for (x,) in step for row in x.tolist()
     ]
     assert seen == [0, 1, 2, 3, 8, 9, 10]
-    assert loader.state_dict() == {"samples": 11}
+    assert loader.state_dict() == {"samples": 11, "epoch": 1}
     steps = Loader(tensors(), 4, micro_batch_size=2).steps()
     next(iter(next(steps)))
     with pytest.raises(UsageError, match="has 2 micro-batches and 1 were taken"):
@@ -357,7 +357,7 @@ def test_an_epoch_left_early_is_over_but_a_look_is_not(solo):
         if step.number == 2:
             break
         list(step)
-    assert loader.state_dict() == {"samples": 8}
+    assert loader.state_dict()["samples"] == 8
     assert flat(loader) == second
     assert first != second
 
@@ -386,6 +386,17 @@ def test_a_look_after_a_resume_changes_nothing(solo):
     loader.load_state_dict({"samples": 4})
     next(iter(loader))
     assert [(epoch, flat(loader)) for epoch in loader.epochs(1)] == [(0, list(range(4, 11)))]
+
+
+def test_a_resume_from_the_last_step_of_an_epoch_ends_that_epoch_first(solo):
+    loader = Loader(tensors(), 4, shuffle=True)
+    for step in loader.steps():
+        list(step)
+        state = loader.state_dict()
+    again = Loader(tensors(), 4, shuffle=True)
+    again.load_state_dict(state)
+    seen = [(epoch, flat(again)) for epoch in again.epochs(2)]
+    assert seen == [(0, []), (1, flat(loader))]
 
 
 def test_the_numbers_of_steps_go_on_after_a_resume(solo):

@@ -83,13 +83,20 @@ def test_steps_go_on_from_an_offset():
 
 
 @given(st.integers(1, 100), st.integers(0, 10_000))
-def test_a_position_is_one_integer(length, samples):
+def test_a_position_of_one_integer(length, samples):
     epoch, offset = order.locate(samples, length)
     assert epoch * length + offset == samples
     assert 0 <= offset < length
     position = restored({"samples": samples}, length, 8)
     assert (position.epoch, position.offset) == (epoch, offset)
-    assert position.state(length) == {"samples": samples}
+    assert restored(position.state(length), length, 8) == position
+
+
+def test_the_end_of_an_epoch_is_not_the_start_of_the_next():
+    end = Position(epoch=1, offset=6, steps=2, before=6)
+    assert restored(end.state(6), 6, 4) == end
+    assert restored(end.next_epoch(6).state(6), 6, 4) == Position(epoch=2, before=12)
+    assert restored(end.state(6), 5, 4) == Position(epoch=2, offset=2, steps=1, before=10)
 
 
 def test_a_position_moves_by_steps_and_epochs():

@@ -5,7 +5,7 @@
      "checksums": {"model": {"head.weight": "1c291ca3", ...}, ...},
      "optimizers": [{"class": "AdamW", "groups": [{"parameters": [...], "options": {...}}]}],
      "state": {"head.weight": {"step": ...}}, "borders": [...],
-     "scaling": {...}, "tracked": {"loader": {"samples": 51200}}, "written_by": {...}}
+     "scaling": {...}, "tracked": {"loader": {"samples": 51200, "epoch": 1}}, "written_by": {...}}
 
 docs/checkpoint_format.md says what each is.
 """

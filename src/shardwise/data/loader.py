@@ -200,9 +200,10 @@ class Loader:
                 self._reenter = False
 
     def state_dict(self) -> dict[str, int]:
-        """The position: {"samples": consumed so far}.
+        """The position: {"samples": consumed so far, "epoch": the one that the next step is of, or
+        whose end of the body is still to run}.
 
-        Where epochs may differ in length (a sampler, a stream) also epoch, offset and steps.
+        Where epochs may differ in length (a sampler, a stream) also offset and steps.
         """
         return self._position.state(self._reader.epoch_length)
 

@@ -34,15 +34,12 @@ class Position:
         return Position(epoch=self.epoch + 1, before=self.before + passed)
 
     def state(self, epoch_length: int | None) -> dict[str, int]:
-        """What to save: one integer where all epochs have one length, else where it lies too."""
+        """What to save. The end of an epoch, whose last lines are still to run, is not the start of
+        the next, so the number of samples alone would not do."""
+        place = {"samples": self.samples, "epoch": self.epoch}
         if epoch_length is not None:
-            return {"samples": self.samples}
-        return {
-            "samples": self.samples,
-            "epoch": self.epoch,
-            "offset": self.offset,
-            "steps": self.steps,
-        }
+            return place
+        return place | {"offset": self.offset, "steps": self.steps}
 
 
 def restored(
@@ -52,7 +49,7 @@ def restored(
     try:
         samples = int(state["samples"])
         if epoch_length is not None:
-            epoch, offset = order.locate(samples, epoch_length)
+            epoch, offset = _located(samples, state.get("epoch"), epoch_length)
             steps = -(-offset // batch_size) if batch_size else 0
         else:
             epoch, offset, steps = (int(state[key]) for key in ("epoch", "offset", "steps"))
@@ -64,3 +61,10 @@ def restored(
     if min(samples, epoch, offset, steps) < 0 or offset > samples:
         raise DataError(f"{dict(state)!r} is no position in the data.")
     return Position(epoch=epoch, offset=offset, steps=steps, before=samples - offset)
+
+
+def _located(samples: int, epoch: int | None, length: int) -> tuple[int, int]:
+    """The epoch, and the samples of it that are consumed: all of them at its very end."""
+    if epoch is not None and 0 <= samples - epoch * length <= length:
+        return epoch, samples - epoch * length
+    return order.locate(samples, length)

@@ -23,7 +23,7 @@ from shardwise.checkpoint import folders, plain
 from shardwise.checkpoint.background import Copies, Job
 from shardwise.checkpoint.folders import Draft
 from shardwise.checkpoint.writer import Writer
-from shardwise.engine import loading, saving
+from shardwise.engine import habits, loading, saving
 from shardwise.engine.exact_mean import Seeds
 from shardwise.engine.inventory import Lending
 from shardwise.engine.takeover import Takeover
@@ -233,6 +233,8 @@ class Checkpoints:
         self._take_seed(fields["seed"])
         self._give_tracked(path, fields["tracked"])
         steps: int = fields["step"]
+        if steps:
+            habits.tell_schedulers(self._held.recipe.optimizers)
         return steps
 
     def _take_seed(self, seed: int) -> None:

@@ -304,9 +304,7 @@ class Engine(Resumable):
         if totals.several and self.settings.reduce_dtype == "fp32":
             self._states.gradients.widen()
         self._window = Window()
-        for optimizer in self._recipe.optimizers:
-            # What torch's schedulers look at before they warn that no step came first.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+        habits.tell_schedulers(self._recipe.optimizers)
         self.steps += 1
         self._reseed()
 

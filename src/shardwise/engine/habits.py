@@ -135,6 +135,12 @@ def call_after_step(optimizers: Sequence[optim.Optimizer]) -> None:
             hook(optimizer, (), {})
 
 
+def tell_schedulers(optimizers: Sequence[optim.Optimizer]) -> None:
+    """Leave the mark by which torch's schedulers know that a step came before their own."""
+    for optimizer in optimizers:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def _refuse_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     raise UsageError(
         f"{type(optimizer).__name__}.step() by hand would update from gradients that are not "
