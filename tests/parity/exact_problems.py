@@ -49,12 +49,17 @@ KINDS = {"gpt": "gpt", "convnet": "convnet", "lstm": "gpt"}
 
 
 def train(
-    world: Any, model: str, settings: dict[str, Any], optimizer: str = "adamw", epochs: int = 2
+    world: Any,
+    model: str,
+    settings: dict[str, Any],
+    optimizer: str = "adamw",
+    epochs: int = 2,
+    scale: float = 1.0,
 ) -> str:
-    """Train `model` with an engine of `settings`; returns one hash of all that came of it: the
-    figures of every step, parameters, buffers and optimizer state."""
+    """Train `model` with an engine of `settings` on `scale` x its loss; returns one hash of all
+    that came of it: the figures of every step, parameters, buffers and optimizer state."""
     net, engine, loader = _made(world, model, settings, optimizer)
-    told = [figure for step in _steps(net, engine, loader, epochs) for figure in step]
+    told = [figure for step in _steps(net, engine, loader, epochs, scale) for figure in step]
     assert max(told[1::3]) > MAX_NORM, "clipping was never on"
     return hash_of([*told, *_ended(net, engine)])
 
@@ -88,14 +93,14 @@ def _made(
 
 
 def _steps(
-    net: nn.Module, engine: sw.Engine, loader: sw.Loader, epochs: int
+    net: nn.Module, engine: sw.Engine, loader: sw.Loader, epochs: int, scale: float = 1.0
 ) -> Iterator[tuple[float, float, float]]:
     """Make the steps that are left; gives loss, norm and weight of each."""
     for _ in loader.epochs(epochs):
         for step in loader.steps():
             for x, y in step:
                 loss = problems.loss_of(net, x, y)
-                engine.backward(loss, weight=problems.weight_of(y))
+                engine.backward(scale * loss, weight=problems.weight_of(y))
             stats = engine.step(max_norm=MAX_NORM)
             yield stats.loss, stats.grad_norm, stats.weight
 

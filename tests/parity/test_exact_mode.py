@@ -107,6 +107,13 @@ def test_loops_over_vectors_have_no_rest(group, alone, optimizer):
 def test_narrow_numbers(group, alone, settings):
     found = group(4)(trained, 4, "gpt", settings | {"zero": 2})
     assert set(found) == {alone("gpt", settings=settings.items())}
+    on_disk = {"zero": 2, "offload_gradients": f"nvme:{on_a_disk()}"}
+    assert set(group(2)(trained, 4, "gpt", settings | on_disk)) == set(found)
+
+
+def test_gradients_whose_squares_overflow(group, alone):
+    found = group(4)(_alone, 4, "gpt", {"zero": 1}, {"scale": 1e22})
+    assert set(found) == {alone("gpt", scale=1e22)}
 
 
 def test_more_micro_shards_than_samples_in_the_last_batch(group, alone):
@@ -125,9 +132,9 @@ def resumed(world, model, settings, folder, steps):
 
 @pytest.mark.parametrize("model", exact_problems.MODELS)
 def test_same_bits_after_resumes_at_other_sizes(group, model, tmp_path):
-    """Of 8 steps in two epochs: saved in mid-epoch, at another size and row, and again."""
+    """Of 8 steps in two epochs: saved in mid-epoch and at its end, at other sizes and rows."""
     (alone,) = group(1)(resumed, model, {}, str(tmp_path / "alone"), 8)
     folder = str(tmp_path / "moved")
-    for workers, steps, zero in ((4, 3, 3), (1, 5, 0), (2, 8, 2)):
+    for workers, steps, zero in ((4, 3, 3), (1, 4, 0), (2, 8, 2)):
         found = group(workers)(resumed, model, {"zero": zero}, folder, steps)
     assert set(found) == {alone}

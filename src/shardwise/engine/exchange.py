@@ -55,7 +55,7 @@ def exchange(
     mine = Message(
         weights=parts.told(window.weights),
         losses=parts.told(window.losses),
-        squared_norm=gradients.squared_norm().double() / copies,
+        squared_norm=gradients.norms.squared().double() / copies,
         backwards=window.weighty,
         options=options,
         used=gradients.used,
@@ -73,11 +73,12 @@ def exchange(
     if any(everyone.late):
         parts.refuse_late(gradients.names_of([i for i, late in enumerate(everyone.late) if late]))
         gradients.reduce_late([number for number, late in enumerate(everyone.late) if late])
-        row = (gradients.squared_norm() / copies).reshape(1).to(group.small_device)
+        row = (gradients.norms.squared() / copies).reshape(1).to(group.small_device)
         squared = float(group.gather_rows(row).sum())
     if not math.isfinite(squared):
-        row = (gradients.squared_norm_in_fp64() / copies).reshape(1).to(group.small_device)
-        squared = float(group.gather_rows(row).sum())
+        row = (gradients.norms.squared_in_fp64().double() / copies).reshape(-1)
+        told = group.gather_rows(row.to(group.small_device))
+        squared = parts.joined_squares(told.tolist())
     return Totals(
         weight=everyone.weight,
         loss=everyone.loss,

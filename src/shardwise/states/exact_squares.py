@@ -40,24 +40,24 @@ _DIGITS = 53
 _HALF = 27
 
 
-def measure(held: Held, own: Span) -> Tensor:
+def measure(held: Held, own: Span, *, wide: bool = False) -> Tensor:
     """The row of the elements `own` of what is held: int64, (2 x bins + 1,). Rows of buckets add
-    up; the last number counts grains that are not finite."""
+    up; the last number counts grains that are not finite. With `wide`, squares are fp64."""
     device = torch.device("cpu") if held.beside is not None else held.device
     row = torch.zeros(2 * _BINS + 1, dtype=torch.int64, device=device)
     for index, (first, end) in enumerate(held.spans):
         value = held.take(index)
         low, high = max(first, own[0]), min(end, own[1])
         for chunk in torch.split(value[low - first : max(high - first, 0)], CHUNK):
-            _count(chunk, row)
+            _count(chunk, row, wide=wide)
         held.put(index, changed=False)
     return row
 
 
-def _count(values: Tensor, row: Tensor) -> None:
+def _count(values: Tensor, row: Tensor, *, wide: bool) -> None:
     if not values.numel():
         return
-    sums = _by_grain(values).double()
+    sums = _by_grain(values, wide=wide).double()
     finite = torch.isfinite(sums)
     row[-1] += (~finite).sum()
     fraction, exponent = torch.frexp(torch.where(finite, sums, 0.0))
@@ -67,11 +67,13 @@ def _count(values: Tensor, row: Tensor) -> None:
     row[_BINS:-1].index_add_(0, bins, whole & ((1 << _HALF) - 1))
 
 
-def _by_grain(values: Tensor) -> Tensor:
+def _by_grain(values: Tensor, *, wide: bool) -> Tensor:
     """The sum of squares of each grain."""
     if values.is_complex():
         values = torch.view_as_real(values).view(-1)
-    if values.dtype in NARROW:
+    if wide:
+        values = values.double()
+    elif values.dtype in NARROW:
         values = values.float()
     values = values.view(-1, GRAIN)
     values = values * values

@@ -34,11 +34,11 @@ from shardwise.errors import ModelError
 from shardwise.model.precision import NARROW
 from shardwise.placement import Placement
 from shardwise.states.guard import GradientGuard
-from shardwise.states.held import Held, InMemory
+from shardwise.states.held import Held
+from shardwise.states.norms import Norms
 from shardwise.states.parameters import Parameters
 from shardwise.states.reduction import Reduction, Rest
 from shardwise.states.shelf import Shelf
-from shardwise.states.squares import squares
 from shardwise.states.summation import Summation
 
 PATIENCE = 8
@@ -91,8 +91,7 @@ class Gradients:
         self._parameters = parameters
         self._params = [tracked.parameter for tracked in parameters.tracked]
         self._each = summation.in_tree or placement.is_sharded("gradients")
-        self._summation = summation
-        self._rank, self._alone = group.rank, group.size == 1
+        self._alone = group.size == 1
         self._overlap = overlap
         self._stray = stray
         self._guards = [GradientGuard(param) for param in self._params]
@@ -100,6 +99,7 @@ class Gradients:
         self.reduction = Reduction(
             parameters, placement, group, shelf, summation, exact_sum=exact_sum
         )
+        self.norms = Norms(self.reduction.rests, summation, group.rank)
         self._collectors = [
             _Collector(rest, _gaps(rest), len(rest.bucket.slots)) for rest in self.reduction.rests
         ]
@@ -111,7 +111,6 @@ class Gradients:
         self._learned = [0] * len(self._params)
         self._absent = [0] * len(self._params)
         self._own_norms: list[Tensor] = []
-        self._squared: dict[int, Tensor] = {}
         self._had_late = False
         self.late: dict[int, list[tuple[int, Tensor]]] = {}
         self.used = [False] * len(self._params)
@@ -370,12 +369,7 @@ class Gradients:
                 assert rest.kept is not None
                 self.reduction.launch(rest, rest.kept)
             self._reductions = 1
-        self._drain()
-
-    def _drain(self) -> None:
-        """Square each sum as it comes, while others are still on their way."""
-        came = (rest for rest in self.reduction.drain() if rest.tally.complete)
-        self._squared = {rest.index: self._square(rest) for rest in came}
+        self.norms.follow(self.reduction.drain())
 
     def reduce_late(self, numbers: Sequence[int]) -> None:
         """Reduce the late gradients of the buckets `numbers` (alike on all ranks)."""
@@ -387,9 +381,8 @@ class Gradients:
             self.reduction.launch(collector.rest, buffer)
         self.late.clear()
         # Not all of them come by `drain`: borrowing many buffers has settled some on the way.
-        before = {i: square for i, square in self._squared.items() if i not in numbers}
-        self._drain()
-        self._squared = before | self._squared
+        self.norms.forget(numbers)
+        self.norms.follow(self.reduction.drain())
 
     def names_of(self, numbers: Sequence[int]) -> list[str]:
         """The parameters of the buckets `numbers`, those first that came late on this rank."""
@@ -398,43 +391,6 @@ class Gradients:
         others = [s.parameter for n in numbers for s in self.reduction.rests[n].bucket.slots]
         return [tracked[index].name for index in dict.fromkeys([*late, *others])]
 
-    def squared_norm(self) -> Tensor:
-        """The sum of squares of this rank's own intervals, as an fp64 scalar on its device, or
-        what the summation tells of it."""
-        rests = self.reduction.rests
-        parts = [self._squared.get(rest.index) for rest in rests]
-        found = [
-            self._square(rest) if part is None else part
-            for rest, part in zip(rests, parts, strict=True)
-        ]
-        return torch.stack([part.to(found[0].device) for part in found]).sum(0)
-
-    def _square(self, rest: Rest) -> Tensor:
-        first, end = rest.bucket.interval(self._rank)
-        own = first - rest.own[0], end - rest.own[0]
-        if self._summation.measure is not None:
-            return self._summation.measure(rest.reduced, own)
-        if rest.squares.complete:
-            return rest.squares.total()
-        if rest.told is not None:
-            return rest.told
-        assert isinstance(rest.reduced, InMemory)
-        return squares(rest.reduced.tensor[slice(*own)])
-
-    def nonfinite(self) -> list[int]:
-        """The parameters whose reduced gradient is not finite in what this rank holds."""
-        bad = set()
-        for rest in self.reduction.rests:
-            for index, (first, end) in enumerate(rest.reduced.spans):
-                value = rest.reduced.take(index)
-                start = rest.own[0] + first
-                for piece in rest.bucket.pieces(start, rest.own[0] + end):
-                    part = value[piece.start - start : piece.end - start]
-                    if not bool(torch.isfinite(part).all()):
-                        bad.add(piece.parameter)
-                rest.reduced.put(index, changed=False)
-        return sorted(bad)
-
     def suspect(self) -> bool | None:
         """Whether a gradient of this rank alone was not finite in this step; None where it cannot
         be told, since only small tensors are looked at."""
@@ -442,20 +398,6 @@ class Gradients:
             return True
         used = [p for p, used in zip(self._params, self.used, strict=True) if used]
         return None if any(p.numel() > SMALL for p in used) or self._had_late else False
-
-    def squared_norm_in_fp64(self) -> Tensor:
-        """The same as `squared_norm` where squares of fp32 numbers overflow; slower."""
-        total = torch.zeros((), dtype=torch.float64)
-        for rest in self.reduction.rests:
-            own = rest.bucket.interval(self._rank)
-            for index, (first, end) in enumerate(rest.reduced.spans):
-                start = rest.own[0] + first
-                a, b = max(start, own[0]), min(rest.own[0] + end, own[1])
-                value = rest.reduced.take(index)
-                if a < b:
-                    total += squares(_wide(value[a - start : b - start])).cpu()
-                rest.reduced.put(index, changed=False)
-        return total
 
     def widen(self) -> None:
         """Let 16-bit gradients rest in fp32 from the next step on; alike on all ranks."""
@@ -467,7 +409,7 @@ class Gradients:
         for collector in self._collectors:
             collector.filled = False
         self.reduction.clear()
-        self._squared.clear()
+        self.norms.clear()
         for param in self._params:
             param.grad = None
         self.late.clear()
@@ -490,10 +432,6 @@ def _arrive(gradients: ref[Gradients], index: int, param: Tensor) -> None:
     alive = gradients()
     if alive is not None:
         alive.arrived(index, param)
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
 def _gaps(rest: Rest) -> list[tuple[int, int]]:

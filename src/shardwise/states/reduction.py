@@ -146,8 +146,10 @@ class Reduction:
             wide = [(torch.float32 if d in NARROW else d, where) for d, where in kinds]
             if self._summation.in_tree and self._exact_sum:
                 kinds = wide  # rounded to 16 bits in between, sums would depend on where that is
-            # On a disk 16-bit sums are kept as wide as they will be needed.
-            tallies = self._tallies(owns, shelf, wide if shelf.on_disk else kinds)
+            # On a disk 16-bit sums are kept as wide as they will be needed; those of the tree are
+            # rounded alike wherever they are made.
+            widened = shelf.on_disk and not self._summation.in_tree
+            tallies = self._tallies(owns, shelf, wide if widened else kinds)
             places = zip(buckets, owns, [None] * len(buckets), tallies, kinds, strict=True)
             return [Rest(index, *place) for index, place in enumerate(places)]
         rests = []

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from shardwise.states import exact_squares
 from shardwise.states.held import Held, Span
 from shardwise.tree import MicroShards
+
+
+class Measure(Protocol):
+    """Tells of the squares of what is held in a span of it."""
+
+    def __call__(self, held: Held, own: Span, *, wide: bool = False) -> Tensor:
+        """Rows of buckets and ranks add up; `wide` where squares of fp32 numbers overflow."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +29,7 @@ class Summation:
     those of other backwards."""
     fan_ins: Sequence[int] = ()
     """How the backwards' sums are joined then."""
-    measure: Callable[[Held, Span], Tensor] | None = None
+    measure: Measure | None = None
     """What tells of the squares of a sum; None where they are added up while sums are made."""
     grain: int = 1
     """That of the layout's buckets."""
