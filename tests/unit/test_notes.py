@@ -82,10 +82,37 @@ class TestNote:
         mine.write_text(json.dumps(asdict(NOTE)))
         theirs.write_text(json.dumps(asdict(replace(NOTE, host="elsewhere", pid=ended.pid))))
         old.write_text(json.dumps(asdict(replace(NOTE, pid=ended.pid))))
+        half = tmp_path / f"{notes.WRITING}{old.name}.{ended.pid}"
+        half.write_text("{")
+        broken = old.with_name(old.name + "d")
+        broken.write_text("")
+        for place in (mine, theirs, old, half, broken):
+            os.utime(place, (1, 1))
+        fresh = old.with_name(old.name + "e")
+        fresh.write_text(json.dumps(asdict(replace(NOTE, pid=ended.pid))))
         with notes.left(tmp_path / "note", NOTE):
-            assert not old.exists()
-            assert mine.exists()
-            assert theirs.exists()
+            left = {place.name for place in tmp_path.iterdir()}
+        kept = {place.name for place in (mine, theirs, broken, fresh)}
+        assert left == {"note", *kept}
+
+    def test_a_number_that_another_user_has_now_is_no_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(pid: int, number: int) -> None:
+            raise PermissionError
+
+        old = tmp_path / notes.PATTERN.format(user=os.getuid(), run="a")
+        old.write_text(json.dumps(asdict(NOTE)))
+        os.utime(old, (1, 1))
+        monkeypatch.setattr(os, "kill", refuse)
+        with notes.left(tmp_path / "note", NOTE):
+            assert old.exists()
+
+    def test_what_is_no_note_is_not_read(self, tmp_path: Path) -> None:
+        place = tmp_path / "note"
+        for text in ("", "{", "[]", "{}", json.dumps(asdict(NOTE) | {"more": 1})):
+            place.write_text(text)
+            assert notes.read(place) is None
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
     def test_a_note_of_another_user_is_not_believed(self, tmp_path: Path) -> None:

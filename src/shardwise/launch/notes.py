@@ -14,6 +14,7 @@ import socket
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -26,6 +27,11 @@ from shardwise.launch.identity import Identity
 
 VARIABLE = "SHARDWISE_RENDEZVOUS"
 PATTERN = ".shardwise-{user}-{run}"
+WRITING = ".writing"
+"""Before the name of a note that is being written; nobody looks for that."""
+
+OLD = 60.0
+"""Seconds after which a note may be one that was left behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +110,7 @@ def _own_number(name: str) -> str | None:
 def left(place: Path, note: Note) -> Iterator[None]:
     """The note lies at `place` while the block runs, and no longer, also when SIGTERM comes."""
     _sweep(place.parent)
-    aside = place.with_name(f"{place.name}.{os.getpid()}")
+    aside = place.with_name(f"{WRITING}{place.name}.{os.getpid()}")
     with _sigterm_raises():
         try:
             aside.write_text(json.dumps(asdict(note)))
@@ -122,13 +128,21 @@ def left(place: Path, note: Note) -> Iterator[None]:
 
 
 def read(place: Path) -> Note | None:
-    """The note at `place`, if it is there and to be believed."""
+    """The note at `place`, if it is there, whole and to be believed."""
     with suppress(FileNotFoundError):
         os.listdir(place.parent)  # makes a network file system look again
         if _is_believed(place):
-            found = json.loads(place.read_text())
-            return Note(**found | {"addresses": tuple(found["addresses"])})
+            return _parsed(place.read_text())
     return None
+
+
+def _parsed(text: str) -> Note | None:
+    """The note that `text` is; None for what another version, or a crash, has left."""
+    try:
+        found = json.loads(text)
+        return Note(**found | {"addresses": tuple(found["addresses"])})
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _is_believed(place: Path) -> bool:
@@ -140,14 +154,30 @@ def _is_believed(place: Path) -> bool:
 
 def _sweep(folder: Path) -> None:
     """Remove notes of ours whose process was killed before it could."""
-    for old in folder.glob(PATTERN.format(user=os.getuid(), run="*")):
-        note = read(old)
-        if note is None or note.host != socket.gethostname():
-            continue
-        try:
-            os.kill(note.pid, 0)
-        except ProcessLookupError:
-            old.unlink(missing_ok=True)
+    ours = PATTERN.format(user=os.getuid(), run="*")
+    for old in [*folder.glob(ours), *folder.glob(WRITING + ours)]:
+        with suppress(FileNotFoundError):
+            # A process that is alive in another container has no number here.
+            if time.time() - old.stat().st_mtime > OLD and not _is_needed(old):
+                old.unlink()
+
+
+def _is_needed(old: Path) -> bool:
+    """Whether who left it may be there still: on another host, or told in words unknown here."""
+    if old.name.startswith(WRITING):
+        return False
+    note = read(old)
+    return note is None or note.host != socket.gethostname() or _lives(note.pid)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's process has the number now: leave the note
+        return True
+    return True
 
 
 @contextmanager
