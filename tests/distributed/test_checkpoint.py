@@ -253,6 +253,27 @@ def own_optimizer_case(world, folder):
     engine.close()
 
 
+def groups_case(world, folder):
+    """Groups in another order would give rates and decays to the wrong parameters."""
+
+    def grouped(step):
+        def make(model):
+            by_size = [[p for p in model.parameters() if (p.ndim > 1) == m] for m in (True, False)]
+            return torch.optim.SGD([{"params": several} for several in by_size[::step]], lr=0.1)
+
+        return make
+
+    path, _ = saves(world, folder, grouped(1))
+    engine = engine_of(made(), grouped(-1))
+    with pytest.raises(CheckpointMismatch, match="is in parameter group 0 here and was in group 1"):
+        engine.load(path)
+    engine.close()
+
+
+def test_parameter_groups_in_another_order(group, tmp_path):
+    group(1)(groups_case, tmp_path)
+
+
 def test_an_optimizer_of_the_users_own(group, tmp_path):
     group(2)(own_optimizer_case, tmp_path)
 

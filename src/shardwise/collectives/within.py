@@ -13,7 +13,7 @@ between:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class Within(Collectives):
         assert not tree, "refused in the exact mode"
         del each  # the pieces of a host's sum are not those of the whole
         first = self._inside.all_reduce(buffer, exact_sum=exact_sum)
-        return self._then_between(first, buffer, exact_sum)
+        return self._then_between(first, first.reusable, buffer, exact_sum)
 
     def reduce_scatter(
         self,
@@ -69,13 +69,17 @@ class Within(Collectives):
         del each
         own = buffer[cuts[self.rank] : cuts[self.rank + 1]] if into is None else into
         first = self._inside.reduce_scatter(buffer, cuts, into=into, exact_sum=exact_sum)
-        return self._then_between(first, own, exact_sum)
+        return self._then_between(first, first.wait, own, exact_sum)
 
-    def _then_between(self, first: Handle, own: Tensor, exact_sum: bool) -> Handle:
+    def _then_between(
+        self, first: Handle, free: Callable[[], None], own: Tensor, exact_sum: bool
+    ) -> Handle:
+        """Sum `own` between hosts when `first` has come, and nobody here reads it: `free`."""
         second: list[Handle] = []
 
         def advance() -> None:
             first.wait()
+            free()
             second.append(self._between.all_reduce(own, exact_sum=exact_sum))
 
         def finish() -> None:

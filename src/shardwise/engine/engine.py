@@ -228,15 +228,7 @@ class Engine(Resumable):
         self._held.take_in_writes()
         self._check_gradients()
         self._states.gradients.reduce()
-        totals = exchange(
-            self._window,
-            self._parts,
-            self._states.gradients,
-            self._held.buffers,
-            self._group,
-            self._recipe.sharding.copies,
-            self._options.number(),
-        )
+        totals = self._exchange()
         if not totals.alike:
             self._abandon()
             raise self._options.difference(self._group)
@@ -247,6 +239,22 @@ class Engine(Resumable):
             habits.call_after_step(self._recipe.optimizers)
         self._end_step(totals)
         return stats
+
+    def _exchange(self) -> Totals:
+        """What all ranks know of the step, alike."""
+        try:
+            return exchange(
+                self._window,
+                self._parts,
+                self._states.gradients,
+                self._held.buffers,
+                self._group,
+                self._recipe.sharding.copies,
+                self._options.number(),
+            )
+        except UsageError:
+            self._abandon()
+            raise
 
     def _decide(self, totals: Totals) -> StepStats:
         """The step's figures, and whether it updates anything."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,6 +208,7 @@ def check_optimizers(lending: Lending, fields: Mapping[str, Any]) -> None:
             f"The checkpoint is of the optimizers {said(there)}, and here are {said(here)}. Make "
             "the same ones, or load the model alone: engine.load(path, model_only=True)."
         )
+    _check_groups(lending, fields)
     trained = {each.name for each in lending.states.parameters.tracked}
     lost = sorted(set(fields["state"]) - trained)
     if lost:
@@ -214,6 +216,30 @@ def check_optimizers(lending: Lending, fields: Mapping[str, Any]) -> None:
             f"The checkpoint has optimizer state of parameters that are not trained here: "
             f"{_listed(lost)}. Train the same ones, or load the model alone: model_only=True."
         )
+
+
+def _check_groups(lending: Lending, fields: Mapping[str, Any]) -> None:
+    """Options go to groups by their place: raise CheckpointMismatch where that is another's."""
+    there = {
+        name: place
+        for place, group in enumerate(_groups(told["groups"] for told in fields["optimizers"]))
+        for name in group.get("parameters", ())
+    }
+    names = {each.parameter: each.name for each in lending.states.parameters.tracked}
+    faces = lending.recipe.optimizers
+    for place, group in enumerate(_groups(face.param_groups for face in faces)):
+        for name in (names[p] for p in group["params"] if p in names):
+            if there.get(name, place) != place:
+                raise CheckpointMismatch(
+                    f"{name} is in parameter group {place} here and was in group {there[name]} "
+                    "when the checkpoint was saved (counted over all optimizers), so it would get "
+                    "the rate and the options of others. Make the groups in the same order, or "
+                    "load the model alone: engine.load(path, model_only=True)."
+                )
+
+
+def _groups(several: Iterable[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    return itertools.chain.from_iterable(several)
 
 
 def _take_options(lending: Lending, fields: Mapping[str, Any]) -> None:
