@@ -30,6 +30,14 @@ class Neighbours:
         return max(others, 0.0) / ((time.monotonic() - self._begun) * cores())
 
 
+def remark(share: float | None) -> str:
+    """What a reader has to know of the others before believing a figure."""
+    if share is None:
+        return ""
+    said = f"other processes took {share:.0%} of the machine"
+    return said + (": too much, take these figures as indicative only" if share > BUSY else "")
+
+
 def _all_seconds() -> float | None:
     try:
         fields = Path("/proc/stat").read_text().splitlines()[0].split()

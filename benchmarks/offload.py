@@ -27,7 +27,7 @@ from rich.table import Table
 
 import machine
 import updates
-from neighbours import BUSY, Neighbours
+from neighbours import Neighbours, remark
 from shardwise.tiers.mounts import mount_of
 from shardwise.tiers.transfers import CHUNK
 from sweeps import Sweep, Work, contenders
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plain = [work.moved / took for took in next(iter(seconds.values()))]
     console.print(_table(work, seconds))
     console.print(updates.table(lines, workload.parameters, options.ranks, plain))
-    for remark in _remarks(lines, neighbours.share()):
-        console.print(remark, highlight=False, markup=False)
+    for line in _remarks(lines, neighbours.share()):
+        console.print(line, highlight=False, markup=False)
     if options.json:
         whole = {"machine": facts, "workload": asdict(workload), "ranks": options.ranks}
         whole |= {"bytes_per_sweep": work.moved, "sweeps_s": seconds}
@@ -75,9 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _remarks(lines: Sequence[Line], others: float | None) -> Iterator[str]:
     """Why a line is empty, and whether the machine was quiet."""
     yield from (f"{line.label}: {line.note}" for line in lines if line.note)
-    if others is not None:
-        said = f"other processes took {others:.0%} of the machine"
-        yield said + (": too much, take these figures as indicative only" if others > BUSY else "")
+    yield remark(others)
 
 
 def _measure(work: Work, field: Updates, options: argparse.Namespace, console: Console) -> Seconds:

@@ -8,7 +8,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from figures import AGREE, Line, disagreement, limit_scale, ratio
-from neighbours import BUSY
+from neighbours import remark
 from residents import MB
 from workloads import Gpt
 
@@ -78,11 +78,7 @@ def table(result: Result) -> Table:
 def remarks(result: Result) -> str:
     """What a reader of the table has to know before believing it."""
     said = f"losses agree to {disagreement(result.lines):.1e}"
-    if result.others is not None:
-        said += f"; other processes took {result.others:.0%} of the machine"
-        if result.others > BUSY:
-            said += ": too much, take these figures as indicative only"
-    return said
+    return "; ".join(part for part in (said, remark(result.others)) if part)
 
 
 def as_json(results: Sequence[Result], machine: dict[str, str], method: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ an idle rank uses no processor. Messages are lines of JSON. When the socket ends
 import importlib
 import json
 import os
+import resource
 import socket
 import sys
 import time
@@ -41,6 +42,7 @@ def _serve(channel: Any, spec: dict[str, Any]) -> None:
     contender = importlib.import_module(f"contenders.{spec['module']}")
     job = Job(**spec["job"] | {"workload": Gpt(**spec["job"]["workload"])})
     empty = own_memory()
+    job.told["faults"] = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step = contender.build(job, **spec["options"])
     _say(channel, ready=True, empty=empty)
     batches = cycle(job.batches())

@@ -33,7 +33,7 @@ from shardwise.states.residency import Residency
 from shardwise.states.sharded_parameters import ShardedParameters
 from shardwise.states.shelf import Shelf
 from shardwise.states.summation import Summation, in_tree
-from shardwise.states.tracked import Tracked, locate
+from shardwise.states.tracked import Census, Tracked, locate
 from shardwise.tree import MicroShards
 
 
@@ -108,11 +108,15 @@ class Recipe:
         if cast is not None and is_cast(tracked.places):
             tracked.dtype = cast
 
+    @cached_property
+    def _census(self) -> Census:
+        return Census(self.models)
+
     def shape(self) -> Shape:
         """What the states are laid out for."""
         return Shape(
             [len(g["params"]) for o in self.optimizers for g in o.param_groups],
-            [p.requires_grad for m in self.models for p in m.parameters()],
+            [p.requires_grad for p in self._census.parameters()],
         )
 
 
@@ -239,6 +243,7 @@ def assemble(
         own,
         shelves["optimizer"],
         by_spans=any(shelf.on_disk for shelf in shelves.values()),
+        sends=scattered and shown is None and recipe.sharding.size > 1,
         known=masters,
     )
     decay = recipe.settings.ema_decay

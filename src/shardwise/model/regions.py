@@ -8,7 +8,6 @@ unit's parameters is replaced by a note of where they are.
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -35,12 +34,10 @@ def _untraced(function: Any) -> Any:
     return function
 
 
-class Note(ABC):
+class Note:
     """What stands in for a saved tensor."""
 
-    @abstractmethod
-    def fetch(self) -> Tensor:
-        """The tensor itself."""
+    __slots__ = ()
 
 
 class Keeper(Protocol):
@@ -59,8 +56,12 @@ class Keeper(Protocol):
     def touch(self, number: int) -> None:
         """It is needed in a backward."""
 
-    def note_of(self, tensor: Tensor) -> Note | None:
-        """A note of where the memory of `tensor` is, if it is a unit's."""
+    @property
+    def note_of(self) -> Callable[[Tensor], Note | None]:
+        """What makes a note of where the memory of a tensor is, if it is a unit's."""
+
+    def fetch(self, note: Any) -> Tensor:
+        """The tensor that a note was made of, its unit shown."""
 
 
 class Doors:
@@ -94,8 +95,10 @@ class Doors:
 
 @dataclass(frozen=True)
 class _Opened:
-    """A forward under way: what it pushed, and the error that was being handled around it."""
+    """A forward under way: whether it records, what it pushed for that, and the error that was
+    being handled around it."""
 
+    recording: bool
     saving: saved_tensors_hooks | None
     before: BaseException | None
 
@@ -128,8 +131,8 @@ class Door:
             return
         if torch.is_grad_enabled() and self._doors.before is not None and self._keeper.is_idle:
             self._doors.before()
-        saving = _notes_for(self._keeper) if torch.is_grad_enabled() else None
-        self._open.append(_Opened(saving, sys.exc_info()[1]))
+        saving = _saving(self._keeper) if torch.is_grad_enabled() else None
+        self._open.append(_Opened(torch.is_grad_enabled(), saving, sys.exc_info()[1]))
         if saving is not None:
             saving.__enter__()
         self._keeper.enter(self._number, self._index, module)
@@ -145,7 +148,8 @@ class Door:
         failed = error is not None and error is not opened.before
         if opened.saving is not None:
             opened.saving.__exit__()
-            for tensor in pytree.tree_leaves(output):
+        if opened.recording:
+            for tensor in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.register_hook(self._reached)  # type: ignore[no-untyped-call]
         with suppress(CollectiveError) if failed else nullcontext():  # the first error is shown
@@ -164,28 +168,38 @@ class Door:
         return self.__dict__ | {"_doors": None, "_open": []}
 
 
-def _notes_for(keeper: Keeper) -> saved_tensors_hooks:
-    """Save notes instead of what `keeper` shows; other tensors as hooks further out say."""
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+class _Notes:
+    """Saves notes instead of what `keeper` shows; other tensors as hooks further out say."""
+
+    def __init__(self, keeper: Keeper, outer: Any) -> None:
+        self.keeper = keeper
+        self._note_of = keeper.note_of
+        self._outer = outer
 
     @_untraced
-    def pack(tensor: Tensor) -> Any:
-        note = keeper.note_of(tensor)
+    def pack(self, tensor: Tensor) -> Any:
+        """What to keep of `tensor`."""
+        note = self._note_of(tensor)
         if note is not None:
             return tensor.clone() if tensor.is_conj() or tensor.is_neg() else note
-        return tensor if outer is None else outer[0](tensor)
+        return tensor if self._outer is None else self._outer[0](tensor)
 
     @_untraced
-    def unpack(saved: Any) -> Tensor:
+    def unpack(self, saved: Any) -> Any:
+        """The tensor that `saved` was kept of."""
         if isinstance(saved, Note):
-            return saved.fetch()
-        if outer is None:
-            assert isinstance(saved, Tensor)
-            return saved
-        other: Tensor = outer[1](saved)
-        return other
+            return self.keeper.fetch(saved)
+        return saved if self._outer is None else self._outer[1](saved)
 
-    return saved_tensors_hooks(pack, unpack)
+
+def _saving(keeper: Keeper) -> saved_tensors_hooks | None:
+    """The hooks that save notes; None inside a door of the same `keeper`, whose hooks do."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    around = getattr(outer[0], "__self__", None) if outer is not None else None
+    if isinstance(around, _Notes) and around.keeper is keeper:
+        return None
+    notes = _Notes(keeper, outer)
+    return saved_tensors_hooks(notes.pack, notes.unpack)
 
 
 def places(

@@ -20,15 +20,38 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives, Handle
+from shardwise.states.places import Form, shaped
 from shardwise.states.slab import Slab
+
+NOTED = 256
+"""Forms of what autograd's notes asked for that a bucket remembers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A whole bucket in `flat`, and its parameters' views of it, by slot."""
+    """A whole bucket in `flat`, and its parameters' views of it, by slot, with their addresses;
+    `noted` are what autograd's notes asked for."""
 
     flat: Tensor
     views: list[Tensor]
+    addresses: list[int]
+    noted: dict[Form, Tensor] = field(default_factory=dict)
+
+    def in_form(self, form: Form) -> Tensor:
+        """What lies here in `form`, mostly made before."""
+        if form not in self.noted:
+            if len(self.noted) == NOTED:
+                self.noted.clear()
+            with outside_of_inference():
+                self.noted[form] = shaped(self.flat, form)
+        return self.noted[form]
+
+
+def whole_of(slab: Slab, flat: Tensor) -> Whole:
+    """The bucket of `slab`, which is in `flat`."""
+    with outside_of_inference():
+        views = slab.views(flat)
+    return Whole(flat, views, [view.data_ptr() for view in views])
 
 
 @dataclass(eq=False)
@@ -92,8 +115,7 @@ class InPlace(Gathers):
     def _whole(self, slab: Slab) -> Whole:
         if slab not in self._wholes:
             assert slab.common is not None
-            with _outside_of_inference():
-                self._wholes[slab] = Whole(slab.common, slab.views(slab.common))
+            self._wholes[slab] = whole_of(slab, slab.common)
         return self._wholes[slab]
 
     def give_back(self, gather: Gather) -> None:
@@ -105,12 +127,12 @@ class InPlace(Gathers):
 
 @dataclass(eq=False)
 class _Buffer:
-    """Memory for one bucket at a time; `views` by the slabs that it has held."""
+    """Memory for one bucket at a time; `wholes` by the slabs that it has held."""
 
     flat: Tensor
     unseen: int
     """References to the memory when nobody but this object sees it."""
-    views: dict[Slab, list[Tensor]] = field(default_factory=dict)
+    wholes: dict[Slab, Whole] = field(default_factory=dict)
     last: Handle = field(default_factory=Handle)
     """The gather for which other ranks may still read it."""
 
@@ -118,7 +140,7 @@ class _Buffer:
         """Whether anybody else still sees this memory, where it is not a part of other memory."""
         if self.flat.untyped_storage().nbytes() > self.flat.numel() * self.flat.element_size():
             return False
-        ours = sum(len(views) for views in self.views.values())
+        ours = sum(len(whole.views) + len(whole.noted) for whole in self.wholes.values())
         return _references(self.flat) > self.unseen + ours
 
 
@@ -138,12 +160,10 @@ class ByAllGather(Gathers):
     def start(self, slabs: Sequence[Slab]) -> Gather:
         """Start an all-gather for each slab, or what must come before it."""
         buffers = [self._borrow(slab) for slab in slabs]
-        wholes = []
         for slab, buffer in zip(slabs, buffers, strict=True):
-            if slab not in buffer.views:
-                with _outside_of_inference():
-                    buffer.views[slab] = slab.views(buffer.flat)
-            wholes.append(Whole(buffer.flat, buffer.views[slab]))
+            if slab not in buffer.wholes:
+                buffer.wholes[slab] = whole_of(slab, buffer.flat)
+        wholes = [buffer.wholes[slab] for slab, buffer in zip(slabs, buffers, strict=True)]
 
         def send(index: int) -> Handle:
             buffers[index].last = self._group.all_gather(
@@ -187,7 +207,7 @@ class ByAllGather(Gathers):
             if not buffer.is_seen():
                 return buffer
         self.made += 1
-        with _outside_of_inference():
+        with outside_of_inference():
             flat = self._group.allocate(*slab.kind)
         return _Buffer(flat, _references(flat))
 
@@ -210,7 +230,7 @@ def _load(slab: Slab, flat: Tensor, scope: AbstractContextManager[None]) -> None
 
 
 @contextmanager
-def _outside_of_inference() -> Iterator[None]:
+def outside_of_inference() -> Iterator[None]:
     """What is made inside lasts, so it must not be an inference tensor."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -58,6 +58,8 @@ class _Collector:
     """The elements that belong to no parameter."""
     expected: int
     """Arrivals to wait for in a backward; at first, one for each parameter."""
+    indices: list[int]
+    """By slot, its parameter."""
     remaining: int = 0
     filled: bool = False
     """Whether `rest.kept` holds gradients of this step."""
@@ -101,15 +103,18 @@ class Gradients:
         )
         self.norms = Norms(self.reduction.rests, summation, group.rank)
         self._collectors = [
-            _Collector(rest, _gaps(rest), len(rest.bucket.slots)) for rest in self.reduction.rests
+            _Collector(rest, _gaps(rest), len(rest.bucket.slots), _indices(rest))
+            for rest in self.reduction.rests
         ]
-        self._place_of = {
-            slot.parameter: (collector, position)
+        place_of = {
+            slot.parameter: (collector, position, slot.numel > SMALL)
             for collector in self._collectors
             for position, slot in enumerate(collector.rest.bucket.slots)
         }
+        self._place_of = [place_of[index] for index in range(len(self._params))]
         self._learned = [0] * len(self._params)
-        self._absent = [0] * len(self._params)
+        self._absent: dict[int, int] = {}
+        self._overdue: list[int] = []
         self._own_norms: list[Tensor] = []
         self._had_late = False
         self.late: dict[int, list[tuple[int, Tensor]]] = {}
@@ -157,7 +162,9 @@ class Gradients:
         self._empty = not isinstance(weight, Tensor) and weight == 0
         self._unknown_weight = weight if isinstance(weight, Tensor) else None
         self._factor = None if isinstance(factor, float) and factor == 1.0 else factor
+        self._plain = self._factor is None and self._unknown_weight is None
         self._cursor = 0
+        self._overdue.clear()
         self._arrivals = [0] * len(self._params)
         self._active = True
 
@@ -167,8 +174,10 @@ class Gradients:
             param.grad = None
             raise self._stray(self._parameters.tracked[index].name)
         self._arrivals[index] += 1
-        collector, position = self._place_of[index]
-        if param.numel() > SMALL and not collector.closed:
+        collector, position, is_large = self._place_of[index]
+        if collector.closed:
+            self._overdue.append(index)
+        elif is_large:
             self._take(collector, position, index)
         collector.remaining -= 1
         if collector.remaining == 0 and self._overlap and not self.paced:
@@ -252,19 +261,20 @@ class Gradients:
         more: tuple[list[Tensor], list[Tensor]] = ([], [])
         absent = [buffer[a:b] for a, b in collector.gaps]
         adds = self._adds(collector)
-        slots = collector.rest.bucket.slots
-        for position, view in enumerate(self._views(collector, buffer)):
-            index = slots[position].parameter
+        views = self._views(collector, buffer)
+        for index, view, written in zip(collector.indices, views, collector.written, strict=True):
             param = self._params[index]
-            grad, param.grad = param.grad, None
+            grad = param.grad
             if grad is None or self._empty:
-                if not collector.written[position]:
+                param.grad = None
+                if not written:
                     absent.append(view)
                 continue
+            param.grad = None
             self._refuse_sparse(index, grad)
-            targets, grads = more if adds or collector.written[position] else fresh
+            targets, grads = more if adds or written else fresh
             targets.append(view)
-            grads.append(self._cleaned(grad))
+            grads.append(grad if self._plain else self._cleaned(grad))
             self.used[index] = True
         self._probe(fresh[1] + more[1])
         if fresh[0]:
@@ -305,11 +315,10 @@ class Gradients:
 
     def _set_late_aside(self) -> None:
         """Keep what arrived after its bucket had been collected."""
-        for index, (count, param) in enumerate(zip(self._arrivals, self._params, strict=True)):
-            if not count or param.grad is None:
-                continue
+        for index in dict.fromkeys(self._overdue):
+            param = self._params[index]
             grad, param.grad = param.grad, None
-            if self._empty:
+            if grad is None or self._empty:
                 continue
             self._refuse_sparse(index, grad)
             self.used[index] = True
@@ -334,17 +343,19 @@ class Gradients:
 
     def _learn(self) -> None:
         """Remember how often each gradient came, and forget those that stay away."""
+        if self._arrivals == self._learned and not self._absent:
+            return
         for index, count in enumerate(self._arrivals):
             if count:
-                self._absent[index] = 0
+                self._absent.pop(index, None)
                 self._learned[index] = max(self._learned[index], count)
             elif self._learned[index]:
-                self._absent[index] += 1
+                self._absent[index] = self._absent.get(index, 0) + 1
                 if self._absent[index] >= PATIENCE:
                     self._learned[index] = 0
+                    del self._absent[index]
         for collector in self._collectors:
-            slots = collector.rest.bucket.slots
-            collector.expected = sum(self._learned[slot.parameter] for slot in slots)
+            collector.expected = sum(self._learned[index] for index in collector.indices)
 
     # -- between backward and step --------------------------------------------------------
 
@@ -432,6 +443,10 @@ def _arrive(gradients: ref[Gradients], index: int, param: Tensor) -> None:
     alive = gradients()
     if alive is not None:
         alive.arrived(index, param)
+
+
+def _indices(rest: Rest) -> list[int]:
+    return [slot.parameter for slot in rest.bucket.slots]
 
 
 def _gaps(rest: Rest) -> list[tuple[int, int]]:

@@ -191,8 +191,9 @@ class InnerOptimizer:
 
         `then` is called when nothing more is to be read ahead here.
         """
-        for part in self.parts:
-            self._cut_by_use(part, used)
+        if not all(used):
+            for part in self.parts:
+                self._cut_by_use(part, used)
         self._set_divisor(factor)
         rounds = max(len(part.spans) for part in self.parts)
         for index in range(rounds):

@@ -15,7 +15,7 @@ tensor from the start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -61,11 +61,14 @@ class OptimizerState:
         shelf: Shelf,
         *,
         by_spans: bool,
+        sends: bool,
         known: Mapping[nn.Parameter, Tensor],
     ) -> None:
-        """`groups` and `own` are by bucket. `by_spans`: some state rests on a disk. `known` are
-        values in the master dtype, better than what the parameters themselves say."""
+        """`groups` and `own` are by bucket. `by_spans`: some state rests on a disk. `sends`: an
+        updated bucket is sent to other ranks. `known` are values in the master dtype, better than
+        what the parameters themselves say."""
         self._parameters = parameters
+        self._sends = sends
         self._near: dict[Part, BroughtDown] = {}
         self.groups = groups
         self.parts = self._lay(own, shelf, by_spans)
@@ -132,26 +135,39 @@ class OptimizerState:
         """Cut every bucket into segments, give each an inner optimizer, take over old state."""
         for part, group in zip(self.parts, self.groups, strict=True):
             part.segments = self._segments(part, group)
-        together: dict[optim.Optimizer, InnerOptimizer] = {}
-        for part, group in zip(self.parts, self.groups, strict=True):
-            if group.kind.separable:
-                inner = InnerOptimizer([part], [group], _may_fuse(group, part))
-            elif group.face in together:
-                inner = together[group.face]
-            else:
-                members = [i for i, other in enumerate(self.groups) if other.face is group.face]
-                inner = together[group.face] = InnerOptimizer(
-                    [self.parts[i] for i in members], [self.groups[i] for i in members], False
-                )
-            if inner not in self.inners:
-                self.inners.append(inner)
-            self._inner_of.append(inner)
+        keys = [self._together(index) for index in range(len(self.parts))]
+        members: dict[Hashable, list[int]] = {}
+        for index, key in enumerate(keys):
+            members.setdefault(key, []).append(index)
+        made = {key: self._inner_over(indices) for key, indices in members.items()}
+        self.inners = list(made.values())
+        self._inner_of = [made[key] for key in keys]
         for index in range(len(self.parts)):
             self._adopt(index)
         taken = {tracked.parameter for tracked in self._parameters.tracked}
         for face in self._old:
             for parameter in [p for p in face.state if p in taken]:
                 del face.state[parameter]
+
+    def _together(self, index: int) -> Hashable:
+        """Buckets of equal keys are updated in one call: all of an optimizer that looks across;
+        else those that lose nothing by it, since nothing of them is sent, fetched or copied
+        beside the update of the one before."""
+        part, group = self.parts[index], self.groups[index]
+        if not group.kind.separable:
+            return group.face
+        is_apart = part.master is not part.target or part.master.beside is not None
+        stays = part.master.memory is not None and not part.moments
+        fuses = _may_fuse(group, part)
+        in_place = fuses or bool(group.options.get("fused"))  # others make temporaries of its size
+        if self._sends or is_apart or not stays or not in_place:
+            return index
+        return group.face, part.master.dtype, part.master.device, fuses
+
+    def _inner_over(self, indices: Sequence[int]) -> InnerOptimizer:
+        parts, groups = [self.parts[i] for i in indices], [self.groups[i] for i in indices]
+        fused = groups[0].kind.separable and _may_fuse(groups[0], parts[0])
+        return InnerOptimizer(parts, groups, fused)
 
     def restart(self, states: Mapping[nn.Parameter, Mapping[str, Any]], borders: Set[int]) -> None:
         """Forget all state, and have that of `states` by parameter: tensors of it are Blanks, for

@@ -110,8 +110,8 @@ class ReplicatedParameters(Parameters):
         super().__init__(tracked, buckets)
         self._group = group
         self._flats = [self._adopt(index) for index in range(len(buckets))]
+        self._homes = Homes(tracked)
         self._addresses = [t.parameter.data_ptr() for t in tracked]
-        self._dtypes = [t.parameter.dtype for t in tracked]
         self.remember()
 
     def _adopt(self, index: int) -> Tensor:
@@ -141,10 +141,9 @@ class ReplicatedParameters(Parameters):
         self.check_places()
 
     def check_places(self) -> None:
-        for tracked, address, dtype in zip(
-            self.tracked, self._addresses, self._dtypes, strict=True
-        ):
-            check_place(tracked, address, dtype)
+        if not self._homes.are_kept(self._addresses):
+            for tracked, address in zip(self.tracked, self._addresses, strict=True):
+                check_place(tracked, address)
 
     def release(self) -> None:
         """Give each parameter memory of its own again, so that another layout can take it."""
@@ -154,10 +153,27 @@ class ReplicatedParameters(Parameters):
             )
 
 
-def check_place(tracked: Tracked, address: int, dtype: torch.dtype) -> None:
+class Homes:
+    """Where parameters lie and are registered, looked at all at once: so it can be done often."""
+
+    def __init__(self, tracked: Sequence[Tracked]) -> None:
+        self._parameters = [each.parameter for each in tracked]
+        self._dtypes = [each.dtype for each in tracked]
+        self._places = [(*place, each.parameter) for each in tracked for place in each.places]
+
+    def are_kept(self, addresses: Sequence[int]) -> bool:
+        """Whether `check_place` finds nothing wrong with any."""
+        return (
+            [parameter.data_ptr() for parameter in self._parameters] == addresses
+            and [parameter.dtype for parameter in self._parameters] == self._dtypes
+            and all(module._parameters.get(key) is p for module, key, p in self._places)
+        )
+
+
+def check_place(tracked: Tracked, address: int) -> None:
     """Raise BrokenView unless the parameter lies at `address` and is where it was registered."""
     parameter = tracked.parameter
-    if parameter.data_ptr() != address or parameter.dtype != dtype:
+    if parameter.data_ptr() != address or parameter.dtype != tracked.dtype:
         raise BrokenView(
             f"The storage of {tracked.alias} was replaced after the engine took it over "
             f"(it is now {parameter.dtype} on {parameter.device}). Casting or moving a "

@@ -2,65 +2,75 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect, insort
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
+from shardwise.model.regions import Note
 
-@dataclass(frozen=True)
-class Place:
-    """A tensor as it lies in bucket `index` of unit `unit`."""
-
-    unit: int
-    index: int
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def of(self, flat: Tensor) -> Tensor:
-        """The tensor in `flat`, the whole bucket."""
-        flat = flat if flat.dtype == self.dtype else flat.view(self.dtype)
-        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+Form = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+"""A tensor as it lies in a bucket: offset in elements of its dtype, shape, strides, dtype."""
 
 
-@dataclass(frozen=True)
-class _Range:
-    first: int
-    end: int
-    unit: int
-    index: int
+class Place(Note):
+    """A tensor in bucket `index` of unit `unit`, as it was in a `generation` of its values."""
+
+    __slots__ = ("form", "generation", "index", "unit")
+
+    def __init__(self, unit: int, index: int, form: Form, generation: int) -> None:
+        self.unit = unit
+        self.index = index
+        self.form = form
+        self.generation = generation
+
+
+def shaped(flat: Tensor, form: Form) -> Tensor:
+    """What lies in `flat`, a whole bucket, in `form`."""
+    offset, shape, stride, dtype = form
+    flat = flat if flat.dtype == dtype else flat.view(dtype)
+    return flat.as_strided(shape, stride, flat.storage_offset() + offset)
+
+
+_Range = tuple[int, int, int, int]
+"""First address, end, unit, index."""
 
 
 class Places:
-    """The whole buckets that are in memory now, found by address."""
+    """The whole buckets that are in memory now, found by address; `generation` counts up when
+    their values change."""
 
     def __init__(self) -> None:
-        self._ranges: dict[int, list[_Range]] = {}
+        self.generation = 0
+        self._ranges: list[_Range] = []
+        self._firsts: list[int] = []
 
     def add(self, flat: Tensor, unit: int, index: int) -> None:
         """`flat` holds bucket `index` of unit `unit`."""
-        first = flat.data_ptr()
-        found = _Range(first, first + flat.nbytes, unit, index)
-        self._ranges.setdefault(flat.untyped_storage().data_ptr(), []).append(found)
+        if flat.numel():
+            first = flat.data_ptr()
+            insort(self._ranges, (first, first + flat.nbytes, unit, index), key=itemgetter(0))
+            insort(self._firsts, first)
 
     def remove(self, flat: Tensor) -> None:
         """It does no longer."""
-        storage, first = flat.untyped_storage().data_ptr(), flat.data_ptr()
-        self._ranges[storage] = [each for each in self._ranges[storage] if each.first != first]
+        if flat.numel():
+            place = bisect(self._firsts, flat.data_ptr()) - 1
+            del self._ranges[place], self._firsts[place]
 
     def find(self, tensor: Tensor) -> Place | None:
-        """Where `tensor` lies; None for any other memory."""
-        if tensor.layout != torch.strided:
+        """Where `tensor` lies; None for any other memory. Called for all that autograd saves."""
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # it has none: sparse, or a wrapper
             return None
-        ranges = self._ranges.get(tensor.untyped_storage().data_ptr())
-        if not ranges:
+        place = bisect(self._firsts, address) - 1
+        if place < 0:
             return None
-        address = tensor.data_ptr()
-        for each in ranges:
-            if each.first <= address < each.end:
-                offset = (address - each.first) // tensor.element_size()
-                form = tensor.shape, tensor.stride(), tensor.dtype
-                return Place(each.unit, each.index, offset, *form)
-        return None
+        first, end, unit, index = self._ranges[place]
+        if address >= end:
+            return None
+        offset = (address - first) // tensor.element_size()
+        form = offset, tensor.shape, tensor.stride(), tensor.dtype
+        return Place(unit, index, form, self.generation)

@@ -24,8 +24,7 @@ from torch.autograd import Variable
 
 from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
-from shardwise.model.regions import Note
-from shardwise.states.gathers import ByAllGather, Gather, InPlace, Whole, there
+from shardwise.states.gathers import ByAllGather, Gather, InPlace, Whole, there, whole_of
 from shardwise.states.places import Place, Places
 from shardwise.states.sharded_parameters import ShardedParameters, allow_copies, refuse_copies
 from shardwise.states.slab import Slab
@@ -82,8 +81,8 @@ class Residency:
         self._tape: list[Hashable] = []
         self._backwards = 0
         self._uneven = False
-        self._generation = 0
         self._places = Places()
+        self._whole: dict[Unit, None] = {}
         self.settled()
         parameters.watch(self.settled)
 
@@ -151,15 +150,18 @@ class Residency:
         """A backward has ended, or failed; with `keep_graph` another one may follow over it."""
         if not self._is_backward():
             return
-        recorded = {unit for kind in self._tape for unit in self._expected[kind]}
-        # What is lasting may be needed first or last: it comes first, and stays.
-        order = sorted(recorded, key=lambda unit: (not self.units[unit].lasting, -unit))
-        self._finish_turns(order, failed=failed)
+        self._finish_turns(self._recorded() if self._gathers.collective else (), failed=failed)
         self._pass = None
         self._let_go_of_all()
         if not keep_graph:
             self._tape.clear()
             self._backwards = 0
+
+    def _recorded(self) -> list[int]:
+        """The units that a backward may come to. What is lasting may be needed first or last: it
+        comes first, and stays."""
+        recorded = {unit for kind in self._tape for unit in self._expected[kind]}
+        return sorted(recorded, key=lambda unit: (not self.units[unit].lasting, -unit))
 
     def touch(self, number: int) -> None:
         """Unit `number` is needed in a backward."""
@@ -192,27 +194,29 @@ class Residency:
 
     # -- what autograd saves --------------------------------------------------------------
 
-    def note_of(self, tensor: Tensor) -> Note | None:
-        """What to keep instead of `tensor`, if its memory is a shown unit's."""
-        place = self._places.find(tensor)
-        return None if place is None else _Saved(self, place, self._generation)
+    @property
+    def note_of(self) -> Callable[[Tensor], Place | None]:
+        """What tells what to keep instead of a tensor, if its memory is a shown unit's."""
+        return self._places.find
 
-    def fetch(self, place: Place, generation: int) -> Tensor:
+    def fetch(self, place: Place) -> Tensor:
         """What lies at `place`, its unit shown. Raises UsageError after a step in between."""
-        if generation != self._generation:
+        if place.generation != self._places.generation:
             raise UsageError(
                 f"A backward came to {self.units[place.unit].name} through a forward from before "
                 "the last change of its parameters (engine.step, or full_parameters with "
                 "write=True). Compute the loss again after it."
             )
-        self.touch(place.unit)
-        return place.of(self.units[place.unit].wholes[place.index].flat)
+        unit = self.units[place.unit]
+        if unit.gather is None or self._pass is None:
+            self.touch(place.unit)
+        return unit.wholes[place.index].in_form(place.form)
 
     # -- between steps --------------------------------------------------------------------
 
     def settled(self) -> None:
         """Parameters have changed: show those that are always shown anew. Collective."""
-        self._generation += 1
+        self._places.generation += 1
         self._tape.clear()
         self._backwards = 0
         for number, unit in enumerate(self.units):
@@ -251,7 +255,7 @@ class Residency:
         flats = {slab: self._parameters.gathered(slab, here=here) for slab in unit.slabs}
         found = {slab: flat for slab, flat in flats.items() if flat is not None}
         if here:
-            wholes = [Whole(flat, slab.views(flat)) for slab, flat in found.items()]
+            wholes = [whole_of(slab, flat) for slab, flat in found.items()]
             self._show(number, there(wholes))
             unit.depth += 1
             for tracked in unit.tracked:
@@ -361,9 +365,9 @@ class Residency:
         unit = self.units[number]
         assert unit.gather is None
         unit.wholes, unit.gather = gather.wait(), gather
+        self._whole[unit] = None
         for index, (slab, whole) in enumerate(zip(unit.slabs, unit.wholes, strict=True)):
-            for tracked, view in zip(slab.tracked, whole.views, strict=True):
-                self._parameters.show(tracked, view)
+            self._parameters.show(slab, whole.views, whole.addresses)
             self._places.add(whole.flat, number, index)
 
     def _let_go(self, unit: Unit) -> None:
@@ -372,29 +376,16 @@ class Residency:
             self._put_to_rest(unit)
 
     def _let_go_of_all(self, *, but_lasting: bool = False) -> None:
-        for unit in self.units:
+        for unit in list(self._whole):
             if not (but_lasting and unit.lasting):
                 self._let_go(unit)
 
     def _put_to_rest(self, unit: Unit) -> None:
         if unit.gather is None:
             return
-        for tracked in unit.tracked:
-            self._parameters.rest(tracked)
-        for whole in unit.wholes:
+        del self._whole[unit]
+        for slab, whole in zip(unit.slabs, unit.wholes, strict=True):
+            self._parameters.rest(slab)
             self._places.remove(whole.flat)
         gather, unit.gather, unit.wholes = unit.gather, None, []
         self._gathers.give_back(gather)
-
-
-@dataclass(frozen=True)
-class _Saved(Note):
-    """A note of where a parameter's memory is."""
-
-    residency: Residency
-    place: Place
-    generation: int
-
-    def fetch(self) -> Tensor:
-        """The tensor, its unit shown."""
-        return self.residency.fetch(self.place, self.generation)

@@ -19,7 +19,7 @@ from shardwise.errors import BrokenView, UsageError
 from shardwise.layout import Bucket
 from shardwise.model.meta import make_real
 from shardwise.states.held import Held, InMemory
-from shardwise.states.parameters import Parameters, check_place
+from shardwise.states.parameters import Homes, Parameters, check_place
 from shardwise.states.shelf import Shelf
 from shardwise.states.slab import Slab
 from shardwise.states.tracked import Tracked
@@ -47,17 +47,22 @@ class ShardedParameters(Parameters):
         self._watchers: list[Callable[[], None]] = []
         self._all = [*tracked, *frozen]
         self._nans: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._rests = [self._rest_of(number) for number in range(len(self._all))]
-        self._number = {each: number for number, each in enumerate(self._all)}
-        self._addresses = [0] * len(self._all)
         self._replaced: Tracked | None = None
         offset = len(tracked)
         shifted = [_shifted(bucket, offset) for bucket in frozen_buckets]
         self.slabs = self._slabs([*buckets, *shifted], shelf)
+        self._rests = {slab: self._rests_of(slab) for slab in self.slabs}
+        self._at_rest = {slab: [r.data_ptr() for r in rests] for slab, rests in self._rests.items()}
+        self._addresses = dict(self._at_rest)
+        self._homes = {slab: Homes(slab.tracked) for slab in self.slabs}
         for index, slab in enumerate(self.slabs):
             self._adopt(index, slab, value_of)
         self.meet()
         self.remember()
+
+    def _rests_of(self, slab: Slab) -> list[Tensor]:
+        """By slot, what its parameter is at rest."""
+        return [self._rest_of(slot.parameter) for slot in slab.bucket.slots]
 
     def _rest_of(self, number: int) -> Tensor:
         """What a parameter is at rest; the NaNs of one kind lie side by side to be looked at."""
@@ -96,7 +101,8 @@ class ShardedParameters(Parameters):
         _, dtype, device = slab.kind
         interval = torch.zeros(own[1] - own[0], dtype=dtype, device=device)
         wide: Tensor | None = None
-        for each, slot in zip(slab.tracked, slab.bucket.slots, strict=True):
+        places = zip(slab.tracked, slab.bucket.slots, self._rests[slab], strict=True)
+        for each, slot, at_rest in places:
             low, high = max(slot.start, own[0]), min(slot.end, own[1])
             value = value_of(each)
             if low < high:
@@ -106,7 +112,10 @@ class ShardedParameters(Parameters):
                 if value.dtype != dtype:
                     wide = interval.to(value.dtype) if wide is None else wide
                     wide[place] = flat[low - slot.start : high - slot.start]
-            self._put(each, self._rests[self._number[each]])
+            if each.parameter.is_meta:
+                make_real(each.parameter, at_rest)
+            else:
+                each.parameter.data = at_rest
             refuse_copies(each)
         slab.held.store(interval)
         if wide is not None and index < len(self.buckets):
@@ -117,27 +126,24 @@ class ShardedParameters(Parameters):
         assert own == self.slabs[index].own
         return self.slabs[index].held
 
-    def show(self, tracked: Tracked, view: Tensor) -> None:
-        """Let a parameter have its values, which are in `view`."""
-        self._note_replaced(tracked)
-        self._put(tracked, view)
+    def show(self, slab: Slab, views: Sequence[Tensor], addresses: list[int]) -> None:
+        """Let the parameters of a bucket have their values, which are in `views`, by slot, at
+        `addresses`."""
+        self._note_replaced(slab)
+        for parameter, view in zip(slab.parameters, views, strict=True):
+            parameter.data = view
+        self._addresses[slab] = addresses
 
-    def rest(self, tracked: Tracked) -> None:
-        """Take a parameter's values away: NaN to read, an error to write."""
-        self._note_replaced(tracked)
-        self._put(tracked, self._rests[self._number[tracked]])
+    def rest(self, slab: Slab) -> None:
+        """Take the values of a bucket's parameters away: NaN to read, an error to write."""
+        self.show(slab, self._rests[slab], self._at_rest[slab])
 
-    def _put(self, tracked: Tracked, value: Tensor) -> None:
-        if tracked.parameter.is_meta:
-            make_real(tracked.parameter, value)
-        else:
-            tracked.parameter.data = value
-        self._addresses[self._number[tracked]] = value.data_ptr()
-
-    def _note_replaced(self, tracked: Tracked) -> None:
+    def _note_replaced(self, slab: Slab) -> None:
         """Remember a parameter that user code gave other memory: `check` tells of it."""
-        if tracked.parameter.data_ptr() != self._addresses[self._number[tracked]]:
-            self._replaced = tracked
+        now, then = [p.data_ptr() for p in slab.parameters], self._addresses[slab]
+        if now != then:
+            wrong = zip(slab.tracked, now, then, strict=True)
+            self._replaced = next(each for each, a, b in wrong if a != b)
 
     def publish(self, index: int) -> Handle:
         """Nothing to send: a unit is gathered when it is needed."""
@@ -168,9 +174,10 @@ class ShardedParameters(Parameters):
             if nans.device.type == "cpu" and not bool(nans.isnan().all()):
                 written = self._all[int((~nans.isnan()).nonzero()[0])]
                 nans.fill_(torch.nan)
-        for each, version in zip(self._all, self._all_versions, strict=True):
-            if each.parameter._version != version:
-                written = each
+        versions = [each.parameter._version for each in self._all]
+        if versions != self._all_versions:
+            pairs = zip(self._all, versions, self._all_versions, strict=True)
+            written = next(each for each, now, then in pairs if now != then)
         if written is not None:
             raise self.written_in_vain(written)
 
@@ -200,10 +207,12 @@ class ShardedParameters(Parameters):
     def check_places(self) -> None:
         """Raise BrokenView if user code replaced a parameter; told once, since the next use of
         its unit mends it."""
-        for number, tracked in enumerate(self._all):
-            address = self._addresses[number]
-            self._addresses[number] = tracked.parameter.data_ptr()
-            check_place(tracked, address, tracked.dtype)
+        for slab, homes in self._homes.items():
+            addresses = self._addresses[slab]
+            if not homes.are_kept(addresses):
+                self._addresses[slab] = [p.data_ptr() for p in slab.parameters]
+                for tracked, address in zip(slab.tracked, addresses, strict=True):
+                    check_place(tracked, address)
 
     def release(self) -> None:
         """Give each parameter whole memory of its own again. Collective."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.layout import Bucket
 from shardwise.states.held import Held
@@ -23,7 +24,12 @@ class Slab:
     held: Held
     common: Tensor | None
 
-    @property
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """By slot."""
+        return [tracked.parameter for tracked in self.tracked]
+
+    @cached_property
     def kind(self) -> tuple[int, torch.dtype, torch.device]:
         """Length, dtype and device of the whole bucket."""
         return self.bucket.numel, self.tracked[0].dtype, self.tracked[0].device

@@ -19,6 +19,8 @@ def squares(values: Tensor) -> Tensor:
         values = values.float()
     if not values.numel():
         return torch.zeros((), dtype=torch.float64, device=values.device)
+    if values.numel() <= CHUNK:
+        return torch.dot(values, values).double()
     chunks = torch.split(values, CHUNK)
     return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).double().sum()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -71,3 +72,28 @@ def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[Tracked]:
                     found[parameter] = Tracked(name.replace("_orig_mod.", ""), parameter)
                 found[parameter].places.append((module, key))
     return list(found.values())
+
+
+class Census:
+    """The parameters of `models`, counted anew only when a module or a parameter came or went."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._count()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of each model, in registration order, each once."""
+        now = self._children()
+        if len(now) != len(self._known) or not all(map(is_, now, self._known)):
+            self._count()
+        return self._parameters
+
+    def _count(self) -> None:
+        self._modules = [module for model in self._models for module in model.modules()]
+        self._parameters = [p for model in self._models for p in model.parameters()]
+        self._known = self._children()
+
+    def _children(self) -> list[nn.Module | nn.Parameter | None]:
+        """What hangs on each module."""
+        kinds = ((module._modules, module._parameters) for module in self._modules)
+        return [child for pair in kinds for held in pair for child in held.values()]
