@@ -1,6 +1,6 @@
 # Each target is a script in scripts/, so that a person, an editor and CI run the same lines.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check
+.PHONY: help install demo test test-all check benchmark
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,3 +19,6 @@ test-all: install  ## all tests
 
 check: install  ## lint, format, types, import floors
 	@scripts/check
+
+benchmark: install  ## hours: step time, memory and scaling beside the peers that PYTHON has
+	@scripts/benchmark

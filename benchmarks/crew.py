@@ -9,12 +9,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from contenders import Contender
-from workloads import Gpt
+from workloads import Workload, told
 
 HERE = Path(__file__).parent
 LOG_LINES = 30
@@ -46,7 +46,7 @@ class Crew:
     Raises NotInstalled or CrewFailed. `limit` (seconds) bounds the start and each stint.
     """
 
-    def __init__(self, contender: Contender, workload: Gpt, ranks: int, limit: float) -> None:
+    def __init__(self, contender: Contender, workload: Workload, ranks: int, limit: float) -> None:
         self.size = 1 if contender.alone else ranks
         self._limit = limit
         self._folder = tempfile.TemporaryDirectory(prefix="step-time-")
@@ -90,11 +90,11 @@ class Crew:
                 process.wait()
         self._folder.cleanup()
 
-    def _start(self, contender: Contender, workload: Gpt) -> None:
+    def _start(self, contender: Contender, workload: Workload) -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
             for rank in range(self.size):
                 job = {
-                    "workload": asdict(workload),
+                    "workload": told(workload),
                     "rank": rank,
                     "size": self.size,
                     "port": listener.getsockname()[1],

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import models
 from residents import disk_bytes
-from workloads import Gpt
+from workloads import Workload
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """Trains one step on (inputs, targets) and returns this rank's loss."""
@@ -30,7 +30,7 @@ class Job:
     """One rank's part. Rank 0 inherited `listen_fd`, a socket that listens on `port`, so that no
     port is chosen by one process and taken by another."""
 
-    workload: Gpt
+    workload: Workload
     rank: int
     size: int
     port: int
@@ -57,6 +57,19 @@ class Job:
             master_listen_fd=self.listen_fd,
         )
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
+
+    def launched(self) -> dict[str, str]:
+        """The variables that torchrun would have set."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.size),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_RUN_ID": "benchmark",
+        }
 
     def model(self) -> nn.Module:
         """The model on the CPU in fp32, with the same weights on every rank."""

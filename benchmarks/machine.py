@@ -1,5 +1,6 @@
 """Where and with what the figures were made; `python benchmarks/machine.py` prints it."""
 
+import json
 import os
 import platform
 import shlex
@@ -8,6 +9,7 @@ import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("torch", "numpy", "shardwise", "deepspeed", "accelerate", "lightning", "mpi4py")
 
@@ -22,6 +24,14 @@ def describe() -> dict[str, str]:
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def write_json(path: Path, figures: Any) -> None:
+    """Write the result file so that a run which is cut leaves the last whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(json.dumps(figures, indent=1) + "\n")
+    beside.replace(path)
 
 
 def cores() -> int:

@@ -12,8 +12,8 @@ from typing import Any
 from report import milliseconds
 from residents import MB
 
-HEAD = "| {} | ms/step | x DDP | x limit | MB/rank, peak | loss |"
-RULE = "|---|--:|--:|--:|--:|--:|"
+HEAD = "| {} | ms/step | x DDP | x limit | MB/rank, peak | MB, all ranks | loss |"
+RULE = "|---|--:|--:|--:|--:|--:|--:|"
 
 
 def main(path: Path) -> None:
@@ -42,14 +42,16 @@ def _table(result: dict[str, Any]) -> Iterator[str]:
 
 def _row(line: dict[str, Any]) -> str:
     if line["note"]:
-        return f"| {line['label']} | {line['note'].splitlines()[0]} | | | | |"
+        return f"| {line['label']} | {line['note'].splitlines()[0]} | | | | | |"
     peak = line["memory_bytes_per_rank"]["peak"]
+    everyone = line.get("peak_bytes_of_all_ranks")
     cells = [
         line["label"],
         milliseconds(line["median_ms"]),
         _number(line["over_ddp"], ".2f"),
         _number(line["over_limit"], ".2f"),
         _number(None if peak is None else peak / MB, ".0f"),
+        _number(None if everyone is None else everyone / MB, ".0f"),
         _number(line["losses"][-1], ".4f"),
     ]
     return f"| {' | '.join(cells)} |"

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workloads import Gpt
+import resnet
+from workloads import Gpt, ResNet, Workload
 
 POOL = 4
 """Batches that the steps go round: few enough for the loss to fall, so that a contender which
@@ -61,27 +62,35 @@ def _initialise(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def build(workload: Gpt) -> GptModel:
+def build(workload: Workload) -> GptModel | resnet.ResNet34:
     """The model, with the same weights in every process."""
     torch.manual_seed(0)
-    return GptModel(workload)
+    return resnet.ResNet34(workload) if isinstance(workload, ResNet) else GptModel(workload)
 
 
-def batches(workload: Gpt, rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
-    """This rank's rows of each batch of the pool: inputs and targets, (rows, sequence), int64."""
+def batches(workload: Workload, rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    """This rank's rows of each batch of the pool: inputs and int64 targets."""
     generator = torch.Generator().manual_seed(1)
-    shape = (workload.batch, workload.sequence + 1)
     share = workload.batch // size
     rows = slice(rank * share, (rank + 1) * share)
-    pool = [torch.randint(workload.vocabulary, shape, generator=generator) for _ in range(POOL)]
-    return [(whole[rows, :-1].contiguous(), whole[rows, 1:].contiguous()) for whole in pool]
+    pool = [_batch(workload, generator) for _ in range(POOL)]
+    return [(inputs[rows].contiguous(), targets[rows].contiguous()) for inputs, targets in pool]
+
+
+def _batch(workload: Workload, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """One batch of all ranks; of a GPT each token and the one after it, (rows, sequence)."""
+    if isinstance(workload, ResNet):
+        return resnet.batch(workload, generator)
+    shape = (workload.batch, workload.sequence + 1)
+    whole = torch.randint(workload.vocabulary, shape, generator=generator)
+    return whole[:, :-1], whole[:, 1:]
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy over the tokens of these rows."""
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    """The mean cross-entropy over the tokens, or images, of these rows."""
+    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
-def blocks(model: GptModel) -> list[nn.Module]:
+def blocks(model: GptModel | resnet.ResNet34) -> list[nn.Module]:
     """The units by which a peer that wants to be told shards the model."""
     return list(model.blocks)

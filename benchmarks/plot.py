@@ -1,6 +1,7 @@
-"""Two bars per contender: step time, with the limit as a line, and the resident set beside it."""
+"""Two bars per contender: step time, with the limit as a line, and the resident set beside it;
+and the lines of strong scaling."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,33 @@ def save(results: Sequence[Result], path: Path, caption: str) -> None:
     for (left, right), result in zip(axes, results, strict=True):
         _times(left, result)
         _memory(right, result)
+    figure.supxlabel(caption, fontsize=7, color="#64748b")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def scaling(
+    curves: Mapping[str, Mapping[int, float | None]], cores: int, path: Path, caption: str
+) -> None:
+    """Draw speed-up over the number of ranks, a line per contender and one for the cores."""
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    sizes = sorted({ranks for curve in curves.values() for ranks in curve})
+    axes.plot(sizes, [min(n, cores) for n in sizes], "k--", linewidth=1, label="cores")
+    for label, curve in curves.items():
+        ours = label.startswith("Shardwise")
+        known = [(ranks, value) for ranks, value in sorted(curve.items()) if value is not None]
+        style = "-" if ours else ":"
+        if not known:
+            continue
+        axes.plot(*zip(*known, strict=True), style, marker="o", markersize=4, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(ranks) for ranks in sizes])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("ranks, one thread each")
+    axes.set_ylabel("times faster than one process")
+    axes.legend(fontsize=8, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(caption, fontsize=7, color="#64748b")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

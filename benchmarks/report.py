@@ -1,7 +1,7 @@
 """One table of the result, on the screen and as JSON."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE
@@ -10,7 +10,7 @@ from rich.table import Table
 from figures import AGREE, Line, disagreement, limit_scale, ratio
 from neighbours import remark
 from residents import MB
-from workloads import Gpt
+from workloads import Workload, told
 
 Column = tuple[str, Callable[[Line], str]]
 
@@ -19,7 +19,7 @@ Column = tuple[str, Callable[[Line], str]]
 class Result:
     """The lines of one configuration at one number of ranks, one process first."""
 
-    workload: Gpt
+    workload: Workload
     ranks: int
     cores: int
     lines: list[Line]
@@ -35,6 +35,10 @@ class Result:
         """ms per step if the ranks shared one process's work and nothing else cost anything."""
         alone = self.lines[0].median
         return None if alone is None else alone * self.scale
+
+    def over_ranks(self, each: float | None, line: Line) -> float | None:
+        """A contender's bytes per rank, summed over its ranks."""
+        return None if each is None else each * (1 if line is self.lines[0] else self.ranks)
 
     @property
     def steps_compared(self) -> int:
@@ -112,6 +116,7 @@ def _columns(result: Result) -> list[Column]:
         ("x limit", lambda line: _number(result.over_limit(line), ".2f")),
         ("MB/rank", lambda line: _number(line.resident, ".0f", MB)),
         ("peak", lambda line: _number(line.peak, ".0f", MB)),
+        ("peak, all", lambda line: _number(result.over_ranks(line.peak, line), ".0f", MB)),
         (
             f"loss, {result.steps_compared} steps",
             lambda line: _number(line.losses[-1] if line.losses else None, ".4f"),
@@ -121,7 +126,7 @@ def _columns(result: Result) -> list[Column]:
 
 def _result_json(result: Result) -> dict[str, Any]:
     return {
-        "configuration": asdict(result.workload),
+        "configuration": told(result.workload),
         "ranks": result.ranks,
         "cores": result.cores,
         "limit_ms": result.limit,
@@ -145,6 +150,7 @@ def _line_json(result: Result, line: Line) -> dict[str, Any]:
             "between_steps": line.resident,
             "peak": line.peak,
         },
+        "peak_bytes_of_all_ranks": result.over_ranks(line.peak, line),
         "losses": line.losses,
         "rounds_ms": line.rounds,
     }

@@ -26,9 +26,14 @@ class Plan:
 
 
 def measure(
-    contenders: Sequence[Contender], plan: Plan, start: Start, told: Callable[[str], None]
+    contenders: Sequence[Contender],
+    plan: Plan,
+    start: Start,
+    told: Callable[[str], None],
+    kept: Callable[[list[Line]], None] = lambda lines: None,
 ) -> list[Line]:
-    """One line per contender. `told` hears of each turn before it begins."""
+    """One line per contender. `told` hears of each turn before it begins, `kept` gets the lines
+    after every round."""
     lines = {c.key: Line(c.key, c.label) for c in contenders}
     with ExitStack() as alive:
         turns = _kept(start, alive) if plan.keep else start
@@ -36,6 +41,7 @@ def measure(
             for contender in _rotated(contenders, number):
                 told(f"round {number + 1} of {plan.rounds}: {contender.label}")
                 _turn(lines[contender.key], contender, plan.steps, turns)
+            kept(list(lines.values()))
     return list(lines.values())
 
 

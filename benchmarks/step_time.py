@@ -1,7 +1,8 @@
 """Step time and resident set of every row of Shardwise beside its peers, in one run.
 
-    python benchmarks/step_time.py --config A,C --ranks 2,4 --rows 0,1,2 \\
-        --peers ddp,zro,fsdp2,deepspeed --json benchmarks/results/today.json --plot today.png
+    python benchmarks/step_time.py --config A,C,R --ranks 2,4 --rows 0,1,2,3 --disk DIR \\
+        --peers ddp,zro,fsdp2,deepspeed,accelerate,lightning \\
+        --json benchmarks/results/today.json --plot today.png
 
 All train the same model from the same weights on the same batches, in fp32 with torch's fused
 AdamW and one thread per rank; the loss after the same number of steps is shown, and the run fails
@@ -21,7 +22,6 @@ the ranks can use: what remains if nothing but the arithmetic costs anything.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
@@ -37,12 +37,13 @@ import machine
 import report
 import workloads
 from crew import Crew
+from figures import Line
 from neighbours import Neighbours
 from report import Result
 from rounds import Plan, measure
-from workloads import Gpt
+from workloads import Gpt, ResNet, Workload
 
-SIZES = [field.name for field in fields(Gpt) if field.name != "name"]
+SIZES = sorted({field.name for kind in (Gpt, ResNet) for field in fields(kind)} - {"name"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        takers = contenders.chosen(options.peers, options.rows, options.transport)
+        disk = str(options.disk.resolve()) if options.disk else None
+        takers = contenders.chosen(options.peers, options.rows, options.transport, disk)
         cases = _cases(options)
     except ValueError as error:
         parser.error(str(error))
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         results = _run(takers, cases, options, console, about)
     except KeyboardInterrupt:
-        console.print("Interrupted; the tables that were complete are written.")
+        console.print("Interrupted; what was measured is written.")
         return 130
     faults = report.faults(results)
     for fault in faults:
@@ -73,28 +75,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(
     takers: Sequence[contenders.Contender],
-    cases: Sequence[tuple[Gpt, int]],
+    cases: Sequence[tuple[Workload, int]],
     options: argparse.Namespace,
     console: Console,
     about: dict[str, str],
 ) -> list[Result]:
-    """Measure case after case; each table is printed and kept as soon as it is known."""
+    """Measure case after case; a table is printed when it is complete, and figures are written
+    after every round: a run that is cut leaves what it measured."""
     plan = _plan(options)
-    results = []
+    results: list[Result] = []
     with _progress(console) as progress:
         task = progress.add_task("", total=len(cases) * plan.rounds * len(takers))
         for workload, ranks in cases:
-            neighbours = Neighbours()
-            lines = measure(
+            neighbours, before = Neighbours(), len(results)
+
+            def kept(lines: list[Line], w=workload, r=ranks, n=neighbours, b=before) -> None:
+                results[b:] = [Result(w, r, machine.cores(), lines, n.share())]
+                _write_figures(results, about, options)
+
+            measure(
                 takers,
                 plan,
                 lambda who, w=workload, r=ranks: Crew(who, w, r, options.limit),
                 _teller(progress, task, f"{workload.name}, {ranks} ranks"),
+                kept,
             )
-            results.append(Result(workload, ranks, machine.cores(), lines, neighbours.share()))
             console.print(report.table(results[-1]))
             console.print(report.remarks(results[-1]) + "\n", highlight=False, soft_wrap=True)
-            _write(results, about, options)
+            _draw(results, about, options)
     return results
 
 
@@ -129,18 +137,21 @@ def _plan(options: argparse.Namespace) -> Plan:
     return Plan(rounds=options.rounds, steps=options.steps, keep=options.keep)
 
 
-def _write(results: Sequence[Result], about: dict[str, str], options: argparse.Namespace) -> None:
+def _write_figures(
+    results: Sequence[Result], about: dict[str, str], options: argparse.Namespace
+) -> None:
     if options.json:
-        whole = report.as_json(results, about, asdict(_plan(options)))
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+        machine.write_json(options.json, report.as_json(results, about, asdict(_plan(options))))
+
+
+def _draw(results: Sequence[Result], about: dict[str, str], options: argparse.Namespace) -> None:
     if options.plot:
         import plot  # matplotlib is only needed for this
 
         plot.save(results, options.plot, f"{about['machine']} · {about['versions']}")
 
 
-def _cases(options: argparse.Namespace) -> list[tuple[Gpt, int]]:
+def _cases(options: argparse.Namespace) -> list[tuple[Workload, int]]:
     """The configurations as the flags change them, at each number of ranks."""
     given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     unknown = [name for name in options.config if name not in workloads.CONFIGURATIONS]
@@ -149,13 +160,19 @@ def _cases(options: argparse.Namespace) -> list[tuple[Gpt, int]]:
         raise ValueError(f"No such configuration: {', '.join(unknown)}. There are {known}.")
     chosen = [workloads.CONFIGURATIONS[name] for name in options.config]
     if given:
-        chosen = [
-            replace(workload, name=f"{workload.name}, changed", **given) for workload in chosen
-        ]
+        chosen = [_changed(workload, given) for workload in chosen]
     cases = [(workload, ranks) for workload in chosen for ranks in options.ranks]
     for workload, ranks in cases:
         workloads.check(workload, ranks)
     return cases
+
+
+def _changed(workload: Workload, given: dict[str, int]) -> Workload:
+    """`workload` in other sizes. Raises ValueError for one that it does not have."""
+    own = {field.name for field in fields(workload)}
+    if alien := [name for name in given if name not in own]:
+        raise ValueError(f"Configuration {workload.name} has no --{alien[0]}.")
+    return replace(workload, name=f"{workload.name}, changed", **given)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -163,10 +180,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=summary, epilog=method, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", type=_words, default=["A", "C"], metavar="A,C")
+    parser.add_argument("--config", type=_words, default=["A", "C", "R"], metavar="A,C,R")
     parser.add_argument("--ranks", type=_numbers, default=[2, 4], metavar="2,4")
-    parser.add_argument("--rows", type=_numbers, default=[0, 1, 2], metavar="0,1,2")
+    parser.add_argument("--rows", type=_numbers, default=[0, 1, 2, 3], metavar="0,1,2,3")
     parser.add_argument("--transport", type=_words, default=["auto"], metavar="auto,gloo")
+    parser.add_argument("--disk", type=Path, metavar="DIR", help="rows with states on a disk too")
     parser.add_argument("--peers", type=_words, default=list(contenders.PEERS), metavar="ddp,...")
     parser.add_argument("--rounds", type=_positive, default=5, metavar="N")
     parser.add_argument("--steps", type=_positive, default=5, metavar="N", help="timed, per round")

@@ -19,7 +19,7 @@ import torch
 
 from job import Job, Step
 from residents import own_memory
-from workloads import Gpt
+from workloads import understood
 
 
 def main(fd: int, spec: dict[str, Any]) -> None:
@@ -40,9 +40,9 @@ def main(fd: int, spec: dict[str, Any]) -> None:
 def _serve(channel: Any, spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     contender = importlib.import_module(f"contenders.{spec['module']}")
-    job = Job(**spec["job"] | {"workload": Gpt(**spec["job"]["workload"])})
+    job = Job(**spec["job"] | {"workload": understood(spec["job"]["workload"])})
     empty = own_memory()
-    job.told["faults"] = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    job.told["used"] = _used
     step = contender.build(job, **spec["options"])
     _say(channel, ready=True, empty=empty)
     batches = cycle(job.batches())
@@ -51,6 +51,12 @@ def _serve(channel: Any, spec: dict[str, Any]) -> None:
         told = {name: ask() for name, ask in job.told.items()}
         _say(channel, **taken, updates=job.updates, told=told)
         job.updates.clear()
+
+
+def _used() -> dict[str, float]:
+    """What this process has cost the machine so far: page faults, and ms of processors."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {"faults": usage.ru_minflt, "cpu": 1e3 * (usage.ru_utime + usage.ru_stime)}
 
 
 def _take(step: Step, batches: Any, steps: int) -> dict[str, Any]:

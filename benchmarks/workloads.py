@@ -1,6 +1,8 @@
 """What is trained: the configurations, as data. Nothing here imports torch."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +36,53 @@ class Gpt:
         )
 
 
-CONFIGURATIONS = {
+@dataclass(frozen=True, kw_only=True)
+class ResNet:
+    """A ResNet-34 on random images of `image` x `image` pixels; `width` is the first stage's
+    number of channels, `batch` the TOTAL number of images, cut over the ranks."""
+
+    name: str
+    width: int
+    image: int
+    classes: int
+    batch: int
+
+    def describe(self) -> str:
+        """One line for the head of a table."""
+        return (
+            f"{self.name}: ResNet-34, {self.width} channels, GroupNorm, images of {self.image} x "
+            f"{self.image}, {self.classes} classes, batch {self.batch}"
+        )
+
+
+Workload = Gpt | ResNet
+
+KINDS = {"gpt": Gpt, "resnet": ResNet}
+
+
+def told(workload: Workload) -> dict[str, Any]:
+    """`workload` as numbers and names, for another process."""
+    kind = next(name for name, made in KINDS.items() if isinstance(workload, made))
+    return {"kind": kind} | asdict(workload)
+
+
+def understood(told: Mapping[str, Any]) -> Workload:
+    """The workload that was `told`."""
+    sizes = {name: value for name, value in told.items() if name != "kind"}
+    return KINDS[told["kind"]](**sizes)
+
+
+CONFIGURATIONS: dict[str, Workload] = {
     # Compute-bound: the arithmetic of a step outweighs the gradients it has to move.
     "A": Gpt(name="A", width=384, layers=8, vocabulary=8192, sequence=128, batch=8),
     # Communication-bound: more parameters, a quarter of the tokens.
     "C": Gpt(name="C", width=512, layers=8, vocabulary=8192, sequence=64, batch=4),
+    # Convolutions, whose backward is long before its gradients are large.
+    "R": ResNet(name="R", width=64, image=64, classes=1000, batch=16),
 }
 
 
-def check(workload: Gpt, ranks: int) -> None:
+def check(workload: Workload, ranks: int) -> None:
     """Refuse what the peers would train wrongly. Raises ValueError."""
     if workload.batch % ranks:
         raise ValueError(
@@ -50,7 +90,7 @@ def check(workload: Gpt, ranks: int) -> None:
             f"its kin average over ranks, which is only right for equal ones. Choose a --batch "
             f"that {ranks} divides."
         )
-    if workload.width % workload.head_count:
+    if isinstance(workload, Gpt) and workload.width % workload.head_count:
         raise ValueError(
             f"A width of {workload.width} cannot be cut into {workload.head_count} equal heads; "
             "choose --heads that divides it."

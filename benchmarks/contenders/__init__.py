@@ -44,6 +44,8 @@ PEERS = {
         )
         for stage in range(4)
     ],
+    "accelerate": [Contender(key="accelerate", label="Accelerate", module="accelerate")],
+    "lightning": [Contender(key="lightning", label="Lightning Fabric", module="lightning")],
 }
 """A name of --peers, and the lines it stands for."""
 
@@ -59,12 +61,33 @@ def row(zero: int, transport: str = "auto") -> Contender:
     )
 
 
+def on_disk(zero: int, folder: str) -> Contender:
+    """The row with all that may rest on a disk in `folder`: the optimizer state, and parameters
+    where they are sharded."""
+    offloaded = {"offload_optimizer": f"nvme:{folder}"}
+    if zero == 3:
+        offloaded["offload_params"] = f"nvme:{folder}"
+    return Contender(
+        key=f"shardwise-{zero}-nvme",
+        label=f"Shardwise ZERO_{zero}, nvme",
+        module="shardwise",
+        options={"zero": zero} | offloaded,
+    )
+
+
 def chosen(
-    peers: Sequence[str], rows: Sequence[int], transports: Sequence[str] = ("auto",)
+    peers: Sequence[str],
+    rows: Sequence[int],
+    transports: Sequence[str] = ("auto",),
+    disk: str | None = None,
 ) -> list[Contender]:
-    """The contenders of a table: one process first, for the limit. Raises ValueError."""
+    """The contenders of a table: one process first, for the limit. Raises ValueError.
+
+    With a folder on a `disk`, each row that shards its optimizer state also with that there.
+    """
     unknown = [peer for peer in peers if peer not in PEERS]
     if unknown:
         raise ValueError(f"No such peer: {', '.join(unknown)}. There are {', '.join(PEERS)}.")
     ours = [row(zero, transport) for transport in transports for zero in rows]
+    ours += [on_disk(zero, disk) for zero in rows if zero and disk is not None]
     return [PLAIN, *(line for peer in peers for line in PEERS[peer]), *ours]

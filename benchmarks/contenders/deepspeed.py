@@ -17,11 +17,7 @@ def build(job: Job, *, stage: int, offload: str = "none") -> Step:
     """`offload` is where the optimizer state rests: none, cpu or nvme:FOLDER."""
     if offload.startswith("nvme"):
         _check_async_io()
-    os.environ |= {
-        "RANK": str(job.rank),
-        "LOCAL_RANK": str(job.rank),
-        "WORLD_SIZE": str(job.size),
-    }
+    os.environ |= job.launched()
     job.join_torch()
     deepspeed.init_distributed(dist_backend="gloo")
     model = job.model()

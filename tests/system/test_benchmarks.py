@@ -64,6 +64,33 @@ def test_contenders_do_the_same_work(tmp_path: Path) -> None:
     assert "| Shardwise ZERO_2 |" in run("markdown.py", str(path))
 
 
+def test_a_convolutional_network(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    once = ["--config", "R", "--ranks", "2", "--rounds", "1", "--steps", "1"]
+    tiny = ["--width", "32", "--image", "16", "--classes", "8", "--batch", "2"]
+    rows = ["--rows", "3", "--peers", "none", "--disk", tmp_path]
+    run("step_time.py", *once, *tiny, *rows, "--json", path)
+
+    (result,) = json.loads(path.read_text())["results"]
+    assert result["configuration"]["kind"] == "resnet"
+    lines = {line["key"]: line for line in result["contenders"]}
+    assert list(lines) == ["plain", "shardwise-3", "shardwise-3-nvme"]
+    for line in lines.values():
+        assert line["losses"] == pytest.approx(lines["plain"]["losses"], abs=5e-5)
+
+
+def test_the_hot_path(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    once = ["--ranks", "1", "--rows", "3", "--rounds", "1", "--steps", "2"]
+    shown = run("hot_path.py", *once, "--json", path)
+    (result,) = json.loads(path.read_text())["results"]
+    plain, ours = result["lines"]
+    assert plain["added_ms"] == 0.0
+    assert ours["added_ms"] == pytest.approx(ours["ms"] - plain["ms"])
+    assert ours["cpu_ms"] > 0
+    assert "page faults" in shown
+
+
 def test_primitives() -> None:
     shown = run("collectives.py", "--ranks", "2", "--mb", "1", "--repeats", "2")
     for name in ("reduce_scatter_single", "isend/irecv", "Gloo.barrier", "Shared.all_gather"):
@@ -177,7 +204,8 @@ def test_a_state_that_is_not_its_formula_shows(monkeypatch: pytest.MonkeyPatch) 
     ("arguments", "said"),
     [
         (["--peers", "horovod"], "No such peer: horovod. There are ddp, zro"),
-        (["--config", "B"], "No such configuration: B. There are A, C."),
+        (["--config", "B"], "No such configuration: B. There are A, C, R."),
+        (["--config", "R", "--heads", "2"], "Configuration R has no --heads."),
         (["--ranks", "3"], "A batch of 8 rows cannot be cut into 3 equal shares"),
         (["--width", "100", "--heads", "3"], "A width of 100 cannot be cut into 3 equal heads"),
         (["--rounds", "0"], "0 is below 1"),
