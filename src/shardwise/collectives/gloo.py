@@ -75,13 +75,21 @@ class Gloo(Collectives):
             return self._exchange_all(first, buffer, exact_sum, tree, each)
         own = interval(buffer, cuts, self.rank)
         scatter = self._reduce_scatter(first, buffer, cuts, own, exact_sum, tree, each)
+        second_half: list[Handle] = []
+
+        def sum_and_send() -> None:
+            scatter.wait()
+            second_half.append(self._all_gather(second, buffer, cuts))
+
+        # Nobody may have to wait for the second half to be begun, so none of us begins it; and
+        # nobody waits for its end before the next call is summed.
+        trip = self._courier.follow(sum_and_send)
 
         def finish() -> None:
-            scatter.wait()
-            self._all_gather(second, buffer, cuts).wait()
+            trip.wait()
+            second_half[0].wait()
 
-        # Nobody may have to wait for the second half to be begun, so none of us begins it.
-        return Handle(self._courier.follow(finish).wait)
+        return Handle(finish)
 
     def _exchange_all(
         self, call: int, buffer: Tensor, exact_sum: bool, tree: bool, each: Each | None

@@ -177,7 +177,7 @@ class ShardedParameters(Parameters):
         versions = [each.parameter._version for each in self._all]
         if versions != self._all_versions:
             pairs = zip(self._all, versions, self._all_versions, strict=True)
-            written = next(each for each, now, then in pairs if now != then)
+            *_, written = (each for each, now, then in pairs if now != then)
         if written is not None:
             raise self.written_in_vain(written)
 
