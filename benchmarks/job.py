@@ -22,7 +22,7 @@ Update = tuple[int, int, int]
 """When an update began and ended (ns, on the clock that all processes of a host share), and the
 bytes that this process read from disks and wrote to them meanwhile."""
 
-HYPERPARAMETERS: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.01, "fused": True}
+HYPERPARAMETERS: dict[str, Any] = {"weight_decay": 0.01, "fused": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +75,14 @@ class Job:
         """The model on the CPU in fp32, with the same weights on every rank."""
         return models.build(self.workload)
 
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """What AdamW is given."""
+        return {"lr": self.workload.lr} | HYPERPARAMETERS
+
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """torch's fused AdamW, the fastest there is on the CPU."""
-        return torch.optim.AdamW(parameters, **HYPERPARAMETERS)
+        return torch.optim.AdamW(parameters, **self.hyperparameters)
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean loss over this rank's rows."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,7 @@ class Gpt:
     batch: int
     heads: int = 0
     """0: one head per 64 of width."""
+    lr: ClassVar[float] = 3e-4
 
     @property
     def head_count(self) -> int:
@@ -46,6 +47,9 @@ class ResNet:
     image: int
     classes: int
     batch: int
+    # Convolutions of another number of rows are rounded otherwise, and AdamW's first steps go by
+    # the sign of a gradient: with larger ones, losses of the same work part in the third decimal.
+    lr: ClassVar[float] = 1e-6
 
     def describe(self) -> str:
         """One line for the head of a table."""

@@ -4,7 +4,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from job import HYPERPARAMETERS, Job, Step
+from job import Job, Step
 
 
 def build(job: Job) -> Step:
@@ -14,7 +14,7 @@ def build(job: Job) -> Step:
         model.parameters(),
         torch.optim.AdamW,
         parameters_as_bucket_view=True,
-        **HYPERPARAMETERS,
+        **job.hyperparameters,
     )
 
     return job.plain_step(model, optimizer)

@@ -205,7 +205,7 @@ def test_a_state_that_is_not_its_formula_shows(monkeypatch: pytest.MonkeyPatch) 
     [
         (["--peers", "horovod"], "No such peer: horovod. There are ddp, zro"),
         (["--config", "B"], "No such configuration: B. There are A, C, R."),
-        (["--config", "R", "--heads", "2"], "Configuration R has no --heads."),
+        (["--config", "R", "--heads", "2"], "No chosen configuration has a --heads."),
         (["--ranks", "3"], "A batch of 8 rows cannot be cut into 3 equal shares"),
         (["--width", "100", "--heads", "3"], "A width of 100 cannot be cut into 3 equal heads"),
         (["--rounds", "0"], "0 is below 1"),
