@@ -306,6 +306,7 @@ class Engine(Resumable):
         self._window = Window()
         habits.tell_schedulers(self._recipe.optimizers)
         self.steps += 1
+        self._group.lookout.step = self.steps
         self._reseed()
 
     def _reseed(self) -> None:

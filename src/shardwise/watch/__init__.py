@@ -1,0 +1,12 @@
+"""The watch: who waits for whom, who does not come and what it does instead. Off the hot path.
+
+    waits.py        the waits of this process, by thread
+    whereabouts.py  where in the user's code a thread is, and in which verb of ours
+    processes.py    the state of a process in words
+    questions.py    one question to other ranks, and their answers
+    lookout.py      the thread of each rank that answers, and what a rank asks
+    roots.py        from a rank that waits to those that all wait for: pure
+
+Each rank has one thread that sleeps until another rank asks, so a rank in an endless loop still
+tells where it is, and one that is stopped or cut off is known by its silence.
+"""

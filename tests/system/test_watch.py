@@ -1,0 +1,84 @@
+"""A rank that does not come: what is said of it, and where the others are."""
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.launcher import Launcher, script
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states of processes are Linux's")
+
+SOON = ("--timeout", "9", "--warn-after", "2", "--grace", "0.5")
+LONG = ("--timeout", "100", "--warn-after", "100")
+AT_ONCE = 40.0
+"""Seconds for a run that starts, trains and fails, on a machine that does other things too."""
+
+STEP = r"watched\.py:3[23]\)"
+
+
+@pytest.fixture
+def shardwise(tmp_path: Path) -> Iterator[Launcher]:
+    """A launcher whose runs leave nothing behind."""
+    launcher = Launcher(tmp_path)
+    yield launcher
+    left = launcher.wait_until_gone()
+    launcher.kill_all()
+    assert left == []
+    assert launcher.folders_left() == []
+
+
+def test_a_rank_that_is_stopped(shardwise: Launcher) -> None:
+    ran = shardwise.run("run", "-n", "3", *SOON, script("watched"), "stop")
+    assert ran.code == 1
+    assert re.search(
+        r"\[0\] shardwise: ranks 0, 2 have waited \d s in step 3 for rank 1\. "
+        r"The run ends after 9 s \(--timeout\)\.\n"
+        rf"\[0\]   ranks 0, 2 are in engine\.\w+ \(.*{STEP}: [\w -]+ \(call \d+\), for rank 1\n"
+        r"\[0\]   rank 1 is stopped \(T\)\n"
+        r"\[0\]   stack of ranks? 0",
+        ran.err,
+    ), ran.err
+    assert "for rank 1, which did not come. Rank 1 is stopped (T)." in ran.err.splitlines()[-1]
+
+
+def test_a_rank_in_an_endless_loop(shardwise: Launcher) -> None:
+    ran = shardwise.run("run", "-n", "3", *SOON, script("watched"), "loop")
+    assert ran.code == 1
+    assert re.search(r"\[0\]   rank 1 is in no collective, at .*watched\.py:20\n", ran.err), ran.err
+    assert re.search(r"watched\.py:20 in strike: (pass|while True:)\n", ran.err), ran.err
+    assert re.search(r"which did not come\. Rank 1 is in no collective, at .*:20\.", ran.err)
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_save_on_rank_0_alone(shardwise: Launcher, transport: str) -> None:
+    begun = time.monotonic()
+    words = ("run", "-n", "3", *LONG, "--transport", transport, script("watched"), "save")
+    ran = shardwise.run(*words)
+    assert ran.code == 1
+    assert re.search(
+        r"Rank 0 is in engine\.save \(.*watched\.py:15\), ranks 1, 2 are in engine\.\w+ "
+        rf"\(.*{STEP}: is the call under `if is_main`\?",
+        ran.err,
+    ), ran.err
+    assert time.monotonic() - begun < AT_ONCE
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_rank_in_another_collective(shardwise: Launcher, transport: str) -> None:
+    begun = time.monotonic()
+    words = ("run", "-n", "3", *LONG, "--transport", transport, script("watched"), "differ")
+    ran = shardwise.run(*words)
+    assert ran.code == 1
+    assert re.search(r"Call \d+ is .* values on rank \d and .* values on rank \d, of 3\.", ran.err)
+    assert "of 7 float32 values on rank 1" in ran.err
+    assert time.monotonic() - begun < AT_ONCE
+
+
+def test_a_signal_shows_the_stacks_of_a_rank(shardwise: Launcher) -> None:
+    ran = shardwise.run("run", "-n", "2", script("watched"), "show")
+    assert ran.code == 0
+    assert re.search(r'\[1\]   File ".*watched\.py", line 24 in strike\n', ran.err), ran.err
