@@ -25,7 +25,10 @@ from shardwise.watch.lookout import Lookout
 PROBE = 1
 """A tag that no call has: messages that nobody awaits."""
 
-NOTHING = ["nothing", 0, ""]
+Content = tuple[str, int, torch.dtype | None]
+"""What a message is: of which collective, how many elements, of which dtype."""
+
+NOTHING: Content = ("nothing", 0, None)
 
 REMEMBERED = 64
 """Calls of which a rank can tell what it has sent in them."""
@@ -68,7 +71,7 @@ class Gloo(Collectives):
         self._unwaited: dict[int, list[tuple[int, dist.Work]]] = {}
         self._spare: dict[torch.dtype, list[Tensor]] = {}
         self._courier = Courier(self.lookout.waits)
-        self._sent: dict[int, dict[int, list[Any]]] = {}
+        self._sent: dict[int, dict[int, Content]] = {}
         self._difference: CollectiveError | None = None
         self._channel = "all" if group is None else str(group.group_name)
         self.lookout.channels[self._channel] = self
@@ -210,7 +213,7 @@ class Gloo(Collectives):
         """Start one message to and from every other rank (empty ones are not sent); returns what
         waits for them all."""
         works: list[tuple[int, dist.Work]] = []
-        self._sent[call] = {rank: _content(what, call, tensor) for rank, tensor in sends.items()}
+        self._sent[call] = {rank: (what, *_kind(tensor)) for rank, tensor in sends.items()}
         self._sent.pop(call - REMEMBERED, None)
         for peer, start, tensors in (
             ("group_src", dist.irecv, receives),
@@ -224,12 +227,11 @@ class Gloo(Collectives):
                     assert work is not None
                     works.append((rank, work))
         self._unwaited[call] = works
-        awaited = {rank: _content(what, call, tensor) for rank, tensor in receives.items()}
-        return partial(self._wait, what, call, awaited)
+        return partial(self._wait, what, call, receives)
 
-    def _wait(self, what: str, call: int, awaited: dict[int, list[Any]]) -> None:
+    def _wait(self, what: str, call: int, receives: dict[int, Tensor]) -> None:
         now: list[int] = []  # the place that is waited for
-        compare = partial(self._compare, call, awaited, now)
+        compare = partial(self._compare, what, call, receives, now)
         with self.lookout.waits.noted(f"{what} (call {call})", lambda: self._ranks(now), compare):
             for place, work in self._unwaited[call]:
                 now[:] = [place]
@@ -262,29 +264,29 @@ class Gloo(Collectives):
 
     # -- ranks in different calls ---------------------------------------------------------
 
-    def _compare(self, call: int, awaited: dict[int, list[Any]], now: list[int]) -> None:
+    def _compare(self, what: str, call: int, receives: dict[int, Tensor], now: list[int]) -> None:
         """End a wait for what will never come, since its sender is in another collective."""
-        if not now or (place := now[0]) not in awaited or self._difference is not None:
+        if not now or (place := now[0]) not in receives or self._difference is not None:
             return
-        lookout = self.lookout
+        lookout, awaited = self.lookout, _told((what, *_kind(receives[place])))
         rank = self.roster.ranks[place]
         sent = lookout.ask_sent(rank, self._channel, call, self.rank)
-        if sent is None or sent == awaited[place]:
+        if sent is None or sent == awaited:
             return
         me = self.roster.ranks[self.rank]
-        here, there = f"{_text(awaited[place])} on rank {me}", f"{_text(sent)} on rank {rank}"
+        here, there = f"{_text(awaited)} on rank {me}", f"{_text(sent)} on rank {rank}"
         if (passed := lookout.passed_on(self.roster.speaker(self.rank))) is not None:
             self._difference = passed
         else:
             text = f"Call {call} is {here} and {there}, of {self.roster.size}. {lookout.compared()}"
             self._difference = CollectiveError(f"{text}{SAME_CALLS}")
             lookout.tell(self._difference)
-        lookout.ask_to_let_go(rank, self._channel, self.rank, [call, awaited[place]])
+        lookout.ask_to_let_go(rank, self._channel, self.rank, [call, awaited])
 
     def sent(self, call: int, to: int) -> list[Any] | None:
         """What this rank has sent to a place in a call; None where it has not come to that."""
         sent = self._sent.get(call)
-        return None if sent is None else sent.get(to, NOTHING)
+        return None if sent is None else _told(sent.get(to, NOTHING))
 
     def let_go(self, to: int, awaited: list[Any]) -> None:
         """Send to a place what it waits for, so that it waits no longer."""
@@ -327,9 +329,14 @@ class Gloo(Collectives):
         self._spare[scratch.dtype].append(whole)
 
 
-def _content(what: str, call: int, tensor: Tensor) -> list[Any]:
-    """What a message is, as JSON."""
-    return [what, tensor.numel(), str(tensor.dtype).removeprefix("torch.")]
+def _kind(tensor: Tensor) -> tuple[int, torch.dtype]:
+    return tensor.numel(), tensor.dtype
+
+
+def _told(content: Content) -> list[Any]:
+    """The same as JSON."""
+    what, numel, dtype = content
+    return [what, numel, str(dtype or "").removeprefix("torch.")]
 
 
 def _text(content: list[Any]) -> str:

@@ -67,6 +67,8 @@ def verb(frame: FrameType | None) -> str:
 
 def stack(frame: FrameType | None) -> list[str]:
     """The stack that ends in `frame`, outermost first, a line or two for each frame."""
+    if frame is None:
+        return []
     frames = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=DEPTH)
     frames.reverse()
     return [_told(one) for one in frames]
