@@ -1,6 +1,8 @@
 """A rank that does not come: what is said of it, and where the others are."""
 
 import re
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -12,12 +14,12 @@ from tests.system.launcher import Launcher, script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states of processes are Linux's")
 
-SOON = ("--timeout", "9", "--warn-after", "2", "--grace", "0.5")
-LONG = ("--timeout", "100", "--warn-after", "100")
-AT_ONCE = 40.0
-"""Seconds for a run that starts, trains and fails, on a machine that does other things too."""
+AT_ONCE = 60.0
+"""Seconds for a run that starts, trains and fails, on a machine that does other things too; less
+than the warning takes, and the time-out."""
 
-STEP = r"watched\.py:3[23]\)"
+IN_STEP = r"in engine\.\w+ \(.*watched\.py:3[23]\)"
+"""Where ranks are that train on."""
 
 
 @pytest.fixture
@@ -32,12 +34,13 @@ def shardwise(tmp_path: Path) -> Iterator[Launcher]:
 
 
 def test_a_rank_that_is_stopped(shardwise: Launcher) -> None:
-    ran = shardwise.run("run", "-n", "3", *SOON, script("watched"), "stop")
+    short = ("--timeout", "12", "--warn-after", "2", "--grace", "0.5")
+    ran = shardwise.run("run", "-n", "3", *short, script("watched"), "stop")
     assert ran.code == 1
     assert re.search(
-        r"\[0\] shardwise: ranks 0, 2 have waited \d s in step 3 for rank 1\. "
-        r"The run ends after 9 s \(--timeout\)\.\n"
-        rf"\[0\]   ranks 0, 2 are in engine\.\w+ \(.*{STEP}: [\w -]+ \(call \d+\), for rank 1\n"
+        r"\[0\] shardwise: ranks 0, 2 have waited \d+ s in step 3 for rank 1\. "
+        r"The run ends after 12 s \(--timeout\)\.\n"
+        rf"\[0\]   ranks 0, 2 are {IN_STEP}: [\w -]+ \(call \d+\), for rank 1\n"
         r"\[0\]   rank 1 is stopped \(T\)\n"
         r"\[0\]   stack of ranks? 0",
         ran.err,
@@ -46,35 +49,51 @@ def test_a_rank_that_is_stopped(shardwise: Launcher) -> None:
 
 
 def test_a_rank_in_an_endless_loop(shardwise: Launcher) -> None:
-    ran = shardwise.run("run", "-n", "3", *SOON, script("watched"), "loop")
-    assert ran.code == 1
-    assert re.search(r"\[0\]   rank 1 is in no collective, at .*watched\.py:20\n", ran.err), ran.err
-    assert re.search(r"watched\.py:20 in strike: (pass|while True:)\n", ran.err), ran.err
-    assert re.search(r"which did not come\. Rank 1 is in no collective, at .*:20\.", ran.err)
+    words = ("run", "-n", "3", "--warn-after", "2", script("watched"), "loop")
+    process = shardwise.start(*words)
+    said = until(process, "stack of rank 1")
+    process.send_signal(signal.SIGINT)
+    assert re.search(r"\[0\]   rank 1 is in no collective, at .*watched\.py:(19|20)\n", said), said
+    ran = shardwise.finish(process)
+    assert re.search(r"watched\.py:(19|20) in strike: (pass|while True:)\n", ran.err), ran.err
+    assert ran.code == 130
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def until(process: "subprocess.Popen[str]", words: str) -> str:
+    """What a run says until a line holds `words`."""
+    assert process.stderr is not None
+    said = ""
+    for line in process.stderr:
+        said += line
+        if words in line:
+            return said
+    raise AssertionError(f"it ended without {words!r}:\n{said}")
+
+
+@pytest.mark.parametrize("transport", ["auto", pytest.param("gloo", marks=pytest.mark.full)])
 def test_a_save_on_rank_0_alone(shardwise: Launcher, transport: str) -> None:
     begun = time.monotonic()
-    words = ("run", "-n", "3", *LONG, "--transport", transport, script("watched"), "save")
+    words = ("run", "-n", "3", "--transport", transport, script("watched"), "save")
     ran = shardwise.run(*words)
     assert ran.code == 1
     assert re.search(
-        r"Rank 0 is in engine\.save \(.*watched\.py:15\), ranks 1, 2 are in engine\.\w+ "
-        rf"\(.*{STEP}: is the call under `if is_main`\?",
+        r"Rank 0 is in engine\.save \(.*watched\.py:15\), "
+        rf"ranks 1, 2 are {IN_STEP}: is the call under `if is_main`\?",
         ran.err,
     ), ran.err
     assert time.monotonic() - begun < AT_ONCE
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_a_rank_in_another_collective(shardwise: Launcher, transport: str) -> None:
+def test_a_rank_in_another_collective_over_gloo(shardwise: Launcher) -> None:
     begun = time.monotonic()
-    words = ("run", "-n", "3", *LONG, "--transport", transport, script("watched"), "differ")
-    ran = shardwise.run(*words)
+    ran = shardwise.run("run", "-n", "3", "--transport", "gloo", script("watched"), "differ")
     assert ran.code == 1
-    assert re.search(r"Call \d+ is .* values on rank \d and .* values on rank \d, of 3\.", ran.err)
+    call = r"\w[\w-]+ of \d+ \w+ values"
+    assert re.search(rf"Call \d+ is {call} on rank \d and {call} on rank \d, of 3\.", ran.err), (
+        ran.err
+    )
     assert "of 7 float32 values on rank 1" in ran.err
+    assert "rank 1 is in world.sum (" in ran.err
     assert time.monotonic() - begun < AT_ONCE
 
 

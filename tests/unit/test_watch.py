@@ -145,6 +145,17 @@ class TestWhereabouts:
         names = [line.split(" in ")[1].split(":")[0] for line in whereabouts.stack(frame)]
         assert names[-4:] == ["main", "backward", "_go", "hook"]
 
+    def test_a_deep_stack_keeps_the_users_lines(self):
+        source = "def down(left):\n    return down(left - 1) if left else sys._getframe()\n"
+        scope: dict[str, object] = {"sys": sys}
+        exec(compile(source, f"{whereabouts.OURS}deep.py", "exec"), scope)
+        exec(compile("def main():\n    return down(50)\n", "train.py", "exec"), scope)
+        lines = whereabouts.stack(scope["main"]())
+        assert len(lines) <= 2 * whereabouts.DEPTH + 1
+        at = next(i for i, line in enumerate(lines) if line.startswith("train.py:2 in main"))
+        assert "deep.py:2 in down" in lines[at + 1]
+        assert lines[at + 2] == "..."
+
     @pytest.mark.parametrize(
         ("qualified", "said"),
         [

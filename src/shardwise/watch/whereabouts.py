@@ -17,8 +17,8 @@ OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 STDERR = 2
 
-DEPTH = 12
-"""Frames of a stack that are told, the innermost ones."""
+DEPTH = 6
+"""Frames of a stack that are told: so many of the user's, and as many of where these have led."""
 
 
 OBJECTS = {
@@ -66,12 +66,16 @@ def verb(frame: FrameType | None) -> str:
 
 
 def stack(frame: FrameType | None) -> list[str]:
-    """The stack that ends in `frame`, outermost first, a line or two for each frame."""
+    """The stack that ends in `frame`, outermost first, a line for each frame."""
     if frame is None:
         return []
-    frames = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=DEPTH)
+    frames = traceback.StackSummary.extract(traceback.walk_stack(frame))
     frames.reverse()
-    return [_told(one) for one in frames]
+    cut = max((i for i, one in enumerate(frames) if _is_users(one.filename)), default=-1) + 1
+    first, inner = frames[max(0, cut - DEPTH) : cut], frames[cut:]
+    if len(inner) <= DEPTH:
+        return [_told(one) for one in (*first, *inner)]
+    return [*map(_told, (*first, inner[0])), "...", *map(_told, inner[1 - DEPTH :])]
 
 
 def _told(one: traceback.FrameSummary) -> str:
