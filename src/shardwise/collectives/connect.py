@@ -63,6 +63,8 @@ def connect(
 
 def _meet(identity: Identity, group: Collectives) -> None:
     """Let the watches of all ranks know each other."""
+    if group.size == 1:
+        return
     name = f"{key()} {_process_space()}"
     group.lookout.meet(group.gather_objects(group.lookout.listen(_address(identity), name)))
 

@@ -23,7 +23,8 @@ PATIENCE = 2.0
 class Trip:
     """Messages on their way; once `is_over`, all have come, or `error` says why not.
 
-    `missing` tells for which ranks the courier waits now."""
+    `missing` tells for which ranks the courier waits now.
+    """
 
     def __init__(self, missing: Callable[[], Collection[int]]) -> None:
         self._over = threading.Event()

@@ -258,7 +258,8 @@ class Gloo(Collectives):
         if isinstance(found, PeerLost):
             found = explain(error, speaker, call, self.roster.named({other, *self._gone()}))
         elif is_late(error):
-            found = late(self.lookout, speaker, call, self._ranks([other]))
+            seconds = self._timeout.total_seconds() if self._timeout else 0.0
+            found = late(self.lookout, speaker, call, self._ranks([other]), seconds)
         self.lookout.tell(found)
         return found
 
@@ -293,7 +294,10 @@ class Gloo(Collectives):
         call, (what, numel, dtype) = awaited
         filler = torch.zeros(numel, dtype=getattr(torch, dtype))
         tag = _tag(what, call, filler)
-        work = dist.isend(wire(filler), group=self._group, tag=tag, group_dst=to)
+        try:
+            work = dist.isend(wire(filler), group=self._group, tag=tag, group_dst=to)
+        except RuntimeError:  # it waits no longer: it is gone
+            return
         assert work is not None
         self._unwaited.setdefault(-1, []).append((to, work))
 

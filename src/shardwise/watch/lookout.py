@@ -156,7 +156,8 @@ class Lookout:
             channel = self.channels.get(question["channel"])
             return {"sent": channel.sent(question["call"], question["to"]) if channel else None}
         if question["ask"] == "let go":
-            self.channels[question["channel"]].let_go(question["to"], question["awaited"])
+            if (channel := self.channels.get(question["channel"])) is not None:
+                channel.let_go(question["to"], question["awaited"])
             return {}
         if question["ask"] == "states":
             return {"states": [self._state_here(self._places[rank]) for rank in question["ranks"]]}

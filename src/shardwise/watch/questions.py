@@ -75,7 +75,10 @@ def ask(
 
 
 def _connect(selector: selectors.BaseSelector, rank: int, place: tuple[str, int]) -> None:
-    peer = socket.socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET)
+    try:
+        peer = socket.socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET)
+    except OSError:  # no more descriptors; what this rank has to say matters more
+        return
     peer.setblocking(False)
     peer.connect_ex(place)
     selector.register(peer, selectors.EVENT_WRITE, (rank, bytearray()))
