@@ -85,7 +85,7 @@ class Fleet:
         self.lookout = lookout
         self.watch = Watch()
         self.told: CollectiveError | None = None
-        """Why a rank of this host has given up, in whichever group."""
+        """Why a rank of this host, this one too, has given up, in whichever group."""
         self._flights: dict[Mesh, Flights] = {}
 
     def join(self, mesh: Mesh, flights: Flights) -> None:
@@ -303,6 +303,7 @@ class Flights:
     def _failed(self, kind: type[CollectiveError], text: str) -> CollectiveError:
         """The error to raise, kept for later calls and told to the others."""
         self._failure = kind(text)
+        self._fleet.told = self._fleet.told or self._failure
         told = text.encode()[:INLINE]
         self.post(Message(0, FAILED, kind=int(kind is PeerLost), payload=told))
         self._fleet.lookout.tell(self._failure)

@@ -230,6 +230,7 @@ class Gloo(Collectives):
         return partial(self._wait, what, call, receives)
 
     def _wait(self, what: str, call: int, receives: dict[int, Tensor]) -> None:
+        self.lookout.refuse_after_failure()
         now: list[int] = []  # the place that is waited for
         compare = partial(self._compare, what, call, receives, now)
         with self.lookout.waits.noted(f"{what} (call {call})", lambda: self._ranks(now), compare):

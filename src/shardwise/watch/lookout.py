@@ -282,6 +282,11 @@ class Lookout:
             question = {"ask": "tell", "told": asdict(told)}
             self._ask(range(min(self.size, KEEPERS)), question, TELLING)
 
+    def refuse_after_failure(self) -> None:
+        """Raise why this rank has given up, if it has: it waits for nobody again."""
+        if self.told is not None and self.told.rank == self.rank:
+            raise (PeerLost if self.told.lost else CollectiveError)(self.told.text)
+
     def passed_on(self, speaker: str, told: Told | None = None) -> CollectiveError | None:
         """The error of `speaker`, this rank, where another one has given up before."""
         told = told or self.told
