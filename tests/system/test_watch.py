@@ -51,11 +51,10 @@ def test_a_rank_that_is_stopped(shardwise: Launcher) -> None:
 def test_a_rank_in_an_endless_loop(shardwise: Launcher) -> None:
     words = ("run", "-n", "3", "--warn-after", "2", script("watched"), "loop")
     process = shardwise.start(*words)
-    said = until(process, "stack of rank 1")
+    said = until(process, " in strike: ")
     process.send_signal(signal.SIGINT)
     assert re.search(r"\[0\]   rank 1 is in no collective, at .*watched\.py:(19|20)\n", said), said
     ran = shardwise.finish(process)
-    assert re.search(r"watched\.py:(19|20) in strike: (pass|while True:)\n", ran.err), ran.err
     assert ran.code == 130
 
 

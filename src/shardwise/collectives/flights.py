@@ -192,7 +192,7 @@ class Flights:
 
     def is_over(self) -> bool:
         """Whether all ranks have read all that this one has shown them, as far as it has heard."""
-        if self._failure is None:
+        if self._failure is None and self._fleet.told is None:
             self._fleet.progress()
         return not self._alive
 
