@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +12,6 @@ import pytest
 from tests.system.launcher import Launcher, script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states of processes are Linux's")
-
-AT_ONCE = 60.0
-"""Seconds for a run that starts, trains and fails, on a machine that does other things too; less
-than the warning takes, and the time-out."""
 
 IN_STEP = r"in engine\.\w+ \(.*watched\.py:3[23]\)"
 """Where ranks are that train on."""
@@ -71,7 +66,6 @@ def until(process: "subprocess.Popen[str]", words: str) -> str:
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("gloo", marks=pytest.mark.full)])
 def test_a_save_on_rank_0_alone(shardwise: Launcher, transport: str) -> None:
-    begun = time.monotonic()
     words = ("run", "-n", "3", "--transport", transport, script("watched"), "save")
     ran = shardwise.run(*words)
     assert ran.code == 1
@@ -80,11 +74,10 @@ def test_a_save_on_rank_0_alone(shardwise: Launcher, transport: str) -> None:
         rf"ranks 1, 2 are {IN_STEP}: is the call under `if is_main`\?",
         ran.err,
     ), ran.err
-    assert time.monotonic() - begun < AT_ONCE
+    assert " waited " not in ran.err  # it was said before any wait was long
 
 
 def test_a_rank_in_another_collective_over_gloo(shardwise: Launcher) -> None:
-    begun = time.monotonic()
     ran = shardwise.run("run", "-n", "3", "--transport", "gloo", script("watched"), "differ")
     assert ran.code == 1
     call = r"\w[\w-]+ of \d+ \w+ values"
@@ -93,7 +86,7 @@ def test_a_rank_in_another_collective_over_gloo(shardwise: Launcher) -> None:
     )
     assert "of 7 float32 values on rank 1" in ran.err
     assert "rank 1 is in world.sum (" in ran.err
-    assert time.monotonic() - begun < AT_ONCE
+    assert " waited " not in ran.err  # it was said before any wait was long
 
 
 def test_a_signal_shows_the_stacks_of_a_rank(shardwise: Launcher) -> None:
