@@ -234,6 +234,9 @@ class Settings:
     timeout: float = _setting(
         300.0, _positive, "watch", "seconds a collective may wait for a rank", "SECONDS"
     )
+    warn_after: float = _setting(
+        60.0, _positive, "watch", "seconds of waiting until it is said for whom", "SECONDS"
+    )
     ema_decay: float | None = _setting(
         None, _fraction, "precision", "keep an exponential moving average of the weights", "D"
     )
@@ -303,6 +306,7 @@ _ELSEWHERE = {
     "device": "sw.init",
     "seed": "sw.init",
     "timeout": "sw.init",
+    "warn_after": "sw.init",
     "transport": "sw.init",
     "exact": "sw.init",
     "rendezvous": "sw.init",

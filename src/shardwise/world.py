@@ -27,6 +27,8 @@ from shardwise.layout import even_cuts
 from shardwise.preemption import Preemption
 from shardwise.tiers import heap
 from shardwise.tree import MicroShards
+from shardwise.watch import whereabouts
+from shardwise.watch.sentry import Sentry
 
 T = TypeVar("T")
 
@@ -63,6 +65,7 @@ class World:
         self.preemption = Preemption(self.telling, self.print)
         self.feed.watch(self.preemption.before_batch)
         self.engines = 0
+        self.sentry: Sentry | None = None
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._keywords: dict[str, Any] = {}
         self._said: set[str] = set()
@@ -195,6 +198,9 @@ def init(seed: int | None = None, **settings: Any) -> World:
         MicroShards(chosen.exact, world.size, world.rank)  # refuses what cannot be
         repeatable.fix_arithmetic(device)
     randomness.seed_everything(randomness.seed_from(world.seed, "start"))
+    whereabouts.show_on_signal()
+    if world.size > 1:
+        world.sentry = Sentry(group.lookout, chosen.warn_after, chosen.timeout)
     atexit.register(_leave)
     _current = world
     return world
@@ -214,7 +220,10 @@ def _leave() -> None:
     if world is not None:
         atexit.unregister(_leave)
         world.preemption.forget()
+        if world.sentry is not None:
+            world.sentry.close()
         world.collectives.close()
+        world.collectives.lookout.close()
 
 
 def _share_cores(world: World) -> None:

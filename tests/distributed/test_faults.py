@@ -107,4 +107,7 @@ def test_a_rank_that_is_stopped_is_named_in_time(faults, transport, phase, repea
         timeout=IMPATIENT,
         **TRANSPORTS[transport],
     )
-    _check(faults(case), "CollectiveError", IMPATIENT + AT_ONCE)
+    outcomes = faults(case)
+    _check(outcomes, "CollectiveError", IMPATIENT + AT_ONCE)
+    for outcome in outcomes:  # whomever it waited for itself
+        assert f"Rank {VICTIM} is stopped (T)." in outcome.message, outcome

@@ -20,6 +20,15 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts are Linux
 HIDDEN = "only-on-some"
 """A folder that node3 has empty."""
 
+MEETING = """
+import shardwise as sw
+world = sw.init(seed=0)
+world.barrier()
+world.print("up")
+while True:
+    world.barrier()
+"""
+
 UP = "import time; print('up'); time.sleep(100)"
 
 
@@ -226,6 +235,24 @@ class TestEnding:
         assert ran.code == 1
         assert took < 20
         assert "shardwise: node2 (rank 1) is lost: nothing was heard of it for 3 s" in ran.err
+
+    @pytest.mark.full
+    def test_a_cut_cable_is_told_of_while_ranks_wait(self, shardwise: Launcher, hosts: Lab) -> None:
+        words = over(hosts, "--host-timeout", "60", "--warn-after", "2", "-H", "node1,node2")
+        process = shardwise.start(*words, sys.executable, "-c", MEETING)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "[0] up\n"
+        hosts.cut(2)
+        try:
+            said = [next(line for line in process.stderr if "has waited" in line)]
+            said += [process.stderr.readline() for _ in range(2)]
+        finally:
+            hosts.mend(2)
+            process.send_signal(signal.SIGINT)
+        assert shardwise.finish(process).code == 130
+        assert re.search(r"shardwise: rank 0 has waited \d+ s for rank 1\.", said[0])
+        assert said[2] == "[0]   rank 1 does not answer: is its host cut off?\n"
 
     def test_a_pager_that_does_not_read_on_is_no_cut_cable(
         self, shardwise: Launcher, hosts: Lab

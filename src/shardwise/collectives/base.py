@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import UsageError
+from shardwise.watch.lookout import Lookout
 
 Cuts = Sequence[int]
 
@@ -60,9 +61,11 @@ class Collectives(ABC):
         """Whether `tree` can be had of this group."""
         return True
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, lookout: Lookout | None = None) -> None:
+        """`lookout` is this process's, whatever its groups."""
         self.rank = rank
         self.size = size
+        self.lookout = lookout or Lookout(rank, size)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A zeroed flat buffer of `numel` elements in memory that this transport moves well."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from ipaddress import ip_address
 
 import torch
 import torch.distributed as dist
@@ -10,11 +12,16 @@ import torch.distributed as dist
 from shardwise.collectives import meeting
 from shardwise.collectives.base import Collectives, Solo
 from shardwise.collectives.gloo import Gloo
-from shardwise.collectives.host import share_memory
+from shardwise.collectives.host import key, share_memory
 from shardwise.collectives.nccl import Nccl
 from shardwise.collectives.staged import Staged
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch import interface
 from shardwise.launch.identity import Identity
+
+LOOPBACK = "127.0.0.1"
+OUTSIDE = "192.0.2.1"
+"""An address that no host has: the route there is that of the whole network."""
 
 
 def connect(
@@ -42,13 +49,46 @@ def connect(
         return Solo()
     _join(identity, "nccl" if on_gpu and transport == "auto" else "gloo", timeout, rendezvous)
     if on_gpu and transport == "auto":
-        return Nccl(identity.rank, identity.size, device)
+        alone = Nccl(identity.rank, identity.size, device)
+        _meet(identity, alone)
+        return alone
     group = Gloo(identity.rank, identity.size, timeout=timedelta(seconds=timeout))
+    _meet(identity, group)
     if on_gpu:
         return Staged(group, device)
     if transport == "gloo" or identity.size == 1:
         return group
     return share_memory(group, timeout, required=transport == "shared")
+
+
+def _meet(identity: Identity, group: Collectives) -> None:
+    """Let the watches of all ranks know each other."""
+    if group.size == 1:
+        return
+    name = f"{key()} {_process_space()}"
+    group.lookout.meet(group.gather_objects(group.lookout.listen(_address(identity), name)))
+
+
+def _process_space() -> str:
+    """What tells apart processes of equal number in two containers."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _address(identity: Identity) -> str:
+    """Where the other ranks can reach this one."""
+    if identity.on_one_host:
+        return LOOPBACK
+    named = os.environ.get(meeting.INTERFACE, "").split(",")[0]
+    towards = identity.address or os.environ.get("MASTER_ADDR") or OUTSIDE
+    try:
+        found = interface.address_of(named) if named else interface.towards(towards)
+        # A host's name may lead to itself by its loopback, where no other host comes.
+        return interface.towards(OUTSIDE) if ip_address(found).is_loopback else found
+    except (LaunchError, ValueError):  # as where hosts are on one machine without a network
+        return LOOPBACK
 
 
 def _join(identity: Identity, backend: str, timeout: float, rendezvous: str | None) -> None:

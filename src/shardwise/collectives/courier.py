@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from queue import SimpleQueue
 
 from shardwise.collectives.mesh import Watch
+from shardwise.watch.waits import Waits
 
 PATIENCE = 2.0
 """Seconds that the last messages get to come to an end when their group has been left."""
 
 
 class Trip:
-    """Messages on their way; once `is_over`, all have come, or `error` says why not."""
+    """Messages on their way; once `is_over`, all have come, or `error` says why not.
 
-    def __init__(self) -> None:
+    `missing` tells for which ranks the courier waits now.
+    """
+
+    def __init__(self, missing: Callable[[], Collection[int]]) -> None:
         self._over = threading.Event()
+        self.missing = missing
         self.error: Exception | None = None
 
     @property
@@ -45,7 +50,8 @@ class Trip:
 class Courier:
     """Makes trips one after the other, and wakes who looks at `watch`, where one is given."""
 
-    def __init__(self, watch: Watch | None = None) -> None:
+    def __init__(self, waits: Waits, watch: Watch | None = None) -> None:
+        self._waits = waits
         self._watch = watch
         self._bell = -1
         if watch is not None:
@@ -60,7 +66,7 @@ class Courier:
             # A daemon, since the end of a process must not wait for a rank that never comes.
             self._thread = threading.Thread(target=self._run, name="shardwise-courier", daemon=True)
             self._thread.start()
-        trip = Trip()
+        trip = Trip(self._missing)
         self._begun.put((trip, wait))
         return trip
 
@@ -75,7 +81,15 @@ class Courier:
             if self._thread is None or not self._thread.is_alive():
                 os.close(self._bell)
 
+    def _missing(self) -> Collection[int]:
+        wait = self._waits.of(self._thread.ident if self._thread else None)
+        return wait.missing() if wait else ()
+
     def _run(self) -> None:
+        with self._waits.helping():
+            self._make_trips()
+
+    def _make_trips(self) -> None:
         while (begun := self._begun.get()) is not None:
             trip, wait = begun
             try:

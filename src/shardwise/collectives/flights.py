@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from shardwise.collectives.base import Handle
 from shardwise.collectives.courier import Trip
 from shardwise.collectives.mesh import INLINE, Mesh, Message, Watch
 from shardwise.collectives.roster import Roster
+from shardwise.collectives.wire import SAME_CALLS, late
 from shardwise.errors import CollectiveError, PeerLost
+from shardwise.watch.lookout import Lookout
 
 READY, HALFWAY, DONE, ENDED, FAILED, OVER = range(6)
 """Stages: the buffer may be read; half of the work is done; all that was needed of the others has
@@ -77,12 +79,13 @@ class Flight(Handle):
 
 
 class Fleet:
-    """The calls of all groups of this process."""
+    """The calls of all groups of this process, and its `lookout`."""
 
-    def __init__(self) -> None:
+    def __init__(self, lookout: Lookout) -> None:
+        self.lookout = lookout
         self.watch = Watch()
         self.told: CollectiveError | None = None
-        """Why a rank of this host has given up, in whichever group."""
+        """Why a rank of this host, this one too, has given up, in whichever group."""
         self._flights: dict[Mesh, Flights] = {}
 
     def join(self, mesh: Mesh, flights: Flights) -> None:
@@ -156,31 +159,40 @@ class Flights:
 
     def until(self, flight: Flight, stage: int) -> None:
         """Return when `flight` has come to `stage`."""
-        if flight.stage >= stage:
-            return
-        begun = time.monotonic()
-        patience = 0.0
+        if flight.stage < stage and not self._comes_soon(flight, stage):
+            with self._fleet.lookout.waits.noted(flight.name, lambda: self._missing(flight)):
+                self._sleep(flight, stage)
+
+    def _comes_soon(self, flight: Flight, stage: int) -> bool:
+        """Look again and again for a moment, which is faster than to sleep."""
+        until = time.monotonic() + self._spin
         while True:
-            self.progress(patience)
+            self.progress()
             if flight.stage >= stage:
-                return
+                return True
+            if time.monotonic() >= until:
+                return False
+
+    def _sleep(self, flight: Flight, stage: int) -> None:
+        begun = time.monotonic()
+        while flight.stage < stage:
             if self._fleet.told is not None:
                 self._failure = self._fleet.told  # the others have been told as well
                 raise self._failure
             if flight.trip is not None:
-                patience = self._timeout  # what it waits for has a limit of its own
+                self.progress(self._timeout)  # what it waits for has a limit of its own
                 continue
-            missing = set(self._mesh.peers) - self._heard(flight).keys()
+            missing = self._unheard(flight)
             if lost := missing & self._mesh.gone:
                 raise self._failed(PeerLost, self._lost(flight, lost))
             waited = time.monotonic() - begun
             if waited > self._timeout:
-                raise self._failed(CollectiveError, self._late(flight, missing))
-            patience = self._timeout - waited + 1e-3 if waited >= self._spin else 0.0
+                raise self._late(flight, missing)
+            self.progress(self._timeout - waited + 1e-3)
 
     def is_over(self) -> bool:
         """Whether all ranks have read all that this one has shown them, as far as it has heard."""
-        if self._failure is None:
+        if self._failure is None and self._fleet.told is None:
             self._fleet.progress()
         return not self._alive
 
@@ -232,6 +244,15 @@ class Flights:
     def _heard(self, flight: Flight) -> Messages:
         return self._inbox.get((flight.opening.call, flight.stage), {})
 
+    def _unheard(self, flight: Flight) -> set[int]:
+        return set(self._mesh.peers) - self._heard(flight).keys()
+
+    def _missing(self, flight: Flight) -> Collection[int]:
+        """The ranks of the run that a flight waits for."""
+        if flight.trip is not None:
+            return flight.trip.missing()
+        return [self._roster.ranks[place] for place in self._unheard(flight)]
+
     def _compare(self, flight: Flight, rank: int, message: Message) -> None:
         """All ranks must be in the same collective."""
         mine, theirs = _claims(flight.opening), _claims(message)
@@ -243,8 +264,8 @@ class Flights:
         raise self._failed(
             CollectiveError,
             f"Call {message.call} is {said} on {self._name(self._rank)} and {heard} on "
-            f"{self._name(rank)}, of {self._roster.size}. Every rank must make the same calls in "
-            "the same order.",
+            f"{self._name(rank)}, of {self._roster.size}. "
+            f"{self._fleet.lookout.compared()}{SAME_CALLS}",
         )
 
     def _name(self, *places: int) -> str:
@@ -257,12 +278,12 @@ class Flights:
             "output."
         )
 
-    def _late(self, flight: Flight, missing: set[int]) -> str:
-        return (
-            f"{self._roster.speaker(self._rank)} waited {self._timeout:g} s in {flight.name} for "
-            f"{self._name(*missing)}, which did not come. Every rank must make the same calls; "
-            "--timeout sets how long to wait."
-        )
+    def _late(self, flight: Flight, missing: set[int]) -> CollectiveError:
+        """The error of a rank that waited too long, or of the one that gave up before it."""
+        ranks = [self._roster.ranks[place] for place in missing]
+        speaker = self._roster.speaker(self._rank)
+        error = late(self._fleet.lookout, speaker, flight.name, ranks, self._timeout)
+        return self._failed(type(error), str(error))
 
     def _cut_off(self, flight: Flight, error: Exception) -> Exception:
         """The error of messages between hosts; where a rank of this host is gone, that is why."""
@@ -282,8 +303,10 @@ class Flights:
     def _failed(self, kind: type[CollectiveError], text: str) -> CollectiveError:
         """The error to raise, kept for later calls and told to the others."""
         self._failure = kind(text)
+        self._fleet.told = self._fleet.told or self._failure
         told = text.encode()[:INLINE]
         self.post(Message(0, FAILED, kind=int(kind is PeerLost), payload=told))
+        self._fleet.lookout.tell(self._failure)
         return self._failure
 
     def _refuse_after_failure(self) -> None:

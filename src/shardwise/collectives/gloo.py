@@ -7,21 +7,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives.base import Collectives, Cuts, Each, Handle
-from shardwise.collectives.courier import Courier
+from shardwise.collectives.courier import Courier, Trip
 from shardwise.collectives.roster import Roster
 from shardwise.collectives.sums import sum_in_rank_order
-from shardwise.collectives.wire import explain, interval, split, wire
-from shardwise.errors import PeerLost
+from shardwise.collectives.wire import SAME_CALLS, explain, interval, is_late, late, split, wire
+from shardwise.errors import CollectiveError, PeerLost
 from shardwise.layout import even_cuts
+from shardwise.watch.lookout import Lookout
 
 PROBE = 1
 """A tag that no call has: messages that nobody awaits."""
+
+Content = tuple[str, int, torch.dtype | None]
+"""What a message is: of which collective, how many elements, of which dtype."""
+
+NOTHING: Content = ("nothing", 0, None)
+
+REMEMBERED = 64
+"""Calls of which a rank can tell what it has sent in them."""
 
 SMALL = 1 << 14
 """Bytes up to which ranks tell each other all of what they sum: one way of a message, not two."""
@@ -47,10 +57,11 @@ class Gloo(Collectives):
         group: dist.ProcessGroup | None = None,
         roster: Roster | None = None,
         timeout: timedelta | None = None,
+        lookout: Lookout | None = None,
     ) -> None:
         """`roster` says which ranks of the run these are, where they are not all; `timeout` bounds
         the waits of groups that are split off."""
-        super().__init__(rank, size)
+        super().__init__(rank, size, lookout)
         self._timeout = timeout
         self.roster = roster or Roster.whole(size)
         self._group = group
@@ -59,7 +70,11 @@ class Gloo(Collectives):
         # dropped, it would leave its channel out of step.
         self._unwaited: dict[int, list[tuple[int, dist.Work]]] = {}
         self._spare: dict[torch.dtype, list[Tensor]] = {}
-        self._courier = Courier()
+        self._courier = Courier(self.lookout.waits)
+        self._sent: dict[int, dict[int, Content]] = {}
+        self._difference: CollectiveError | None = None
+        self._channel = "all" if group is None else str(group.group_name)
+        self.lookout.channels[self._channel] = self
 
     def all_reduce(
         self,
@@ -86,10 +101,14 @@ class Gloo(Collectives):
         trip = self._courier.follow(sum_and_send)
 
         def finish() -> None:
-            trip.wait()
+            self._follow(f"all-reduce (call {first})", trip)
             second_half[0].wait()
 
         return Handle(finish)
+
+    def _follow(self, call: str, trip: Trip) -> None:
+        with self.lookout.waits.noted(call, trip.missing):
+            trip.wait()
 
     def _exchange_all(
         self, call: int, buffer: Tensor, exact_sum: bool, tree: bool, each: Each | None
@@ -178,7 +197,7 @@ class Gloo(Collectives):
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         def make(members: Sequence[int], group: dist.ProcessGroup) -> Collectives:
             place, roster = members.index(self.rank), self.roster.part(members)
-            return Gloo(place, len(members), group, roster, self._timeout)
+            return Gloo(place, len(members), group, roster, self._timeout, self.lookout)
 
         return split(self.rank, self.roster, groups, "gloo", make, self._timeout)
 
@@ -201,6 +220,8 @@ class Gloo(Collectives):
         """Start one message to and from every other rank (empty ones are not sent); returns what
         waits for them all."""
         works: list[tuple[int, dist.Work]] = []
+        self._sent[call] = {rank: (what, *_kind(tensor)) for rank, tensor in sends.items()}
+        self._sent.pop(call - REMEMBERED, None)
         for peer, start, tensors in (
             ("group_src", dist.irecv, receives),
             ("group_dst", dist.isend, sends),
@@ -213,12 +234,19 @@ class Gloo(Collectives):
                     assert work is not None
                     works.append((rank, work))
         self._unwaited[call] = works
-        return partial(self._wait, what, call)
+        return partial(self._wait, what, call, receives)
 
-    def _wait(self, what: str, call: int) -> None:
-        for rank, work in self._unwaited[call]:
-            with self._named(what, call, rank):
-                work.wait()
+    def _wait(self, what: str, call: int, receives: dict[int, Tensor]) -> None:
+        self.lookout.refuse_after_failure()
+        now: list[int] = []  # the place that is waited for
+        compare = partial(self._compare, what, call, receives, now)
+        with self.lookout.waits.noted(f"{what} (call {call})", lambda: self._ranks(now), compare):
+            for place, work in self._unwaited[call]:
+                now[:] = [place]
+                with self._named(what, call, place):
+                    work.wait()
+                if self._difference is not None:
+                    raise self._difference
         del self._unwaited[call]
 
     @contextmanager
@@ -227,11 +255,62 @@ class Gloo(Collectives):
         try:
             yield
         except RuntimeError as error:
-            told = self.roster.speaker(self.rank), f"{what} (call {call})"
-            found = explain(error, *told, self.roster.named([other]))
-            if isinstance(found, PeerLost):
-                found = explain(error, *told, self.roster.named({other, *self._gone()}))
-            raise found from error
+            raise self._given_up(error, f"{what} (call {call})", other) from error
+
+    def _given_up(self, error: RuntimeError, call: str, other: int) -> CollectiveError:
+        """The error to raise, told to the others; where one of them has given up, its reason."""
+        speaker = self.roster.speaker(self.rank)
+        if (passed := self.lookout.passed_on(speaker)) is not None:
+            return passed
+        found = explain(error, speaker, call, self.roster.named([other]))
+        if isinstance(found, PeerLost):
+            found = explain(error, speaker, call, self.roster.named({other, *self._gone()}))
+        elif is_late(error):
+            seconds = self._timeout.total_seconds() if self._timeout else 0.0
+            found = late(self.lookout, speaker, call, self._ranks([other]), seconds)
+        self.lookout.tell(found)
+        return found
+
+    # -- ranks in different calls ---------------------------------------------------------
+
+    def _compare(self, what: str, call: int, receives: dict[int, Tensor], now: list[int]) -> None:
+        """End a wait for what will never come, since its sender is in another collective."""
+        if not now or (place := now[0]) not in receives or self._difference is not None:
+            return
+        lookout, awaited = self.lookout, _told((what, *_kind(receives[place])))
+        rank = self.roster.ranks[place]
+        sent = lookout.ask_sent(rank, self._channel, call, self.rank)
+        if sent is None or sent == awaited:
+            return
+        me = self.roster.ranks[self.rank]
+        here, there = f"{_text(awaited)} on rank {me}", f"{_text(sent)} on rank {rank}"
+        if (passed := lookout.passed_on(self.roster.speaker(self.rank))) is not None:
+            self._difference = passed
+        else:
+            text = f"Call {call} is {here} and {there}, of {self.roster.size}. {lookout.compared()}"
+            self._difference = CollectiveError(f"{text}{SAME_CALLS}")
+            lookout.tell(self._difference)
+        lookout.ask_to_let_go(rank, self._channel, self.rank, [call, awaited])
+
+    def sent(self, call: int, to: int) -> list[Any] | None:
+        """What this rank has sent to a place in a call; None where it has not come to that."""
+        sent = self._sent.get(call)
+        return None if sent is None else _told(sent.get(to, NOTHING))
+
+    def let_go(self, to: int, awaited: list[Any]) -> None:
+        """Send to a place what it waits for, so that it waits no longer."""
+        call, (what, numel, dtype) = awaited
+        filler = torch.zeros(numel, dtype=getattr(torch, dtype))
+        tag = _tag(what, call, filler)
+        try:
+            work = dist.isend(wire(filler), group=self._group, tag=tag, group_dst=to)
+        except RuntimeError:  # it waits no longer: it is gone
+            return
+        assert work is not None
+        self._unwaited.setdefault(-1, []).append((to, work))
+
+    def _ranks(self, places: Sequence[int]) -> list[int]:
+        return [self.roster.ranks[place] for place in places]
 
     def _gone(self) -> list[int]:
         """The ranks to which no message can be sent any more: who went first is among them, be it
@@ -260,6 +339,21 @@ class Gloo(Collectives):
         """Return what `borrow` gave."""
         whole = scratch if scratch._base is None else scratch._base
         self._spare[scratch.dtype].append(whole)
+
+
+def _kind(tensor: Tensor) -> tuple[int, torch.dtype]:
+    return tensor.numel(), tensor.dtype
+
+
+def _told(content: Content) -> list[Any]:
+    """The same as JSON."""
+    what, numel, dtype = content
+    return [what, numel, str(dtype or "").removeprefix("torch.")]
+
+
+def _text(content: list[Any]) -> str:
+    what, numel, dtype = content
+    return f"{what} of {numel} {dtype} values" if dtype else "nothing to be received"
 
 
 def _tag(what: str, call: int, tensor: Tensor) -> int:

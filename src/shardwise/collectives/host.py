@@ -117,7 +117,7 @@ def _try(
     if sockets is None:
         return fault
     roster = Roster.whole(group.size).part(mine)
-    inside = Shared(sockets, Fleet(), arena, *place, under=group, roster=roster)
+    inside = Shared(sockets, Fleet(group.lookout), arena, *place, under=group, roster=roster)
     if len(hosts) == 1:
         return inside
     between = group.split([sorted(column) for column in zip(*hosts, strict=True)])

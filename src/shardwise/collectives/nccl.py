@@ -16,6 +16,7 @@ from shardwise.collectives.roster import Roster
 from shardwise.collectives.sums import NARROW, sum_in_tree
 from shardwise.collectives.wire import explain, interval, split, widened, wire
 from shardwise.layout import even_cuts
+from shardwise.watch.lookout import Lookout
 
 # torch 2.13 renamed these two, and warns of the old names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,9 +29,14 @@ class Nccl(Collectives):
     name = "nccl"
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, group: dist.ProcessGroup | None = None
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        lookout: Lookout | None = None,
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size, lookout)
         self._device = device
         self._group = group
 
@@ -121,11 +127,13 @@ class Nccl(Collectives):
         self.gather_rows(torch.zeros(1, device=self._device)).cpu()
 
     def second_group(self) -> Collectives:
-        return Nccl(self.rank, self.size, self._device, dist.new_group(backend="nccl"))
+        group = dist.new_group(backend="nccl")
+        return Nccl(self.rank, self.size, self._device, group, self.lookout)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         def make(members: Sequence[int], group: dist.ProcessGroup) -> Collectives:
-            return Nccl(members.index(self.rank), len(members), self._device, group)
+            place = members.index(self.rank)
+            return Nccl(place, len(members), self._device, group, self.lookout)
 
         return split(self.rank, Roster.whole(self.size), groups, "nccl", make)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shardwise.watch.roots import named
+
 
 @dataclass(frozen=True)
 class Roster:
@@ -28,5 +30,4 @@ class Roster:
 
     def named(self, places: Iterable[int]) -> str:
         """Others: "rank 2", or "ranks 0, 2"."""
-        listed = sorted(self.ranks[place] for place in places)
-        return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
+        return named(self.ranks[place] for place in places)

@@ -66,7 +66,7 @@ class Shared(Collectives):
         under: Collectives | None = None,
         roster: Roster | None = None,
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size, fleet.lookout)
         self._roster = roster or Roster.whole(size)
         self._arena = arena
         self._timeout = timeout

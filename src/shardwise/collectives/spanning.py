@@ -54,13 +54,13 @@ class Spanning(Collectives):
         rank: int,
         under: Collectives,
     ) -> None:
-        super().__init__(rank, sum(map(len, hosts)))
+        super().__init__(rank, sum(map(len, hosts)), between.lookout)
         self.name = f"{inside.name} in each of {len(hosts)} hosts, {between.name} between"
         self._inside = inside
         self._between = between
         self._hosts = hosts
         self._under = under
-        self._courier = Courier(inside.watch)
+        self._courier = Courier(between.lookout.waits, inside.watch)
         self._children: list[Spanning] = []
         self._parent: ref[Spanning] | None = None
         # By place on the host: the ranks there, in the order of `between`.

@@ -25,7 +25,7 @@ class Staged(Collectives):
     as they are. `gather_rows` and `small_device` are the inner ones: small vectors on the CPU."""
 
     def __init__(self, inner: Collectives, device: torch.device) -> None:
-        super().__init__(inner.rank, inner.size)
+        super().__init__(inner.rank, inner.size, inner.lookout)
         self.name = f"{inner.name} through the host"
         self._inner = inner
         self._device = device

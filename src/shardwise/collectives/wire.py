@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import Tensor
 from shardwise.collectives.base import Collectives, Cuts, Solo, check_groups
 from shardwise.collectives.roster import Roster
 from shardwise.errors import CollectiveError, PeerLost
+from shardwise.watch.lookout import Lookout
+from shardwise.watch.roots import words
 
 
 def interval(buffer: Tensor, cuts: Cuts, rank: int) -> Tensor:
@@ -79,9 +81,27 @@ def explain(
             f"{speaker} lost {other or 'another rank'} in {what}: {first}. "
             "The cause is on the rank that went away; see its own output."
         )
-    if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-        return CollectiveError(
-            f"{speaker} waited in {what} for {other or 'a rank'}, which did not come: {first}. "
-            "Every rank must make the same calls; --timeout sets how long to wait."
-        )
+    if is_late(error):
+        whom = f"{other or 'a rank'}, which did not come: {first}."
+        return CollectiveError(f"{speaker} waited in {what} for {whom} {ADVICE}")
     return CollectiveError(f"{speaker} failed in {what}: {first}.")
+
+
+SAME_CALLS = "Every rank must make the same calls in the same order."
+ADVICE = "Every rank must make the same calls; --timeout sets how long to wait."
+
+
+def is_late(error: RuntimeError) -> bool:
+    """Whether a transport gave up because the time was over."""
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+
+
+def late(
+    lookout: Lookout, speaker: str, call: str, missing: Collection[int], timeout: float = 0.0
+) -> CollectiveError:
+    """The error of a rank that waited too long for the ranks `missing`: names the root of it."""
+    roots = lookout.roots(missing)
+    if (passed := lookout.passed_on(speaker, roots.told)) is not None:
+        return passed
+    waited = f"waited {timeout:g} s" if timeout else "waited too long"
+    return CollectiveError(f"{speaker} {waited} in {call} for {words(missing, roots)} {ADVICE}")

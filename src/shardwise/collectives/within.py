@@ -30,7 +30,7 @@ class Within(Collectives):
     """
 
     def __init__(self, inside: Collectives, between: Collectives) -> None:
-        super().__init__(inside.rank, inside.size)
+        super().__init__(inside.rank, inside.size, inside.lookout)
         self.name = f"{inside.name} within a host, {between.name} between"
         self.copies = between.size
         self._inside = inside

@@ -319,6 +319,7 @@ class Engine(Resumable):
         habits.tell_schedulers(self._recipe.optimizers)
         self.steps += 1
         self.world.telling.stepped(self._number, self.steps)
+        self._group.lookout.step = self.steps
         self._reseed()
         if totals.asked:
             self._agree_to_end(totals.asked)

@@ -1,0 +1,254 @@
+"""The watch: who waits for whom, what is said of it, and what one rank asks another."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from shardwise.errors import CollectiveError, PeerLost
+from shardwise.watch import lookout as lookouts
+from shardwise.watch import processes, roots, survey, whereabouts
+from shardwise.watch.lookout import Lookout
+from shardwise.watch.roots import Told, Whereabouts, named
+from shardwise.watch.waits import Waits
+
+
+def waits(rank, *missing, verb="engine.backward", line="train.py:71", **more):
+    fields = {"call": "reduce-scatter (call 12)", "missing": missing, "seconds": 60.4, **more}
+    return Whereabouts(rank=rank, verb=verb, line=line, **fields)
+
+
+def busy(rank, verb="", line="train.py:30", **more):
+    return Whereabouts(rank=rank, verb=verb, line=line, **more)
+
+
+STOPPED = "is stopped (T)"
+
+
+@pytest.mark.parametrize(
+    ("missing", "world", "found", "said"),
+    [
+        (
+            [3],
+            {3: waits(3, 1), 1: STOPPED},
+            (1,),
+            "rank 3, and in the end for rank 1, which did not come. Rank 1 is stopped (T).",
+        ),
+        ([1], {1: STOPPED}, (1,), "rank 1, which did not come. Rank 1 is stopped (T)."),
+        (
+            [1, 2],
+            {1: busy(1), 2: waits(2, 1)},
+            (1,),
+            "ranks 1, 2, and in the end for rank 1, which did not come. "
+            "Rank 1 is in no collective, at train.py:30.",
+        ),
+        (
+            [1],
+            {1: waits(1, 0, verb="engine.save", line="train.py:88")},
+            (1,),
+            "rank 1, which did not come. "
+            "Rank 1 is in engine.save (train.py:88): reduce-scatter (call 12), for rank 0.",
+        ),
+    ],
+)
+def test_the_root_of_a_wait_of_rank_0_is_named(missing, world, found, said):
+    followed = roots.follow(0, missing, lambda ranks: {rank: world[rank] for rank in ranks})
+    assert followed.ranks == found
+    assert roots.words(missing, followed) == said
+
+
+def test_who_gave_up_on_the_way_has_said_why():
+    told = Told(rank=2, text="Rank 2 of 3 waited for rank 1.", lost=False)
+    world = {2: waits(2, 1, told=told)}
+    assert roots.follow(0, [2], lambda ranks: {rank: world[rank] for rank in ranks}).told == told
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([2], "rank 2"),
+        ([2, 0], "ranks 0, 2"),
+        ([5, 3, 4, 0], "ranks 0, 3-5"),
+        ([1, 2], "ranks 1, 2"),
+    ],
+)
+def test_ranks_are_named_in_rows(ranks, said):
+    assert named(ranks) == said
+
+
+class TestSurvey:
+    def test_a_stopped_rank(self):
+        stack = ("train.py:71 in main: engine.backward(loss)",)
+        seen = {rank: waits(rank, 1, step=11, stack=stack) for rank in (0, 2, 3)} | {1: STOPPED}
+        assert survey.words(seen, 300.0) == (
+            "shardwise: ranks 0, 2, 3 have waited 60 s in step 12 for rank 1. "
+            "The run ends after 300 s (--timeout).\n"
+            "  ranks 0, 2, 3 are in engine.backward (train.py:71): reduce-scatter (call 12), "
+            "for rank 1\n"
+            "  rank 1 is stopped (T)\n"
+            "  stack of ranks 0, 2, 3, innermost last:\n"
+            "    train.py:71 in main: engine.backward(loss)\n"
+        )
+
+    def test_a_save_under_if_is_main_in_plain_words(self):
+        save = waits(0, 1, 2, 3, verb="engine.save", line="train.py:88")
+        seen = {0: save} | {rank: waits(rank, 0) for rank in (1, 2, 3)}
+        assert (
+            "Rank 0 is in engine.save (train.py:88), ranks 1-3 are in engine.backward "
+            "(train.py:71): is the call under `if is_main`?\n"
+        ) in survey.words(seen, 300.0)
+
+    def test_another_rank_in_another_call(self):
+        seen = {0: waits(0, 1), 1: waits(1, 0, verb="world.barrier", line="train.py:9")}
+        seen[2] = seen[0]
+        assert survey.difference(seen).endswith(
+            "rank 1 is in world.barrier (train.py:9): is the call under an `if`?"
+        )
+
+    def test_a_rank_in_an_endless_loop(self):
+        seen = {0: waits(0, 1), 1: busy(1)}
+        assert survey.difference(seen) == ""
+        said = survey.words(seen, 300.0)
+        assert said.startswith("shardwise: rank 0 has waited 60 s for rank 1.")
+        assert "  rank 1 is in no collective, at train.py:30\n" in said
+
+    def test_nothing_where_all_go_on(self):
+        assert survey.words({0: busy(0), 1: busy(1)}, 300.0) == ""
+
+
+class TestWhereabouts:
+    def frame(self):
+        """The innermost frame of a user who is in a verb of ours, which is in a hook of torch."""
+        scope: dict[str, object] = {"sys": sys}
+        library = next(one for one in whereabouts._libraries() if "site-packages" in one)
+        source = {
+            f"{library}torch/hook.py": "def hook():\n    return sys._getframe()\n",
+            f"{whereabouts.OURS}engine.py": (
+                "class Engine:\n    def backward(self):\n        return self._go()\n"
+                "    def _go(self):\n        return hook()\n"
+            ),
+            "train.py": "def main():\n\n    return Engine().backward()\n",
+        }
+        for name, text in source.items():
+            exec(compile(text, name, "exec"), scope)
+        return scope["main"]()
+
+    def test_the_users_line_and_the_verb(self):
+        frame = self.frame()
+        assert whereabouts.users_line(frame) == "train.py:3"
+        assert whereabouts.verb(frame) == "engine.backward"
+        names = [line.split(" in ")[1].split(":")[0] for line in whereabouts.stack(frame)]
+        assert names[-4:] == ["main", "backward", "_go", "hook"]
+
+    def test_a_deep_stack_keeps_the_users_lines(self):
+        source = "def down(left):\n    return down(left - 1) if left else sys._getframe()\n"
+        scope: dict[str, object] = {"sys": sys}
+        exec(compile(source, f"{whereabouts.OURS}deep.py", "exec"), scope)
+        exec(compile("def main():\n    return down(50)\n", "train.py", "exec"), scope)
+        lines = whereabouts.stack(scope["main"]())
+        assert len(lines) <= 2 * whereabouts.DEPTH + 1
+        at = next(i for i, line in enumerate(lines) if line.startswith("train.py:2 in main"))
+        assert "deep.py:2 in down" in lines[at + 1]
+        assert lines[at + 2] == "..."
+
+    @pytest.mark.parametrize(
+        ("qualified", "said"),
+        [
+            ("Resumable.save", "engine.save"),
+            ("Engine.__init__", "sw.Engine"),
+            ("World.barrier", "world.barrier"),
+            ("Metrics.compute", "metrics.compute"),
+            ("Residency._before.<locals>.hook", "forward"),
+            ("init", "sw.init"),
+        ],
+    )
+    def test_verbs_are_those_of_the_user(self, qualified, said):
+        assert whereabouts._spoken(qualified) == said
+
+    def test_a_thread_without_frames(self):
+        assert (whereabouts.users_line(None), whereabouts.verb(None)) == ("", "")
+        assert whereabouts.stack(None) == []
+
+
+def test_the_oldest_wait_that_keeps_a_rank_from_going_on():
+    kept = Waits()
+    with kept.helping(), kept.noted("all-gather (call 1)", lambda: [3]):
+        assert kept.longest() is None
+        assert [wait.call for wait in kept.all()] == ["all-gather (call 1)"]
+    with kept.noted("barrier (call 2)", lambda: [1]):
+        with kept.noted("all-gather (call 3)", lambda: [2]):
+            assert kept.longest().call == "all-gather (call 3)"
+        assert kept.longest().call == "barrier (call 2)"
+        assert kept.longest().missing() == [1]
+    assert kept.all() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_state_of_a_process():
+    process = subprocess.Popen(["sleep", "60"])
+    begun = processes.begun(process.pid)
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    assert processes.state(process.pid, begun) == "stopped (T)"
+    assert processes.state(process.pid, begun + 1) == "ended"  # another process of its number
+    process.kill()
+    process.wait()
+    assert processes.state(process.pid, begun) == "ended"
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Lookout, Lookout]]:
+    """The lookouts of two ranks, both in this process."""
+    both = Lookout(0, 2), Lookout(1, 2)
+    places = [one.listen("127.0.0.1", f"host{one.rank}") for one in both]
+    for one in both:
+        one.meet(places)
+    yield both
+    for one in both:
+        one.close()
+    names = [thread.name for thread in threading.enumerate()]
+    assert "shardwise-lookout" not in names
+
+
+class TestLookout:
+    def test_a_rank_is_asked_where_it_is(self, pair):
+        zero, one = pair
+        with one.waits.noted("barrier (call 7)", lambda: [0]):
+            found = zero.ask([0, 1], stack=True)
+        assert (found[1].call, found[1].missing) == ("barrier (call 7)", (0,))
+        assert "test_watch.py" in found[0].line
+        assert found[1].stack
+
+    def test_why_a_rank_gave_up_is_known_to_the_others(self, pair):
+        zero, one = pair
+        one.tell(PeerLost("Rank 1 of 2 lost rank 7."))
+        error = zero.passed_on("Rank 0 of 2")
+        assert isinstance(error, PeerLost)
+        assert str(error) == "Rank 0 of 2 gave up with rank 1, which says: Rank 1 of 2 lost rank 7."
+        assert one.passed_on("Rank 1 of 2") is None
+        zero.tell(CollectiveError("later"))
+        assert one.told.text == "Rank 1 of 2 lost rank 7."
+
+    def test_a_rank_that_has_ended(self, pair):
+        zero, one = pair
+        one.close()
+        assert zero.ask([1]) == {1: "does not answer: is its host cut off?"}
+
+    def test_who_does_not_know_the_secret_is_told_nothing(self, pair):
+        place = pair[0]._places[1]
+        with socket.create_connection((place.address, place.port)) as stranger:
+            stranger.sendall(b'guessed {"ask": "where"}\n')
+            stranger.settimeout(5)
+            assert stranger.recv(100) == b""
+        assert pair[0].ask([1])[1].rank == 1
+
+    def test_one_that_asks_nothing_does_not_keep_the_others_waiting(self, pair, monkeypatch):
+        monkeypatch.setattr(lookouts.questions, "HEARING", 0.1)
+        place = pair[0]._places[1]
+        with socket.create_connection((place.address, place.port)):
+            assert pair[0].ask([1])[1].rank == 1
