@@ -78,7 +78,9 @@ class Draft:
 
         Raises OSError where it cannot be written, of ENOSPC where the disk has less free.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            sync(self.folder.parent)
         self._sweep()
         if self.nbytes > self._free():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))

@@ -213,14 +213,10 @@ class Checkpoints:
         _at_exit(self)
         self._job.start()
 
-    def look(self) -> None:
-        """Notice how a save in the background has ended, once; raise CheckpointNotWritten if it
-        has failed, unless training goes on without."""
-        if self._job is not None and not self._job.is_alive():
-            job, self._job = self._job, None
-            job.join()
-            if job.failure is not None:
-                self.tolerate(CheckpointNotWritten(job.failure))
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save in the background is known, on this rank, to have failed."""
+        return self._job is not None and not self._job.is_alive() and bool(self._job.failure)
 
     # -- leaving at a step boundary ---------------------------------------------------------
 
@@ -233,10 +229,13 @@ class Checkpoints:
         self._held.buffers.restore()
 
     def wait(self) -> None:
-        """Return when no save is on its way. Raises as `look` does."""
+        """Return when no save is on its way. Raises CheckpointNotWritten, on all ranks alike, if it
+        has failed, unless training goes on without."""
         if self._job is not None:
-            self._job.join()
-            self.look()
+            job, self._job = self._job, None
+            job.join()
+            if job.failure is not None:
+                self.tolerate(CheckpointNotWritten(job.failure))
 
     # -- loading --------------------------------------------------------------------------
 
@@ -327,7 +326,14 @@ def _finish(
     draft.finish(saving.documents(made, sums, fields, more))
     kept()
     if keep is not None:
-        draft.prune(keep)
+        try:
+            draft.prune(keep)
+        except OSError as error:  # this one is complete, whatever is left beside it
+            print(
+                f"shardwise: {error.filename}, which is older than keep={keep} asks for, could not "
+                f"be removed: {error.strerror}.",
+                file=sys.stderr,
+            )
 
 
 def _schedules(each: Any, face: optim.Optimizer) -> bool:

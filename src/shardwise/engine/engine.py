@@ -216,9 +216,9 @@ class Engine(Resumable):
         `max_norm` clips by the global 2-norm, as torch.nn.utils.clip_grad_norm_ does. Collective.
 
         Raises UsageError without a backward, NonFiniteError for a NaN or infinite gradient where
-        there is no loss scale (`--nonfinite skip` skips the step instead).
+        there is no loss scale (`--nonfinite skip` skips the step instead); when the step is made,
+        CheckpointNotWritten if a save in the background has failed since the last one.
         """
-        self._checkpoints.look()
         if not self._window.backwards:
             raise UsageError(
                 "engine.step() without engine.backward(loss) since the last step: "
@@ -241,6 +241,8 @@ class Engine(Resumable):
             self._update(totals, stats, max_norm)
             habits.call_after_step(self._recipe.optimizers)
         self._end_step(totals)
+        if totals.unsaved:
+            self._checkpoints.wait()  # raises on all ranks alike, the step made
         return stats
 
     def _exchange(self) -> Totals:
@@ -254,7 +256,8 @@ class Engine(Resumable):
                 self._group,
                 self._recipe.sharding.copies,
                 self._options.number(),
-                self.world.preemption.asked,
+                unsaved=self._checkpoints.has_failed,
+                asked=self.world.preemption.asked,
             )
         except UsageError:
             self._abandon()

@@ -82,14 +82,14 @@ class Message:
     """What a rank tells all others at a step, as one fp64 vector.
 
     | weights | losses x weight | squared norm | backwards | options | used, packed | late,
-    packed | news | several | asked |
+    packed | news | several | unsaved | asked |
 
     How many numbers the first three are is a matter of the step's parts. `backwards` leaves out
     those of weight 0. `options` is a checksum of the optimizers' options; joined it is NaN where
     ranks differ. `used` is by parameter: it had a gradient. `late` is by bucket: a gradient came
     after the bucket had started. `news`: a buffer was seen to change for the first time. `several`:
-    there was more than one backward. `asked`: the signal that asked this rank to end, or 0; of
-    all ranks the highest.
+    there was more than one backward. `unsaved`: a save in the background has failed. `asked`: the
+    signal that asked this rank to end, or 0; of all ranks the highest.
     """
 
     weights: list[Number]
@@ -101,6 +101,7 @@ class Message:
     late: list[bool]
     news: bool
     several: bool
+    unsaved: bool
     asked: int
 
     def row(self, device: torch.device) -> Tensor:
@@ -111,7 +112,7 @@ class Message:
         ]
         squares = self.squared_norm.to(device, torch.float64).reshape(-1)
         known = [float(self.backwards), self.options]
-        seen = [float(self.news), float(self.several), float(self.asked)]
+        seen = [float(flag) for flag in (self.news, self.several, self.unsaved, self.asked)]
         flags = [*known, *_packed(self.used), *_packed(self.late), *seen]
         rest = torch.tensor(flags, dtype=torch.float64, device=device)
         return torch.cat([torch.stack(scalars), squares, rest])
@@ -125,7 +126,7 @@ class Message:
             2,
             _words(self.used),
             _words(self.late),
-            3,
+            4,
         )
         ends = list(accumulate(lengths))
         weights, losses, squares, known, used, late, flags = (
@@ -140,9 +141,10 @@ class Message:
             options=known[0][1] if len({options for _, options in known}) == 1 else math.nan,
             used=_any_of(used, len(self.used)),
             late=_any_of(late, len(self.late)),
-            news=any(news for news, _, _ in flags),
-            several=any(several for _, several, _ in flags),
-            asked=int(max(asked for _, _, asked in flags)),
+            news=any(row[0] for row in flags),
+            several=any(row[1] for row in flags),
+            unsaved=any(row[2] for row in flags),
+            asked=int(max(row[3] for row in flags)),
         )
 
 
@@ -159,6 +161,7 @@ class Heard:
     late: list[bool]
     news: bool
     several: bool
+    unsaved: bool
     asked: int
 
 
