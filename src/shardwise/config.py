@@ -223,6 +223,13 @@ class Settings:
         "a NaN gradient stops the run, or skips the step",
         "stop|skip",
     )
+    save_failure: str = _setting(
+        "stop",
+        _one_of("stop", "continue"),
+        "recover",
+        "a checkpoint that no disk takes stops the run, or is left out",
+        "stop|continue",
+    )
     seed: int | None = _setting(None, _integer(0), "recover", "overrides the script's seed", "S")
     timeout: float = _setting(
         300.0, _positive, "watch", "seconds a collective may wait for a rank", "SECONDS"

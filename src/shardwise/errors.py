@@ -13,6 +13,7 @@
     ├── DataError            a dataset, sampler or batch that cannot be shared out
     ├── MetricsError         ranks disagree on what they measured
     ├── CheckpointError      a checkpoint that cannot be written, found or read
+    │   ├── CheckpointNotWritten  a disk that is full, or refuses
     │   ├── BrokenCheckpoint    cut short, contradicting itself, or with a wrong checksum
     │   └── CheckpointMismatch  of another model or optimizer
     ├── TierError            a folder or disk that cannot hold a state, or failed while it did
@@ -74,6 +75,10 @@ class MetricsError(ShardwiseError):
 
 class CheckpointError(ShardwiseError):
     """A checkpoint that cannot be written, found or read."""
+
+
+class CheckpointNotWritten(CheckpointError):
+    """A disk is full, read-only, or refuses what a checkpoint writes; those before it are whole."""
 
 
 class BrokenCheckpoint(CheckpointError):

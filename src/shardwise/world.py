@@ -22,7 +22,9 @@ from shardwise.errors import DataError, LaunchError, UsageError
 from shardwise.feed import Batch, Feed, Plan
 from shardwise.launch import report
 from shardwise.launch.identity import Identity
+from shardwise.launch.progress import Telling
 from shardwise.layout import even_cuts
+from shardwise.preemption import Preemption
 from shardwise.tiers import heap
 from shardwise.tree import MicroShards
 
@@ -38,7 +40,13 @@ class World:
     (rank 0), `seed`, `launcher`, `settings`.
     """
 
-    def __init__(self, identity: Identity, group: Collectives, device: torch.device) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        group: Collectives,
+        device: torch.device,
+        telling: Telling | None = None,
+    ) -> None:
         self.rank = identity.rank
         self.size = identity.size
         self.local_rank = identity.local_rank
@@ -51,6 +59,9 @@ class World:
         self.settings = config.Settings()
         self.collectives = group
         self.feed = Feed()
+        self.telling = telling or Telling({})
+        self.preemption = Preemption(self.telling, self.print)
+        self.feed.watch(self.preemption.before_batch)
         self.engines = 0
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._keywords: dict[str, Any] = {}
@@ -174,7 +185,7 @@ def init(seed: int | None = None, **settings: Any) -> World:
     group = collectives.connect(
         identity, device, chosen.timeout, chosen.transport, chosen.rendezvous
     )
-    world = World(identity, group, device)
+    world = World(identity, group, device, Telling(os.environ))
     world._keywords = dict(settings)
     world.settings = world.settle(**given)
     _share_cores(world)
@@ -202,6 +213,7 @@ def _leave() -> None:
     world, _current = _current, None
     if world is not None:
         atexit.unregister(_leave)
+        world.preemption.forget()
         world.collectives.close()
 
 

@@ -15,10 +15,9 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-from shardwise.errors import CheckpointError
 
 DOCUMENT = "checkpoint.json"
 """What a complete checkpoint has beside its tensors."""
@@ -58,34 +57,31 @@ def complete(folder: Path) -> list[Found]:
 
 
 class Draft:
-    """A checkpoint of `step` on its way to `final`; `path` is where it is meanwhile.
+    """A checkpoint of `step` on its way to `final`; `path` is where it is meanwhile. Its tensors
+    take `nbytes`.
 
     For one process: the main rank. What the others need is `path`, as the main rank has it after
     `begin`: where the folder's file system takes no writes at an offset, as those over object
     stores do, the ranks of one host write to a temporary folder, and rank 0 copies from there.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, nbytes: int) -> None:
         self.folder = folder
         self.step = step
+        self.nbytes = nbytes
         self.final = folder / f"step-{step}"
         self.path = self._partial = folder / f".step-{step}.partial"
         self._replaced = folder / f".step-{step}.replaced"
 
-    def begin(self, nbytes: int) -> None:
-        """Make the folder, with room for `nbytes`; sweep what killed runs have left.
+    def begin(self) -> None:
+        """Make the folder; sweep what killed runs have left.
 
-        Raises CheckpointError where the disk has less free, OSError where it cannot be written.
+        Raises OSError where it cannot be written, of ENOSPC where the disk has less free.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sweep()
-        status = os.statvfs(self.folder)
-        free = status.f_bavail * status.f_frsize
-        if nbytes > free:
-            raise CheckpointError(
-                f"A checkpoint in {self.folder} takes {nbytes:,} bytes, and {free:,} are free "
-                "there. Make room, keep fewer checkpoints, or save on another disk."
-            )
+        if self.nbytes > self._free():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         self._partial.mkdir()
         if not _takes_offsets(self._partial):
             self.path = Path(tempfile.mkdtemp(prefix="shardwise-checkpoint-"))
@@ -108,6 +104,23 @@ class Draft:
         self._remove(self._replaced)
         if self.path != self._partial:
             shutil.rmtree(self.path)
+
+    def refused(self, error: OSError) -> str:
+        """In words, that the disk did not take it."""
+        place = error.filename or self.path
+        room = "Make room, keep fewer checkpoints, or save on another disk. "
+        with suppress(OSError):
+            room = f"It takes {self.nbytes:,} bytes, and {self._free():,} are free there. {room}"
+        return (
+            f"The checkpoint of step {self.step} was not written, for {place} cannot be: "
+            f"{error.strerror or error}. {room}Those that were complete before are whole."
+        )
+
+    def _free(self) -> int:
+        """Bytes that are free where it is to be."""
+        folder = next(f for f in (self.folder, *self.folder.absolute().parents) if f.is_dir())
+        status = os.statvfs(folder)
+        return status.f_bavail * status.f_frsize
 
     def discard(self) -> None:
         """Forget the draft; what is complete stays."""

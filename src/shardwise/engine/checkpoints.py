@@ -27,19 +27,31 @@ from shardwise.engine import habits, loading, saving
 from shardwise.engine.exact_mean import Seeds
 from shardwise.engine.inventory import Lending
 from shardwise.engine.takeover import Takeover
-from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch, UsageError
+from shardwise.errors import (
+    BrokenCheckpoint,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotWritten,
+    UsageError,
+)
 from shardwise.model.precision import LossScale
 from shardwise.world import World
 
 
 class Checkpoints:
-    """Saves and loads what `held` has, with the numbers beside it and what is tracked."""
+    """Saves and loads what `held` has, with the numbers beside it and what is tracked.
 
-    def __init__(self, world: World, held: Takeover, scale: LossScale, seeds: Seeds) -> None:
+    `number` is the engine's in this process.
+    """
+
+    def __init__(
+        self, world: World, held: Takeover, scale: LossScale, seeds: Seeds, number: int
+    ) -> None:
         self._world = world
         self._held = held
         self._scale = scale
         self._seeds = seeds
+        self._number = number
         self._tracked: dict[str, Any] = {}
         self._pending: dict[str, Any] = {}
         self._said: set[str] = set()
@@ -108,7 +120,7 @@ class Checkpoints:
     def save(
         self, folder: Path, steps: int, *, keep: int | None, background: bool, split: int
     ) -> Path:
-        """See Engine.save."""
+        """See Engine.save; raises CheckpointNotWritten whatever the settings say."""
         if keep is not None and keep < 1:
             raise UsageError(f"keep takes how many checkpoints to keep, 1 or more, not {keep}.")
         self.wait()
@@ -118,19 +130,42 @@ class Checkpoints:
         lending = Lending(recipe, states)
         made = saving.plan(lending, split)
         fields, more, failure = self._beside(lending, made, steps)
-        draft = Draft(folder, steps)
         saving.agree(recipe.group, failure)
-        saving.begin(draft, made, recipe.group)
-        finish = partial(_finish, made, fields, more, draft, keep)
-        if background:
-            self._start(lending, made, draft, finish)
-        else:
-            sums = saving.write(lending, made, draft)
-            failure = None
+        draft = Draft(folder, steps, made.nbytes)
+        kept = partial(self._world.telling.kept, self._number, steps)
+        finish = partial(_finish, made, fields, more, draft, keep, kept)
+        try:
+            saving.begin(draft, made, recipe.group)
+            if background:
+                self._start(lending, made, draft, finish)
+            else:
+                self._write(lending, made, draft, finish)
+        except CheckpointNotWritten:
             if recipe.group.rank == 0:
-                failure = saving.told_of(lambda: finish([sums]), draft)
-            saving.agree(recipe.group, failure)
+                draft.discard()  # a part of it would only take up room
+            raise
         return draft.final
+
+    def _write(
+        self,
+        lending: Lending,
+        made: saving.Plan,
+        draft: Draft,
+        finish: Callable[[Any], None],
+    ) -> None:
+        """Write all of it, and return when it is complete."""
+        group = lending.recipe.group
+        sums = saving.write(lending, made, draft)
+        failure = None
+        if group.rank == 0:
+            failure = saving.told_of(lambda: finish([sums]), draft)
+        saving.agree(group, failure, CheckpointNotWritten)
+
+    def tolerate(self, error: CheckpointNotWritten) -> None:
+        """Say that a checkpoint is missing, where training goes on without; else raise."""
+        if self._held.recipe.settings.save_failure == "stop":
+            raise error
+        self._world.print(f"shardwise: {error} Training goes on.", file=sys.stderr)
 
     def _beside(
         self, lending: Lending, made: saving.Plan, steps: int
@@ -177,15 +212,23 @@ class Checkpoints:
         self._job.start()
 
     def look(self) -> None:
-        """Raise CheckpointError if a save in the background has failed; said once."""
+        """Notice how a save in the background has ended, once; raise CheckpointNotWritten if it
+        has failed, unless training goes on without."""
         if self._job is not None and not self._job.is_alive():
             job, self._job = self._job, None
             job.join()
             if job.failure is not None:
-                raise CheckpointError(
-                    f"The checkpoint {job.draft.final}, saved in the background, failed: "
-                    f"{job.failure}. Those that were complete before are whole."
-                )
+                self.tolerate(CheckpointNotWritten(job.failure))
+
+    # -- leaving at a step boundary ---------------------------------------------------------
+
+    def mark_boundary(self) -> None:
+        """Take the model's buffers as they are now for those of a save to come."""
+        self._held.buffers.keep()
+
+    def go_back_to_boundary(self) -> None:
+        """Undo what a forward has done since, that no step will follow."""
+        self._held.buffers.restore()
 
     def wait(self) -> None:
         """Return when no save is on its way. Raises as `look` does."""
@@ -235,6 +278,8 @@ class Checkpoints:
         steps: int = fields["step"]
         if steps:
             habits.tell_schedulers(self._held.recipe.optimizers)
+        self._world.telling.stepped(self._number, steps)
+        self._world.telling.kept(self._number, steps)
         return steps
 
     def _take_seed(self, seed: int) -> None:
@@ -272,11 +317,13 @@ def _finish(
     more: Mapping[str, bytes],
     draft: Draft,
     keep: int | None,
+    kept: Callable[[], None],
     several: Any,
 ) -> None:
     """Give a checkpoint its name, then remove those that are too many."""
     sums = saving.merged(several)
     draft.finish(saving.documents(made, sums, fields, more))
+    kept()
     if keep is not None:
         draft.prune(keep)
 

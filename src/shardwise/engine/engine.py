@@ -90,7 +90,9 @@ class Engine(Resumable):
         scaled = precision.PRESETS[self.settings.precision].scaled
         self._scale = precision.LossScale(scaler, active=scaled)
         self._seeds = Seeds(self._scale, self._group, self._parts)
-        self._checkpoints = Checkpoints(self.world, self._held, self._scale, self._seeds)
+        self._checkpoints = Checkpoints(
+            self.world, self._held, self._scale, self._seeds, self._number
+        )
         self._announced = self._averaged = self._uneven = False
         self.steps = 0
         self._reseed()
@@ -138,6 +140,7 @@ class Engine(Resumable):
         """
         habits.check_loss(loss)
         habits.check_block(averaged=self._averaged, uneven=self._uneven)
+        self._leave_if_asked()
         self._held.look_for_changes()
         batch = self.world.feed.batch_of_loss(weighted=weight is not None)
         if last is None:
@@ -251,6 +254,7 @@ class Engine(Resumable):
                 self._group,
                 self._recipe.sharding.copies,
                 self._options.number(),
+                self.world.preemption.asked,
             )
         except UsageError:
             self._abandon()
@@ -314,7 +318,10 @@ class Engine(Resumable):
         self._window = Window()
         habits.tell_schedulers(self._recipe.optimizers)
         self.steps += 1
+        self.world.telling.stepped(self._number, self.steps)
         self._reseed()
+        if totals.asked:
+            self._agree_to_end(totals.asked)
 
     def _reseed(self) -> None:
         """Let what is drawn from now on be a pure function of what it is drawn for."""
@@ -383,6 +390,9 @@ class Engine(Resumable):
         finally:
             self._averaged = False
             context.__exit__(None, None, None)
+
+    def _is_between_steps(self) -> bool:
+        return self._window.backwards == 0 and not self._averaged
 
     def _refuse_in_step(self, call: str) -> None:
         if self._window.backwards:

@@ -22,7 +22,7 @@ class Totals:
     `weight` and `loss` (x weight) are sums over the ranks, `squared_norm` that of the summed
     gradients. `backwards` is the number of those that had a weight. `alike`: the optimizers'
     options are. `used` says by parameter whether any rank had a gradient for it, `several` whether
-    any made more than one backward.
+    any made more than one backward. `asked` is the signal that asked any to end, or 0.
     """
 
     weight: float
@@ -32,6 +32,7 @@ class Totals:
     alike: bool
     used: list[bool]
     several: bool
+    asked: int
 
 
 def exchange(
@@ -42,12 +43,13 @@ def exchange(
     group: Collectives,
     copies: int,
     options: float,
+    asked: int,
 ) -> Totals:
     """Tell what this rank has seen and hear it of all others. Collective.
 
     Every part of the summed gradient is on `copies` ranks. `options` is a checksum of what must be
-    alike. Raises UsageError, on all ranks alike, for gradients that came too late where `parts`
-    refuses them.
+    alike, `asked` the signal that asked this rank to end, or 0. Raises UsageError, on all ranks
+    alike, for gradients that came too late where `parts` refuses them.
 
     On the way, buffers that forward changes become their mean over the ranks, and gradients that
     came too late for their bucket on any rank are reduced by all.
@@ -62,6 +64,7 @@ def exchange(
         late=[number in gradients.late for number in range(len(gradients.sums))],
         news=bool(buffers.news()),
         several=window.backwards > 1,
+        asked=asked,
     )
     told = mine.row(group.small_device)
     # Looked at on the CPU: one copy from a GPU, and no more waiting for it.
@@ -87,6 +90,7 @@ def exchange(
         alike=not math.isnan(everyone.options),
         used=everyone.used,
         several=everyone.several,
+        asked=everyone.asked,
     )
 
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from shardwise.config import Settings
 from shardwise.engine.checkpoints import Checkpoints
+from shardwise.errors import CheckpointNotWritten
 from shardwise.world import World
+
+
+@dataclass(frozen=True)
+class _Habit:
+    """How the user saves."""
+
+    keep: int | None = None
+    split: int = 5 * 10**9
 
 
 class Resumable(ABC):
@@ -19,6 +29,17 @@ class Resumable(ABC):
     settings: Settings
     steps: int
     _checkpoints: Checkpoints
+    _home: Path | None = None
+    """Where to save when asked to end: where it resumed from, else where it was saved last."""
+    _habit: _Habit
+    _resumes = False
+    _saved: int | None = None
+    """The step that is saved there."""
+    _agreed_here = False
+
+    @abstractmethod
+    def _is_between_steps(self) -> bool:
+        """Whether it can be saved now."""
 
     @abstractmethod
     def _refuse_in_step(self, call: str) -> None:
@@ -42,7 +63,7 @@ class Resumable(ABC):
         *,
         background: bool = False,
         split_gb: float = 5.0,
-    ) -> Path:
+    ) -> Path | None:
         """Write a checkpoint to `folder`/step-N, N being `steps`, and return that path.
 
         It is there whole or not at all; docs/checkpoint_format.md has its form. Of the checkpoints
@@ -51,13 +72,24 @@ class Resumable(ABC):
         disk passes through memory then); what goes wrong later is raised by the next `step`,
         `save`, `load` or `close`. Collective.
 
-        Raises CheckpointError, on all ranks alike, where it cannot be written; UsageError between
-        backward and step or inside `ema()`.
+        Raises CheckpointNotWritten, on all ranks alike, where no disk takes it (with
+        `--save-failure continue` that is said, and this returns None); UsageError between backward
+        and step or inside `ema()`.
         """
         self._refuse_in_step("engine.save")
-        return self._checkpoints.save(
-            Path(folder), self.steps, keep=keep, background=background, split=int(split_gb * 1e9)
-        )
+        home, split = Path(folder), int(split_gb * 1e9)
+        path = None
+        try:
+            path = self._checkpoints.save(
+                home, self.steps, keep=keep, background=background, split=split
+            )
+        except CheckpointNotWritten as error:
+            self._checkpoints.tolerate(error)
+        if self._home in (None, home) or not self._resumes:
+            self._settle_in(home, _Habit(keep, split))
+            self._saved = None if background or path is None else self.steps
+        self.world.preemption.leave_between_steps()
+        return path
 
     def resume(self, folder: str | PathLike[str]) -> int:
         """Go on from the newest complete checkpoint in `folder`; where there is none, from here.
@@ -71,6 +103,9 @@ class Resumable(ABC):
         else:
             self.load(newest)
             line = f"resumed from {newest}, at step {self.steps}"
+        self._resumes, self._saved = True, self.steps if newest is not None else None
+        self._settle_in(Path(folder), _Habit())
+        self.world.telling.resumes()
         if not self.settings.quiet:
             self.world.print(f"shardwise: {line}")
         return self.steps
@@ -93,3 +128,36 @@ class Resumable(ABC):
         if steps is not None:
             self.steps = steps
             self._reseed()
+
+    # -- asked to end -----------------------------------------------------------------------
+
+    def _settle_in(self, home: Path, habit: _Habit) -> None:
+        """Save to `home`, as the user does, when asked to end; the first time, begin to listen."""
+        if self._home is None:
+            self.world.preemption.heed(self._is_between_steps, self._save_at_the_end)
+        self._home, self._habit = home, habit
+
+    def _agree_to_end(self, asked: int) -> None:
+        """All ranks know by now that a signal asks them to end."""
+        self.world.preemption.agreed = asked
+        self._agreed_here = True
+        self._checkpoints.mark_boundary()
+
+    def _leave_if_asked(self) -> None:
+        """In a loop that no Loader feeds: the forward that came before counts for nothing."""
+        if self._agreed_here and not self.world.feed.training_streams():
+            self.world.preemption.leave_between_steps()
+
+    def _save_at_the_end(self) -> Path:
+        """Save to where the user does, unless this step is saved there."""
+        assert self._home is not None
+        if self._saved == self.steps:
+            return self._home / f"step-{self.steps}"
+        self._checkpoints.go_back_to_boundary()
+        return self._checkpoints.save(
+            self._home,
+            self.steps,
+            keep=self._habit.keep,
+            background=False,
+            split=self._habit.split,
+        )

@@ -19,7 +19,7 @@ from shardwise.checkpoint.format import TensorFile, TensorSpec, index, index_nam
 from shardwise.checkpoint.writer import CHUNK, Sink, Writer, create
 from shardwise.collectives import Collectives
 from shardwise.engine.inventory import Lending, average_specs, optimizer_specs, spec_of
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, CheckpointNotWritten
 from shardwise.states.holdings import AVERAGE, MODEL, OPTIMIZER, Holding, Told
 from shardwise.states.optimizer_state import Blank
 
@@ -112,12 +112,12 @@ def bytes_of(flat: Tensor) -> memoryview:
 def begin(draft: Draft, made: Plan, group: Collectives) -> None:
     """Make the draft's folder and its files, on rank 0; all ranks must see them. Collective.
 
-    Raises CheckpointError on all ranks alike.
+    Raises CheckpointNotWritten, or CheckpointError where they do not, on all ranks alike.
     """
     failure = None
     if group.rank == 0:
         failure = told_of(lambda: _make(draft, made), draft)
-    agree(group, failure)
+    agree(group, failure, CheckpointNotWritten)
     draft.path = group.gather_objects(draft.path)[0]
     seen = group.gather_objects((socket.gethostname(), draft.path.is_dir()))
     blind = sorted({host for host, there in seen if not there})
@@ -131,12 +131,15 @@ def begin(draft: Draft, made: Plan, group: Collectives) -> None:
 
 
 def _make(draft: Draft, made: Plan) -> None:
-    draft.begin(made.nbytes)
+    draft.begin()
     create(draft.path, made.files)
 
 
 def write(lending: Lending, made: Plan, draft: Draft) -> Sums:
-    """Write this rank's part, to the disk, and return the checksums of all ranks. Collective."""
+    """Write this rank's part, to the disk, and return the checksums of all ranks. Collective.
+
+    Raises CheckpointNotWritten on all ranks alike.
+    """
     group = lending.recipe.group
     writer = Writer(draft.path, made.sets)
     sums: Sums = {}
@@ -150,7 +153,7 @@ def write(lending: Lending, made: Plan, draft: Draft) -> Sums:
         failure = told_of(finish, draft)
     finally:
         writer.close()
-    agree(group, failure)
+    agree(group, failure, CheckpointNotWritten)
     return merged(group.gather_objects(sums))
 
 
@@ -195,13 +198,7 @@ def told_of(work: Callable[[], Any], draft: Draft) -> str | None:
     try:
         work()
     except OSError as error:
-        place = error.filename or draft.path
-        return (
-            f"{place} cannot be written: {error.strerror or error}. The checkpoints that were "
-            "complete before are whole."
-        )
-    except CheckpointError as error:
-        return str(error)
+        return draft.refused(error)
     return None
 
 

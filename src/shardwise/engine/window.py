@@ -82,13 +82,14 @@ class Message:
     """What a rank tells all others at a step, as one fp64 vector.
 
     | weights | losses x weight | squared norm | backwards | options | used, packed | late,
-    packed | news | several |
+    packed | news | several | asked |
 
     How many numbers the first three are is a matter of the step's parts. `backwards` leaves out
     those of weight 0. `options` is a checksum of the optimizers' options; joined it is NaN where
     ranks differ. `used` is by parameter: it had a gradient. `late` is by bucket: a gradient came
     after the bucket had started. `news`: a buffer was seen to change for the first time. `several`:
-    there was more than one backward.
+    there was more than one backward. `asked`: the signal that asked this rank to end, or 0; of
+    all ranks the highest.
     """
 
     weights: list[Number]
@@ -100,6 +101,7 @@ class Message:
     late: list[bool]
     news: bool
     several: bool
+    asked: int
 
     def row(self, device: torch.device) -> Tensor:
         """The vector, on `device`; numbers that are there already stay there."""
@@ -109,7 +111,7 @@ class Message:
         ]
         squares = self.squared_norm.to(device, torch.float64).reshape(-1)
         known = [float(self.backwards), self.options]
-        seen = [float(self.news), float(self.several)]
+        seen = [float(self.news), float(self.several), float(self.asked)]
         flags = [*known, *_packed(self.used), *_packed(self.late), *seen]
         rest = torch.tensor(flags, dtype=torch.float64, device=device)
         return torch.cat([torch.stack(scalars), squares, rest])
@@ -123,7 +125,7 @@ class Message:
             2,
             _words(self.used),
             _words(self.late),
-            2,
+            3,
         )
         ends = list(accumulate(lengths))
         weights, losses, squares, known, used, late, flags = (
@@ -138,8 +140,9 @@ class Message:
             options=known[0][1] if len({options for _, options in known}) == 1 else math.nan,
             used=_any_of(used, len(self.used)),
             late=_any_of(late, len(self.late)),
-            news=any(news for news, _ in flags),
-            several=any(several for _, several in flags),
+            news=any(news for news, _, _ in flags),
+            several=any(several for _, several, _ in flags),
+            asked=int(max(asked for _, _, asked in flags)),
         )
 
 
@@ -156,6 +159,7 @@ class Heard:
     late: list[bool]
     news: bool
     several: bool
+    asked: int
 
 
 def _words(flags: list[bool]) -> int:

@@ -5,8 +5,8 @@
     check ->                  is the program here? which address, which port?
         <- ready | refused
     start ->                  the ranks run
-        <- output, end ...
-    signal, resize ->
+        <- output, end, saves ...
+    signal, ask, resize ->
     close ->                  it ends, as it does when the connection ends or falls silent
 
 It speaks on its standard input and output, which ssh carries. Whatever happens, its warden ends
@@ -113,7 +113,9 @@ class Agent:
         )
         folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
         warden = self._stack.enter_context(Warden(folder))
-        self._crew = Crew(given, folder, warden, self._selector, self._hear, self._left)
+        self._crew = Crew(
+            given, folder, warden, self._selector, self._hear, self._left, self._saves
+        )
         self._crew.start(self._listener)
         if self._listener is not None:
             self._listener.close()
@@ -121,6 +123,10 @@ class Agent:
     def _on_signal(self, number: int) -> None:
         if self._crew is not None:
             self._crew.send(signal.Signals(number))
+
+    def _on_ask(self, number: int) -> None:
+        if self._crew is not None:
+            self._crew.ask(signal.Signals(number))
 
     def _on_resize(self, window: tuple[int, int]) -> None:
         if self._crew is not None:
@@ -135,8 +141,15 @@ class Agent:
         self._tell("output", rank=rank, stream=stream, data=wire.text_of(data))
 
     def _left(self, departure: Departure) -> None:
-        report = departure.report and asdict(departure.report)
-        self._tell("end", end=asdict(departure.end), how=departure.how, report=report)
+        report, progress = (
+            told and asdict(told) for told in (departure.report, departure.progress)
+        )
+        self._tell(
+            "end", end=asdict(departure.end), how=departure.how, report=report, progress=progress
+        )
+
+    def _saves(self, number: signal.Signals) -> None:
+        self._tell("saves", number=int(number))
 
     def _read(self) -> None:
         try:

@@ -121,6 +121,11 @@ class Child:
         """Send a signal to the whole process group."""
         warden.send(self.group, number)
 
+    def send_alone(self, number: signal.Signals) -> None:
+        """Send a signal to the process, and not to those that it has started."""
+        if self.end is None:
+            self._process.send_signal(number)
+
     def is_gone(self) -> bool:
         """Whether nothing is left of the process group."""
         return self.end is not None and not warden.send(self.group, 0)

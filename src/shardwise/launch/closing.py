@@ -1,9 +1,13 @@
 """What a run says last: which rank failed and why, or who asked it to stop. Pure."""
 
+import re
 import signal
 from collections.abc import Sequence
 
+from shardwise.launch.report import Report
 from shardwise.launch.verdict import Verdict
+
+HINT = "Once more kills them at once."
 
 
 def words(
@@ -31,6 +35,23 @@ def words(
     return f"\nshardwise: {head}.{last}\n"
 
 
+def short(judged: Verdict, how: str, size: int, report: Report | None) -> tuple[str, str]:
+    """The same in a few words: what happened to whom, and why."""
+    who = "the program" if size == 1 else f"rank {judged.rank} of {size}"
+    if judged.waiting is not None:
+        return f"{who} ended", "while the others were still training"
+    if report is not None:
+        return f"{who} failed", report.message.partition("\n")[0]
+    return (f"{who} failed" if how.startswith("exit code") else f"{who} was ended"), (
+        re.split(r"[,:] ", how)[0]
+    )
+
+
+def saving(asked: signal.Signals) -> str:
+    """The line when ranks that were asked to end save first."""
+    return f"shardwise: {asked.name}: saving after this step first. {HINT}\n"
+
+
 def stopping(asked: signal.Signals, size: int, *, again: bool) -> str:
     """The line at the moment when someone wants the run to end."""
     by = {signal.SIGINT: "Ctrl-C", signal.SIGPIPE: "nobody reads the output any more"}
@@ -38,7 +59,7 @@ def stopping(asked: signal.Signals, size: int, *, again: bool) -> str:
     ranks = "the program" if size == 1 else f"{size} ranks"
     if again:
         return f"shardwise: {reason} again: killing {ranks}.\n"
-    hint = " Once more kills them at once." if asked == signal.SIGINT else ""
+    hint = f" {HINT}" if asked == signal.SIGINT else ""
     return f"shardwise: {reason}: stopping {ranks}.{hint}\n"
 
 

@@ -51,6 +51,10 @@ class Console:
         taken = prefix_width(self.size) if self.size > 1 else 0
         return (rows, columns - taken) if columns > taken else None
 
+    def say(self, words: str) -> None:
+        """Show whole lines of our own."""
+        self.err.lines(words.encode())
+
     def close(self) -> None:
         """Leave the cursor where a new line may be written."""
         self.out.close()

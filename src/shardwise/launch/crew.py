@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from shardwise.launch import cause, environment, report
+from shardwise.launch import cause, environment, progress, report
 from shardwise.launch.child import Child, Outlet, Source
 from shardwise.launch.identity import Identity
+from shardwise.launch.progress import Progress
 from shardwise.launch.report import Report
+from shardwise.launch.restarts import SAVED
 from shardwise.launch.verdict import End
 from shardwise.launch.warden import Warden
 
@@ -45,15 +47,25 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Departure:
-    """That a rank has ended, `how` in words, and the report that it left, if any."""
+    """That a rank has ended, `how` in words, the report that it left, if any, and what it had told
+    of its progress."""
 
     end: End
     how: str
     report: Report | None
+    progress: Progress | None
+
+    @property
+    def saved(self) -> bool:
+        """Whether it ended because it was asked to, when it had saved."""
+        return self.end.code == SAVED and self.progress is not None and self.progress.ended
 
 
 class Crew:
-    """The ranks of `task`, as processes of this host; their reports lie in `folder`."""
+    """The ranks of `task`, as processes of this host; their reports lie in `folder`.
+
+    `left` is told of each that ended, `saves` of the signal to end before which one saves.
+    """
 
     def __init__(
         self,
@@ -63,6 +75,7 @@ class Crew:
         selector: selectors.BaseSelector,
         hear: Hear,
         left: Callable[[Departure], None],
+        saves: Callable[[signal.Signals], None],
     ) -> None:
         self._task = task
         self._folder = folder
@@ -70,6 +83,7 @@ class Crew:
         self._selector = selector
         self._hear = hear
         self._left = left
+        self._saves = saves
         self._children: list[Child] = []
         self._stopping = False
         self._memory = cause.memory()
@@ -110,11 +124,25 @@ class Crew:
                 self._left(self._departure(child))
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to all that is left of the ranks."""
+        """Send a signal to all that is left of the ranks; SIGTERM also ends who would save."""
         self._stopping = True
         for child in self._children:
             if not child.is_gone():
                 child.send(number)
+                if number == signal.SIGTERM and self._heeds(child):
+                    child.send_alone(signal.SIGKILL)
+
+    def ask(self, number: signal.Signals) -> None:
+        """Pass on that someone wants the ranks to end: to those that save first alone, so that
+        their DataLoader workers go on, and to all that is left of the others."""
+        saving = [child for child in self._children if child.end is None and self._heeds(child)]
+        for child in self._children:
+            if child in saving:
+                child.send_alone(number)
+            elif not child.is_gone():
+                child.send(number)
+        if saving:
+            self._saves(number)
 
     def resize(self, window: tuple[int, int]) -> None:
         """Tell ranks that draw live the new rows and columns of the terminal."""
@@ -162,8 +190,17 @@ class Crew:
     def _open(self) -> list[Source]:
         return [source for child in self._children for source in child.sources if source.open]
 
+    def _heeds(self, child: Child) -> bool:
+        told = progress.read(self._folder, child.rank)
+        return told is not None and told.heeds
+
     def _departure(self, child: Child) -> Departure:
         assert child.end is not None
         now = cause.memory()
         how = cause.of_exit(child.end.code, before=self._memory, now=now, peak=child.peak)
-        return Departure(end=child.end, how=how, report=report.read(self._folder).get(child.rank))
+        return Departure(
+            end=child.end,
+            how=how,
+            report=report.read(self._folder).get(child.rank),
+            progress=progress.read(self._folder, child.rank),
+        )

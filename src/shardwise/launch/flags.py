@@ -67,6 +67,7 @@ def own() -> Iterator[Flag]:
         shown="--config FILE",
         help="a TOML file of settings; weaker than flags and environment",
     )
+    yield from _recover_flags()
     yield from _watch_flags()
 
 
@@ -157,13 +158,17 @@ def _elastic_flags() -> Iterator[Flag]:
         type=click.IntRange(0),
         help="which of those hosts this is; left out, in the order of their coming",
     )
+
+
+def _recover_flags() -> Iterator[Flag]:
+    """The flags of what happens after a failure."""
     yield Flag(
-        ["--max-restarts", "--max_restarts"],
+        ["restarts", "--restarts", "--max-restarts", "--max_restarts"],
         group="recover",
-        shown="--max-restarts K",
-        rare=True,
+        shown="--restarts K",
         type=click.IntRange(0),
-        help="with --nnodes: how often all ranks start again after a failure",
+        default=0,
+        help="after a failure all ranks start again, so often at most",
     )
 
 

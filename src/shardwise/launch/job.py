@@ -16,8 +16,9 @@ class Job:
 
     `words` are as the user gave them, a `module` and its arguments or a program and its own.
     `port` 0 lets the kernel choose. `grace` is the seconds between asking and killing. `passed`
-    are variables for the ranks. `shown` are the ranks whose output is on the screen, None for all
-    of them; `log_dir` is where that of each is kept.
+    are variables for the ranks. `restarts` is how often a run that failed starts again. `shown`
+    are the ranks whose output is on the screen, None for all of them; `log_dir` is where that of
+    each is kept.
     """
 
     words: tuple[str, ...]
@@ -26,6 +27,7 @@ class Job:
     module: bool = False
     port: int = 0
     grace: float = 5.0
+    restarts: int = 0
     interface: str | None = None
     passed: Mapping[str, str] = field(default_factory=dict)
     shown: frozenset[int] | None = None

@@ -4,12 +4,15 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 
 from shardwise.errors import LaunchError
-from shardwise.launch import pulse, ssh
+from shardwise.launch import pulse, restarts, ssh
+from shardwise.launch.console import Console
 from shardwise.launch.hosts import HERE, Share
 from shardwise.launch.job import Job
 from shardwise.launch.remote import Remote
+from shardwise.launch.restarts import Ending
 from shardwise.launch.signals import Signals
 from shardwise.launch.ssh import Way
 from shardwise.launch.supervisor import Supervisor
@@ -23,8 +26,14 @@ START_LIMIT = 60.0
 def run(job: Job, way: Way) -> int:
     """Run `job` to its end and return the exit code. Raises LaunchError when it cannot start."""
     console = job.console(os.environ)
+    with Signals() as signals:
+        once = partial(_once, job, way, console, signals)
+        return restarts.repeated(job.restarts, once, console.say)
+
+
+def _once(job: Job, way: Way, console: Console, signals: Signals) -> Ending:
+    """Reach all hosts, start all ranks, and watch them to their end."""
     with ExitStack() as stack:
-        signals = stack.enter_context(Signals())
         voices = job.voices(console)
         supervisor = Supervisor(console, voices, signals, grace=job.grace, hosts=_names(job.shares))
         stack.enter_context(closing(supervisor))

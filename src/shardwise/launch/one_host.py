@@ -3,12 +3,15 @@
 import os
 import tempfile
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
-from shardwise.launch import interface, program, rendezvous
+from shardwise.launch import interface, program, rendezvous, restarts
+from shardwise.launch.console import Console
 from shardwise.launch.crew import Crew
 from shardwise.launch.hosts import HERE
 from shardwise.launch.job import Job
+from shardwise.launch.restarts import Ending
 from shardwise.launch.signals import Signals
 from shardwise.launch.supervisor import Supervisor
 from shardwise.launch.warden import Warden
@@ -17,19 +20,27 @@ from shardwise.launch.warden import Warden
 def run(job: Job) -> int:
     """Run `job` to its end and return the exit code. Raises LaunchError when it cannot start."""
     command = program.command(job.words[0], job.words[1:], module=job.module)
-    address = HERE if job.interface is None else interface.address_of(job.interface)
     console = job.console(os.environ)
+    with Signals() as signals:
+        once = partial(_once, job, command, console, signals)
+        return restarts.repeated(job.restarts, once, console.say)
+
+
+def _once(job: Job, command: tuple[str, ...], console: Console, signals: Signals) -> Ending:
+    """Start all ranks, and watch them to their end."""
+    address = HERE if job.interface is None else interface.address_of(job.interface)
     with rendezvous.listen(address, job.port) as meeting:
         port = meeting.getsockname()[1]
         task = job.task(job.shares[0], command, console, address=address, port=port, reads=True)
         voices = job.voices(console)
         folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
-        with Warden(folder) as warden, Signals() as signals:
+        with Warden(folder) as warden:
             supervisor = Supervisor(console, voices, signals, grace=job.grace)
-            crew = Crew(task, folder, warden, supervisor.selector, supervisor.hear, supervisor.left)
+            told = supervisor.hear, supervisor.left, supervisor.saves_first
+            crew = Crew(task, folder, warden, supervisor.selector, *told)
             with closing(supervisor):
                 crew.start(meeting)
                 meeting.close()
-                code = supervisor.watch([crew])
+                ending = supervisor.watch([crew])
             crew.release()
-            return code
+            return ending

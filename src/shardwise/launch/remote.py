@@ -89,6 +89,10 @@ class Remote:
         """Send a signal to the ranks there."""
         self._tell("signal", number=int(number))
 
+    def ask(self, number: signal.Signals) -> None:
+        """Pass on to the ranks there that someone wants them to end."""
+        self._tell("ask", number=int(number))
+
     def resize(self, window: tuple[int, int]) -> None:
         """Tell of the new rows and columns of the terminal."""
         self._tell("resize", window=window)
@@ -178,6 +182,10 @@ class Remote:
         assert self._supervisor is not None
         self._left.add(message["end"]["rank"])
         self._supervisor.left(wire.departure(message, self._offset))
+
+    def _on_saves(self, message: wire.Message) -> None:
+        assert self._supervisor is not None
+        self._supervisor.saves_first(signal.Signals(message["number"]))
 
     def _give_up(self, why: str) -> None:
         """Note that nothing more comes from there."""

@@ -52,7 +52,7 @@ class Asked:
     node_rank: int | None
     rdzv_endpoint: str | None
     rdzv_id: str
-    max_restarts: int | None
+    restarts: int
     log_dir: str | None
     shown: str | None
     host_timeout: float
@@ -66,7 +66,7 @@ def run(asked: Asked) -> int:
     named = asked.hosts is not None or asked.hostfile is not None
     if asked.nnodes is not None:
         return _by_torch(asked, passed)
-    for flag in ("node_rank", "rdzv_endpoint", "max_restarts"):
+    for flag in ("node_rank", "rdzv_endpoint"):
         if getattr(asked, flag) is not None:
             raise LaunchError(f"--{flag.replace('_', '-')} needs --nnodes, the number of hosts.")
     if not named and srun.is_wanted(os.environ):
@@ -87,6 +87,7 @@ def _by_ourselves(asked: Asked, passed: Mapping[str, str]) -> int:
         module=asked.module,
         port=asked.port,
         grace=asked.grace,
+        restarts=asked.restarts,
         interface=asked.interface,
         log_dir=asked.log_dir,
     )
@@ -113,6 +114,11 @@ def _by_srun(asked: Asked, passed: Mapping[str, str]) -> int:
             "are srun's, which writes each line with its rank. Leave them out."
         )
     command = program.command(asked.words[0], asked.words[1:], module=asked.module)
+    if asked.restarts:
+        raise LaunchError(
+            "--restarts is of our own launcher, but the hosts of this Slurm job are srun's. Leave "
+            "it out, and let Slurm start the job again: sbatch --requeue."
+        )
     environ = srun.environment({**os.environ, **passed}, asked.settings, asked.port)
     words = srun.words(environ, command, size=asked.size, per_host=asked.per_host)
     if not asked.dry_run:
@@ -141,7 +147,7 @@ def _by_torch(asked: Asked, passed: Mapping[str, str]) -> int:
         meeting,
         command,
         per_host=asked.per_host or _ranks_of_a_host(asked),
-        restarts=asked.max_restarts or 0,
+        restarts=asked.restarts,
         address=address,
         log_dir=asked.log_dir,
     )

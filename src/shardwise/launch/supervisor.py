@@ -4,7 +4,8 @@
 
 Everything happens in one thread that sleeps until one of these comes. When a rank fails, the
 others get a moment to fail too, so that the first cause can be told from its consequences; then
-they are ended. Process groups that outlive all this are the warden's.
+they are ended. Asked to end, ranks that have a folder for it save first, and are waited for.
+Process groups that outlive all this are the warden's.
 """
 
 import selectors
@@ -15,7 +16,9 @@ from typing import Protocol
 from shardwise.launch import closing, verdict
 from shardwise.launch.console import Console
 from shardwise.launch.crew import Departure
+from shardwise.launch.progress import Progress
 from shardwise.launch.report import Report
+from shardwise.launch.restarts import SAVED, Ending, Failure
 from shardwise.launch.signals import Plan, Signals
 from shardwise.launch.voice import Voice
 
@@ -37,6 +40,9 @@ class Site(Protocol):
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all ranks there."""
+
+    def ask(self, number: signal.Signals) -> None:
+        """The same, but to the rank alone where it saves first; the supervisor is told then."""
 
     def resize(self, window: tuple[int, int]) -> None:
         """Tell of the new rows and columns of the terminal."""
@@ -71,11 +77,12 @@ class Supervisor:
         self._losses: list[str] = []
         self._asked: signal.Signals | None = None
         self._stopping = False
+        self._saving = False
         self._explained = False
         self.selector.register(signals.fd, selectors.EVENT_READ, self._on_signals)
 
-    def watch(self, sites: Sequence[Site]) -> int:
-        """Return the exit code of the run when all ranks have ended and the last word is said."""
+    def watch(self, sites: Sequence[Site]) -> Ending:
+        """Return how the run ended when all ranks have."""
         self._sites = sites
         while self._running and sites:
             self.turn()
@@ -111,15 +118,27 @@ class Supervisor:
         """Take notice that a rank has ended."""
         self._running.discard(departure.end.rank)
         self._departures[departure.end.rank] = departure
-        if self._asked is None and not self._stopping:
+        if self._is_patient:
             self._settle()
 
     def lost(self, ranks: Sequence[int], why: str) -> None:
         """Take notice that these ranks are out of reach, and end the others."""
         self._running.difference_update(ranks)
         self._losses.append(why)
-        if self._asked is None and not self._stopping:
+        if self._is_patient:
             self._plan.make([(0, signal.SIGTERM), (self._grace, signal.SIGKILL)])
+
+    def saves_first(self, asked: signal.Signals) -> None:
+        """Take notice that a rank which was asked to end saves before: wait for it."""
+        if not self._saving and not self._stopping:
+            self._saving, self._asked = True, self._asked or asked
+            self._plan.make([])
+            self.say(closing.saving(asked))
+
+    @property
+    def _is_patient(self) -> bool:
+        """Whether ranks are let end by themselves."""
+        return (self._asked is None or self._saving) and not self._stopping
 
     def _on_signals(self) -> None:
         for number in self._signals.arrived():
@@ -128,6 +147,10 @@ class Supervisor:
                     site.reap()
             elif number == signal.SIGWINCH:
                 self._resize()
+            elif number == signal.SIGUSR1:
+                self._ask(number)
+            elif number == signal.SIGTERM and self._asked == signal.SIGUSR1:
+                self._asked = number  # they are about to end already
             else:
                 self._stop(number)
 
@@ -158,50 +181,76 @@ class Supervisor:
             self._plan.make([(0, asked), (self._grace, signal.SIGTERM), kill])
             for voice in self._voices:
                 voice.hush()
+        elif asked == signal.SIGTERM:
+            self._plan.make([(self._grace, signal.SIGKILL)])
         else:
             self._plan.make([(0, signal.SIGTERM), (self._grace, signal.SIGKILL)])
         words = closing.stopping(asked, len(self._voices), again=self._asked is not None)
-        self._asked = self._asked or asked
-        self._console.err.lines(words.encode())
+        first, self._asked = self._asked is None, self._asked or asked
+        self.say(words)
+        if first and asked == signal.SIGTERM:
+            self._ask(asked)
+
+    def _ask(self, number: signal.Signals) -> None:
+        """Pass on to the ranks that someone wants them to end; some save first."""
+        for site in self._sites:
+            site.ask(number)
 
     def _send(self, number: signal.Signals) -> None:
         self._stopping = True
         for site in self._sites:
             site.send(number)
 
-    def _conclude(self) -> int:
-        if self._asked is not None:
-            self.say(closing.lost(self._losses))
-            return 128 + self._asked
-        reports = self._reports()
+    def _conclude(self) -> Ending:
+        reports, lost = self._reports(), closing.lost(self._losses)
         judged = verdict.judge(self._ends(), reports)
-        if self._losses and (judged is None or verdict.is_consequence(judged, reports)):
-            self.say(closing.lost(self._losses))
-            return 1
-        return 0 if judged is None else self._speak(judged, reports)
+        if judged is None and not lost and any(d.saved for d in self._departures.values()):
+            return Ending(code=SAVED)
+        if self._asked is not None:
+            return Ending(code=128 + self._asked, words=lost)
+        if lost and (judged is None or verdict.is_consequence(judged, reports)):
+            failure = Failure(what="a host", why=self._losses[0], progress=self._progress())
+            return Ending(code=1, words=lost, failure=failure)
+        return Ending(code=0) if judged is None else self._blame(judged, reports)
 
-    def _speak(self, judged: verdict.Verdict, reports: Mapping[int, Report]) -> int:
-        """Say which rank failed and why; returns the exit code."""
+    def _blame(self, judged: verdict.Verdict, reports: Mapping[int, Report]) -> Ending:
+        """Which rank failed and why."""
         rank = judged.rank if judged.waiting is None else judged.waiting
         found = reports.get(rank)
+        how = self._departures[judged.rank].how
         trace = verdict.last_words(found.text if found else self._voices[rank].tail.text())
         words = closing.words(
             judged,
-            self._departures[judged.rank].how,
+            how,
             trace,
             size=len(self._voices),
             where=found.where if found else "",
             host=self._hosts.get(judged.rank, ""),
         )
-        self.say(closing.lost(self._losses) + words)
-        return judged.exit_code
+        what, why = closing.short(judged, how, len(self._voices), found)
+        return Ending(
+            code=judged.exit_code,
+            words=closing.lost(self._losses) + words,
+            failure=Failure(what=what, why=why, progress=self._progress()),
+        )
+
+    def _progress(self) -> Progress | None:
+        """What all ranks have told, as one."""
+        told = [d.progress for d in self._departures.values() if d.progress is not None]
+        if not told:
+            return None
+        return Progress(
+            step=max(each.step for each in told),
+            kept=max(each.kept for each in told),
+            resumes=any(each.resumes for each in told),
+        )
 
     def say(self, words: str) -> None:
         """Show whole lines of our own."""
-        self._console.err.lines(words.encode())
+        self._console.say(words)
 
     def _ends(self) -> list[verdict.End]:
-        return [departure.end for departure in self._departures.values()]
+        return [departure.end for departure in self._departures.values() if not departure.saved]
 
     def _reports(self) -> dict[int, Report]:
         found = self._departures.items()

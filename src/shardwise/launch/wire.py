@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise.launch.crew import Departure
+from shardwise.launch.progress import Progress
 from shardwise.launch.report import Report
 from shardwise.launch.verdict import End
 
@@ -56,10 +57,13 @@ def bytes_of(text: str) -> bytes:
 
 def departure(message: Message, offset: float) -> Departure:
     """A rank's end as it was told; `offset` is added to its clock, in seconds."""
-    end, report = message["end"], message["report"]
+    end, report, progress = message["end"], message["report"], message["progress"]
     end["time"] += offset
     if report is not None:
         report["time"] += offset
     return Departure(
-        end=End(**end), how=message["how"], report=None if report is None else Report(**report)
+        end=End(**end),
+        how=message["how"],
+        report=None if report is None else Report(**report),
+        progress=None if progress is None else Progress(**progress),
     )

@@ -135,11 +135,15 @@ class Buffers:
         """A batch is about to be handed out: undo a stand-in's forward, make ready for another."""
         self.restore()
         if stand_in:
-            held = ((i, self._buffer(i)) for i in range(len(self._places)))
-            self._saved = [(i, buffer.clone()) for i, buffer in held if buffer is not None]
+            self.keep()
+
+    def keep(self) -> None:
+        """Take the present values as those that `restore` brings back."""
+        held = ((i, self._buffer(i)) for i in range(len(self._places)))
+        self._saved = [(i, buffer.clone()) for i, buffer in held if buffer is not None]
 
     def restore(self) -> None:
-        """Undo what a stand-in's forward did."""
+        """Undo what a forward did that does not count."""
         for index, value in self._saved:
             buffer = self._buffer(index)
             if buffer is not None and buffer.shape == value.shape:

@@ -1,0 +1,101 @@
+"""How far a rank has come: numbers in a file that it and its launcher map.
+
+    heeds | ended | resumes | steps, kept of engine 0 | steps, kept of engine 1 | ...
+
+Telling one costs a store into memory, so a rank tells every step, and what it told is there
+however it ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.launch.report import DIRECTORY_VARIABLE, RANK_VARIABLE
+
+ENGINES = 60
+"""Of how many engines of a process the steps are told; those made later are not."""
+
+_HEEDS, _ENDED, _RESUMES, _FIRST = range(4)
+_NUMBERS = _FIRST + 2 * ENGINES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a rank has told, of the engine that has most to lose.
+
+    `step` is how many steps it made, `kept` how many of them a restart has not to make again.
+    `heeds`: asked to end, it saves first; `ended`: it has done so. `resumes`: it asks for the
+    newest checkpoint when it starts.
+    """
+
+    step: int
+    kept: int
+    heeds: bool = False
+    ended: bool = False
+    resumes: bool = False
+
+
+class Telling:
+    """The end of a rank; where nobody listens, it tells nobody."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        if DIRECTORY_VARIABLE not in environ:
+            self._numbers = memoryview(bytearray(8 * _NUMBERS)).cast("q")
+            return
+        path = _path(Path(environ[DIRECTORY_VARIABLE]), int(environ[RANK_VARIABLE]))
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, 8 * _NUMBERS)
+            self._numbers = memoryview(mmap.mmap(fd, 8 * _NUMBERS)).cast("q")
+        finally:
+            os.close(fd)
+
+    def heeds(self) -> None:
+        """From now on this rank saves before it ends, when asked to end."""
+        self._numbers[_HEEDS] = 1
+
+    def ended(self) -> None:
+        """It has saved, and ends because it was asked to."""
+        self._numbers[_ENDED] = 1
+
+    def resumes(self) -> None:
+        """It goes on from the newest checkpoint when it is started again."""
+        self._numbers[_RESUMES] = 1
+
+    def stepped(self, engine: int, steps: int) -> None:
+        """Engine number `engine` has made `steps` steps."""
+        if engine < ENGINES:
+            self._numbers[_FIRST + 2 * engine] = steps
+
+    def kept(self, engine: int, steps: int) -> None:
+        """Of those, `steps` are in a complete checkpoint."""
+        if engine < ENGINES:
+            self._numbers[_FIRST + 2 * engine + 1] = steps
+
+
+def read(folder: Path, rank: int) -> Progress | None:
+    """What `rank` has told in `folder`; None where it never began to."""
+    try:
+        data = _path(folder, rank).read_bytes()
+    except FileNotFoundError:
+        return None
+    if len(data) < 8 * _NUMBERS:
+        return None
+    numbers = memoryview(data).cast("q")
+    pairs = list(zip(numbers[_FIRST::2], numbers[_FIRST + 1 :: 2], strict=True))
+    step, kept = max(pairs, key=lambda pair: (pair[0] - pair[1], pair[0]))
+    return Progress(
+        step=step,
+        kept=kept,
+        heeds=bool(numbers[_HEEDS]),
+        ended=bool(numbers[_ENDED]),
+        resumes=bool(numbers[_RESUMES]),
+    )
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.progress"

@@ -1,0 +1,95 @@
+"""Whether a run that failed starts again, and the line about it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwise.errors import LaunchError
+from shardwise.launch.progress import Progress
+
+STUCK = 3
+"""So many failures in a row at one step, without a newer checkpoint, are not chance."""
+
+SAVED = 75
+"""The exit code of a run that was asked to end, and saved first: sysexits.h's "try again"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A failure that is not of the user's asking: `what` happened to whom, and `why`, in words;
+    `progress` is what the ranks had told by then."""
+
+    what: str
+    why: str
+    progress: Progress | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run ended: its exit code and last words, and the `failure` if it was one."""
+
+    code: int
+    words: str = ""
+    failure: Failure | None = None
+
+
+class Restarts:
+    """Counts what has failed; `allowed` is how often a run starts again. Pure."""
+
+    def __init__(self, allowed: int) -> None:
+        self._allowed = allowed
+        self._failures: list[tuple[int, int]] = []
+
+    def after(self, failure: Failure) -> tuple[bool, str]:
+        """Whether to start again, and what to say of it, a line or nothing."""
+        told = failure.progress or Progress(step=0, kept=0)
+        self._failures.append((told.step, told.kept))
+        number = len(self._failures)
+        if self._allowed == 0:
+            return False, ""
+        if self._failures[-STUCK:] == [self._failures[-1]] * STUCK:
+            return False, (
+                f"\nshardwise: {STUCK} failures in a row {_where(told)}, and no newer checkpoint "
+                "in between: not starting again.\n"
+            )
+        if number > self._allowed:
+            times = "once" if self._allowed == 1 else f"{self._allowed} times"
+            return False, f"\nshardwise: it was started again {times}, and no more.\n"
+        return True, (
+            f"shardwise: {failure.what} {_where(told)} ({failure.why}). Starting again, "
+            f"{number} of {self._allowed}, {_from(told)}.\n"
+        )
+
+
+def repeated(allowed: int, once: Callable[[], Ending], say: Callable[[str], None]) -> int:
+    """Run `once`, again and again while that is `allowed`, and return the exit code."""
+    restarts = Restarts(allowed)
+    ending = once()
+    while ending.failure is not None:
+        again, line = restarts.after(ending.failure)
+        say(line if again else ending.words + line)
+        if not again:
+            return ending.code
+        try:
+            ending = once()
+        except LaunchError as error:
+            say(f"\nshardwise: it cannot start again. {error}\n")
+            return ending.code
+    say(ending.words)
+    return ending.code
+
+
+def _where(told: Progress) -> str:
+    return f"at step {told.step}" if told.step else "before the first step"
+
+
+def _from(told: Progress) -> str:
+    """Where it goes on, and what is lost."""
+    lost = told.step - (told.kept if told.resumes else 0)
+    steps = f"{lost} step{'s' * (lost != 1)} {'is' if lost == 1 else 'are'} lost"
+    if told.kept and told.resumes:
+        return f"from the checkpoint of step {told.kept}: {steps}"
+    if not told.step:
+        return "from the beginning: nothing is lost"
+    if told.resumes:
+        return f"from the beginning: there is no checkpoint yet, and {steps}"
+    return f"from the beginning, for the script calls no engine.resume(folder): {steps}"
