@@ -93,6 +93,8 @@ class Preemption:
             again = number == signal.SIGTERM
         else:
             again = self.asked == number and time.monotonic() - self._since > AGAIN
+            # Who starts the run anew does not wait for what an end of its launcher has left.
+            again = again or self._telling.is_orphan
         if again:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -2,7 +2,8 @@
 
 Collectives belong to training, so the ranks' threads meet in the draft's folder: each leaves a
 note when its part is on the disk, rank 0 waits for all notes and gives the checkpoint its name,
-and the others see that, or read rank 0's note of what went wrong.
+and the others see that, or read rank 0's note of what went wrong. Room for the notes is taken
+before anything else is written, so that a full disk cannot silence them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from shardwise.checkpoint.byte_ranges import ByteRange
 from shardwise.checkpoint.checksum import Part
 from shardwise.checkpoint.folders import DOCUMENT, Draft
 from shardwise.checkpoint.writer import Sink, Tensor, Writer
+
+RESERVED = 4096
+"""Bytes that a note of a failure may have: one block."""
 
 PAUSE = 0.02
 """Seconds between looks at the folder."""
@@ -81,15 +85,15 @@ class Job(threading.Thread):
 
     def run(self) -> None:
         """Write, leave a note, and see how it ends for all."""
-        told = {"sums": self._own()} if self.failure is None else {}
+        sums = self._own()
         try:
-            _leave(self.draft.path, f"rank-{self._rank}", told | {"failure": self.failure})
+            _leave(self.draft.path, f"rank-{self._rank}", {"sums": sums, "failure": self.failure})
             if self._rank == 0:
                 self._complete()
             else:
                 self._await()
         except Exception as error:  # nobody else would hear of it
-            self.failure = self.failure or _said(error)
+            self.failure = self.failure or self._said(error)
 
     def _own(self) -> list[Any]:
         """This rank's part, on the disk; its sums."""
@@ -97,7 +101,7 @@ class Job(threading.Thread):
             self._copies.play(self._writer)
             sums = self._writer.finish()
         except Exception as error:  # the others wait for a note, whatever went wrong
-            self.failure = _said(error)
+            self.failure = self._said(error)
             return []
         finally:
             self._writer.close()
@@ -107,17 +111,18 @@ class Job(threading.Thread):
 
     def _complete(self) -> None:
         """On rank 0: when all have left their notes, the checkpoint gets its name."""
-        notes = [self._note(f"rank-{rank}") for rank in range(self._size)]
-        failed = [f"rank {r}: {n['failure']}" for r, n in enumerate(notes) if n["failure"]]
+        notes = [self._note_of(rank) for rank in range(self._size)]
+        failed = [f"Rank {r}: {n['failure']}" for r, n in enumerate(notes) if n["failure"]]
         if not failed:
             try:
                 for rank in range(self._size):
                     _path(self.draft.path, f"rank-{rank}").unlink()
                 self._finish([_sums(note["sums"]) for note in notes])
             except Exception as error:  # the same
-                failed = [f"rank 0: {_said(error)}"]
+                failed = [f"Rank 0: {self._said(error)}"]
         if failed:
             self.failure = failed[0]
+            self.draft.empty()  # so that there is room for the note, and for others
             _leave(self.draft.path, "end", {"failure": failed[0]})
 
     def _await(self) -> None:
@@ -131,17 +136,23 @@ class Job(threading.Thread):
                 self.failure = str(json.loads(end.read_bytes())["failure"])
                 return
             time.sleep(PAUSE)
-        self.failure = f"rank 0 did not complete it within {self._limit:.0f} s"
+        self.failure = f"Rank 0 did not complete {self.draft.final} within {self._limit:.0f} s."
 
-    def _note(self, name: str) -> dict[str, Any]:
+    def _note_of(self, rank: int) -> dict[str, Any]:
         deadline = time.monotonic() + self._limit
-        path = _path(self.draft.path, name)
+        path = _path(self.draft.path, f"rank-{rank}")
         while not path.exists():
             if time.monotonic() > deadline:
-                return {"failure": f"it did not write its part within {self._limit:.0f} s"}
+                late = f"{self.draft.final} lacks its part after {self._limit:.0f} s."
+                return {"failure": late}
             time.sleep(PAUSE)
         note: dict[str, Any] = json.loads(path.read_bytes())
         return note
+
+    def _said(self, error: Exception) -> str:
+        if isinstance(error, OSError):
+            return self.draft.refused(error)
+        return f"{self.draft.final} was not written. {type(error).__name__}: {error}"
 
 
 def _sums(told: Sequence[Any]) -> dict[Tensor, list[Part]]:
@@ -152,15 +163,28 @@ def _path(folder: Path, name: str) -> Path:
     return folder / f".{name}.note"
 
 
+def reserve(folder: Path, rank: int) -> None:
+    """Take the room that the note of `rank` needs at least. Raises OSError."""
+    _aside(folder, f"rank-{rank}").write_bytes(b" " * RESERVED)
+
+
 def _leave(folder: Path, name: str, note: Mapping[str, Any]) -> None:
-    """A note that is there whole or not at all."""
-    path = _path(folder, name)
-    aside = path.with_suffix(".writing")
-    aside.write_text(json.dumps(note))
-    aside.replace(path)
+    """A note that is there whole or not at all; where it has no room, it only says so."""
+    aside = _aside(folder, name)
+    try:
+        _write(aside, note)
+    except OSError as error:
+        _write(aside, {"failure": (note["failure"] or str(error))[: RESERVED // 8]})
+    aside.replace(_path(folder, name))
 
 
-def _said(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"{error.filename or 'a file of it'} cannot be written: {error.strerror or error}"
-    return f"{type(error).__name__}: {error}"
+def _aside(folder: Path, name: str) -> Path:
+    return _path(folder, name).with_suffix(".writing")
+
+
+def _write(path: Path, note: Mapping[str, Any]) -> None:
+    """Over what is there, which needs no more room; JSON minds no spaces after it."""
+    data = json.dumps(note).encode()
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.write(data)
+        file.truncate(max(len(data), RESERVED))

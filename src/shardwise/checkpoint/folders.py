@@ -122,6 +122,11 @@ class Draft:
         status = os.statvfs(folder)
         return status.f_bavail * status.f_frsize
 
+    def empty(self) -> None:
+        """Let go of the room that the tensors take; notes are left for who reads them."""
+        for path in self.path.glob("*.safetensors"):
+            path.unlink()
+
     def discard(self) -> None:
         """Forget the draft; what is complete stays."""
         for path in {self.path, self._partial}:

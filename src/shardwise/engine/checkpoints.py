@@ -20,7 +20,7 @@ from torch import optim
 
 from shardwise import world as worlds
 from shardwise.checkpoint import folders, plain
-from shardwise.checkpoint.background import Copies, Job
+from shardwise.checkpoint.background import Copies, Job, reserve
 from shardwise.checkpoint.folders import Draft
 from shardwise.checkpoint.writer import Writer
 from shardwise.engine import habits, loading, saving
@@ -199,6 +199,8 @@ class Checkpoints:
         group = lending.recipe.group
         self._copies.begin()
         saving.lend(lending, made, self._copies)
+        failure = saving.told_of(lambda: reserve(draft.path, group.rank), draft)
+        saving.agree(group, failure, CheckpointNotWritten)
         self._job = Job(
             self._copies,
             Writer(draft.path, made.sets),

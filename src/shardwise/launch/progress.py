@@ -43,6 +43,7 @@ class Telling:
     """The end of a rank; where nobody listens, it tells nobody."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
+        self._launcher = os.getppid() if DIRECTORY_VARIABLE in environ else None
         if DIRECTORY_VARIABLE not in environ:
             self._numbers = memoryview(bytearray(8 * _NUMBERS)).cast("q")
             return
@@ -53,6 +54,11 @@ class Telling:
             self._numbers = memoryview(mmap.mmap(fd, 8 * _NUMBERS)).cast("q")
         finally:
             os.close(fd)
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the launcher that listened is gone."""
+        return self._launcher is not None and os.getppid() != self._launcher
 
     def heeds(self) -> None:
         """From now on this rank saves before it ends, when asked to end."""

@@ -1,8 +1,6 @@
 """Trains on, from the newest checkpoint in a folder, and prints a hash of what it came to.
 
-    resumes.py FOLDER [steps] [save every] [background] [die STEP RANK] [slow SECONDS]
-
-What is hashed is also the schedule, the data and dropout: nothing may differ after a fault.
+What is hashed depends on schedule, data and dropout too: nothing may differ after a fault.
 """
 
 import argparse
@@ -19,14 +17,14 @@ import shardwise as sw
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
-parser.add_argument("--steps", type=int, default=12)
+parser.add_argument("--epochs", type=int, default=3, help="of 5 steps")
 parser.add_argument("--every", type=int, default=4)
 parser.add_argument("--width", type=int, default=16)
 parser.add_argument("--background", action="store_true")
 parser.add_argument("--pause", type=float, default=0.0)
-parser.add_argument("--die", type=int, default=None, help="rank 1 dies once before this step")
-parser.add_argument("--always", action="store_true", help="and each time that it comes there")
-parser.add_argument("--signal", type=int, default=signal.SIGKILL)
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--die", type=int, default=None, help="rank 1 dies once after this step")
+parser.add_argument("--signal", type=int, default=signal.SIGKILL, help="of what it dies")
 args = parser.parse_args()
 
 world = sw.init(seed=0, device="cpu", quiet=True)
@@ -38,7 +36,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
 engine = sw.Engine(model, optimizer)
 rows = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
-loader = sw.Loader(list(rows), 8, shuffle=True)
+loader = sw.Loader(list(rows), 8, shuffle=True, num_workers=args.workers)
 engine.track(loader=loader, scheduler=scheduler)
 engine.resume(args.folder)
 world.print(f"start {engine.steps}", flush=True)
@@ -48,13 +46,12 @@ def dies() -> bool:
     if engine.steps != args.die or world.rank != 1:
         return False
     mark = args.folder / "died"
-    if mark.exists() and not args.always:
-        return False
+    died = mark.exists()
     mark.touch()
-    return True
+    return not died
 
 
-for _ in loader.epochs(args.steps):
+for _ in loader.epochs(args.epochs):
     for x in loader:
         if dies():
             os.kill(os.getpid(), args.signal)
@@ -65,10 +62,6 @@ for _ in loader.epochs(args.steps):
         time.sleep(args.pause)
         if engine.steps % args.every == 0:
             engine.save(args.folder, keep=2, background=args.background)
-        if engine.steps == args.steps:
-            break
-    if engine.steps == args.steps:
-        break
 
 summed = hashlib.sha256()
 with engine.full_parameters():

@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 
 def saved(folder: Path, step: int, keep: int | None = None, mark: str = "") -> None:
-    draft = Draft(folder, step)
-    draft.begin(0)
+    draft = Draft(folder, step, 0)
+    draft.begin()
     draft.finish({"checkpoint.json": mark.encode()})
     if keep is not None:
         draft.prune(keep)
@@ -36,7 +37,7 @@ def test_only_what_has_its_name_counts(tmp_path):
     assert complete(tmp_path / "none") == []
     saved(tmp_path, 9)
     saved(tmp_path, 10)
-    Draft(tmp_path, 11).begin(0)
+    Draft(tmp_path, 11, 0).begin()
     (tmp_path / "step-12").mkdir()  # nothing in it
     (tmp_path / "step-x").mkdir()
     assert complete(tmp_path) == [Found(9, tmp_path / "step-9"), Found(10, tmp_path / "step-10")]
@@ -72,9 +73,9 @@ class Killed(BaseException):
 
 def whole_save(folder: Path, step: int, value: int) -> None:
     """A save of one tensor, filled with `value`, as the engine makes it; the newest two stay."""
-    draft = Draft(folder, step)
+    draft = Draft(folder, step, 3)
     sets = {"model": lay_out("model", [TensorSpec("w", "U8", (3,))], limit=9, aliases={})}
-    draft.begin(0)
+    draft.begin()
     create(draft.path, sets["model"])
     writer = Writer(draft.path, sets)
     writer.write("model", [ByteRange("w", 0, 3, 0)], memoryview(bytes([value] * 3)))
@@ -127,9 +128,12 @@ def test_killed_at_any_moment(tmp_path, step):
 
 
 def test_a_disk_that_is_too_small(tmp_path):
-    with pytest.raises(CheckpointError, match=r"takes 1,000,000,000,000,000,000 bytes, and [\d,]+"):
-        Draft(tmp_path, 1).begin(10**18)
-    assert names(tmp_path) == []
+    draft = Draft(tmp_path / "new" / "er", 1, 10**18)
+    with pytest.raises(OSError, match="No space left") as raised:
+        draft.begin()
+    said = draft.refused(raised.value)
+    assert re.search(r"takes 1,000,000,000,000,000,000 bytes, and [\d,]+ are free there", said)
+    assert names(tmp_path / "new" / "er") == []
 
 
 def test_a_file_system_without_writes_at_an_offset(tmp_path, monkeypatch):
@@ -143,8 +147,8 @@ def test_a_file_system_without_writes_at_an_offset(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    draft = Draft(tmp_path / "store", 7)
-    draft.begin(0)
+    draft = Draft(tmp_path / "store", 7, 0)
+    draft.begin()
     assert draft.path.parent == tmp_path
     sets = {"model": lay_out("model", [TensorSpec("w", "U8", (3,))], limit=9, aliases={})}
     create(draft.path, sets["model"])
@@ -222,9 +226,9 @@ def test_nothing_to_load(tmp_path, name):
 def whole(tmp_path):
     """A folder with one checkpoint, of one tensor of zeros."""
     folder = tmp_path / "run"
-    draft = Draft(folder, 3)
+    draft = Draft(folder, 3, 0)
     files = lay_out("model", [TensorSpec("w", "F32", (2, 3))], limit=10**9, aliases={"twin": "w"})
-    draft.begin(0)
+    draft.begin()
     create(draft.path, files)
     sums = {"model": {"w": reader.open_set(draft.path, ["model.safetensors"]).checksum("w")}}
     draft.finish({"checkpoint.json": document.dump(FIELDS | {"checksums": sums})})

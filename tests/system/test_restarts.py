@@ -1,0 +1,207 @@
+"""Faults survived: restarts, saves when asked to end, and disks that take no more."""
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.launch.restarts import SAVED
+from tests.system.components import need
+from tests.system.launcher import Launcher, Ran, script
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+
+@pytest.fixture
+def shardwise(tmp_path: Path) -> Iterator[Launcher]:
+    """A launcher; nothing may be left of its runs when the test ends."""
+    launcher = Launcher(tmp_path)
+    yield launcher
+    left = launcher.wait_until_gone()
+    launcher.kill_all()
+    assert left == []
+    assert launcher.folders_left() == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the run comes to that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return hash_of(Launcher(folder).run("run", "-n", "2", script("resumes"), "checkpoints"))
+
+
+def hash_of(ran: Ran) -> str:
+    assert ran.code == 0, ran.err
+    (line,) = (line for line in ran.lines() if line.startswith("[0] hash"))
+    return line
+
+
+def started_at(ran: Ran) -> list[int]:
+    """The steps at which it was started, in order."""
+    return [int(step) for step in re.findall(r"\[0\] start (\d+)", ran.out)]
+
+
+def reach(process: "subprocess.Popen[str]", line: str) -> None:
+    """Return when rank 0 has printed `line`."""
+    assert process.stdout is not None
+    while (printed := process.stdout.readline()) and printed != f"[0] {line}\n":
+        pass
+    assert printed, "it ended before"
+
+
+def rank_of(shardwise: Launcher, rank: int) -> int:
+    """The process of a rank."""
+    mark = f"SHARDWISE_LAUNCH_RANK={rank}".encode()
+    return next(
+        pid
+        for pid in sorted(shardwise.left())
+        if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    )
+
+
+class TestRestarts:
+    @pytest.mark.parametrize("flags", [[], ["--zero", "3"]])
+    def test_a_rank_is_killed(
+        self, shardwise: Launcher, undisturbed: str, flags: list[str]
+    ) -> None:
+        words = [script("resumes"), "checkpoints", "--die", "7"]
+        ran = shardwise.run("run", "-n", "2", "--restarts", "2", *flags, *words)
+        assert hash_of(ran) == undisturbed
+        assert started_at(ran) == [0, 4]
+        lines = [line for line in ran.err.splitlines() if line.startswith("shardwise: ")]
+        assert lines == [
+            "shardwise: rank 1 of 2 was ended at step 7 (SIGKILL). Starting again, 1 of 2, from "
+            "the checkpoint of step 4: 3 steps are lost."
+        ]
+
+    def test_what_fails_always_at_one_step_is_given_up(self, shardwise: Launcher) -> None:
+        (shardwise.folder / "fails.py").write_text(FAILS)
+        ran = shardwise.run("run", "-n", "2", "--max-restarts", "9", "fails.py")
+        assert ran.code == 1
+        assert ran.out.count("started") == 2 * 3
+        assert "rank 1 of 2 failed at step 7 (ValueError: bad sample). Starting again, 2 of 9" in (
+            ran.err
+        )
+        assert ran.err.endswith(
+            "ValueError: bad sample\n\nshardwise: 3 failures in a row at step 7, and no newer "
+            "checkpoint in between: not starting again.\n"
+        )
+
+    def test_what_the_user_ends_stays_ended(self, shardwise: Launcher) -> None:
+        words = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
+        process = shardwise.start("run", "--restarts", "3", *words)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGTERM)
+        ran = shardwise.finish(process)
+        assert (ran.code, ran.out) == (128 + signal.SIGTERM, "")
+
+
+FAILS = """
+import os, time
+from shardwise.launch import report
+from shardwise.launch.progress import Telling
+
+report.watch_exceptions()
+print("started", flush=True)
+telling = Telling(os.environ)
+telling.stepped(0, 7)
+if os.environ["SHARDWISE_LAUNCH_RANK"] == "1":
+    raise ValueError("bad sample")
+time.sleep(60)
+"""
+
+
+class TestAskedToEnd:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+    def test_the_launcher(
+        self, shardwise: Launcher, undisturbed: str, number: signal.Signals
+    ) -> None:
+        """All ranks save between two steps, and the next start goes on there."""
+        workers = ["--workers", "1"] if number == signal.SIGTERM else []
+        words = ["run", "-n", "2", "--restarts", "1", script("resumes"), "checkpoints", *workers]
+        process = shardwise.start(*words, "--pause", "0.1")
+        reach(process, "step 5")
+        process.send_signal(number)
+        ran = shardwise.finish(process)
+        assert ran.code == SAVED, ran.err
+        assert f"shardwise: {number.name}: saving after this step first. Once more" in ran.err
+        (saved,) = re.findall(rf"{number.name}: saved checkpoints/step-(\d+), ending with", ran.err)
+        assert int(saved) in range(6, 9)
+        again = shardwise.run(*words)
+        assert started_at(again) == [int(saved)]
+        assert hash_of(again) == undisturbed
+
+    def test_one_rank(self, shardwise: Launcher, undisturbed: str) -> None:
+        """The others learn of it with the next step; saved as this rank is, it ends the run."""
+        words = ["run", "-n", "2", "--zero", "2", "--restarts", "1", script("resumes")]
+        ran = shardwise.run(*words, "checkpoints", "--die", "6", "--signal", str(signal.SIGTERM))
+        assert (ran.code, started_at(ran)) == (SAVED, [0]), ran.err
+        assert "SIGTERM: saved checkpoints/step-7, ending with exit code 75. The same" in ran.err
+        assert hash_of(shardwise.run(*words, "checkpoints")) == undisturbed
+
+    def test_alone_and_once_more(self, shardwise: Launcher) -> None:
+        """A process of nobody's launching; asked again, it ends at once."""
+        command = [sys.executable, script("resumes"), "checkpoints", "--pause"]
+        options = {"cwd": shardwise.folder, "text": True, "env": shardwise.environ()}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen([*command, "60"], **options, **pipes)
+        assert process.stdout is not None
+        while "step 1" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.2)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert shardwise.finish(process).code == -signal.SIGTERM
+
+
+SMALL = """
+set -e
+mkdir small
+mount -t tmpfs -o size=64k none small
+shift
+"$@"
+ls -A small > left
+"""
+
+
+def on_a_small_disk(shardwise: Launcher, *words: str) -> Ran:
+    """Run `shardwise WORDS` where `small` is a disk of 64 KB, gone with the run."""
+    need("unshare", None if shutil.which("unshare") else "unshare is not installed")
+    (shardwise.folder / "small.sh").write_text(SMALL)
+    able = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
+    need("unshare", None if able.returncode == 0 else "may not make a mount namespace")
+    shardwise.enter = ["unshare", "--mount", "sh", "small.sh", "-"]
+    return shardwise.run(*words)
+
+
+class TestAFullDisk:
+    """Two checkpoints of a model of width 64 have room, where the newest two stay not a third."""
+
+    WORDS = (script("resumes"), "small", "--width", "64")
+
+    @pytest.mark.parametrize("flags", [[], ["--background"]])
+    def test_training_stops(self, shardwise: Launcher, flags: list[str]) -> None:
+        ran = on_a_small_disk(shardwise, "run", "-n", "2", *self.WORDS, *flags)
+        assert ran.code == 1
+        assert "[0] hash" not in ran.out
+        assert re.search(
+            r"CheckpointNotWritten: .*The checkpoint of step 12 was not written, .* No space left "
+            r"on device\. It takes [\d,]+ bytes, and [\d,]+ are free there\. Make room",
+            ran.err,
+        )
+
+    def test_training_goes_on(self, shardwise: Launcher, undisturbed: str) -> None:
+        ran = on_a_small_disk(
+            shardwise, "run", "-n", "2", "--save-failure", "continue", *self.WORDS
+        )
+        assert "after 15" in hash_of(ran)
+        assert "are whole. Training goes on." in ran.err
+        assert (shardwise.folder / "left").read_text().split() == ["step-4", "step-8"]

@@ -1,0 +1,181 @@
+"""Whether a failed run starts again, what a rank tells of its progress, and signals it heeds."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import LaunchError
+from shardwise.launch import progress, restarts
+from shardwise.launch.progress import Progress, Telling
+from shardwise.launch.report import DIRECTORY_VARIABLE, RANK_VARIABLE
+from shardwise.launch.restarts import Ending, Failure, Restarts
+from shardwise.preemption import Preemption
+
+
+def failure(step: int, kept: int = 0, *, resumes: bool = True) -> Failure:
+    told = Progress(step=step, kept=kept, resumes=resumes)
+    return Failure(what="rank 1 of 2 was ended", why="SIGKILL", progress=told)
+
+
+class TestTheLine:
+    @pytest.mark.parametrize(
+        ("failed", "said"),
+        [
+            (failure(57, 40), "at step 57 (SIGKILL). Starting again, 1 of 3, from the checkpoint"),
+            (failure(57, 40), "of step 40: 17 steps are lost.\n"),
+            (failure(41, 40), ": 1 step is lost.\n"),
+            (failure(57), "from the beginning: there is no checkpoint yet, and 57 steps are lost"),
+            (failure(57, 40, resumes=False), "calls no engine.resume(folder): 57 steps are lost"),
+            (failure(0), "before the first step (SIGKILL). Starting again, 1 of 3, from the begin"),
+            (Failure(what="x", why="y", progress=None), "x before the first step (y). Starting"),
+        ],
+    )
+    def test_tells_cause_and_loss(self, failed: Failure, said: str) -> None:
+        again, line = Restarts(3).after(failed)
+        assert again
+        assert said in line
+        assert line.startswith("shardwise: ")
+        assert line.count("\n") == 1
+
+    def test_so_often_and_no_more(self) -> None:
+        several = Restarts(2)
+        assert several.after(failure(1))[0]
+        assert several.after(failure(2))[0]
+        assert several.after(failure(3)) == (
+            False,
+            "\nshardwise: it was started again 2 times, and no more.\n",
+        )
+        assert Restarts(0).after(failure(1)) == (False, "")
+
+    def test_a_failure_at_the_same_step_without_a_newer_checkpoint_is_not_chance(self) -> None:
+        several = Restarts(9)
+        assert several.after(failure(7, 4))[0]
+        assert several.after(failure(7, 4))[0]
+        assert several.after(failure(7, 6))[0], "there was a newer checkpoint"
+        assert several.after(failure(7, 6))[0]
+        again, line = several.after(failure(7, 6))
+        assert not again
+        assert "3 failures in a row at step 7, and no newer checkpoint" in line
+
+
+class TestRepeated:
+    def test_until_it_ends_well(self) -> None:
+        endings = [Ending(code=1, words="why", failure=failure(3, 2)), Ending(code=0)]
+        said: list[str] = []
+        assert restarts.repeated(1, lambda: endings.pop(0), said.append) == 0
+        assert "".join(said).count("\n") == 1
+        assert "why" not in said
+
+    def test_the_last_words_come_once_it_is_over(self) -> None:
+        said: list[str] = []
+        code = restarts.repeated(
+            1, lambda: Ending(code=7, words="why\n", failure=failure(3)), said.append
+        )
+        assert code == 7
+        assert "".join(said).endswith("why\n\nshardwise: it was started again once, and no more.\n")
+
+    def test_a_start_that_is_refused(self) -> None:
+        endings = [Ending(code=7, failure=failure(3))]
+
+        def once() -> Ending:
+            if endings:
+                return endings.pop()
+            raise LaunchError("node2 is gone.")
+
+        said: list[str] = []
+        assert restarts.repeated(3, once, said.append) == 7
+        assert "it cannot start again. node2 is gone." in said[-1]
+
+
+class TestProgress:
+    def test_is_read_as_it_was_told(self, tmp_path: Path) -> None:
+        assert progress.read(tmp_path, 3) is None
+        telling = Telling({DIRECTORY_VARIABLE: str(tmp_path), RANK_VARIABLE: "3"})
+        assert progress.read(tmp_path, 3) == Progress(step=0, kept=0)
+        telling.stepped(0, 9)
+        telling.stepped(1, 9)
+        telling.kept(0, 6)
+        telling.kept(1, 4)
+        telling.heeds()
+        telling.resumes()
+        told = Progress(step=9, kept=4, heeds=True, resumes=True)
+        assert progress.read(tmp_path, 3) == told
+        telling.stepped(progress.ENGINES, 99)
+        telling.ended()
+        assert progress.read(tmp_path, 3) == Progress(**{**vars(told), "ended": True})
+
+    def test_nobody_listens(self) -> None:
+        Telling({}).stepped(0, 1)
+
+
+class Engine:
+    """What saves, as an engine does."""
+
+    def __init__(self, *, ready: bool = True) -> None:
+        self.is_ready, self.saved = ready, 0
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def save(self) -> Path:
+        self.saved += 1
+        return Path("there/step-3")
+
+
+@pytest.fixture
+def asked() -> Iterator[tuple[Preemption, list[str]]]:
+    said: list[str] = []
+    preemption = Preemption(Telling({}), lambda line, **_: said.append(line))
+    yield preemption, said
+    preemption.agreed = 0
+    preemption.forget()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+class TestPreemption:
+    def test_a_signal_is_noted_and_the_end_comes_between_two_steps(
+        self, asked: tuple[Preemption, list[str]]
+    ) -> None:
+        preemption, said = asked
+        first, second = Engine(), Engine(ready=False)
+        for engine in (first, second):
+            preemption.heed(engine.ready, engine.save)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert preemption.asked == signal.SIGUSR1
+        preemption.before_batch(False)  # the others do not know yet
+        preemption.agreed = preemption.asked
+        preemption.before_batch(False)  # the second engine is within a step
+        assert (first.saved, second.saved) == (0, 0)
+        second.is_ready = True
+        with pytest.raises(SystemExit) as raised:
+            preemption.before_batch(False)
+        assert raised.value.code == restarts.SAVED
+        assert (first.saved, second.saved) == (1, 1)
+        assert said[0].startswith("shardwise: SIGUSR1: saved there/step-3 and there/step-3, ending")
+
+    def test_what_the_user_handles_stays_the_users(
+        self, asked: tuple[Preemption, list[str]]
+    ) -> None:
+        preemption, _ = asked
+        seen: list[int] = []
+        before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+        try:
+            engine = Engine()
+            preemption.heed(engine.ready, engine.save)
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert seen == [signal.SIGTERM]
+        assert preemption.asked == 0
+
+    def test_another_thread_cannot_listen(self, asked: tuple[Preemption, list[str]]) -> None:
+        preemption, _ = asked
+        engine = Engine()
+        thread = threading.Thread(target=preemption.heed, args=(engine.ready, engine.save))
+        thread.start()
+        thread.join()
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
