@@ -1,14 +1,23 @@
 """What goes wrong while a checkpoint is written, what is said then, and saves in the background."""
 
+import errno
 import os
+import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import CheckpointError, CheckpointMismatch, UsageError
+from shardwise.checkpoint import background
+from shardwise.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotWritten,
+    UsageError,
+)
 from tests.disk import failing
 from tests.distributed.test_checkpoint import (
     STEPS,
@@ -22,6 +31,8 @@ from tests.distributed.test_checkpoint import (
 )
 from tests.distributed.test_engine import batch
 
+FULL = r"^Rank 1: The checkpoint of step 2 was not written: No space left on device .* It takes "
+
 
 def full_disk_case(world, folder):
     """One rank's disk is full: all are told, and the checkpoint before is whole."""
@@ -30,14 +41,13 @@ def full_disk_case(world, folder):
     train(world, engine, model, range(1))
     engine.save(folder)
     train(world, engine, model, range(1, 2))
-    if world.rank == 1:
-        with pytest.MonkeyPatch.context() as patch:
-            failing(patch, "pwrite", 28)
-            with pytest.raises(CheckpointError, match=r"Rank 1: .*No space left"):
-                engine.save(folder)
-    else:
-        with pytest.raises(CheckpointError, match=r"Rank 1: .*No space left"):
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            failing(patch, "pwrite", errno.ENOSPC)
+        with pytest.raises(CheckpointNotWritten, match=FULL + r"[\d,]+ bytes, and [\d,]+ are free"):
             engine.save(folder)
+    world.barrier()
+    assert os.listdir(folder) == ["step-1"], "what was written of it takes up room"
     assert engine.resume(folder) == 1
     train(world, engine, model, range(1, 2))
     engine.save(folder, keep=1)
@@ -49,6 +59,115 @@ def full_disk_case(world, folder):
 
 def test_a_full_disk(group, tmp_path):
     group(2)(full_disk_case, tmp_path)
+
+
+def tolerant_case(world, folder, background):
+    """Over its quota, read-only, full for a while: training goes on without that checkpoint."""
+    lines = []
+    model = made()
+    engine = engine_of(model, zero=2, save_failure="continue")
+    world.print = lambda *values, **_: lines.append(" ".join(map(str, values)))
+    try:
+        for name, number in (("pwrite", errno.EDQUOT), ("mkdir", errno.EROFS)):
+            train(world, engine, model, range(1))
+            with pytest.MonkeyPatch.context() as patch:
+                if world.rank == 1 or name == "mkdir":
+                    failing(patch, name, number)
+                path = engine.save(folder, background=background)
+                assert (path is not None) == (background and name == "pwrite")
+                engine._checkpoints.wait()
+    finally:
+        del world.print
+    train(world, engine, model, range(1))
+    engine.save(folder, background=background)
+    engine.close()
+    world.barrier()
+    assert os.listdir(folder) == ["step-3"]
+    return lines
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_training_goes_on(group, tmp_path, background):
+    quota, read_only = group(2)(tolerant_case, tmp_path, background)[0]
+    assert "Rank 1: The checkpoint of step 1 was not written: Disk quota exceeded" in quota
+    assert "Rank 0: The checkpoint of step 2 was not written: Read-only file system" in read_only
+    assert quota.endswith("are whole. Training goes on.")
+
+
+def silent_case(world, folder):
+    """Not even a note has room: a full disk cannot make the others wait for it."""
+    model = made()
+    engine = engine_of(model, zero=3)
+    train(world, engine, model, range(1))
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            failing(patch, "pwrite", errno.ENOSPC)
+            patch.setattr(background, "RESERVED", 200)
+            patch.setattr(background, "_write", once_full(background._write))
+        engine.save(folder, background=True)
+        began = time.monotonic()
+        engine._checkpoints._job.join()
+        assert time.monotonic() - began < 60
+    with pytest.raises(CheckpointNotWritten, match=r"^Rank 1: The checkpoint of step 1 was not"):
+        engine._checkpoints.wait()
+    engine.close()
+
+
+def once_full(real):
+    """Fails the first time, as a note that has outgrown its room."""
+    calls = []
+
+    def write(path, note):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, note)
+
+    return write
+
+
+def test_a_disk_too_full_for_notes(group, tmp_path):
+    group(2)(silent_case, tmp_path)
+
+
+class Plain(torch.nn.Sequential):
+    """A model whose forward changes buffers, and draws."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(0.5))
+
+
+def asked_case(world, folder, asked_at):
+    """Steps of a loop without a Loader, resumed; one rank is asked to end, and all do."""
+    torch.manual_seed(3)
+    model = Plain()
+    engine = sw.Engine(model, adamw(model), zero=2)
+    engine.resume(folder)
+    rows = torch.arange(24.0).view(6, 4).sin()
+    try:
+        for step in range(engine.steps, 4):
+            if world.rank == 1 and step == asked_at:
+                world.preemption.asked = signal.SIGUSR1
+            engine.backward(model(rows[step % 3 + world.rank :][:3]).square().mean())
+            engine.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+    except SystemExit as error:
+        return error.code, engine.steps, os.listdir(folder)
+    finally:
+        world.preemption.asked = world.preemption.agreed = 0
+        world.preemption.forget()
+        world.preemption._savers.clear()
+        engine.close()
+
+
+def test_all_leave_when_one_is_asked(group, tmp_path):
+    """The forward that came before they left is as if it had not been."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    wanted, _ = group(2)(asked_case, tmp_path / "a", None)
+    assert group(2)(asked_case, tmp_path / "b", 1) == [(75, 2, ["step-2"])] * 2
+    found, _ = group(2)(asked_case, tmp_path / "b", None)
+    alike(found, wanted)
 
 
 def blind_case(world, folder):
@@ -99,9 +218,10 @@ def background_failure_case(world, folder):
         engine.save(folder, background=True)
         engine._checkpoints._job.join()
     with pytest.raises(
-        CheckpointError, match=r"step-1, saved in the background, failed: .*No space"
+        CheckpointNotWritten, match=r"^Rank 1: The checkpoint of step 1 was not written: No space"
     ):
         engine.step()
+    assert not list(Path(folder).glob(".step-1.partial/*.safetensors")), "it takes up room"
     world.barrier()
     engine.save(folder)
     assert engine.resume(folder) == 1

@@ -193,8 +193,8 @@ class TestAFullDisk:
         assert ran.code == 1
         assert "[0] hash" not in ran.out
         assert re.search(
-            r"CheckpointNotWritten: .*The checkpoint of step 12 was not written, .* No space left "
-            r"on device\. It takes [\d,]+ bytes, and [\d,]+ are free there\. Make room",
+            r"CheckpointNotWritten: .*The checkpoint of step 12 was not written: No space left on "
+            r"device \(.*\)\. It takes [\d,]+ bytes, and [\d,]+ are free there\. Make room",
             ran.err,
         )
 

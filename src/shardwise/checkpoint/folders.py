@@ -112,8 +112,8 @@ class Draft:
         with suppress(OSError):
             room = f"It takes {self.nbytes:,} bytes, and {self._free():,} are free there. {room}"
         return (
-            f"The checkpoint of step {self.step} was not written, for {place} cannot be: "
-            f"{error.strerror or error}. {room}Those that were complete before are whole."
+            f"The checkpoint of step {self.step} was not written: {error.strerror or error} "
+            f"({place}). {room}Those that were complete before are whole."
         )
 
     def _free(self) -> int:

@@ -145,7 +145,7 @@ class Resumable(ABC):
 
     def _leave_if_asked(self) -> None:
         """In a loop that no Loader feeds: the forward that came before counts for nothing."""
-        if self._agreed_here and not self.world.feed.training_streams():
+        if self._agreed_here:
             self.world.preemption.leave_between_steps()
 
     def _save_at_the_end(self) -> Path:
