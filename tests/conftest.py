@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -21,8 +22,11 @@ from tests.distributed.group import Groups
 def pytest_configure() -> None:
     """Mind the signals that a background job of a shell, or nohup, has ignored.
 
-    The launcher keeps to what it inherits, and is tested for what these do.
+    The launcher keeps to what it inherits, and is tested for what these do. Examples of hypothesis
+    have no time limit of their own: a busy machine is no failure.
     """
+    hypothesis.settings.register_profile("unhurried", deadline=None)
+    hypothesis.settings.load_profile("unhurried")
     for number, plain in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGHUP, signal.SIG_DFL),

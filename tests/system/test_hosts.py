@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.launch.restarts import SAVED
 from tests.system.lab import PORT, Lab, lab
 from tests.system.launcher import Launcher, script
 
@@ -236,3 +237,30 @@ class TestEnding:
         assert ran.code == 0, ran.err
         assert ran.lines()[-2:] == ["[1] 99999", "[1] end"]
         assert ran.out.count("\n") == 400_002
+
+
+class TestFaults:
+    def test_a_rank_elsewhere_fails_and_all_start_again(
+        self, shardwise: Launcher, hosts: Lab
+    ) -> None:
+        words = over(hosts, "-H", "node1,node2", "--restarts", "2")
+        ran = shardwise.run(*words, script("tells"), "fails", "1")
+        assert ran.code == 0, ran.err
+        assert ran.lines() == ["[0] started"] * 2 + ["[1] started"] * 2
+        assert ran.err.endswith(
+            "shardwise: rank 1 of 2 failed at step 7 (ValueError: bad sample). Starting again, 1 "
+            "of 2, from the beginning, for the script calls no engine.resume(folder): 7 steps are "
+            "lost.\n"
+        )
+
+    def test_asked_to_end_ranks_elsewhere_save_first(self, shardwise: Launcher, hosts: Lab) -> None:
+        process = shardwise.start(*over(hosts, "-H", "node1,node2"), script("tells"), "waits")
+        assert process.stdout is not None
+        assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
+        process.send_signal(signal.SIGTERM)
+        ran = shardwise.finish(process, 30)
+        assert ran.code == SAVED
+        assert ran.err == (
+            "shardwise: SIGTERM: stopping 2 ranks.\n"
+            "shardwise: SIGTERM: ranks save after this step first. Once more kills them at once.\n"
+        )

@@ -49,7 +49,7 @@ def short(judged: Verdict, how: str, size: int, report: Report | None) -> tuple[
 
 def saving(asked: signal.Signals) -> str:
     """The line when ranks that were asked to end save first."""
-    return f"shardwise: {asked.name}: saving after this step first. {HINT}\n"
+    return f"shardwise: {asked.name}: ranks save after this step first. {HINT}\n"
 
 
 def stopping(asked: signal.Signals, size: int, *, again: bool) -> str:

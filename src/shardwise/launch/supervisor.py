@@ -204,8 +204,9 @@ class Supervisor:
     def _conclude(self) -> Ending:
         reports, lost = self._reports(), closing.lost(self._losses)
         judged = verdict.judge(self._ends(), reports)
-        if judged is None and not lost and any(d.saved for d in self._departures.values()):
-            return Ending(code=SAVED)
+        saved = any(departure.saved for departure in self._departures.values())
+        if judged is None and not lost and (saved or self._saving):
+            return Ending(code=SAVED if saved else 0)
         if self._asked is not None:
             return Ending(code=128 + self._asked, words=lost)
         if lost and (judged is None or verdict.is_consequence(judged, reports)):

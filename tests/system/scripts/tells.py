@@ -1,0 +1,50 @@
+"""Tells its launcher what a training would, without one.
+
+fails: rank 1 raises at step 7, `sys.argv[2]` times in all. waits: it saves when asked to end.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from shardwise.launch import report
+from shardwise.launch.progress import Telling
+from shardwise.launch.restarts import SAVED
+
+report.watch_exceptions()
+RANK = int(os.environ["SHARDWISE_LAUNCH_RANK"])
+telling = Telling(os.environ)
+telling.stepped(0, 7)
+
+
+def fail(times: int) -> None:
+    marks = [Path(f"failed-{number}") for number in range(times)]
+    fresh = [mark for mark in marks if not mark.exists()]
+    print("started", flush=True)
+    if not fresh:
+        return
+    if RANK == 1:
+        time.sleep(0.2)  # all have started
+        fresh[0].touch()
+        raise ValueError("bad sample")
+    time.sleep(60)
+
+
+def leave(*_: object) -> None:
+    telling.ended()
+    sys.exit(SAVED)
+
+
+def wait() -> None:
+    signal.signal(signal.SIGTERM, leave)
+    telling.heeds()
+    print("up", flush=True)
+    time.sleep(60)
+
+
+if sys.argv[1] == "fails":
+    fail(int(sys.argv[2]))
+else:
+    wait()
