@@ -121,6 +121,10 @@ class Run:
             time.sleep(0.0005)
             assert time.monotonic() < until, f"nothing was saved: {self._words}"
 
+    def goes_on(self) -> bool:
+        """Whether there is still something to be killed."""
+        return not self.hash and self.process.poll() is None
+
     def unfinished(self) -> bool:
         """Whether there is a checkpoint without its name."""
         return any(self.folder.glob(".step-*.partial"))
@@ -192,7 +196,7 @@ def _train(
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="faults-") as name:
         run = Run(row, options, Path(name))
         try:
-            while dice is not None and faults and not run.hash:
+            while dice is not None and faults and run.goes_on():
                 faults -= _strike(run, dice, counts)
             while (code := run.end()) != 0:
                 counts.given_up += 1
@@ -216,8 +220,7 @@ def _strike(run: Run, dice: random.Random, counts: Counts) -> bool:
         run.wait_for("step")
         time.sleep(dice.uniform(0, 0.2))
     else:
-        run.wait_for("start")
-        time.sleep(dice.uniform(0, 0.3))
+        run.wait_for("step")
         run.wait_for_save()
         time.sleep(dice.choice([0, dice.uniform(0, 0.03)]))
     who = dice.choices(["a rank", "the launcher"], [3, 1])[0]
@@ -233,9 +236,7 @@ def _strike(run: Run, dice: random.Random, counts: Counts) -> bool:
 
 
 def _kill(run: Run, who: str, dice: random.Random) -> bool:
-    if run.process.poll() is not None or run.hash:
-        return False
-    ranks = run.ranks()
+    ranks = run.ranks() if run.goes_on() else []
     if not ranks:
         return False
     os.kill(dice.choice(ranks) if who == "a rank" else run.process.pid, signal.SIGKILL)

@@ -278,3 +278,14 @@ def test_ways_to_save(tmp_path: Path) -> None:
     ]
     assert "training held up for" in shown
     assert [each.name for each in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_three_faults(tmp_path: Path) -> None:
+    path = tmp_path / "counts.json"
+    small = ["--count", "3", "--each", "3", "--rows", "2", "--steps", "20", "--width", "64"]
+    shown = run("faults.py", *small, "--folder", tmp_path, "--json", path)
+    told = json.loads(path.read_text())
+    assert (told["faults"], sum(told["of"].values())) == (3, 3)
+    assert told["runs"] >= 1
+    assert told["runs_that_differ"] == told["broken"] == 0
+    assert "runs, of which 0 came to other bits" in shown

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.checkpoint.folders import complete
 from shardwise.launch.restarts import SAVED
 from tests.system.components import need
 from tests.system.launcher import Launcher, Ran, script
@@ -66,12 +67,10 @@ def rank_of(shardwise: Launcher, rank: int) -> int:
 
 
 class TestRestarts:
-    @pytest.mark.parametrize("flags", [[], ["--zero", "3"]])
-    def test_a_rank_is_killed(
-        self, shardwise: Launcher, undisturbed: str, flags: list[str]
-    ) -> None:
+    @pytest.mark.parametrize("row", [pytest.param("0", marks=pytest.mark.full), "3"])
+    def test_a_rank_is_killed(self, shardwise: Launcher, undisturbed: str, row: str) -> None:
         words = [script("resumes"), "checkpoints", "--die", "7"]
-        ran = shardwise.run("run", "-n", "2", "--restarts", "2", *flags, *words)
+        ran = shardwise.run("run", "-n", "2", "--restarts", "2", "--zero", row, *words)
         assert hash_of(ran) == undisturbed
         assert started_at(ran) == [0, 4]
         lines = [line for line in ran.err.splitlines() if line.startswith("shardwise: ")]
@@ -102,33 +101,35 @@ class TestRestarts:
 
 
 class TestAskedToEnd:
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-    def test_the_launcher(
-        self, shardwise: Launcher, undisturbed: str, number: signal.Signals
-    ) -> None:
-        """All ranks save between two steps, and the next start goes on there."""
-        workers = ["--workers", "1"] if number == signal.SIGTERM else []
-        words = ["run", "-n", "2", "--restarts", "1", script("resumes"), "checkpoints", *workers]
-        process = shardwise.start(*words, "--pause", "0.1")
+    def test_the_launcher(self, shardwise: Launcher) -> None:
+        """All ranks save between two steps, whatever their DataLoader workers would do."""
+        words = ["run", "-n", "2", "--restarts", "1", script("resumes"), "checkpoints"]
+        process = shardwise.start(*words, "--workers", "1", "--pause", "0.1")
         reach(process, "step 5")
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         ran = shardwise.finish(process)
         assert ran.code == SAVED, ran.err
-        assert f"shardwise: {number.name}: ranks save after this step first. Once more" in ran.err
-        (saved,) = re.findall(rf"{number.name}: saved checkpoints/step-(\d+), ending with", ran.err)
-        assert int(saved) in range(6, 9)
-        again = shardwise.run(*words)
-        assert started_at(again) == [int(saved)]
-        assert hash_of(again) == undisturbed
+        assert "shardwise: SIGTERM: ranks save after this step first. Once more kills" in ran.err
+        (saved,) = re.findall(r"SIGTERM: saved checkpoints/step-(\d+), ending with", ran.err)
+        assert complete(shardwise.folder / "checkpoints")[-1].step == int(saved) in range(6, 9)
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+    def test_who_saves_is_waited_for(self, shardwise: Launcher, number: signal.Signals) -> None:
+        process = shardwise.start("run", "--grace", "0", "-n", "2", script("tells"), "waits")
+        assert process.stdout is not None
+        assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
+        process.send_signal(number)
+        assert shardwise.finish(process).code == SAVED
 
     def test_one_rank(self, shardwise: Launcher, undisturbed: str) -> None:
-        """The others learn of it with the next step; saved as this rank is, it ends the run."""
+        """The others learn of it with the next step, and what comes after has the same bits."""
         words = ["run", "-n", "2", "--zero", "2", "--restarts", "1", script("resumes")]
         ran = shardwise.run(*words, "checkpoints", "--die", "6", "--signal", str(signal.SIGTERM))
         assert (ran.code, started_at(ran)) == (SAVED, [0]), ran.err
         assert "SIGTERM: saved checkpoints/step-7, ending with exit code 75. The same" in ran.err
         assert hash_of(shardwise.run(*words, "checkpoints")) == undisturbed
 
+    @pytest.mark.full
     def test_alone_and_once_more(self, shardwise: Launcher) -> None:
         """A process of nobody's launching; asked again, it ends at once."""
         command = [sys.executable, script("resumes"), "checkpoints", "--pause"]
@@ -170,7 +171,7 @@ class TestAFullDisk:
 
     WORDS = (script("resumes"), "small", "--width", "64")
 
-    @pytest.mark.parametrize("flags", [[], ["--background"]])
+    @pytest.mark.parametrize("flags", [[], pytest.param(["--background"], marks=pytest.mark.full)])
     def test_training_stops(self, shardwise: Launcher, flags: list[str]) -> None:
         ran = on_a_small_disk(shardwise, "run", "-n", "2", *self.WORDS, *flags)
         assert ran.code == 1

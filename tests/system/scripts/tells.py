@@ -33,12 +33,14 @@ def fail(times: int) -> None:
 
 
 def leave(*_: object) -> None:
+    time.sleep(0.3)
     telling.ended()
     sys.exit(SAVED)
 
 
 def wait() -> None:
-    signal.signal(signal.SIGTERM, leave)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, leave)
     telling.heeds()
     print("up", flush=True)
     time.sleep(60)
