@@ -246,7 +246,7 @@ class TestFaults:
         words = over(hosts, "-H", "node1,node2", "--restarts", "2")
         ran = shardwise.run(*words, script("tells"), "fails", "1")
         assert ran.code == 0, ran.err
-        assert ran.lines() == ["[0] started"] * 2 + ["[1] started"] * 2
+        assert ran.out.count("[1] started") == 2
         assert ran.err.endswith(
             "shardwise: rank 1 of 2 failed at step 7 (ValueError: bad sample). Starting again, 1 "
             "of 2, from the beginning, for the script calls no engine.resume(folder): 7 steps are "
