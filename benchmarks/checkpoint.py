@@ -83,11 +83,14 @@ def _remarks(told: dict[str, Any]) -> list[str]:
     ratio = _ratio(told["held_up"], told["memcpy"])
     lines = [
         f"in the background: training held up for {median(told['held_up']):.3f} s, {ratio:.2f} x a "
-        f"copy of what a rank holds; on the disk after {median(told['background']):.3f} s"
+        f"copy of what a rank holds (wanted: 1.5); on the disk after "
+        f"{median(told['background']):.3f} s"
     ]
     peaks = [peak for peak in told["peaks"] if peak is not None]
     if peaks:
-        lines.append(f"resident set while saving: {max(peaks) / 1e6:.0f} MB above that of training")
+        above = f"{max(peaks) / 1e6:.0f} MB above that of training"
+        wanted = f"wanted: a bucket, {told['bucket'] / 1e6:.0f} MB"
+        lines.append(f"resident set while saving: {above} ({wanted})")
     return lines
 
 

@@ -194,6 +194,7 @@ def main() -> None:
     peaks = world.gather(peak_above(save))
     if world.is_main:
         told = {"nbytes": savers.nbytes, "seconds": seconds, "memcpy": copies}
+        told |= {"bucket": savers.engine.settings.bucket_mb * 1e6}
         told |= {"held_up": held_up, "background": written, "peaks": peaks}
         options.json.write_text(json.dumps(told))
 

@@ -52,14 +52,19 @@ class Preemption:
         handles stay its own.
         """
         self._savers.append((WeakMethod(ready), WeakMethod(save)))
-        if self._ours or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._on_signal)
                 self._ours.append(number)
-        if signal.SIGTERM in self._ours:
-            self._telling.heeds()
+        self._telling.heeds(saves=signal.SIGTERM in self._ours)
+
+    def leave_out(self, save: Save) -> None:
+        """There is nothing for `save` to save any more."""
+        self._savers = [known for known in self._savers if known[1]() not in (None, save)]
+        if not self._savers:
+            self._telling.heeds(saves=False)
 
     def forget(self) -> None:
         """Let signals be what they were; unless they have been heeded, and might come again."""
@@ -94,7 +99,7 @@ class Preemption:
         else:
             again = self.asked == number and time.monotonic() - self._since > AGAIN
             # Who starts the run anew does not wait for what an end of its launcher has left.
-            again = again or self._telling.is_orphan
+            again = again or self._telling.is_orphan or not self._savers
         if again:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -100,7 +100,7 @@ class TestProgress:
         telling.stepped(1, 9)
         telling.kept(0, 6)
         telling.kept(1, 4)
-        telling.heeds()
+        telling.heeds(saves=True)
         telling.resumes()
         told = Progress(step=9, kept=4, heeds=True, resumes=True)
         assert progress.read(tmp_path, 3) == told
@@ -171,6 +171,17 @@ class TestPreemption:
             signal.signal(signal.SIGTERM, before)
         assert seen == [signal.SIGTERM]
         assert preemption.asked == 0
+
+    def test_what_has_ended_is_not_saved(self, asked: tuple[Preemption, list[str]]) -> None:
+        preemption, said = asked
+        over, other = Engine(), Engine()
+        for engine in (over, other):
+            preemption.heed(engine.ready, engine.save)
+        preemption.leave_out(over.save)
+        preemption.agreed = signal.SIGTERM
+        with pytest.raises(SystemExit):
+            preemption.leave_between_steps()
+        assert (over.saved, other.saved, len(said)) == (0, 1, 1)
 
     def test_another_thread_cannot_listen(self, asked: tuple[Preemption, list[str]]) -> None:
         preemption, _ = asked

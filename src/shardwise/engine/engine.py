@@ -432,6 +432,7 @@ class Engine(Resumable):
         try:
             self._checkpoints.wait()
         finally:
+            self.world.preemption.leave_out(self._save_at_the_end)
             self._held.end()
             _living.discard(self)
 

@@ -60,9 +60,9 @@ class Telling:
         """Whether the launcher that listened is gone."""
         return self._launcher is not None and os.getppid() != self._launcher
 
-    def heeds(self) -> None:
-        """From now on this rank saves before it ends, when asked to end."""
-        self._numbers[_HEEDS] = 1
+    def heeds(self, *, saves: bool) -> None:
+        """From now on this rank saves before it ends, when asked to end; or no longer."""
+        self._numbers[_HEEDS] = saves
 
     def ended(self) -> None:
         """It has saved, and ends because it was asked to."""

@@ -40,7 +40,7 @@ def leave(*_: object) -> None:
 def wait() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, leave)
-    telling.heeds()
+    telling.heeds(saves=True)
     print("up", flush=True)
     time.sleep(60)
 
