@@ -227,7 +227,7 @@ class Settings:
         "stop",
         _one_of("stop", "continue"),
         "recover",
-        "a checkpoint that no disk takes stops the run, or is left out",
+        "no room for a checkpoint: stop, or train on",
         "stop|continue",
     )
     seed: int | None = _setting(None, _integer(0), "recover", "overrides the script's seed", "S")
