@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             highlight=False,
         )
     for line in _lines(counts):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     if options.json:
         told = {"machine": facts} | asdict(counts)
         options.json.write_text(json.dumps(told, indent=1) + "\n")
