@@ -297,6 +297,7 @@ class TestWire:
             "end": {"rank": 3, "code": 1, "time": 10.0, "stopped": False},
             "how": "exit code 1",
             "report": json.loads(json.dumps(vars(report))),
+            "progress": None,
         }
         told = wire.departure(sent, -5.0)
         assert told.end == End(rank=3, code=1, time=5.0)

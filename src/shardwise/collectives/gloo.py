@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -65,6 +66,9 @@ class Gloo(Collectives):
         self._timeout = timeout
         self.roster = roster or Roster.whole(size)
         self._group = group
+        # torch would keep the threads and sockets of a group that nobody has closed.
+        self._end = weakref.finalize(self, _end, group)
+        self._end.atexit = False
         self._calls = 0
         # A message that nobody waits for any more (an error came between) must still be received:
         # dropped, it would leave its channel out of step.
@@ -202,7 +206,7 @@ class Gloo(Collectives):
         return split(self.rank, self.roster, groups, "gloo", make, self._timeout)
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        self._end()
         self._courier.close()
 
     @property
@@ -354,6 +358,11 @@ def _told(content: Content) -> list[Any]:
 def _text(content: list[Any]) -> str:
     what, numel, dtype = content
     return f"{what} of {numel} {dtype} values" if dtype else "nothing to be received"
+
+
+def _end(group: dist.ProcessGroup | None) -> None:
+    with suppress(ValueError, AssertionError):  # it went with the group that all are in
+        dist.destroy_process_group(group)
 
 
 def _tag(what: str, call: int, tensor: Tensor) -> int:
