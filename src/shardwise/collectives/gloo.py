@@ -224,7 +224,7 @@ class Gloo(Collectives):
         """Start one message to and from every other rank (empty ones are not sent); returns what
         waits for them all."""
         works: list[tuple[int, dist.Work]] = []
-        self._sent[call] = {rank: (what, *_kind(tensor)) for rank, tensor in sends.items()}
+        self._sent[call] = _contents(what, sends)
         self._sent.pop(call - REMEMBERED, None)
         for peer, start, tensors in (
             ("group_src", dist.irecv, receives),
@@ -238,12 +238,13 @@ class Gloo(Collectives):
                     assert work is not None
                     works.append((rank, work))
         self._unwaited[call] = works
-        return partial(self._wait, what, call, receives)
+        # Not the tensors: whoever looks at this wait must not keep their memory.
+        return partial(self._wait, what, call, _contents(what, receives))
 
-    def _wait(self, what: str, call: int, receives: dict[int, Tensor]) -> None:
+    def _wait(self, what: str, call: int, awaited: dict[int, Content]) -> None:
         self.lookout.refuse_after_failure()
         now: list[int] = []  # the place that is waited for
-        compare = partial(self._compare, what, call, receives, now)
+        compare = partial(self._compare, call, awaited, now)
         with self.lookout.waits.noted(f"{what} (call {call})", lambda: self._ranks(now), compare):
             for place, work in self._unwaited[call]:
                 now[:] = [place]
@@ -277,11 +278,11 @@ class Gloo(Collectives):
 
     # -- ranks in different calls ---------------------------------------------------------
 
-    def _compare(self, what: str, call: int, receives: dict[int, Tensor], now: list[int]) -> None:
+    def _compare(self, call: int, contents: dict[int, Content], now: list[int]) -> None:
         """End a wait for what will never come, since its sender is in another collective."""
-        if not now or (place := now[0]) not in receives or self._difference is not None:
+        if not now or (place := now[0]) not in contents or self._difference is not None:
             return
-        lookout, awaited = self.lookout, _told((what, *_kind(receives[place])))
+        lookout, awaited = self.lookout, _told(contents[place])
         rank = self.roster.ranks[place]
         sent = lookout.ask_sent(rank, self._channel, call, self.rank)
         if sent is None or sent == awaited:
@@ -345,8 +346,8 @@ class Gloo(Collectives):
         self._spare[scratch.dtype].append(whole)
 
 
-def _kind(tensor: Tensor) -> tuple[int, torch.dtype]:
-    return tensor.numel(), tensor.dtype
+def _contents(what: str, tensors: dict[int, Tensor]) -> dict[int, Content]:
+    return {rank: (what, tensor.numel(), tensor.dtype) for rank, tensor in tensors.items()}
 
 
 def _told(content: Content) -> list[Any]:
