@@ -48,7 +48,7 @@ def split(
     check_groups(groups, len(roster.ranks))
     mine = sorted(next((members for members in groups if rank in members), [rank]))
     options: dict[str, Any] = {"backend": backend, "timeout": timeout}
-    made: object = None
+    made: dist.ProcessGroup | None = None
     if len(roster.ranks) < roster.size:
         # The name of such a group counts those that a rank has made, so that all make one.
         made = dist.new_group(
@@ -56,9 +56,12 @@ def split(
         )
     else:
         for members in groups:  # every rank takes part in making every group
-            group = dist.new_group(list(members), **options)
-            made = group if rank in members else made
+            if len(members) > 1:
+                group = dist.new_group(list(members), **options)
+                made = group if rank in members else made
     if len(mine) == 1:
+        if made is not None:
+            dist.destroy_process_group(made)
         return Solo()
     assert isinstance(made, dist.ProcessGroup)
     return make(mine, made)
