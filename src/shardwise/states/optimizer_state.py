@@ -68,7 +68,7 @@ class OptimizerState:
         updated bucket is sent to other ranks. `known` are values in the master dtype, better than
         what the parameters themselves say."""
         self._parameters = parameters
-        self._sends = sends
+        self._one_by_one = sends or by_spans
         self._near: dict[Part, BroughtDown] = {}
         self.groups = groups
         self.parts = self._lay(own, shelf, by_spans)
@@ -160,7 +160,7 @@ class OptimizerState:
         stays = part.master.memory is not None and not part.moments
         fuses = _may_fuse(group, part)
         in_place = fuses or bool(group.options.get("fused"))  # others make temporaries of its size
-        if self._sends or is_apart or not stays or not in_place:
+        if self._one_by_one or is_apart or not stays or not in_place:
             return index
         return group.face, part.master.dtype, part.master.device, fuses
 
