@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in _lines(counts):
         console.print(line, highlight=False, soft_wrap=True)
     if options.json:
-        told = {"machine": facts} | asdict(counts)
+        told = {"machine": facts} | vars(counts)
         options.json.write_text(json.dumps(told, indent=1) + "\n")
     return 1 if counts.runs_that_differ or counts.broken else 0
 

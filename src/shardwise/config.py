@@ -235,7 +235,12 @@ class Settings:
         300.0, _positive, "watch", "seconds a collective may wait for a rank", "SECONDS"
     )
     warn_after: float = _setting(
-        60.0, _positive, "watch", "seconds of waiting until it is said for whom", "SECONDS"
+        60.0,
+        _positive,
+        "watch",
+        "seconds of waiting until it is said for whom",
+        "SECONDS",
+        rare=True,
     )
     ema_decay: float | None = _setting(
         None, _fraction, "precision", "keep an exponential moving average of the weights", "D"

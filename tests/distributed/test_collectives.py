@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shardwise import tree
+from shardwise.collectives import Sum
 from shardwise.errors import PeerLost
 from shardwise.layout import even_cuts
 
@@ -150,7 +151,8 @@ def told_sums(world, numel):
         pieces = []
         buffer = values(world.rank, numel, torch.float32)
         given = (buffer, cuts) if verb == group.reduce_scatter else (buffer,)
-        verb(*given, each=lambda piece, pieces=pieces: pieces.append(piece.clone())).wait()
+        told = Sum(each=lambda piece, pieces=pieces: pieces.append(piece.clone()))
+        verb(*given, told).wait()
         assert torch.equal(torch.cat(pieces), buffer[own])
 
 
@@ -168,10 +170,10 @@ def in_tree(world, numel, dtype):
     leaves = [torch.randn(numel, generator=draw).to(dtype) for draw in draws]
     total = tree.fold([leaf.to(torch.promote_types(dtype, torch.float32)) for leaf in leaves], add)
     buffer = leaves[world.rank].clone()
-    group.all_reduce(buffer, tree=True).wait()
+    group.all_reduce(buffer, Sum(in_tree=True)).wait()
     assert torch.equal(buffer, total.to(dtype))
     buffer, into = leaves[world.rank].clone(), torch.empty(own.stop - own.start, dtype=dtype)
-    group.reduce_scatter(buffer, cuts, into=into, tree=True).wait()
+    group.reduce_scatter(buffer, cuts, Sum(in_tree=True), into=into).wait()
     assert torch.equal(into, total.to(dtype)[own])
 
 

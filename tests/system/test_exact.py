@@ -1,24 +1,12 @@
 """The exact mode as a user types it."""
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.system.launcher import Launcher, script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-
-
-@pytest.fixture
-def shardwise(tmp_path: Path) -> Iterator[Launcher]:
-    """A launcher; nothing may be left of its runs when the test ends."""
-    launcher = Launcher(tmp_path)
-    yield launcher
-    left = launcher.wait_until_gone()
-    launcher.kill_all()
-    assert left == []
 
 
 def said(shardwise: Launcher, workers: int, *flags: str, **environ: str) -> str:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,6 @@ from tests.system.components import need
 from tests.system.launcher import Launcher, Ran, script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-
-
-@pytest.fixture
-def shardwise(tmp_path: Path) -> Iterator[Launcher]:
-    """A launcher; nothing may be left of its runs when the test ends."""
-    launcher = Launcher(tmp_path)
-    yield launcher
-    left = launcher.wait_until_gone()
-    launcher.kill_all()
-    assert left == []
-    assert launcher.folders_left() == []
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,17 +17,6 @@ from shardwise import config
 from tests.system.launcher import LIMIT, Launcher, Ran, script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-
-
-@pytest.fixture
-def shardwise(tmp_path: Path) -> Iterator[Launcher]:
-    """A launcher; nothing may be left of its runs when the test ends."""
-    launcher = Launcher(tmp_path)
-    yield launcher
-    left = launcher.wait_until_gone()
-    launcher.kill_all()
-    assert left == []
-    assert launcher.folders_left() == []
 
 
 class TestStarting:

@@ -4,8 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,17 +13,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states of proce
 
 IN_STEP = r"in engine\.\w+ \(.*watched\.py:3[23]\)"
 """Where ranks are that train on."""
-
-
-@pytest.fixture
-def shardwise(tmp_path: Path) -> Iterator[Launcher]:
-    """A launcher whose runs leave nothing behind."""
-    launcher = Launcher(tmp_path)
-    yield launcher
-    left = launcher.wait_until_gone()
-    launcher.kill_all()
-    assert left == []
-    assert launcher.folders_left() == []
 
 
 def test_a_rank_that_is_stopped(shardwise: Launcher) -> None:

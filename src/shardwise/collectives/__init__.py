@@ -23,19 +23,19 @@ rank r owns [cuts[r], cuts[r + 1]). Intervals may differ in length and may be em
 makes the same calls in the same order.
 """
 
-from shardwise.collectives.base import Collectives, Cuts, Each, Handle, Solo
+from shardwise.collectives.base import Collectives, Cuts, Handle, Solo
 from shardwise.collectives.connect import connect
 from shardwise.collectives.gloo import Gloo
 from shardwise.collectives.nccl import Nccl
 from shardwise.collectives.shared import Shared
 from shardwise.collectives.spanning import Spanning
 from shardwise.collectives.staged import Staged
+from shardwise.collectives.sums import Sum
 from shardwise.collectives.within import within_hosts
 
 __all__ = [
     "Collectives",
     "Cuts",
-    "Each",
     "Gloo",
     "Handle",
     "Nccl",
@@ -43,6 +43,7 @@ __all__ = [
     "Solo",
     "Spanning",
     "Staged",
+    "Sum",
     "connect",
     "within_hosts",
 ]

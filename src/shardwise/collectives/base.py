@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.collectives.sums import PLAIN, Sum
 from shardwise.errors import UsageError
 from shardwise.watch.lookout import Lookout
 
 Cuts = Sequence[int]
-
-Each = Callable[[Tensor], None]
-"""Called with each piece of a sum, in order, while it is in the processor's cache."""
 
 
 class Handle:
@@ -58,7 +56,7 @@ class Collectives(ABC):
 
     @property
     def knows_tree(self) -> bool:
-        """Whether `tree` can be had of this group."""
+        """Whether sums in the tree can be had of this group."""
         return True
 
     def __init__(self, rank: int, size: int, lookout: Lookout | None = None) -> None:
@@ -78,38 +76,20 @@ class Collectives(ABC):
         return None
 
     @abstractmethod
-    def all_reduce(
-        self,
-        buffer: Tensor,
-        *,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
-    ) -> Handle:
+    def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         """Sum `buffer` over the ranks, in place and alike on all.
 
-        With `exact_sum`, 16-bit floats are summed in fp32 and rounded once. With `tree`, ranks
-        are joined in the tree of shardwise.tree, alike on every transport. A transport that
-        sums here calls `each` with pieces of the sum, an empty one where a rank has none; those
-        of all ranks make it up once. Others never call it.
+        The pieces that `how.each` gets on all ranks make up the sum once.
         """
 
     @abstractmethod
     def reduce_scatter(
-        self,
-        buffer: Tensor,
-        cuts: Cuts,
-        *,
-        into: Tensor | None = None,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
+        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
         """Sum `buffer` over the ranks; each rank gets its own interval's sum.
 
         It goes `into` a tensor of the interval's length, or over the interval itself; the rest of
-        `buffer` is left. `tree` and `each` are as in `all_reduce`; `each` gets this rank's
-        interval.
+        `buffer` is left. `how.each` gets this rank's interval.
         """
 
     @abstractmethod
@@ -174,25 +154,11 @@ class Solo(Collectives):
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.allocate(numel, dtype, device)
 
-    def all_reduce(
-        self,
-        buffer: Tensor,
-        *,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
-    ) -> Handle:
+    def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         return Handle()
 
     def reduce_scatter(
-        self,
-        buffer: Tensor,
-        cuts: Cuts,
-        *,
-        into: Tensor | None = None,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
+        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
         if into is not None:
             into.copy_(buffer)

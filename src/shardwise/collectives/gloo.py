@@ -14,11 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.base import Collectives, Cuts, Each, Handle
+from shardwise.collectives.base import Collectives, Cuts, Handle
 from shardwise.collectives.courier import Courier, Trip
 from shardwise.collectives.roster import Roster
-from shardwise.collectives.sums import sum_in_rank_order
-from shardwise.collectives.wire import SAME_CALLS, explain, interval, is_late, late, split, wire
+from shardwise.collectives.sums import PLAIN, Sum, sum_in_rank_order
+from shardwise.collectives.wire import (
+    SAME_CALLS,
+    explain,
+    gathered_rows,
+    interval,
+    is_late,
+    late,
+    split,
+    wire,
+)
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.layout import even_cuts
 from shardwise.watch.lookout import Lookout
@@ -80,20 +89,13 @@ class Gloo(Collectives):
         self._channel = "all" if group is None else str(group.group_name)
         self.lookout.channels[self._channel] = self
 
-    def all_reduce(
-        self,
-        buffer: Tensor,
-        *,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
-    ) -> Handle:
+    def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         first, second = self.number(), self.number()
         cuts = even_cuts(buffer.numel(), self.size)
         if buffer.nbytes <= SMALL:
-            return self._exchange_all(first, buffer, exact_sum, tree, each)
+            return self._exchange_all(first, buffer, how)
         own = interval(buffer, cuts, self.rank)
-        scatter = self._reduce_scatter(first, buffer, cuts, own, exact_sum, tree, each)
+        scatter = self._reduce_scatter(first, buffer, cuts, own, how)
         second_half: list[Handle] = []
 
         def sum_and_send() -> None:
@@ -114,9 +116,7 @@ class Gloo(Collectives):
         with self.lookout.waits.noted(call, trip.missing):
             trip.wait()
 
-    def _exchange_all(
-        self, call: int, buffer: Tensor, exact_sum: bool, tree: bool, each: Each | None
-    ) -> Handle:
+    def _exchange_all(self, call: int, buffer: Tensor, how: Sum) -> Handle:
         """A small all-reduce: everyone tells everything, and sums all."""
         told = buffer.clone()
         rows = {rank: torch.empty_like(buffer) for rank in self._others}
@@ -125,36 +125,20 @@ class Gloo(Collectives):
         def finish() -> None:
             received()
             rows[self.rank] = told
-            sum_in_rank_order(
-                [rows[rank] for rank in range(self.size)], buffer, exact_sum=exact_sum, tree=tree
-            )
-            if each is not None:
-                each(interval(buffer, even_cuts(buffer.numel(), self.size), self.rank))
+            sum_in_rank_order([rows[rank] for rank in range(self.size)], buffer, how.untold)
+            if how.each is not None:
+                how.each(interval(buffer, even_cuts(buffer.numel(), self.size), self.rank))
 
         return Handle(advance=finish)
 
     def reduce_scatter(
-        self,
-        buffer: Tensor,
-        cuts: Cuts,
-        *,
-        into: Tensor | None = None,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
+        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
         target = interval(buffer, cuts, self.rank) if into is None else into
-        return self._reduce_scatter(self.number(), buffer, cuts, target, exact_sum, tree, each)
+        return self._reduce_scatter(self.number(), buffer, cuts, target, how)
 
     def _reduce_scatter(
-        self,
-        call: int,
-        buffer: Tensor,
-        cuts: Cuts,
-        target: Tensor,
-        exact_sum: bool,
-        tree: bool,
-        each: Each | None,
+        self, call: int, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum
     ) -> Handle:
         own, others = interval(buffer, cuts, self.rank), self._others
         scratch = self.borrow(own.numel() * len(others), own.dtype)
@@ -166,7 +150,7 @@ class Gloo(Collectives):
             received()
             rows[self.rank] = own
             in_order = [rows[rank] for rank in range(self.size)]
-            sum_in_rank_order(in_order, target, exact_sum=exact_sum, tree=tree, each=each)
+            sum_in_rank_order(in_order, target, how)
             self.give_back(scratch)
 
         return Handle(advance=finish)
@@ -186,11 +170,7 @@ class Gloo(Collectives):
         return Handle(self.exchange("broadcast", self.number(), sends, receives))
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        rows = row.new_empty((self.size, row.numel()))
-        rows[self.rank] = row
-        buffer = rows.view(-1)
-        self.all_gather(buffer, range(0, buffer.numel() + 1, row.numel())).wait()
-        return rows
+        return gathered_rows(self, row, self.all_gather)
 
     def barrier(self) -> None:
         self.gather_rows(torch.zeros(1))

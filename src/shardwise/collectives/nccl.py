@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.base import Collectives, Cuts, Each, Handle
+from shardwise.collectives.base import Collectives, Cuts, Handle
 from shardwise.collectives.roster import Roster
-from shardwise.collectives.sums import NARROW, sum_in_tree
-from shardwise.collectives.wire import explain, interval, split, widened, wire
+from shardwise.collectives.sums import PLAIN, Sum, sum_in_tree
+from shardwise.collectives.wire import explain, interval, split, wire
 from shardwise.layout import even_cuts
 from shardwise.watch.lookout import Lookout
 
@@ -40,34 +40,20 @@ class Nccl(Collectives):
         self._device = device
         self._group = group
 
-    def all_reduce(
-        self,
-        buffer: Tensor,
-        *,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
-    ) -> Handle:
-        if tree:
-            return self._tree_all_reduce(buffer, exact_sum)
-        wide = widened(buffer, exact_sum)
+    def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
+        if how.in_tree:
+            return self._tree_all_reduce(buffer, how)
+        wide = buffer.to(how.wide(buffer.dtype))
         work = dist.all_reduce(wire(wide), group=self._group, async_op=True)
         return self._handle(work, None if wide is buffer else partial(buffer.copy_, wide))
 
     def reduce_scatter(
-        self,
-        buffer: Tensor,
-        cuts: Cuts,
-        *,
-        into: Tensor | None = None,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
+        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
         target = interval(buffer, cuts, self.rank) if into is None else into
-        if tree:
-            return self._tree_reduce_scatter(buffer, cuts, target, exact_sum)
-        wide = widened(buffer, exact_sum)
+        if how.in_tree:
+            return self._tree_reduce_scatter(buffer, cuts, target, how)
+        wide = buffer.to(how.wide(buffer.dtype))
         out = target if wide is buffer else interval(wide, cuts, self.rank)
         if _is_even(cuts):
             work = _scatter(wire(out), wire(wide), group=self._group, async_op=True)
@@ -76,9 +62,7 @@ class Nccl(Collectives):
             work = dist.reduce_scatter(wire(out), parts, group=self._group, async_op=True)
         return self._handle(work, None if out is target else partial(target.copy_, out))
 
-    def _tree_reduce_scatter(
-        self, buffer: Tensor, cuts: Cuts, target: Tensor, exact_sum: bool
-    ) -> Handle:
+    def _tree_reduce_scatter(self, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
         """Each rank gets all ranks' rows of its interval and sums them: NCCL's own order is a
         matter of its algorithm."""
         sent, out = wire(buffer), wire(target)
@@ -87,17 +71,16 @@ class Nccl(Collectives):
         rows = sent.new_empty(self.size * out.numel())
         received = [out.numel()] * self.size
         work = dist.all_to_all_single(rows, sent, received, lengths, self._group, async_op=True)
-        wide = torch.float32 if exact_sum and sent.dtype in NARROW else sent.dtype
 
         def summed() -> None:
-            sum_in_tree(list(rows.view(self.size, -1)), out, wide)
+            sum_in_tree(list(rows.view(self.size, -1)), out, how.wide(sent.dtype))
 
         return self._handle(work, summed)
 
-    def _tree_all_reduce(self, buffer: Tensor, exact_sum: bool) -> Handle:
+    def _tree_all_reduce(self, buffer: Tensor, how: Sum) -> Handle:
         cuts = even_cuts(buffer.numel(), self.size)
         own = interval(buffer, cuts, self.rank)
-        scatter = self._tree_reduce_scatter(buffer, cuts, own, exact_sum)
+        scatter = self._tree_reduce_scatter(buffer, cuts, own, how)
         gathers: list[Handle] = []
 
         def advance() -> None:

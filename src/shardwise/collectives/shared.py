@@ -16,6 +16,7 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from weakref import ref
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives.arena import Arena
-from shardwise.collectives.base import Collectives, Cuts, Each, Handle, Solo, check_groups
+from shardwise.collectives.base import Collectives, Cuts, Handle, Solo, check_groups
 from shardwise.collectives.flights import (
     DONE,
     ENDED,
@@ -37,8 +38,8 @@ from shardwise.collectives.flights import (
 )
 from shardwise.collectives.mesh import INLINE, Mesh, Message, Watch, connect, listen
 from shardwise.collectives.roster import Roster
-from shardwise.collectives.sums import sum_in_rank_order
-from shardwise.collectives.wire import interval, wire
+from shardwise.collectives.sums import PLAIN, Sum, sum_in_rank_order
+from shardwise.collectives.wire import gathered_rows, interval, wire
 from shardwise.errors import CollectiveError
 from shardwise.layout import even_cuts
 
@@ -94,37 +95,22 @@ class Shared(Collectives):
 
     # -- the verbs ------------------------------------------------------------------------
 
-    def all_reduce(
-        self,
-        buffer: Tensor,
-        *,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
-    ) -> Handle:
+    def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         buffer = wire(buffer)
         begin = self.opening("all-reduce", buffer)
         plan = self._exchange if buffer.nbytes <= INLINE else self._all_reduce
-        return self._flights.start(begin, plan(begin, buffer, exact_sum, tree, each))
+        return self._flights.start(begin, plan(begin, buffer, how))
 
     def reduce_scatter(
-        self,
-        buffer: Tensor,
-        cuts: Cuts,
-        *,
-        into: Tensor | None = None,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
+        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
         buffer, cuts = real(buffer, cuts)
         target = interval(buffer, cuts, self.rank) if into is None else wire(into)
         begin = self.opening("reduce-scatter", buffer, hash(tuple(cuts)))
-        plan = self._reduce_scatter(begin, buffer, cuts, target, exact_sum, tree, each)
-        return self._flights.start(begin, plan)
+        return self._flights.start(begin, self._reduce_scatter(begin, buffer, cuts, target, how))
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
-        return self._gather("all-gather", *real(buffer, cuts))
+        return self._gather("all-gather", buffer, cuts)
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         buffer = wire(buffer)
@@ -132,17 +118,14 @@ class Shared(Collectives):
         return self._flights.start(begin, self._broadcast(begin, buffer, source))
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        rows = row.new_empty((self.size, row.numel()))
-        rows[self.rank] = row
-        cuts = [rank * row.numel() for rank in range(self.size + 1)]
-        self._gather("exchange of rows", *real(rows.view(-1), cuts)).wait()
-        return rows
+        return gathered_rows(self, row, partial(self._gather, "exchange of rows"))
 
     def barrier(self) -> None:
         begin = self.opening("barrier", torch.empty(0))
         self._flights.start(begin, self._barrier(begin)).wait()
 
     def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Flight:
+        buffer, cuts = real(buffer, cuts)
         begin = self.opening(kind, buffer, hash(tuple(cuts)))
         return self._flights.start(begin, self._all_gather(begin, buffer, cuts))
 
@@ -152,27 +135,23 @@ class Shared(Collectives):
         self._flights.post(begin)
         yield READY
 
-    def _exchange(
-        self, begin: Message, buffer: Tensor, exact_sum: bool, tree: bool, each: Each | None
-    ) -> Plan:
+    def _exchange(self, begin: Message, buffer: Tensor, how: Sum) -> Plan:
         """A small all-reduce: everyone tells everything, and sums all."""
         self._flights.post(begin._replace(payload=as_bytes(buffer)))
         came = yield READY
         rows = self.rows(came, buffer, 0)
-        sum_in_rank_order(rows, buffer, exact_sum=exact_sum, tree=tree)
+        sum_in_rank_order(rows, buffer, how.untold)
         own = interval(buffer, even_cuts(buffer.numel(), self.size), self.rank)
-        if each is not None:
-            each(own)
+        if how.each is not None:
+            how.each(own)
 
-    def _all_reduce(
-        self, begin: Message, buffer: Tensor, exact_sum: bool, tree: bool, each: Each | None
-    ) -> Plan:
+    def _all_reduce(self, begin: Message, buffer: Tensor, how: Sum) -> Plan:
         cuts = even_cuts(buffer.numel(), self.size)
         public = self.publish(begin, buffer)
         came = yield READY
         own = interval(public, cuts, self.rank)
         rows = self.rows(came, own, cuts[self.rank])
-        sum_in_rank_order(rows, own, exact_sum=exact_sum, tree=tree, each=each)
+        sum_in_rank_order(rows, own, how)
         self._flights.say(begin, HALFWAY)
         # A rank that is halfway has read what it sums of this buffer, and summed what is read of
         # its own: both ends of the copies below are free.
@@ -187,20 +166,13 @@ class Shared(Collectives):
         self.take_back(public, buffer)
 
     def _reduce_scatter(
-        self,
-        begin: Message,
-        buffer: Tensor,
-        cuts: Cuts,
-        target: Tensor,
-        exact_sum: bool,
-        tree: bool,
-        each: Each | None,
+        self, begin: Message, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum
     ) -> Plan:
         public = self.publish(begin, buffer)
         came = yield READY
         # Nobody else reads this interval, so the sum may go over it.
         rows = self.rows(came, interval(buffer, cuts, self.rank), cuts[self.rank])
-        sum_in_rank_order(rows, target, exact_sum=exact_sum, tree=tree, each=each)
+        sum_in_rank_order(rows, target, how)
         self._flights.say(begin, DONE)
         yield DONE
         self.take_back(public, buffer)

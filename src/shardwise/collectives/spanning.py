@@ -17,19 +17,20 @@ by host.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from functools import partial
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from shardwise.collectives.base import Collectives, Cuts, Each, Handle, check_groups
+from shardwise.collectives.base import Collectives, Cuts, Handle, check_groups
 from shardwise.collectives.courier import Courier, Trip
 from shardwise.collectives.flights import DONE, HALFWAY, READY, Messages, Plan
 from shardwise.collectives.gloo import Gloo
 from shardwise.collectives.mesh import INLINE, Message
 from shardwise.collectives.shared import Shared, as_bytes, real
-from shardwise.collectives.sums import NARROW, sum_in_rank_order
-from shardwise.collectives.wire import interval
+from shardwise.collectives.sums import PLAIN, Sum, sum_in_rank_order
+from shardwise.collectives.wire import gathered_rows, interval
 from shardwise.layout import even_cuts
 from shardwise.tree import node_sizes
 
@@ -79,40 +80,24 @@ class Spanning(Collectives):
 
     # -- the verbs ------------------------------------------------------------------------
 
-    def all_reduce(
-        self,
-        buffer: Tensor,
-        *,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
-    ) -> Handle:
+    def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         buffer, cuts = real(buffer, even_cuts(buffer.numel(), self.size))
         begin = self._inside.opening("all-reduce", buffer)
         calls = self._between.number(), self._between.number()
-        return self._inside.start(
-            begin, self._all_reduce(begin, calls, buffer, cuts, exact_sum, tree, each)
-        )
+        return self._inside.start(begin, self._all_reduce(begin, calls, buffer, cuts, how))
 
     def reduce_scatter(
-        self,
-        buffer: Tensor,
-        cuts: Cuts,
-        *,
-        into: Tensor | None = None,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
+        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
         buffer, cuts = real(buffer, cuts)
         target = interval(buffer, cuts, self.rank) if into is None else real(into, ())[0]
         begin = self._inside.opening("reduce-scatter", buffer, hash(tuple(cuts)))
         call = self._between.number()
-        plan = self._reduce_scatter(begin, call, buffer, cuts, target, exact_sum, tree, each)
+        plan = self._reduce_scatter(begin, call, buffer, cuts, target, how)
         return self._inside.start(begin, plan)
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
-        return self._gather("all-gather", *real(buffer, cuts))
+        return self._gather("all-gather", buffer, cuts)
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         buffer, _ = real(buffer, ())
@@ -121,17 +106,14 @@ class Spanning(Collectives):
         return self._inside.start(begin, plan)
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        rows = row.new_empty((self.size, row.numel()))
-        rows[self.rank] = row
-        cuts = [rank * row.numel() for rank in range(self.size + 1)]
-        self._gather("exchange of rows", *real(rows.view(-1), cuts)).wait()
-        return rows
+        return gathered_rows(self, row, partial(self._gather, "exchange of rows"))
 
     def barrier(self) -> None:
         begin = self._inside.opening("barrier", torch.empty(0))
         self._inside.start(begin, self._barrier(begin, self._between.number())).wait()
 
     def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Handle:
+        buffer, cuts = real(buffer, cuts)
         begin = self._inside.opening(kind, buffer, hash(tuple(cuts)))
         call = self._between.number()
         return self._inside.start(begin, self._all_gather(begin, call, buffer, cuts))
@@ -152,12 +134,10 @@ class Spanning(Collectives):
         buffer: Tensor,
         cuts: Cuts,
         target: Tensor,
-        exact_sum: bool,
-        tree: bool,
-        each: Each | None,
+        how: Sum,
     ) -> Plan:
         public = self._inside.publish(begin, buffer)
-        yield from self._sum(begin, call, buffer, cuts, target, exact_sum, tree, each, last=True)
+        yield from self._sum(begin, call, buffer, cuts, target, how, last=True)
         yield DONE
         self._inside.take_back(public, buffer)
 
@@ -167,13 +147,11 @@ class Spanning(Collectives):
         calls: tuple[int, int],
         buffer: Tensor,
         cuts: Cuts,
-        exact_sum: bool,
-        tree: bool,
-        each: Each | None,
+        how: Sum,
     ) -> Plan:
         public = self._inside.publish(begin, buffer)
         own = interval(buffer, cuts, self.rank)
-        came = yield from self._sum(begin, calls[0], buffer, cuts, own, exact_sum, tree, each)
+        came = yield from self._sum(begin, calls[0], buffer, cuts, own, how)
         # Of this buffer nobody else reads the intervals of this rank's peers before HALFWAY.
         yield self._fetch(calls[1], buffer, cuts)
         self._copy_peers(buffer, public, cuts)
@@ -194,21 +172,19 @@ class Spanning(Collectives):
         buffer: Tensor,
         cuts: Cuts,
         target: Tensor,
-        exact_sum: bool,
-        tree: bool,
-        each: Each | None,
+        how: Sum,
         *,
         last: bool = False,
     ) -> Step:
         """Sum this rank's interval over all ranks; `last` when nothing more is read here."""
         came = yield READY
-        dtype = torch.float32 if exact_sum and buffer.dtype in NARROW else buffer.dtype
+        dtype = how.wide(buffer.dtype)
         sums = []
         for rank in self._peers:
             part = interval(buffer, cuts, rank)
             sums.append(self._between.borrow(part.numel(), dtype))
             rows = self._inside.rows(came, part, cuts[rank])
-            sum_in_rank_order(rows, sums[-1], exact_sum=exact_sum, tree=tree)
+            sum_in_rank_order(rows, sums[-1], how.untold)
         if last:
             self._inside.say(begin, DONE)
         me = self._between.rank
@@ -218,7 +194,7 @@ class Spanning(Collectives):
         ]
         sends = {place: sums[place] for place in self._others}
         yield self._travel("reduce-scatter", call, sends, {p: rows[p] for p in self._others})
-        sum_in_rank_order(rows, target, exact_sum=exact_sum, tree=tree, each=each)
+        sum_in_rank_order(rows, target, how)
         for scratch in [*sums, *(rows[place] for place in self._others)]:
             self._between.give_back(scratch)
         return came

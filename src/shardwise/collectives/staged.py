@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.collectives.base import Collectives, Cuts, Each, Handle
+from shardwise.collectives.base import Collectives, Cuts, Handle
+from shardwise.collectives.sums import PLAIN, Sum
 from shardwise.collectives.wire import interval
 
 
@@ -30,36 +31,20 @@ class Staged(Collectives):
         self._inner = inner
         self._device = device
 
-    def all_reduce(
-        self,
-        buffer: Tensor,
-        *,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
-    ) -> Handle:
+    def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         if self._is_for_inner(buffer):
-            return self._inner.all_reduce(buffer, exact_sum=exact_sum, tree=tree, each=each)
-        host = self._down(buffer)  # where its squares are wanted is the device: `each` stays out
-        handle = self._inner.all_reduce(host, exact_sum=exact_sum, tree=tree)
+            return self._inner.all_reduce(buffer, how)
+        host = self._down(buffer)  # where its squares are wanted is the device: nobody is told here
+        handle = self._inner.all_reduce(host, how.untold)
         return _then(handle, lambda: _up(host, buffer))
 
     def reduce_scatter(
-        self,
-        buffer: Tensor,
-        cuts: Cuts,
-        *,
-        into: Tensor | None = None,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
+        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
         if self._is_for_inner(buffer):
-            return self._inner.reduce_scatter(
-                buffer, cuts, into=into, exact_sum=exact_sum, tree=tree, each=each
-            )
+            return self._inner.reduce_scatter(buffer, cuts, how, into=into)
         host, target = self._down(buffer), interval(buffer, cuts, self.rank)
-        handle = self._inner.reduce_scatter(host, cuts, exact_sum=exact_sum, tree=tree)
+        handle = self._inner.reduce_scatter(host, cuts, how.untold)
         own = interval(host, cuts, self.rank)
         return _then(handle, lambda: _up(own, target if into is None else into))
 

@@ -2,49 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from shardwise import tree as trees
-from shardwise.collectives.base import Each
+from shardwise import tree
 
 CHUNK = 1 << 16
 """Elements summed at a time: a piece of every rank's row stays in the cache."""
 
 NARROW = (torch.bfloat16, torch.float16)
 
+Each = Callable[[Tensor], None]
+"""Called with each piece of a sum, in order, while it is in the processor's cache."""
 
-def sum_in_rank_order(
-    rows: Sequence[Tensor],
-    out: Tensor,
-    *,
-    exact_sum: bool = True,
-    tree: bool = False,
-    each: Each | None = None,
-) -> None:
-    """out = rows[0] + rows[1] + ..., from the left; `out` may be one of the rows.
 
-    With `tree`, neighbours are joined as in shardwise.tree instead. With `exact_sum`, 16-bit
-    floats are summed in fp32 and rounded once. `each` is called with the pieces of `out`, one at
-    least; how they are cut depends on its length alone.
+@dataclass(frozen=True)
+class Sum:
+    """How the values of all ranks become one.
+
+    With `exact`, 16-bit floats are summed in fp32 and rounded once. With `in_tree`, ranks are
+    joined in the tree of shardwise.tree, alike on every transport, else from the left. A transport
+    that sums here calls `each` with pieces of the sum, an empty one where a rank has none; others
+    never call it.
     """
-    wide = torch.float32 if exact_sum and rows[0].dtype in NARROW else rows[0].dtype
+
+    exact: bool = True
+    in_tree: bool = False
+    each: Each | None = None
+
+    def wide(self, dtype: torch.dtype) -> torch.dtype:
+        """That in which values of `dtype` are added."""
+        return torch.float32 if self.exact and dtype in NARROW else dtype
+
+    @property
+    def untold(self) -> Sum:
+        """The same, of which nobody is told."""
+        return replace(self, each=None)
+
+
+PLAIN = Sum()
+
+
+def sum_in_rank_order(rows: Sequence[Tensor], out: Tensor, how: Sum) -> None:
+    """out = rows[0] + rows[1] + ..., as `how` says; `out` may be one of the rows.
+
+    How the pieces are cut that `how.each` gets, one at least, depends on the length alone.
+    """
+    wide = how.wide(rows[0].dtype)
     total = torch.empty(min(CHUNK, out.numel()), dtype=wide)
     pieces = zip(*(torch.split(row, CHUNK) for row in rows), strict=True)
     for piece, parts in zip(torch.split(out, CHUNK), pieces, strict=True):
-        if tree:
+        if how.in_tree:
             sum_in_tree(parts, piece, wide)
         else:
             _sum(parts, piece, total[: piece.numel()])
-        if each is not None:
-            each(piece)
+        if how.each is not None:
+            how.each(piece)
 
 
 def sum_in_tree(rows: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
     """out = the rows joined in the tree of shardwise.tree, added in `dtype`."""
-    out.copy_(trees.fold([row.to(dtype) for row in rows], torch.add))
+    out.copy_(tree.fold([row.to(dtype) for row in rows], torch.add))
 
 
 def _sum(rows: Sequence[Tensor], out: Tensor, total: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.base import Collectives, Cuts, Solo, check_groups
+from shardwise.collectives.base import Collectives, Cuts, Handle, Solo, check_groups
 from shardwise.collectives.roster import Roster
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.watch.lookout import Lookout
@@ -27,9 +27,14 @@ def wire(buffer: Tensor) -> Tensor:
     return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
-def widened(buffer: Tensor, exact_sum: bool) -> Tensor:
-    narrow = buffer.dtype in (torch.bfloat16, torch.float16)
-    return buffer.float() if narrow and exact_sum else buffer
+def gathered_rows(
+    group: Collectives, row: Tensor, gather: Callable[[Tensor, Cuts], Handle]
+) -> Tensor:
+    """One vector of each rank, by the group's own all-gather: (k,) becomes (size, k)."""
+    rows = row.new_empty((group.size, row.numel()))
+    rows[group.rank] = row
+    gather(rows.view(-1), [rank * row.numel() for rank in range(group.size + 1)]).wait()
+    return rows
 
 
 def split(

@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.collectives.base import Collectives, Cuts, Each, Handle
+from shardwise.collectives.base import Collectives, Cuts, Handle
 from shardwise.collectives.host import grouped, key
+from shardwise.collectives.sums import PLAIN, Sum
 from shardwise.errors import ConfigError
 
 
@@ -42,37 +43,21 @@ class Within(Collectives):
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         return self._inside.common(numel, dtype, device)
 
-    def all_reduce(
-        self,
-        buffer: Tensor,
-        *,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
-    ) -> Handle:
-        assert not tree, "refused in the exact mode"
-        del each  # the pieces of a host's sum are not those of the whole
-        first = self._inside.all_reduce(buffer, exact_sum=exact_sum)
-        return self._then_between(first, first.reusable, buffer, exact_sum)
+    def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
+        how = _of_two_halves(how)
+        first = self._inside.all_reduce(buffer, how)
+        return self._then_between(first, first.reusable, buffer, how)
 
     def reduce_scatter(
-        self,
-        buffer: Tensor,
-        cuts: Cuts,
-        *,
-        into: Tensor | None = None,
-        exact_sum: bool = True,
-        tree: bool = False,
-        each: Each | None = None,
+        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
-        assert not tree, "refused in the exact mode"
-        del each
+        how = _of_two_halves(how)
         own = buffer[cuts[self.rank] : cuts[self.rank + 1]] if into is None else into
-        first = self._inside.reduce_scatter(buffer, cuts, into=into, exact_sum=exact_sum)
-        return self._then_between(first, first.wait, own, exact_sum)
+        first = self._inside.reduce_scatter(buffer, cuts, how, into=into)
+        return self._then_between(first, first.wait, own, how)
 
     def _then_between(
-        self, first: Handle, free: Callable[[], None], own: Tensor, exact_sum: bool
+        self, first: Handle, free: Callable[[], None], own: Tensor, how: Sum
     ) -> Handle:
         """Sum `own` between hosts when `first` has come, and nobody here reads it: `free`."""
         second: list[Handle] = []
@@ -80,7 +65,7 @@ class Within(Collectives):
         def advance() -> None:
             first.wait()
             free()
-            second.append(self._between.all_reduce(own, exact_sum=exact_sum))
+            second.append(self._between.all_reduce(own, how))
 
         def finish() -> None:
             second[0].wait()
@@ -113,6 +98,12 @@ class Within(Collectives):
     def close(self) -> None:
         self._inside.close()
         self._between.close()
+
+
+def _of_two_halves(how: Sum) -> Sum:
+    """A sum inside, then one between: the pieces of a host's sum are not those of the whole."""
+    assert not how.in_tree, "refused in the exact mode"
+    return how.untold
 
 
 def within_hosts(group: Collectives) -> Collectives:

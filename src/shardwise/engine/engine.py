@@ -28,12 +28,12 @@ from shardwise.engine import access, describe, diagnosis, exact_mode, habits, st
 from shardwise.engine.assembly import Recipe, States
 from shardwise.engine.checkpoints import Checkpoints
 from shardwise.engine.exact_mean import Seeds, weight_of
-from shardwise.engine.exchange import Totals, exchange
+from shardwise.engine.exchange import exchange
 from shardwise.engine.options import Options
 from shardwise.engine.parts import ExactParts, Parts
 from shardwise.engine.resumable import Resumable
 from shardwise.engine.takeover import Takeover
-from shardwise.engine.window import StepStats, Window
+from shardwise.engine.window import StepStats, Totals, Window
 from shardwise.errors import CollectiveError, ModelError, UsageError
 from shardwise.model import precision
 

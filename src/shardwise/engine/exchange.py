@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives
 from shardwise.engine.parts import Parts
-from shardwise.engine.window import Message, Window
+from shardwise.engine.window import Message, Totals, Window
 from shardwise.model.buffers import Buffers
 from shardwise.states.gradients import Gradients
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What all ranks know of a step after the exchange, alike.
-
-    `weight` and `loss` (x weight) are sums over the ranks, `squared_norm` that of the summed
-    gradients. `backwards` is the number of those that had a weight. `alike`: the optimizers'
-    options are. `used` says by parameter whether any rank had a gradient for it, `several` whether
-    any made more than one backward, `unsaved` whether a save in the background has failed. `asked`
-    is the signal that asked any to end, or 0.
-    """
-
-    weight: float
-    loss: float
-    squared_norm: float
-    backwards: int
-    alike: bool
-    used: list[bool]
-    several: bool
-    unsaved: bool
-    asked: int
 
 
 def exchange(
@@ -88,17 +66,7 @@ def exchange(
         row = (gradients.norms.squared_in_fp64().double() / copies).reshape(-1)
         told = group.gather_rows(row.to(group.small_device))
         squared = parts.joined_squares(told.tolist())
-    return Totals(
-        weight=everyone.weight,
-        loss=everyone.loss,
-        squared_norm=squared,
-        backwards=everyone.backwards,
-        alike=not math.isnan(everyone.options),
-        used=everyone.used,
-        several=everyone.several,
-        unsaved=everyone.unsaved,
-        asked=everyone.asked,
-    )
+    return replace(everyone, squared_norm=squared)
 
 
 def _average_buffers(

@@ -117,7 +117,7 @@ class Message:
         rest = torch.tensor(flags, dtype=torch.float64, device=device)
         return torch.cat([torch.stack(scalars), squares, rest])
 
-    def join(self, table: list[list[float]], parts: Parts) -> Heard:
+    def join(self, table: list[list[float]], parts: Parts) -> Totals:
         """The sums, and the flags that any rank set; `table` has one row of each rank."""
         lengths = (
             len(self.weights),
@@ -133,7 +133,7 @@ class Message:
             [row[end - length : end] for row in table]
             for length, end in zip(lengths, ends, strict=True)
         )
-        return Heard(
+        return Totals(
             weight=parts.joined(weights),
             loss=parts.joined(losses),
             squared_norm=parts.joined_squares(squares),
@@ -149,8 +149,17 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heard:
-    """What all ranks told, as one."""
+class Totals:
+    """What all ranks know of a step after its exchange, alike.
+
+    `weight` and `loss` (x weight) are sums over the ranks, `squared_norm` that of the summed
+    gradients. `backwards` is the number of those that had a weight, `options` the checksum of the
+    optimizers' options, NaN where ranks differ. `used` says by parameter whether any rank had a
+    gradient for it, `late` by bucket whether any came after it had started; `news` whether a buffer
+    was seen to change for the first time, `several` whether any rank made more than one backward,
+    `unsaved` whether a save in the background has failed. `asked` is the signal that asked any to
+    end, or 0.
+    """
 
     weight: float
     loss: float
@@ -163,6 +172,11 @@ class Heard:
     several: bool
     unsaved: bool
     asked: int
+
+    @property
+    def alike(self) -> bool:
+        """Whether the optimizers' options are."""
+        return not math.isnan(self.options)
 
 
 def _words(flags: list[bool]) -> int:

@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-NARROW = (torch.bfloat16, torch.float16)
+from shardwise.collectives import sums
+
+NARROW = sums.NARROW
+"""The dtypes of 16-bit floats."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardwise.collectives import Collectives, Handle
+from shardwise.collectives import Collectives, Handle, Sum
 from shardwise.layout import Bucket
 from shardwise.model.precision import NARROW
 from shardwise.placement import Placement
@@ -173,14 +173,12 @@ class Reduction:
         # The first sum of a step goes straight to where it rests.
         into = rest.in_place if not rest.awaited else None
         rest.squares.announce()
-        exact, tree = self._exact_sum, self._summation.in_tree
         each = rest.squares.add if self._summation.measure is None else None
+        how = Sum(self._exact_sum, self._summation.in_tree, each)
         if self._scatter:
-            handle = self._group.reduce_scatter(
-                buffer, rest.bucket.cuts, into=into, exact_sum=exact, tree=tree, each=each
-            )
+            handle = self._group.reduce_scatter(buffer, rest.bucket.cuts, how, into=into)
         else:
-            handle = self._group.all_reduce(buffer, exact_sum=exact, tree=tree, each=each)
+            handle = self._group.all_reduce(buffer, how)
         rest.awaited = True
         if buffer is rest.kept:
             rest.sent = handle
