@@ -432,6 +432,55 @@ def test_damage_is_told(group, tmp_path):
     group(2)(damage_case, tmp_path)
 
 
+def passed_over_case(world, folder):
+    """The newest checkpoint was damaged: the one before goes on; where none is whole, none does."""
+    model = made()
+    engine = engine_of(model, zero=1)
+    for step in range(3):
+        train(world, engine, model, [step])
+        engine.save(folder)
+        if engine.steps == 2:
+            wanted = whole(engine, model)
+    engine.close()
+    world.barrier()
+    if world.is_main:
+        document = folder / "step-3" / "checkpoint.json"
+        fields = json.loads(document.read_bytes())
+        document.write_text(json.dumps(fields | {"tracked": {"loader": {"$tuple": 3}}}))
+    world.barrier()
+
+    def fresh():
+        world.engines = 0
+        torch.manual_seed(77)
+        return Everything()
+
+    model = fresh()
+    engine = engine_of(model, zero=3)
+    assert engine.resume(folder) == 2
+    alike(whole(engine, model), wanted)
+    train(world, engine, model, [2])
+    assert engine.save(folder) == folder / "step-3"
+    engine.close()
+
+    assert engine_of(fresh(), zero=0).resume(folder) == 3  # it has taken the damaged one's place
+    world.barrier()
+    if world.is_main:
+        for path in folder.glob("step-*/model.safetensors"):
+            path.write_bytes(path.read_bytes()[:-1])
+    world.barrier()
+    model = fresh()
+    engine = engine_of(model, zero=2)
+    before = whole(engine, model)
+    with pytest.raises(BrokenCheckpoint, match=r"step-3.*cut short.*None of the 2 before it"):
+        engine.resume(folder)
+    alike(whole(engine, model), before)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_damaged_one_is_passed_over(group, tmp_path, size):
+    group(size)(passed_over_case, tmp_path)
+
+
 # -- read by others -----------------------------------------------------------------------------
 
 

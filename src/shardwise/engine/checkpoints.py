@@ -1,14 +1,14 @@
-"""Checkpoints of an engine: what is tracked beside it, saving, loading and resuming."""
+"""Checkpoints of an engine: saving, loading and resuming."""
 
 from __future__ import annotations
 
 import atexit
-import io
 import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,10 +16,9 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch import optim
 
 from shardwise import world as worlds
-from shardwise.checkpoint import folders, plain
+from shardwise.checkpoint import folders
 from shardwise.checkpoint.background import Copies, Job, reserve
 from shardwise.checkpoint.folders import Draft
 from shardwise.checkpoint.writer import Writer
@@ -27,10 +26,10 @@ from shardwise.engine import habits, loading, saving
 from shardwise.engine.exact_mean import Seeds
 from shardwise.engine.inventory import Lending
 from shardwise.engine.takeover import Takeover
+from shardwise.engine.tracking import Tracking
 from shardwise.errors import (
     BrokenCheckpoint,
     CheckpointError,
-    CheckpointMismatch,
     CheckpointNotWritten,
     UsageError,
 )
@@ -52,63 +51,10 @@ class Checkpoints:
         self._scale = scale
         self._seeds = seeds
         self._number = number
-        self._tracked: dict[str, Any] = {}
-        self._pending: dict[str, Any] = {}
+        self.tracking = Tracking()
         self._said: set[str] = set()
         self._copies = Copies()
         self._job: Job | None = None
-
-    # -- what is tracked ------------------------------------------------------------------
-
-    def track(self, objects: Mapping[str, Any]) -> None:
-        """Save and load `objects` too, by name; a state that was loaded before is theirs now."""
-        for name, each in objects.items():
-            if name in self._tracked and self._tracked[name] is not each:
-                raise UsageError(f"{name} is tracked already: give each object a name of its own.")
-            if not all(callable(getattr(each, m, None)) for m in ("state_dict", "load_state_dict")):
-                raise UsageError(
-                    f"engine.track({name}=...) takes an object with state_dict() and "
-                    f"load_state_dict(), not {type(each).__name__}."
-                )
-            self._tracked[name] = each
-            if name in self._pending:
-                each.load_state_dict(self._pending.pop(name))
-
-    def _states_of_tracked(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Their states: as JSON, and as files of torch.save where they hold larger tensors."""
-        fields: dict[str, Any] = {}
-        files: dict[str, bytes] = {}
-        for name, each in self._tracked.items():
-            state = each.state_dict()
-            try:
-                fields[name] = plain.encode(state)
-            except plain.NotPlain as error:
-                fields[name] = {"$file": f"tracked-{name}.pt"}
-                files[f"tracked-{name}.pt"] = _pickled(name, state, str(error))
-        return fields, files
-
-    def _say_what_lacks(self) -> None:
-        """Say, once, what a resume from this save would start anew."""
-        known = [*self._tracked.values()]
-        for face in self._held.recipe.optimizers:
-            scheduled = any("initial_lr" in group for group in face.param_groups)
-            if scheduled and not any(_schedules(each, face) for each in known):
-                self._say(
-                    f"a learning-rate scheduler acts on {type(face).__name__} and is not tracked: "
-                    "a resume would start it anew. Write engine.track(scheduler=scheduler)."
-                )
-        names = {getattr(each, "name", None) for each in known}
-        for stream in self._world.feed.training_streams():
-            if not stream.passing and stream.name not in names:
-                self._say(
-                    f"{stream.name} is not tracked: a resume would begin its data anew. Write "
-                    "engine.track(loader=loader)."
-                )
-        for name in self._pending:
-            self._say(
-                f"the checkpoint that was loaded has the state of {name}, which was not tracked "
-                f"since: this one is without. Write engine.track({name}=...)."
-            )
 
     def _say(self, line: str) -> None:
         if line not in self._said:
@@ -125,7 +71,10 @@ class Checkpoints:
             raise UsageError(f"keep takes how many checkpoints to keep, 1 or more, not {keep}.")
         self.wait()
         self._held.look_for_changes()
-        self._say_what_lacks()
+        for line in self.tracking.lacks(
+            self._held.recipe.optimizers, self._world.feed.training_streams()
+        ):
+            self._say(line)
         recipe, states = self._held.recipe, self._held.states
         lending = Lending(recipe, states)
         made = saving.plan(lending, split)
@@ -174,7 +123,7 @@ class Checkpoints:
         if lending.recipe.group.rank > 0:
             return {}, {}, None
         try:
-            tracked, files = self._states_of_tracked()
+            tracked, files = self.tracking.states()
             fields = saving.state_fields(lending, made.told)
         except CheckpointError as error:
             return {}, {}, str(error)
@@ -239,49 +188,65 @@ class Checkpoints:
 
     # -- loading --------------------------------------------------------------------------
 
-    def newest(self, folder: Path) -> Path | None:
-        """The newest complete checkpoint in `folder`, alike on all ranks. Collective."""
+    def complete(self, folder: Path) -> list[Path]:
+        """The complete checkpoints in `folder`, newest first, alike on all ranks. Collective."""
         self.wait()
-        found = folders.complete(folder)
-        mine = found[-1].path if found else None
-        newest: Path | None = self._world.broadcast_object(mine)
-        return newest
+        mine = [found.path for found in reversed(folders.complete(folder))]
+        paths: list[Path] = self._world.broadcast_object(mine)
+        return paths
 
     def load(self, path: Path, *, strict: bool, model_only: bool) -> int | None:
-        """See Engine.load; returns the number of steps, where `path` says it."""
+        """See Engine.load; returns the number of steps, where `path` says it.
+
+        What raises BrokenCheckpoint has changed nothing, and raises it on all ranks alike.
+        """
         self.wait()
         self._held.look_for_changes()
         lending = Lending(self._held.recipe, self._held.states)
         with ExitStack() as stack:
-            source = loading.open_source(path, lending, strict=strict, stack=stack)
-            if source.fields:
-                group = lending.recipe.group
-                wrong = loading.verify(path, source, group.rank, group.size)
-                saving.agree(group, wrong, BrokenCheckpoint)
-            if source.fields and not model_only:
+            open_source = partial(loading.open_source, path, lending, strict=strict, stack=stack)
+            source, beside = self._examine(path, open_source, alone=model_only)
+            if beside is not None:
                 loading.check_optimizers(lending, source.fields)
-                self._check_tracked(path, source.fields["tracked"])
             loading.fill_model(lending, source)
             self._held.buffers.remember()
-            if model_only or not source.fields:
+            if beside is None:
                 return None
             loading.fill_optimizers(lending, source)
-        fields = source.fields
-        try:
-            self._scale.restore(fields["scaling"])
-            self._seeds.unit = fields["scaling"]["unit"]
-            if fields["scaling"]["wide"] and self._held.recipe.settings.reduce_dtype == "fp32":
-                self._held.states.gradients.widen()
-        except (KeyError, TypeError, ValueError) as error:
-            raise BrokenCheckpoint(f"{path} does not tell the loss scale: {error}.") from error
-        self._take_seed(fields["seed"])
-        self._give_tracked(path, fields["tracked"])
-        steps: int = fields["step"]
-        if steps:
+        self._scale.restore(beside.scaling)
+        self._seeds.unit = beside.scaling["unit"]
+        if beside.scaling["wide"] and self._held.recipe.settings.reduce_dtype == "fp32":
+            self._held.states.gradients.widen()
+        self._take_seed(beside.seed)
+        self.tracking.give(beside.tracked)
+        if beside.step:
             habits.tell_schedulers(self._held.recipe.optimizers)
-        self._world.telling.stepped(self._number, steps)
-        self._world.telling.kept(self._number, steps)
-        return steps
+        self._world.telling.stepped(self._number, beside.step)
+        self._world.telling.kept(self._number, beside.step)
+        return beside.step
+
+    def _examine(
+        self, path: Path, open_source: Callable[[], loading.Source], *, alone: bool
+    ) -> tuple[loading.Source, _Beside | None]:
+        """What `path` has, every rank having read its part to the end. Collective.
+
+        The second is None where only the model is wanted (`alone`) or there is no more.
+        """
+        group = self._held.recipe.group
+        source, beside, wrong = None, None, None
+        try:
+            source = open_source()
+            if source.fields:
+                loading.verify(path, source, group.rank, group.size)
+                if not alone:
+                    beside = _beside(path, source.fields, self.tracking)
+        except BrokenCheckpoint as error:
+            wrong = str(error)
+        except OSError as error:
+            wrong = f"{path} cannot be read: {error}."
+        saving.agree(group, wrong, BrokenCheckpoint)
+        assert source is not None
+        return source, beside
 
     def _take_seed(self, seed: int) -> None:
         """Go on with the seed that was drawn, unless this run has chosen one."""
@@ -294,22 +259,31 @@ class Checkpoints:
                 f"dropout are not those of the run that wrote it. Write --seed {seed} for those."
             )
 
-    def _check_tracked(self, path: Path, told: Mapping[str, Any]) -> None:
-        missing = sorted(set(self._tracked) - set(told))
-        if missing:
-            raise CheckpointMismatch(
-                f"{path} has no state of {', '.join(missing)}, which engine.track was given: it "
-                f"has {', '.join(sorted(told)) or 'nothing tracked'}. Load the model alone "
-                "(engine.load(path, model_only=True)), or track the same objects."
-            )
 
-    def _give_tracked(self, path: Path, told: Mapping[str, Any]) -> None:
-        for name, value in told.items():
-            state = _unpickled(path, value) if _is_file(value) else plain.decode(value)
-            if name in self._tracked:
-                self._tracked[name].load_state_dict(state)
-            else:
-                self._pending[name] = state
+@dataclass(frozen=True)
+class _Beside:
+    """What stands in a checkpoint beside the tensors, as it is given back."""
+
+    step: int
+    seed: int
+    scaling: Mapping[str, Any]
+    tracked: Mapping[str, Any]
+
+
+def _beside(path: Path, fields: Mapping[str, Any], tracking: Tracking) -> _Beside:
+    """Raises BrokenCheckpoint for what cannot be read."""
+    told = fields["scaling"]
+    try:
+        scaling = {
+            "scale": float(told["scale"]),
+            "good_steps": int(told["good_steps"]),
+            "unit": None if told["unit"] is None else float(told["unit"]),
+            "wide": bool(told["wide"]),
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise BrokenCheckpoint(f"{path} does not tell the loss scale: {error}.") from error
+    tracked = tracking.read(path, fields["tracked"])
+    return _Beside(fields["step"], fields["seed"], scaling, tracked)
 
 
 def _finish(
@@ -334,42 +308,6 @@ def _finish(
                 f"be removed: {error.strerror}.",
                 file=sys.stderr,
             )
-
-
-def _schedules(each: Any, face: optim.Optimizer) -> bool:
-    """Whether `each` is, or may wrap, a scheduler of `face`."""
-    if hasattr(each, "get_last_lr"):
-        return getattr(each, "optimizer", face) is face or hasattr(each, "_schedulers")
-    return False
-
-
-def _pickled(name: str, state: Any, odd: str) -> bytes:
-    """A state as torch.save writes it, if it can be read without running code."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
-    if unsafe:
-        raise CheckpointError(
-            f"The state of {name} holds {odd}, and reading {', '.join(unsafe)} could run code, "
-            "which a checkpoint never does. Let its state_dict() return tensors, numbers, text, "
-            "and lists and maps of those."
-        )
-    return buffer.getvalue()
-
-
-def _is_file(value: Any) -> bool:
-    return isinstance(value, dict) and set(value) == {"$file"}
-
-
-def _unpickled(path: Path, value: Mapping[str, str]) -> Any:
-    name = value["$file"]
-    if Path(name).name != name:
-        raise BrokenCheckpoint(f"{path} names the file {name!r}, which is not one in its folder.")
-    try:
-        return torch.load(path / name, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch meets in a file that is not whole
-        raise BrokenCheckpoint(f"{path / name} cannot be read: {error}.") from error
 
 
 def _config_of(lending: Lending) -> dict[str, bytes]:

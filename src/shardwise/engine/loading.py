@@ -114,10 +114,11 @@ def _listed(several: Sequence[str]) -> str:
     return shown if len(several) <= 20 else f"{shown} and {len(several) - 20} more"
 
 
-def verify(path: Path, source: Source, rank: int, size: int) -> str | None:
-    """Read what falls to `rank` of `size` of a checkpoint's bytes; what is not as written.
+def verify(path: Path, source: Source, rank: int, size: int) -> None:
+    """Read what falls to `rank` of `size` of a checkpoint's bytes.
 
-    Tensors are dealt out by their bytes, the largest first.
+    Tensors are dealt out by their bytes, the largest first. Raises BrokenCheckpoint for one that is
+    not as it was written.
     """
     loads = [0] * size
     specs = [
@@ -130,11 +131,10 @@ def verify(path: Path, source: Source, rank: int, size: int) -> str | None:
         loads[turn] += spec.nbytes
         written = source.fields["checksums"].get(kind, {}).get(spec.name)
         if turn == rank and source.sets[kind].checksum(spec.name) != written:
-            return (
+            raise BrokenCheckpoint(
                 f"{spec.name} of the set {kind} in {path} is not what was written: its CRC-32 is "
                 f"not {written}. Take another checkpoint; `shardwise checkpoint verify` tells more."
             )
-    return None
 
 
 # -- into the states -----------------------------------------------------------------------

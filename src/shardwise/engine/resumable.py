@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 from shardwise.config import Settings
 from shardwise.engine.checkpoints import Checkpoints
-from shardwise.errors import CheckpointNotWritten
+from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten
 from shardwise.world import World
 
 
@@ -54,7 +56,7 @@ class Resumable(ABC):
         loader=loader, scheduler=scheduler). Anything with `state_dict` and `load_state_dict` whose
         state is alike on all ranks; rank 0's is saved. Raises UsageError for anything else.
         """
-        self._checkpoints.track(objects)
+        self._checkpoints.tracking.add(objects)
 
     def save(
         self,
@@ -95,20 +97,37 @@ class Resumable(ABC):
         """Go on from the newest complete checkpoint in `folder`; where there is none, from here.
 
         At the same size, row and settings what follows has the bits of a run that was never
-        interrupted. Returns `steps`. Collective. Raises as `load` does.
+        interrupted. One that was damaged later is passed over, with a line that says so. Returns
+        `steps`. Collective. Raises as `load` does.
         """
-        newest = self._checkpoints.newest(Path(folder))
-        if newest is None:
+        loaded = self._load_newest(self._checkpoints.complete(Path(folder)))
+        if loaded is None:
             line = f"no checkpoint in {folder} yet: starting at step {self.steps}"
         else:
-            self.load(newest)
-            line = f"resumed from {newest}, at step {self.steps}"
-        self._resumes, self._saved = True, self.steps if newest is not None else None
+            line = f"resumed from {loaded}, at step {self.steps}"
+        self._resumes, self._saved = True, self.steps if loaded is not None else None
         self._settle_in(Path(folder), _Habit())
         self.world.telling.resumes()
         if not self.settings.quiet:
             self.world.print(f"shardwise: {line}")
         return self.steps
+
+    def _load_newest(self, paths: Sequence[Path]) -> Path | None:
+        """Load the first of `paths` that is whole, and return it; None where there are none."""
+        broken: list[BrokenCheckpoint] = []
+        for path in paths:
+            try:
+                self.load(path)
+            except BrokenCheckpoint as error:
+                broken.append(error)
+                continue
+            for each in broken:
+                self.world.print(f"shardwise: passed over: {each}", file=sys.stderr)
+            return path
+        if broken:
+            older = f" None of the {len(broken) - 1} before it is whole." if broken[1:] else ""
+            raise BrokenCheckpoint(f"{broken[0]}{older}") from broken[0]
+        return None
 
     def load(
         self, path: str | PathLike[str], *, strict: bool = True, model_only: bool = False

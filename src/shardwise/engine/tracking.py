@@ -1,0 +1,147 @@
+"""What `engine.track` was given: saved and loaded with the engine, each under its name."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import optim
+
+from shardwise.checkpoint import plain
+from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch, UsageError
+from shardwise.feed import Stream
+
+
+class Tracking:
+    """Objects with `state_dict` and `load_state_dict`, by name.
+
+    A state that was loaded for an object that is not here yet waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._tracked: dict[str, Any] = {}
+        self._pending: dict[str, Any] = {}
+
+    def add(self, objects: Mapping[str, Any]) -> None:
+        """Track `objects` too; a state that was loaded before is theirs now."""
+        for name, each in objects.items():
+            if name in self._tracked and self._tracked[name] is not each:
+                raise UsageError(f"{name} is tracked already: give each object a name of its own.")
+            if not all(callable(getattr(each, m, None)) for m in ("state_dict", "load_state_dict")):
+                raise UsageError(
+                    f"engine.track({name}=...) takes an object with state_dict() and "
+                    f"load_state_dict(), not {type(each).__name__}."
+                )
+            self._tracked[name] = each
+            if name in self._pending:
+                each.load_state_dict(self._pending.pop(name))
+
+    # -- saving ---------------------------------------------------------------------------
+
+    def states(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Their states: as JSON, and as files of torch.save where they hold larger tensors.
+
+        Raises CheckpointError for a state that only running code could read.
+        """
+        fields: dict[str, Any] = {}
+        files: dict[str, bytes] = {}
+        for name, each in self._tracked.items():
+            state = each.state_dict()
+            try:
+                fields[name] = plain.encode(state)
+            except plain.NotPlain as error:
+                fields[name] = {"$file": f"tracked-{name}.pt"}
+                files[f"tracked-{name}.pt"] = _pickled(name, state, str(error))
+        return fields, files
+
+    def lacks(
+        self, optimizers: Iterable[optim.Optimizer], streams: Iterable[Stream]
+    ) -> Iterator[str]:
+        """In words, what a resume from a save of now would start anew."""
+        known = list(self._tracked.values())
+        for face in optimizers:
+            scheduled = any("initial_lr" in group for group in face.param_groups)
+            if scheduled and not any(_schedules(each, face) for each in known):
+                yield (
+                    f"a learning-rate scheduler acts on {type(face).__name__} and is not tracked: "
+                    "a resume would start it anew. Write engine.track(scheduler=scheduler)."
+                )
+        names = {getattr(each, "name", None) for each in known}
+        for stream in streams:
+            if not stream.passing and stream.name not in names:
+                yield (
+                    f"{stream.name} is not tracked: a resume would begin its data anew. Write "
+                    "engine.track(loader=loader)."
+                )
+        for name in self._pending:
+            yield (
+                f"the checkpoint that was loaded has the state of {name}, which was not tracked "
+                f"since: this one is without. Write engine.track({name}=...)."
+            )
+
+    # -- loading --------------------------------------------------------------------------
+
+    def read(self, path: Path, told: Mapping[str, Any]) -> dict[str, Any]:
+        """The states in the checkpoint `path`, of which `told` is what its JSON has.
+
+        Raises BrokenCheckpoint for one that is not whole, CheckpointMismatch where an object that
+        is tracked here has none.
+        """
+        missing = sorted(set(self._tracked) - set(told))
+        if missing:
+            raise CheckpointMismatch(
+                f"{path} has no state of {', '.join(missing)}, which engine.track was given: it "
+                f"has {', '.join(sorted(told)) or 'nothing tracked'}. Load the model alone "
+                "(engine.load(path, model_only=True)), or track the same objects."
+            )
+        return {
+            name: _unpickled(path, value) if _is_file(value) else plain.decode(value)
+            for name, value in told.items()
+        }
+
+    def give(self, states: Mapping[str, Any]) -> None:
+        """Let each object have its state."""
+        for name, state in states.items():
+            if name in self._tracked:
+                self._tracked[name].load_state_dict(state)
+            else:
+                self._pending[name] = state
+
+
+def _schedules(each: Any, face: optim.Optimizer) -> bool:
+    """Whether `each` is, or may wrap, a scheduler of `face`."""
+    if hasattr(each, "get_last_lr"):
+        return getattr(each, "optimizer", face) is face or hasattr(each, "_schedulers")
+    return False
+
+
+def _pickled(name: str, state: Any, odd: str) -> bytes:
+    """A state as torch.save writes it, if it can be read without running code."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if unsafe:
+        raise CheckpointError(
+            f"The state of {name} holds {odd}, and reading {', '.join(unsafe)} could run code, "
+            "which a checkpoint never does. Let its state_dict() return tensors, numbers, text, "
+            "and lists and maps of those."
+        )
+    return buffer.getvalue()
+
+
+def _is_file(value: Any) -> bool:
+    return isinstance(value, dict) and set(value) == {"$file"}
+
+
+def _unpickled(path: Path, value: Mapping[str, str]) -> Any:
+    name = value["$file"]
+    if Path(name).name != name:
+        raise BrokenCheckpoint(f"{path} names the file {name!r}, which is not one in its folder.")
+    try:
+        return torch.load(path / name, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch meets in a file that is not whole
+        raise BrokenCheckpoint(f"{path / name} cannot be read: {error}.") from error
