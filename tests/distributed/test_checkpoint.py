@@ -481,6 +481,59 @@ def test_a_damaged_one_is_passed_over(group, tmp_path, size):
     group(size)(passed_over_case, tmp_path)
 
 
+# -- frozen on the way --------------------------------------------------------------------------
+
+
+def freezes(world, folder, row):
+    """Train, freeze a block, train on and save; then a step frozen, and two with all of it.
+
+    What is thawed meanwhile makes for a new layout of the states, without the block's.
+    """
+    model = made()
+    engine = engine_of(model, zero=row)
+    train(world, engine, model, range(2))
+    model.blocks[1].requires_grad_(False)
+    model.still.requires_grad_(True)
+    train(world, engine, model, [2])
+    trained = {tracked.name for tracked in engine._states.parameters.tracked}
+    assert "still.weight" in trained
+    assert "blocks.1.0.weight" not in trained
+    path = engine.save(folder)
+    train(world, engine, model, [3])
+    model.blocks[1].requires_grad_(True)
+    told = train(world, engine, model, [4, 5])
+    values = whole(engine, model)
+    engine.close()
+    return str(path), told, values
+
+
+def thaws(world, path, row, when):
+    """Go on from the checkpoint; the block is frozen before the load or after it."""
+    torch.manual_seed(77)
+    model = Everything()
+    if when == "before":
+        model.blocks[1].requires_grad_(False)
+    engine = engine_of(model, zero=row)
+    engine.load(path)
+    model.blocks[1].requires_grad_(False)
+    model.still.requires_grad_(True)
+    train(world, engine, model, [3])
+    model.blocks[1].requires_grad_(True)
+    told = train(world, engine, model, [4, 5])
+    values = whole(engine, model)
+    engine.close()
+    return told, values
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("row", [0, 3])
+def test_the_state_of_what_was_frozen_on_the_way_is_in_it(group, tmp_path, row, when):
+    path, losses, values = group(2)(freezes, tmp_path, row)[0]
+    for told, mine in group(2)(thaws, path, row, when):
+        assert told == losses
+        alike(mine, values)
+
+
 # -- read by others -----------------------------------------------------------------------------
 
 

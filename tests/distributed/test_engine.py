@@ -996,13 +996,15 @@ def test_units_are_compiled(group):
     group(2)(compiled_units_case, limit=240)
 
 
-def buffers_case(world):
+def buffers_case(world, zero, thawing):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=1)
+    model[2].requires_grad_(not thawing)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=zero)
     mean = torch.zeros(4, dtype=torch.float64)
-    for step in range(3):
+    for step in range(4):
         x = batch(step)
+        model[2].requires_grad_(not thawing or step > 1)  # a new layout of the states, not of these
         hidden = model[0](x).detach()
         engine.backward(model(world.share(x)).square().mean())
         engine.step()
@@ -1012,8 +1014,10 @@ def buffers_case(world):
     return model[1].running_var
 
 
-def test_running_statistics_are_averaged(group):
-    first, second = group(2)(buffers_case)
+@pytest.mark.parametrize("thawing", [False, True])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_running_statistics_are_averaged(group, zero, thawing):
+    first, second = group(2)(buffers_case, zero, thawing)
     assert torch.equal(first, second)
 
 

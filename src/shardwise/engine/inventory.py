@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.dtypes import name_of
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.engine.assembly import Recipe, States
+from shardwise.engine.idle import idle
 from shardwise.states import holdings
 from shardwise.states.holdings import Holding, Holdings, Told
 from shardwise.states.optimizer_state import Blank
@@ -84,9 +85,9 @@ def spec_of(name: str, value: Tensor) -> TensorSpec:
     return TensorSpec(name, name_of(value.dtype), tuple(value.shape))
 
 
-def optimizer_specs(states: States, told: Told) -> list[TensorSpec]:
+def optimizer_specs(lending: Lending, told: Told) -> list[TensorSpec]:
     """The tensors beside the model's that the optimizers keep, masters in another dtype first."""
-    specs = []
+    states, specs = lending.states, []
     tracked = states.parameters.tracked
     masters = {
         slot.parameter: part.master.dtype
@@ -94,14 +95,17 @@ def optimizer_specs(states: States, told: Told) -> list[TensorSpec]:
         if part.master.dtype != part.target.dtype
         for slot in part.bucket.slots
     }
-    for number, each in enumerate(tracked):
+    for number, form in enumerate(tracked):
         if number in masters:
-            name = holdings.state_name(each.name, holdings.MASTER)
-            specs.append(TensorSpec(name, name_of(masters[number]), tuple(each.shape)))
+            name = holdings.state_name(form.name, holdings.MASTER)
+            specs.append(TensorSpec(name, name_of(masters[number]), tuple(form.shape)))
         for key, entry in sorted(told.states.get(number, {}).items()):
             if isinstance(entry, Blank):
-                name = holdings.state_name(each.name, key)
+                name = holdings.state_name(form.name, key)
                 specs.append(TensorSpec(name, name_of(entry.dtype), entry.shape))
+    for each in lending.idle:
+        for key, value in sorted(each.tensors.items()):
+            specs.append(spec_of(holdings.state_name(each.name, key), value))
     return specs
 
 
@@ -127,6 +131,7 @@ class Lending:
         self.recipe = recipe
         self.states = states
         self.inventory = take(recipe, states)
+        self.idle = list(idle(recipe, states))
         group, sharding = recipe.group, recipe.sharding
         alike = [r for r, s in enumerate(group.gather_objects(sharding.rank)) if s == sharding.rank]
         self._among = alike.index(group.rank), len(alike)
@@ -150,8 +155,12 @@ class Lending:
             yield holdings.of_slab(slab, *self._among)
 
     def beside(self) -> Iterator[Holding]:
-        """What is not trained: frozen parameters, and on rank 0 buffers."""
+        """What is not trained: frozen parameters and the state they have, and on rank 0 buffers."""
         yield from self.frozen()
+        for each in self.idle:
+            for key, value in each.tensors.items():
+                name = holdings.state_name(each.name, key)
+                yield holdings.of_tensor(name, value, *self._everywhere, holdings.OPTIMIZER)
         for name, value in self.inventory.whole.items():
             yield holdings.of_tensor(name, value, *self._everywhere)
         if self.recipe.group.rank == 0:

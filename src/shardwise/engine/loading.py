@@ -187,34 +187,49 @@ def fill_optimizers(lending: Lending, source: Source) -> None:
         for holding in lending.trained:
             if not _is_of_model(holding):
                 _fill(holding, source, apart)
+    for each in lending.idle:
+        each.take(_whole_state(source, each.name))
+
+
+def _whole_state(source: Source, name: str) -> dict[str, Any]:
+    """The state of parameter `name`, as the user's optimizer has it."""
+    state = {k: plain.decode(v) for k, v in source.fields["state"].get(name, {}).items()}
+    tensors = source.sets.get(OPTIMIZER)
+    for full in tensors.specs if tensors is not None else ():
+        owner, _, key = full.rpartition(".")
+        if owner == name and key != holdings.MASTER:
+            assert tensors is not None
+            state[key] = tensors.whole(full)
+    return state
 
 
 def check_optimizers(lending: Lending, fields: Mapping[str, Any]) -> None:
-    """Raise CheckpointMismatch for other optimizers, groups or trained parameters than those that
+    """Raise CheckpointMismatch for other optimizers, groups or parameters in them than those that
     were saved."""
-    here = [(type(o).__name__, len(o.param_groups)) for o in lending.recipe.optimizers]
+    classes = [(type(o).__name__, len(o.param_groups)) for o in lending.recipe.optimizers]
     try:
         there = [(told["class"], len(told["groups"])) for told in fields["optimizers"]]
     except (KeyError, TypeError) as error:
         raise BrokenCheckpoint(
             "The optimizers in checkpoint.json have no class or groups."
         ) from error
-    if here != there:
+    if classes != there:
 
         def said(several: list[tuple[str, int]]) -> str:
             return " and ".join(f"{name} of {count} group(s)" for name, count in several)
 
         raise CheckpointMismatch(
-            f"The checkpoint is of the optimizers {said(there)}, and here are {said(here)}. Make "
-            "the same ones, or load the model alone: engine.load(path, model_only=True)."
+            f"The checkpoint is of the optimizers {said(there)}, and here are {said(classes)}. "
+            "Make the same ones, or load the model alone: engine.load(path, model_only=True)."
         )
     _check_groups(lending, fields)
-    trained = {each.name for each in lending.states.parameters.tracked}
-    lost = sorted(set(fields["state"]) - trained)
+    here = {each.name for each in lending.states.parameters.tracked}
+    lost = sorted(set(fields["state"]) - here - {each.name for each in lending.idle})
     if lost:
         raise CheckpointMismatch(
-            f"The checkpoint has optimizer state of parameters that are not trained here: "
-            f"{_listed(lost)}. Train the same ones, or load the model alone: model_only=True."
+            f"The checkpoint has optimizer state of parameters that are in no optimizer here: "
+            f"{_listed(lost)}. Give the optimizer the same ones, or load the model alone: "
+            "model_only=True."
         )
 
 
@@ -226,9 +241,10 @@ def _check_groups(lending: Lending, fields: Mapping[str, Any]) -> None:
         for name in group.get("parameters", ())
     }
     names = {each.parameter: each.name for each in lending.states.parameters.tracked}
+    names |= {each.parameter: each.name for each in lending.idle}
     faces = lending.recipe.optimizers
     for place, group in enumerate(_groups(face.param_groups for face in faces)):
-        for name in (names[p] for p in group["params"] if p in names):
+        for name in (names[p] for p in group["params"]):
             if there.get(name, place) != place:
                 raise CheckpointMismatch(
                     f"{name} is in parameter group {place} here and was in group {there[name]} "
@@ -265,6 +281,8 @@ def _entries(
         for slot in part.bucket.slots
     }
     for name, told in source.fields["state"].items():
+        if name not in tracked:
+            continue
         entries[_parameter(states, tracked[name])] = {k: plain.decode(v) for k, v in told.items()}
     specs = source.sets[OPTIMIZER].specs if OPTIMIZER in source.sets else {}
     for full, spec in specs.items():

@@ -57,7 +57,7 @@ def plan(lending: Lending, limit: int) -> Plan:
             inventory.parameters[name] if name in inventory.parameters else theirs[name]
             for name in inventory.names
         ],
-        OPTIMIZER: optimizer_specs(states, told),
+        OPTIMIZER: optimizer_specs(lending, told),
         AVERAGE: average_specs(states),
     }
     sets = {
@@ -220,12 +220,13 @@ def state_fields(lending: Lending, told: Told) -> dict[str, Any]:
     Raises CheckpointError for a value that no file can hold.
     """
     names = {t.parameter: t.name for t in lending.states.parameters.tracked}
+    names |= {each.parameter: each.name for each in lending.idle}
     optimizers = [
         {
             "class": type(face).__name__,
             "groups": [
                 {
-                    "parameters": [names[p] for p in group["params"] if p in names],
+                    "parameters": [names[p] for p in group["params"]],
                     "options": {
                         key: _encoded(value, f"option {key} of {type(face).__name__}")
                         for key, value in group.items()
@@ -238,13 +239,14 @@ def state_fields(lending: Lending, told: Told) -> dict[str, Any]:
         for face in lending.recipe.optimizers
     ]
     tracked = lending.states.parameters.tracked
-    state = {
-        tracked[number].name: {
-            key: _encoded(value, f"{key} of {tracked[number].name}")
-            for key, value in entries.items()
-            if not isinstance(value, Blank)
-        }
+    singles = {
+        tracked[number].name: {k: v for k, v in entries.items() if not isinstance(v, Blank)}
         for number, entries in sorted(told.states.items())
+    }
+    singles |= {each.name: each.numbers for each in lending.idle if each.numbers or each.tensors}
+    state = {
+        name: {key: _encoded(value, f"{key} of {name}") for key, value in entries.items()}
+        for name, entries in singles.items()
     }
     borders = [tracked[number].name for number in sorted(told.borders)]
     return {"optimizers": optimizers, "state": state, "borders": borders}

@@ -36,6 +36,7 @@ class Takeover:
         starting.make_alike(alike.everything(recipe), recipe.group)
         alike.make_state_alike(recipe)
         self._prepare_modules()
+        self.buffers = self._all_buffers()
         self._lay({}, None)
         self._handles = self._enter_precision()
         if recipe.settings.compile and recipe.settings.activations == "kept":
@@ -55,13 +56,6 @@ class Takeover:
 
         `masters` and `averages` are those of an earlier layout, by parameter.
         """
-        models = self.recipe.models
-        synchronised: set[nn.Module] = set(sync_batch_norm.converted(models))
-        if self.recipe.shards is None:
-            self.buffers = Buffers(models, self.recipe.group, left_out=synchronised)
-        else:
-            self.buffers = MicroShardBuffers(models, self.recipe.group, self.recipe.shards)
-        self._world.feed.watch(self.buffers.before_batch)
         self.states = assembly.assemble(self.recipe, self._fresh | dict(masters), averages)
         self._fresh = {}
         self._shape = self.recipe.shape()
@@ -91,6 +85,22 @@ class Takeover:
         if settings.sync_batch_norm and self._world.size > 1:
             sync_batch_norm.convert(models, self._world.side_channel, self._world.feed)
 
+    def _all_buffers(self) -> Buffers:
+        """The models' buffers, over every layout of the states."""
+        models, group, shards = self.recipe.models, self.recipe.group, self.recipe.shards
+        found = (
+            Buffers(models, group, self._synchronised)
+            if shards is None
+            else MicroShardBuffers(models, group, shards)
+        )
+        self._world.feed.watch(found.before_batch)
+        return found
+
+    @property
+    def _synchronised(self) -> set[nn.Module]:
+        """The modules that keep their buffers in step themselves."""
+        return set(sync_batch_norm.converted(self.recipe.models))
+
     def _enter_precision(self) -> list[RemovableHandle]:
         preset = precision.PRESETS[self.recipe.settings.precision]
         if preset.cast is None and preset.autocast is None:
@@ -113,6 +123,7 @@ class Takeover:
         new = [p for p in group["params"] if not any(p is known for known in resting)]
         starting.make_alike(new, self.recipe.group)
         self._prepare_modules()
+        self.buffers.meet(self._synchronised)
 
     def look_for_changes(self) -> None:
         """Notice what user code did since the last call: broke, wrote, or added parameters."""
@@ -143,6 +154,7 @@ class Takeover:
                 "engine.step. Change them right after engine.step()."
             )
         alike.check_same_model(self.recipe)
+        self.buffers.meet(self._synchronised)
         self._lay(*assembly.disassemble(self.recipe, self.states))
 
     def end(self) -> None:

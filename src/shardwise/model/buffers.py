@@ -38,18 +38,29 @@ class Buffers:
     ) -> None:
         """`left_out` are modules that keep their buffers in step themselves."""
         self._group = group
+        self._models = models
         self._places: list[tuple[nn.Module, str]] = []
-        seen: set[int] = set()
-        for module in (module for model in models for module in model.modules()):
-            for key, buffer in module._buffers.items():
-                if buffer is None or id(buffer) in seen or module in left_out:
-                    continue
-                seen.add(id(buffer))
-                if not buffer.is_complex():
-                    self._places.append((module, key))
         self._followed: list[_Followed] = []
         self._saved: list[tuple[int, Tensor]] = []
-        self.remember()
+        self._seen: list[tuple[int, int]] = []
+        self.meet(left_out)
+
+    def meet(self, left_out: set[nn.Module]) -> None:
+        """Know the buffers of modules that have come since the last call, but of `left_out`."""
+        places = set(self._places)
+        known = {id(module._buffers.get(key)) for module, key in places}
+        for module in (module for model in self._models for module in model.modules()):
+            for key, buffer in module._buffers.items():
+                if buffer is None or id(buffer) in known or module in left_out:
+                    continue
+                known.add(id(buffer))
+                if not buffer.is_complex() and (module, key) not in places:
+                    self._places.append((module, key))
+                    self._greet(len(self._places) - 1)
+
+    def _greet(self, index: int) -> None:
+        """A buffer is new: as it is now is how it was seen last."""
+        self._seen.append(self._mark(index))
 
     @property
     def alone(self) -> bool:

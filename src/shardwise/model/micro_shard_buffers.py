@@ -31,6 +31,12 @@ class MicroShardBuffers(Buffers):
         self._start: dict[int, Tensor] = {}
         super().__init__(models, group, left_out=set())
 
+    def _greet(self, index: int) -> None:
+        super()._greet(index)
+        buffer = self._buffer(index)
+        assert buffer is not None
+        self._start[index] = buffer.detach().clone()
+
     @property
     def alone(self) -> bool:
         """Micro-shards have one another."""
