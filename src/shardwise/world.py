@@ -175,6 +175,13 @@ def init(seed: int | None = None, **settings: Any) -> World:
 
     Raises ConfigError for a setting that is wrong, LaunchError when the others cannot be reached.
     """
+    return enter(seed, settings)
+
+
+def enter(
+    seed: int | None, settings: dict[str, Any], on_meeting: collectives.OnMeeting | None = None
+) -> World:
+    """What `init` does; `on_meeting` is for `collectives.connect`."""
     global _current
     if _current is not None:
         raise UsageError("shardwise.init was called twice; call it once, at the top of the script.")
@@ -186,7 +193,7 @@ def init(seed: int | None = None, **settings: Any) -> World:
     if device.type == "cpu":
         heap.keep(os.environ)
     group = collectives.connect(
-        identity, device, chosen.timeout, chosen.transport, chosen.rendezvous
+        identity, device, chosen.timeout, chosen.transport, chosen.rendezvous, on_meeting
     )
     world = World(identity, group, device, Telling(os.environ))
     world._keywords = dict(settings)

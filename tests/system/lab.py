@@ -93,6 +93,17 @@ class Lab:
         """Put it back."""
         self._cable(number, "up")
 
+    @contextmanager
+    def without_way(self, number: int, other: int) -> Iterator[None]:
+        """Let node `number` find no way to node `other`, as behind a firewall."""
+        place = f"10.77.0.{other}/32"
+        inside = ["nsenter", "--net", "--target", str(self.nodes[number - 1].pid), "ip", "route"]
+        subprocess.run([*inside, "add", "prohibit", place], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run([*inside, "del", "prohibit", place], check=True)
+
     def processes(self) -> set[int]:
         """All processes on these hosts that are alive, but for the first of each."""
         networks = {os.readlink(f"/proc/{node.pid}/ns/net") for node in self.nodes}

@@ -193,6 +193,27 @@ class TestRefusing:
         assert "ssh to nowhere fails: ssh: Could not resolve hostname nowhere" in ran.err
 
 
+class TestDoctor:
+    def test_hosts_that_reach_each_other(self, shardwise: Launcher, hosts: Lab) -> None:
+        ran = shardwise.run("doctor", *over(hosts, "-H", "node1,node2")[1:])
+        assert ran.code == 0, ran.out + ran.err
+        row = next(line for line in ran.out.splitlines() if "open ports" in line)
+        assert row.count("others connect to 10.77.0.") == 2
+        assert "Nothing here would make a run fail." in ran.out
+
+    def test_two_hosts_of_which_one_cannot_connect_to_the_other(
+        self, shardwise: Launcher, hosts: Lab
+    ) -> None:
+        began = time.monotonic()
+        with hosts.without_way(2, 3):
+            ran = shardwise.run("doctor", *over(hosts, "-H", "node1,node2,node3")[1:])
+        assert ran.code == 1, ran.out + ran.err
+        assert time.monotonic() - began < 30
+        wrong = [line for line in ran.out.splitlines() if "wrong: " in line]
+        assert any("node2 cannot connect to node3 at 10.77.0.3, port " in line for line in wrong)
+        assert all("Ranks connect to each other at TCP ports" in line for line in wrong)
+
+
 class TestEnding:
     def sleeping(self, shardwise: Launcher, *words: str) -> "subprocess.Popen[str]":
         """A run of two ranks on two hosts, once both are up."""

@@ -24,7 +24,7 @@ makes the same calls in the same order.
 """
 
 from shardwise.collectives.base import Collectives, Cuts, Handle, Solo
-from shardwise.collectives.connect import connect
+from shardwise.collectives.connect import OnMeeting, address_of, connect
 from shardwise.collectives.gloo import Gloo
 from shardwise.collectives.nccl import Nccl
 from shardwise.collectives.shared import Shared
@@ -39,11 +39,13 @@ __all__ = [
     "Gloo",
     "Handle",
     "Nccl",
+    "OnMeeting",
     "Shared",
     "Solo",
     "Spanning",
     "Staged",
     "Sum",
+    "address_of",
     "connect",
     "within_hosts",
 ]

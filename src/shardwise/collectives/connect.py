@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from ipaddress import ip_address
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwise.collectives import meeting
 from shardwise.collectives.base import Collectives, Solo
@@ -18,6 +20,8 @@ from shardwise.collectives.staged import Staged
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import interface
 from shardwise.launch.identity import Identity
+
+OnMeeting = Callable[[Identity, Store], None]
 
 LOOPBACK = "127.0.0.1"
 OUTSIDE = "192.0.2.1"
@@ -30,13 +34,15 @@ def connect(
     timeout: float,
     transport: str = "auto",
     rendezvous: str | None = None,
+    on_meeting: OnMeeting | None = None,
 ) -> Collectives:
     """Join the group that `identity` describes; `timeout` in seconds bounds every wait.
 
     `transport` is auto, shared or gloo: how CPU ranks talk; with gloo, ranks on GPUs talk through
     the host, so that several can share one. `rendezvous` is where ranks meet that were told no
-    address. Raises LaunchError when the others cannot be reached, or not by shared memory as
-    asked; ConfigError where it is not for `device`.
+    address; `on_meeting` is called when they have, with the store, but not under torchrun, whose
+    store is its own. Raises LaunchError when the others cannot be reached, or not by shared memory
+    as asked; ConfigError where it is not for `device`.
     """
     on_gpu = device.type == "cuda"
     if on_gpu and transport == "shared":
@@ -47,7 +53,8 @@ def connect(
         )
     if identity.launcher == "python":
         return Solo()
-    _join(identity, "nccl" if on_gpu and transport == "auto" else "gloo", timeout, rendezvous)
+    backend = "nccl" if on_gpu and transport == "auto" else "gloo"
+    _join(identity, backend, timeout, rendezvous, on_meeting)
     if on_gpu and transport == "auto":
         alone = Nccl(identity.rank, identity.size, device)
         _meet(identity, alone)
@@ -66,7 +73,7 @@ def _meet(identity: Identity, group: Collectives) -> None:
     if group.size == 1:
         return
     name = f"{key()} {_process_space()}"
-    group.lookout.meet(group.gather_objects(group.lookout.listen(_address(identity), name)))
+    group.lookout.meet(group.gather_objects(group.lookout.listen(address_of(identity), name)))
 
 
 def _process_space() -> str:
@@ -77,7 +84,7 @@ def _process_space() -> str:
         return ""
 
 
-def _address(identity: Identity) -> str:
+def address_of(identity: Identity) -> str:
     """Where the other ranks can reach this one."""
     if identity.on_one_host:
         return LOOPBACK
@@ -91,16 +98,25 @@ def _address(identity: Identity) -> str:
         return LOOPBACK
 
 
-def _join(identity: Identity, backend: str, timeout: float, rendezvous: str | None) -> None:
+def _join(
+    identity: Identity,
+    backend: str,
+    timeout: float,
+    rendezvous: str | None,
+    on_meeting: OnMeeting | None,
+) -> None:
     """Make torch's default process group."""
     limit = timedelta(seconds=timeout)
     try:
         if identity.launcher == "torchrun":
             dist.init_process_group(backend, timeout=limit)
         else:
+            store = meeting.store(identity, timeout, rendezvous)
+            if on_meeting is not None:
+                on_meeting(identity, store)
             dist.init_process_group(
                 backend,
-                store=meeting.store(identity, timeout, rendezvous),
+                store=store,
                 rank=identity.rank,
                 world_size=identity.size,
                 timeout=limit,

@@ -8,8 +8,9 @@ import time
 
 from rich.console import Console
 
+from shardwise import launch
 from shardwise import world as worlds
-from shardwise.doctor import checks, findings, speed
+from shardwise.doctor import checks, findings, reach, speed
 from shardwise.doctor.checks import Check
 from shardwise.doctor.speed import Speed
 from shardwise.world import World
@@ -17,7 +18,10 @@ from shardwise.world import World
 
 def main() -> int:
     """Look at this host, join the others, measure; rank 0 prints. 1 where a run would fail."""
-    world = worlds.init(seed=0)
+    try:
+        world = worlds.enter(0, {}, reach.try_all)
+    except reach.Unreachable as error:
+        return _say_who_is_unreachable(error)
     hosts = _hosts(world)
     measured = _measured(world)
     faults = findings.faults(hosts)
@@ -26,11 +30,19 @@ def main() -> int:
     return 1 if faults and world.is_main else 0
 
 
+def _say_who_is_unreachable(error: reach.Unreachable) -> int:
+    is_main = launch.detect(os.environ).rank == 0
+    for line in error.lines if is_main else ():
+        print(f"wrong: {line}", flush=True)
+    return int(is_main)
+
+
 def _hosts(world: World) -> dict[str, list[Check]]:
     """The checks of each host, as its first rank made them."""
     mine = checks.of_host(world.settings)
     network = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by Gloo")
     mine.append(Check("network interface", network))
+    mine += reach.check(launch.detect(os.environ))
     world.barrier()
     now = world.gather(time.time())
     mine.append(findings.clock(now[world.rank] - now[0]))
