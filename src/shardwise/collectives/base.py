@@ -54,6 +54,9 @@ class Collectives(ABC):
     copies: int = 1
     """How many groups like this one hold the same intervals."""
 
+    sends_pieces = False
+    """Whether pieces of a buffer are sent from where they lie, rather than moved into it first."""
+
     @property
     def knows_tree(self) -> bool:
         """Whether sums in the tree can be had of this group."""
@@ -91,6 +94,30 @@ class Collectives(ABC):
         It goes `into` a tensor of the interval's length, or over the interval itself; the rest of
         `buffer` is left. `how.each` gets this rank's interval.
         """
+
+    def all_reduce_pieces(
+        self, pieces: Sequence[Tensor], buffer: Tensor, how: Sum = PLAIN
+    ) -> Handle:
+        """`all_reduce` of what flat `pieces`, cut alike on all ranks, hold one after the other.
+
+        The sum comes to `buffer`, which has their length in all; some may be its own parts. They
+        must stay as they are until the handle has been waited for.
+        """
+        join(pieces, buffer)
+        return self.all_reduce(buffer, how)
+
+    def reduce_scatter_pieces(
+        self,
+        pieces: Sequence[Tensor],
+        buffer: Tensor,
+        cuts: Cuts,
+        how: Sum = PLAIN,
+        *,
+        into: Tensor | None = None,
+    ) -> Handle:
+        """`reduce_scatter` of `pieces`, which are as those of `all_reduce_pieces`."""
+        join(pieces, buffer)
+        return self.reduce_scatter(buffer, cuts, how, into=into)
 
     @abstractmethod
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
@@ -185,6 +212,16 @@ class Solo(Collectives):
 
     def close(self) -> None:
         return
+
+
+def join(pieces: Sequence[Tensor], buffer: Tensor) -> None:
+    """Move `pieces` into `buffer`, but for those that lie there."""
+    start = 0
+    for piece in pieces:
+        place = buffer[start : start + piece.numel()]
+        if piece.data_ptr() != place.data_ptr():
+            place.copy_(piece)
+        start += piece.numel()
 
 
 def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.base import Collectives, Cuts, Handle
+from shardwise.collectives.base import Collectives, Cuts, Handle, join
 from shardwise.collectives.courier import Courier, Trip
 from shardwise.collectives.roster import Roster
 from shardwise.collectives.sums import PLAIN, Sum, sum_in_rank_order
@@ -35,10 +35,14 @@ from shardwise.watch.lookout import Lookout
 PROBE = 1
 """A tag that no call has: messages that nobody awaits."""
 
-Content = tuple[str, int, torch.dtype | None]
-"""What a message is: of which collective, how many elements, of which dtype."""
+Content = tuple[str, tuple[int, ...], torch.dtype | None]
+"""What one rank sends another in a call: of which collective, how many elements in each message,
+of which dtype."""
 
-NOTHING: Content = ("nothing", 0, None)
+Messages = Mapping[int, Sequence[Tensor]]
+"""What goes to each of the other ranks, or comes from it, one tensor after the other."""
+
+NOTHING: Content = ("nothing", (), None)
 
 REMEMBERED = 64
 """Calls of which a rank can tell what it has sent in them."""
@@ -59,6 +63,7 @@ class Gloo(Collectives):
     """
 
     name = "gloo"
+    sends_pieces = True
 
     def __init__(
         self,
@@ -90,12 +95,18 @@ class Gloo(Collectives):
         self.lookout.channels[self._channel] = self
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
+        return self.all_reduce_pieces([buffer], buffer, how)
+
+    def all_reduce_pieces(
+        self, pieces: Sequence[Tensor], buffer: Tensor, how: Sum = PLAIN
+    ) -> Handle:
         first, second = self.number(), self.number()
         cuts = even_cuts(buffer.numel(), self.size)
         if buffer.nbytes <= SMALL:
+            join(pieces, buffer)
             return self._exchange_all(first, buffer, how)
         own = interval(buffer, cuts, self.rank)
-        scatter = self._reduce_scatter(first, buffer, cuts, own, how)
+        scatter = self._reduce_scatter(first, pieces, cuts, own, how)
         second_half: list[Handle] = []
 
         def sum_and_send() -> None:
@@ -120,7 +131,9 @@ class Gloo(Collectives):
         """A small all-reduce: everyone tells everything, and sums all."""
         told = buffer.clone()
         rows = {rank: torch.empty_like(buffer) for rank in self._others}
-        received = self.exchange("all-reduce", call, dict.fromkeys(rows, told), rows)
+        received = self.exchange(
+            "all-reduce", call, dict.fromkeys(rows, (told,)), {r: [row] for r, row in rows.items()}
+        )
 
         def finish() -> None:
             received()
@@ -134,23 +147,38 @@ class Gloo(Collectives):
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
+        return self.reduce_scatter_pieces([buffer], buffer, cuts, how, into=into)
+
+    def reduce_scatter_pieces(
+        self,
+        pieces: Sequence[Tensor],
+        buffer: Tensor,
+        cuts: Cuts,
+        how: Sum = PLAIN,
+        *,
+        into: Tensor | None = None,
+    ) -> Handle:
         target = interval(buffer, cuts, self.rank) if into is None else into
-        return self._reduce_scatter(self.number(), buffer, cuts, target, how)
+        return self._reduce_scatter(self.number(), pieces, cuts, target, how)
 
     def _reduce_scatter(
-        self, call: int, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum
+        self, call: int, pieces: Sequence[Tensor], cuts: Cuts, target: Tensor, how: Sum
     ) -> Handle:
-        own, others = interval(buffer, cuts, self.rank), self._others
-        scratch = self.borrow(own.numel() * len(others), own.dtype)
-        rows = {rank: scratch[i * own.numel() :][: own.numel()] for i, rank in enumerate(others)}
-        sends = {rank: interval(buffer, cuts, rank) for rank in others}
+        """A message for each piece that another rank's interval has a part of."""
+        others = self._others
+        own = clipped(pieces, cuts[self.rank], cuts[self.rank + 1])
+        lengths = [piece.numel() for piece in own]
+        scratch = self.borrow(target.numel() * len(others), target.dtype)
+        rows = dict(zip(others, split_evenly(scratch, len(others), lengths), strict=True))
+        sends = {rank: clipped(pieces, cuts[rank], cuts[rank + 1]) for rank in others}
         received = self.exchange("reduce-scatter", call, sends, rows)
 
         def finish() -> None:
             received()
-            rows[self.rank] = own
-            in_order = [rows[rank] for rank in range(self.size)]
-            sum_in_rank_order(in_order, target, how)
+            in_order = [rows[rank] if rank != self.rank else own for rank in range(self.size)]
+            parts = zip(torch.split(target, lengths), *in_order, strict=True)
+            for out, *terms in parts:
+                sum_in_rank_order(terms, out, how)
             self.give_back(scratch)
 
         return Handle(advance=finish)
@@ -160,13 +188,13 @@ class Gloo(Collectives):
 
     def _all_gather(self, call: int, buffer: Tensor, cuts: Cuts) -> Handle:
         own = interval(buffer, cuts, self.rank)
-        receives = {rank: interval(buffer, cuts, rank) for rank in self._others}
-        return Handle(self.exchange("all-gather", call, dict.fromkeys(receives, own), receives))
+        receives = {rank: [interval(buffer, cuts, rank)] for rank in self._others}
+        return Handle(self.exchange("all-gather", call, dict.fromkeys(receives, (own,)), receives))
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         is_source = self.rank == source
-        sends = dict.fromkeys(self._others, buffer) if is_source else {}
-        receives = {} if is_source else {source: buffer}
+        sends = dict.fromkeys(self._others, (buffer,)) if is_source else {}
+        receives = {} if is_source else {source: [buffer]}
         return Handle(self.exchange("broadcast", self.number(), sends, receives))
 
     def gather_rows(self, row: Tensor) -> Tensor:
@@ -199,9 +227,9 @@ class Gloo(Collectives):
         return self._calls
 
     def exchange(
-        self, what: str, call: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
+        self, what: str, call: int, sends: Messages, receives: Messages
     ) -> Callable[[], None]:
-        """Start one message to and from every other rank (empty ones are not sent); returns what
+        """Start the messages to and from every other rank (empty ones are not sent); returns what
         waits for them all."""
         works: list[tuple[int, dist.Work]] = []
         self._sent[call] = _contents(what, sends)
@@ -210,7 +238,7 @@ class Gloo(Collectives):
             ("group_src", dist.irecv, receives),
             ("group_dst", dist.isend, sends),
         ):
-            for rank, tensor in tensors.items():
+            for rank, tensor in ((r, t) for r, several in tensors.items() for t in several):
                 if tensor.numel():
                     tag, to = _tag(what, call, tensor), {peer: rank}
                     with self._named(what, call, rank):
@@ -284,15 +312,16 @@ class Gloo(Collectives):
 
     def let_go(self, to: int, awaited: list[Any]) -> None:
         """Send to a place what it waits for, so that it waits no longer."""
-        call, (what, numel, dtype) = awaited
-        filler = torch.zeros(numel, dtype=getattr(torch, dtype))
-        tag = _tag(what, call, filler)
-        try:
-            work = dist.isend(wire(filler), group=self._group, tag=tag, group_dst=to)
-        except RuntimeError:  # it waits no longer: it is gone
-            return
-        assert work is not None
-        self._unwaited.setdefault(-1, []).append((to, work))
+        call, (what, lengths, dtype) = awaited
+        for length in lengths:
+            filler = torch.zeros(length, dtype=getattr(torch, dtype))
+            tag = _tag(what, call, filler)
+            try:
+                work = dist.isend(wire(filler), group=self._group, tag=tag, group_dst=to)
+            except RuntimeError:  # it waits no longer: it is gone
+                return
+            assert work is not None
+            self._unwaited.setdefault(-1, []).append((to, work))
 
     def _ranks(self, places: Sequence[int]) -> list[int]:
         return [self.roster.ranks[place] for place in places]
@@ -326,19 +355,40 @@ class Gloo(Collectives):
         self._spare[scratch.dtype].append(whole)
 
 
-def _contents(what: str, tensors: dict[int, Tensor]) -> dict[int, Content]:
-    return {rank: (what, tensor.numel(), tensor.dtype) for rank, tensor in tensors.items()}
+def _contents(what: str, messages: Messages) -> dict[int, Content]:
+    return {
+        rank: (what, tuple(t.numel() for t in tensors if t.numel()), tensors[0].dtype)
+        for rank, tensors in messages.items()
+    }
 
 
 def _told(content: Content) -> list[Any]:
     """The same as JSON."""
-    what, numel, dtype = content
-    return [what, numel, str(dtype or "").removeprefix("torch.")]
+    what, lengths, dtype = content
+    return [what, list(lengths), str(dtype or "").removeprefix("torch.")]
 
 
 def _text(content: list[Any]) -> str:
-    what, numel, dtype = content
-    return f"{what} of {numel} {dtype} values" if dtype else "nothing to be received"
+    what, lengths, dtype = content
+    return f"{what} of {sum(lengths)} {dtype} values" if dtype else "nothing to be received"
+
+
+def clipped(pieces: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
+    """What lies between two places in flat `pieces` that follow one another; one tensor at least,
+    be it empty."""
+    found, start = [], 0
+    for piece in pieces:
+        a, b = max(first - start, 0), min(end - start, piece.numel())
+        if a < b:
+            found.append(piece[a:b])
+        start += piece.numel()
+    return found or [pieces[0][:0]]
+
+
+def split_evenly(flat: Tensor, count: int, lengths: Sequence[int]) -> list[Sequence[Tensor]]:
+    """`flat` as `count` rows, each cut into `lengths`."""
+    each = sum(lengths)
+    return [torch.split(flat[i * each : (i + 1) * each], list(lengths)) for i in range(count)]
 
 
 def _end(group: dist.ProcessGroup | None) -> None:

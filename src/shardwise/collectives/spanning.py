@@ -263,7 +263,8 @@ class Spanning(Collectives):
     def _travel(
         self, what: str, call: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
     ) -> Trip:
-        return self._courier.follow(self._between.exchange(what, call, sends, receives))
+        several = ({place: [each] for place, each in one.items()} for one in (sends, receives))
+        return self._courier.follow(self._between.exchange(what, call, *several))
 
     def _fetch(self, call: int, buffer: Tensor, cuts: Cuts) -> Trip:
         """Send this rank's interval to its peers, and bring theirs."""

@@ -1,8 +1,8 @@
 """Gradients: collected per bucket as backward makes them, and reduced beside the rest of it.
 
 autograd makes each gradient as a tensor of its own. They are moved into their bucket's flat
-buffer; when the last one has arrived the buffer starts its collective. Buckets start in one order
-on every rank.
+buffer, but for large ones where the transport sends them from where they are; when the last one
+has arrived the bucket starts its collective. Buckets start in one order on every rank.
 
     arrive ─▶ collect (flat buffer) ─▶ launch ─▶ settle (the sum comes to rest)
 
@@ -60,13 +60,17 @@ class _Collector:
     """Arrivals to wait for in a backward; at first, one for each parameter."""
     indices: list[int]
     """By slot, its parameter."""
+    straight: frozenset[int]
+    """The slots whose gradients may be sent from where autograd made them."""
     remaining: int = 0
     filled: bool = False
     """Whether `rest.kept` holds gradients of this step."""
     buffer: Tensor | None = None
     """What this backward collects into, from the first gradient on."""
     written: list[bool] = field(default_factory=list)
-    """By slot: its part of `buffer` holds this backward's gradient."""
+    """By slot: its part of `buffer` holds this backward's gradient, or it is `elsewhere`."""
+    elsewhere: dict[int, Tensor] = field(default_factory=dict)
+    """By slot, gradients of this backward that are sent from where autograd made them, flat."""
     closed: bool = False
     """Whether this backward has collected the bucket: what comes now is late."""
 
@@ -103,7 +107,13 @@ class Gradients:
         )
         self.norms = Norms(self.reduction.rests, summation, group.rank)
         self._collectors = [
-            _Collector(rest, _gaps(rest), len(rest.bucket.slots), _indices(rest))
+            _Collector(
+                rest,
+                _gaps(rest),
+                len(rest.bucket.slots),
+                _indices(rest),
+                frozenset(self.reduction.straight(rest.bucket)),
+            )
             for rest in self.reduction.rests
         ]
         place_of = {
@@ -157,6 +167,7 @@ class Gradients:
             collector.remaining = collector.expected
             collector.buffer, collector.closed = None, False
             collector.written = [False] * len(collector.rest.bucket.slots)
+            collector.elsewhere = {}
         # After a first reduction in a step, sums must not be mixed with parts: reduce each.
         self._reducing = self._each or last or self._reductions > 0
         self._empty = not isinstance(weight, Tensor) and weight == 0
@@ -211,7 +222,7 @@ class Gradients:
         """Backward has failed: forget the step, after what is in flight has landed."""
         self._active = False
         for collector in self._collectors:
-            buffer, collector.buffer = collector.buffer, None
+            buffer, collector.buffer, collector.elsewhere = collector.buffer, None, {}
             if buffer is not None and buffer is not collector.rest.kept and not collector.closed:
                 self.reduction.give_back(buffer)
         for _ in self.reduction.drain():
@@ -226,34 +237,52 @@ class Gradients:
         if collector.rest.kept is buffer:
             collector.filled = True
         if self._reducing:
-            self.reduction.launch(collector.rest, buffer)
+            self.reduction.launch(collector.rest, buffer, collector.elsewhere)
+        collector.elsewhere = {}
 
     def _open(self, collector: _Collector) -> Tensor:
         """The buffer that this backward collects a bucket into: kept for good, or borrowed."""
         if collector.buffer is None:
-            kept = collector.rest.kept
-            own = kept is not None and self._reductions == 0
-            collector.buffer = kept if own else self.reduction.borrow(collector.rest)
-        assert collector.buffer is not None
+            kept = collector.rest.kept if self._reductions == 0 else None
+            collector.buffer = self.reduction.borrow(collector.rest) if kept is None else kept
         return collector.buffer
 
     def _adds(self, collector: _Collector) -> bool:
-        """Whether the open buffer holds earlier gradients of this step."""
-        return collector.filled and collector.buffer is collector.rest.kept
+        """Whether the buffer, open or still to be opened, holds earlier gradients of this step."""
+        kept = collector.rest.kept if self._reductions == 0 else None
+        return collector.filled and kept is not None
 
     def _take(self, collector: _Collector, position: int, index: int) -> None:
-        """Move one gradient out of `param.grad` while it is still in the processor's cache."""
-        view = self._views(collector, self._open(collector))[position]
+        """Take one gradient out of `param.grad`; into the buffer, that is while it is still in the
+        processor's cache."""
         param = self._params[index]
         grad, param.grad = param.grad, None
         if grad is None or self._empty:
             return
         self._refuse_sparse(index, grad)
-        if self._adds(collector) or collector.written[position]:
-            view.add_(self._cleaned(grad))
-        else:
-            view.copy_(self._cleaned(grad))
+        value, fresh = self._cleaned(grad), not collector.written[position]
         collector.written[position] = self.used[index] = True
+        if fresh and (flat := self._straight(collector, position, index, value)) is not None:
+            collector.elsewhere[position] = flat
+            return
+        buffer = self._open(collector)
+        view = self._views(collector, buffer)[position]
+        if (first := collector.elsewhere.pop(position, None)) is not None:
+            slot = collector.rest.bucket.slots[position]
+            buffer[slot.start : slot.end] = first
+        if not fresh or self._adds(collector):
+            view.add_(value)
+        else:
+            view.copy_(value)
+
+    def _straight(
+        self, collector: _Collector, position: int, index: int, value: Tensor
+    ) -> Tensor | None:
+        """`value` flat, if it is to be sent from where it lies; else None."""
+        if position not in collector.straight or not self._reducing or self._adds(collector):
+            return None
+        kind = (value.dtype, value.device)
+        return self._parameters.tracked[index].flat(value) if kind == collector.rest.kind else None
 
     def _collect(self, collector: _Collector, buffer: Tensor) -> None:
         """Move the bucket's small gradients in one call, and blank what none has come for."""

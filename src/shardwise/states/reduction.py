@@ -7,8 +7,9 @@ has been added to where the bucket's sums rest.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -27,9 +28,15 @@ from shardwise.states.tally import Tally
 IN_FLIGHT = 2
 """Borrowed buffers that may be on their way at once; the oldest is waited for beyond that."""
 
+STRAIGHT = 1 << 18
+"""Elements from which a gradient is worth messages of its own, where those save a copy."""
+
 LAG = 1
 """How many buckets later what has come in is summed (and an all-reduce's second half starts): by
 then it has most likely come from all ranks, so that nobody waits."""
+
+
+_NOWHERE: Mapping[int, Tensor] = MappingProxyType({})
 
 
 @dataclass(eq=False)
@@ -168,17 +175,27 @@ class Reduction:
         helds = iter(shelf.make("gradients", lengths, each, width=min(depth, 2)))
         return [Tally([next(helds) for _ in range(depth)], fan_ins, kind[1]) for kind in kinds]
 
-    def launch(self, rest: Rest, buffer: Tensor) -> None:
-        """Start to reduce `buffer`, a bucket's gradients of this rank."""
+    def straight(self, bucket: Bucket) -> list[int]:
+        """The slots of `bucket` whose gradients need not be in its buffer to be sent."""
+        slots = bucket.slots if self._group.sends_pieces else ()
+        return [place for place, slot in enumerate(slots) if slot.numel >= STRAIGHT]
+
+    def launch(
+        self, rest: Rest, buffer: Tensor, elsewhere: Mapping[int, Tensor] = _NOWHERE
+    ) -> None:
+        """Start to reduce `buffer`, a bucket's gradients of this rank; those of the slots
+        `elsewhere` are there, flat, and not in the buffer."""
         # The first sum of a step goes straight to where it rests.
         into = rest.in_place if not rest.awaited else None
         rest.squares.announce()
         each = rest.squares.add if self._summation.measure is None else None
         how = Sum(self._exact_sum, self._summation.in_tree, each)
+        pieces, group = self._pieces(rest.bucket, buffer, elsewhere), self._group
         if self._scatter:
-            handle = self._group.reduce_scatter(buffer, rest.bucket.cuts, how, into=into)
+            cuts = rest.bucket.cuts
+            handle = group.reduce_scatter_pieces(pieces, buffer, cuts, how, into=into)
         else:
-            handle = self._group.all_reduce(buffer, how)
+            handle = group.all_reduce_pieces(pieces, buffer, how)
         rest.awaited = True
         if buffer is rest.kept:
             rest.sent = handle
@@ -186,6 +203,19 @@ class Reduction:
         self._flight.append(_Flying(rest, buffer, handle, arrived))
         if len(self._flight) > LAG:
             self._flight[-1 - LAG].handle.advance()
+
+    def _pieces(
+        self, bucket: Bucket, buffer: Tensor, elsewhere: Mapping[int, Tensor]
+    ) -> list[Tensor]:
+        """What the buffer would hold, cut on all ranks where a gradient may be elsewhere."""
+        pieces, end = [], 0
+        for place in self.straight(bucket):
+            slot = bucket.slots[place]
+            if end < slot.start:
+                pieces.append(buffer[end : slot.start])
+            pieces.append(elsewhere.get(place, buffer[slot.start : slot.end]))
+            end = slot.end
+        return [*pieces, buffer[end:]] if end < bucket.numel else pieces
 
     def drain(self) -> Iterator[Rest]:
         """Wait for everything that was launched; yields each bucket when its sum has come."""

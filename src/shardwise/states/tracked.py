@@ -48,6 +48,13 @@ class Tracked:
         """The elements of `flat` from `start` on, in the form of the parameter."""
         return flat.as_strided(self.shape, self.strides, flat.storage_offset() + start)
 
+    def flat(self, value: Tensor) -> Tensor | None:
+        """`value` as one dimension in the order of its memory, without a copy; None where it lies
+        in another order than the parameter."""
+        if value.stride() != self.strides:
+            return None
+        return value.as_strided((value.numel(),), (1,))
+
     def flattened(self, value: Tensor) -> Tensor:
         """`value`, of the parameter's shape, as one dimension in the order of its memory."""
         flat = value.new_empty(value.numel())
