@@ -1,5 +1,6 @@
 """The verbs of each CPU transport against what torch says they are, for many sizes and dtypes."""
 
+from itertools import pairwise
 from operator import add
 
 import pytest
@@ -245,3 +246,45 @@ def test_a_rank_that_leaves_is_named(group, transport):
     kind, message = error
     assert kind == PeerLost.__name__
     assert "Rank 0 of 2 lost rank 1 in" in message
+
+
+def pieces_case(world, seed):
+    """Buffers of which parts are elsewhere, cut alike on all ranks, give the same bits."""
+    draw = torch.Generator().manual_seed(seed)
+    group, numel = world.collectives, int(torch.randint(1, 20_000, (), generator=draw))
+    ends = torch.randint(0, numel + 1, (7,), generator=draw).sort().values.tolist()
+    borders = torch.randint(0, numel + 1, (world.size - 1,), generator=draw).sort().values.tolist()
+    cuts = [0, *borders, numel]
+    mine = torch.randn(numel, generator=torch.Generator().manual_seed(100 * seed + world.rank))
+    whole = [mine.clone(), mine.clone()]
+    group.all_reduce(whole[0]).wait()
+    group.reduce_scatter(whole[1], cuts).wait()
+    own = slice(cuts[world.rank], cuts[world.rank + 1])
+
+    def pieces(buffer):
+        """What is elsewhere differs by rank, and is blank in the buffer."""
+        found = []
+        for number, (first, end) in enumerate(pairwise([0, *ends, numel])):
+            if (number + world.rank) % 3:
+                found.append(mine[first:end].clone())
+                buffer[first:end] = torch.nan
+            else:
+                found.append(buffer[first:end])
+        return found
+
+    buffer = mine.clone()
+    group.all_reduce_pieces(pieces(buffer), buffer).wait()
+    assert torch.equal(buffer, whole[0])
+    buffer = mine.clone()
+    group.reduce_scatter_pieces(pieces(buffer), buffer, cuts).wait()
+    assert torch.equal(buffer[own], whole[1][own])
+    buffer, into = mine.clone(), torch.empty(own.stop - own.start)
+    group.reduce_scatter_pieces(pieces(buffer), buffer, cuts, into=into).wait()
+    assert torch.equal(into, whole[1][own])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_pieces_from_elsewhere(group, transport, size):
+    for seed in range(8):
+        group(size, transport=transport)(pieces_case, seed)

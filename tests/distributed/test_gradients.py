@@ -7,10 +7,12 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import shardwise as sw
 from shardwise.collectives import flights
+from shardwise.states import gradients, reduction
 from tests.distributed.sharded import batch
 
 WIDE = 160
@@ -112,3 +114,66 @@ def borrowed_case(world):
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_borrowed_buffers_do_not_add_up(group, transport):
     group(2, transport=transport)(borrowed_case)
+
+
+class Mixed(nn.Module):
+    """Large and small gradients, one in another order in memory, one that some steps lack, a unit
+    that is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.twice = nn.Linear(6, 6)
+        self.rarely = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x, step):
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.twice, x, use_reentrant=True).tanh()
+        if step % 3:
+            x = self.rarely(x)
+        picture = x[:, :3, None, None].expand(-1, -1, 4, 6)
+        return self.head(x).square().mean() + self.conv(picture).square().mean()
+
+
+def straight_case(world, row, smallest):
+    """Train with gradients from `smallest` elements on sent from where they are."""
+    usual = reduction.STRAIGHT, gradients.SMALL
+    reduction.STRAIGHT, gradients.SMALL = smallest, 10
+    sent = []
+    launch = reduction.Reduction.launch
+
+    def counting(self, rest, buffer, elsewhere=reduction._NOWHERE):
+        sent.extend(elsewhere)
+        launch(self, rest, buffer, elsewhere)
+
+    reduction.Reduction.launch = counting
+    try:
+        torch.manual_seed(3)
+        model = Mixed()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        engine = sw.Engine(model, optimizer, zero=row, bucket_mb=0.0003)
+        losses = []
+        for step in range(7):
+            for _ in range(1 + (step in (2, 5))):
+                x = world.share(batch(step, rows=5, width=6).float()).requires_grad_()
+                engine.backward(model(x, step))
+            losses.append(engine.step(max_norm=0.5).loss)
+        with engine.full_parameters():
+            values = {name: value.clone() for name, value in model.state_dict().items()}
+        engine.close()
+        return losses, values, len(sent)
+    finally:
+        (reduction.STRAIGHT, gradients.SMALL), reduction.Reduction.launch = usual, launch
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_what_is_sent_from_where_it_is_gives_the_same_bits(group, row, size):
+    ranks = group(size, transport="gloo")
+    for (losses, values, none), (again, others, some) in zip(
+        ranks(straight_case, row, 1 << 18), ranks(straight_case, row, 20), strict=True
+    ):
+        assert (none, some > 10) == (0, True)
+        assert losses == again
+        assert all(torch.equal(values[name], others[name]) for name in values)

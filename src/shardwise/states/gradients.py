@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from weakref import ref
 
@@ -30,14 +29,13 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives
-from shardwise.errors import ModelError
-from shardwise.model.precision import NARROW
 from shardwise.placement import Placement
+from shardwise.states.collector import Backward, Collector, refuse_sparse
 from shardwise.states.guard import GradientGuard
 from shardwise.states.held import Held
 from shardwise.states.norms import Norms
 from shardwise.states.parameters import Parameters
-from shardwise.states.reduction import Reduction, Rest
+from shardwise.states.reduction import Reduction
 from shardwise.states.shelf import Shelf
 from shardwise.states.summation import Summation
 
@@ -47,32 +45,6 @@ PATIENCE = 8
 SMALL = 1 << 14
 """Elements up to which gradients wait for their bucket and move together; a larger one moves as
 it arrives, while it is in the processor's cache."""
-
-
-@dataclass(eq=False)
-class _Collector:
-    """What one bucket has gathered so far in this backward and in this step."""
-
-    rest: Rest
-    gaps: list[tuple[int, int]]
-    """The elements that belong to no parameter."""
-    expected: int
-    """Arrivals to wait for in a backward; at first, one for each parameter."""
-    indices: list[int]
-    """By slot, its parameter."""
-    straight: frozenset[int]
-    """The slots whose gradients may be sent from where autograd made them."""
-    remaining: int = 0
-    filled: bool = False
-    """Whether `rest.kept` holds gradients of this step."""
-    buffer: Tensor | None = None
-    """What this backward collects into, from the first gradient on."""
-    written: list[bool] = field(default_factory=list)
-    """By slot: its part of `buffer` holds this backward's gradient, or it is `elsewhere`."""
-    elsewhere: dict[int, Tensor] = field(default_factory=dict)
-    """By slot, gradients of this backward that are sent from where autograd made them, flat."""
-    closed: bool = False
-    """Whether this backward has collected the bucket: what comes now is late."""
 
 
 class Gradients:
@@ -107,14 +79,7 @@ class Gradients:
         )
         self.norms = Norms(self.reduction.rests, summation, group.rank)
         self._collectors = [
-            _Collector(
-                rest,
-                _gaps(rest),
-                len(rest.bucket.slots),
-                _indices(rest),
-                frozenset(self.reduction.straight(rest.bucket)),
-            )
-            for rest in self.reduction.rests
+            Collector(rest, self.reduction, parameters.tracked) for rest in self.reduction.rests
         ]
         place_of = {
             slot.parameter: (collector, position, slot.numel > SMALL)
@@ -163,17 +128,16 @@ class Gradients:
         self._guarded = False
         for param in self._params:
             param.grad = None
+        self._backward = Backward(
+            # After a first reduction in a step, sums must not be mixed with parts: reduce each.
+            reduces=self._each or last or self._reductions > 0,
+            is_first=self._reductions == 0,
+            empty=not isinstance(weight, Tensor) and weight == 0,
+            factor=None if isinstance(factor, float) and factor == 1.0 else factor,
+            weight=weight if isinstance(weight, Tensor) else None,
+        )
         for collector in self._collectors:
-            collector.remaining = collector.expected
-            collector.buffer, collector.closed = None, False
-            collector.written = [False] * len(collector.rest.bucket.slots)
-            collector.elsewhere = {}
-        # After a first reduction in a step, sums must not be mixed with parts: reduce each.
-        self._reducing = self._each or last or self._reductions > 0
-        self._empty = not isinstance(weight, Tensor) and weight == 0
-        self._unknown_weight = weight if isinstance(weight, Tensor) else None
-        self._factor = None if isinstance(factor, float) and factor == 1.0 else factor
-        self._plain = self._factor is None and self._unknown_weight is None
+            collector.begin(self._backward)
         self._cursor = 0
         self._overdue.clear()
         self._arrivals = [0] * len(self._params)
@@ -188,8 +152,8 @@ class Gradients:
         collector, position, is_large = self._place_of[index]
         if collector.closed:
             self._overdue.append(index)
-        elif is_large:
-            self._take(collector, position, index)
+        elif is_large and collector.take(position):
+            self.used[index] = True
         collector.remaining -= 1
         if collector.remaining == 0 and self._overlap and not self.paced:
             self._advance()
@@ -216,102 +180,23 @@ class Gradients:
         self._active = False
         self._set_late_aside()
         self._learn()
-        self._reductions += self._reducing
+        self._reductions += self._backward.reduces
 
     def abandon(self) -> None:
         """Backward has failed: forget the step, after what is in flight has landed."""
         self._active = False
         for collector in self._collectors:
-            buffer, collector.buffer, collector.elsewhere = collector.buffer, None, {}
-            if buffer is not None and buffer is not collector.rest.kept and not collector.closed:
-                self.reduction.give_back(buffer)
+            collector.abandon()
         for _ in self.reduction.drain():
             pass
         self.clear()
 
-    def _complete(self, collector: _Collector) -> None:
+    def _complete(self, collector: Collector) -> None:
         """Collect what a bucket still lacks and, where this backward reduces, launch it."""
-        buffer = self._open(collector)
-        self._collect(collector, buffer)
-        collector.closed = True
-        if collector.rest.kept is buffer:
-            collector.filled = True
-        if self._reducing:
-            self.reduction.launch(collector.rest, buffer, collector.elsewhere)
-        collector.elsewhere = {}
-
-    def _open(self, collector: _Collector) -> Tensor:
-        """The buffer that this backward collects a bucket into: kept for good, or borrowed."""
-        if collector.buffer is None:
-            kept = collector.rest.kept if self._reductions == 0 else None
-            collector.buffer = self.reduction.borrow(collector.rest) if kept is None else kept
-        return collector.buffer
-
-    def _adds(self, collector: _Collector) -> bool:
-        """Whether the buffer, open or still to be opened, holds earlier gradients of this step."""
-        kept = collector.rest.kept if self._reductions == 0 else None
-        return collector.filled and kept is not None
-
-    def _take(self, collector: _Collector, position: int, index: int) -> None:
-        """Take one gradient out of `param.grad`; into the buffer, that is while it is still in the
-        processor's cache."""
-        param = self._params[index]
-        grad, param.grad = param.grad, None
-        if grad is None or self._empty:
-            return
-        self._refuse_sparse(index, grad)
-        value, fresh = self._cleaned(grad), not collector.written[position]
-        collector.written[position] = self.used[index] = True
-        if fresh and (flat := self._straight(collector, position, index, value)) is not None:
-            collector.elsewhere[position] = flat
-            return
-        buffer = self._open(collector)
-        view = self._views(collector, buffer)[position]
-        if (first := collector.elsewhere.pop(position, None)) is not None:
-            slot = collector.rest.bucket.slots[position]
-            buffer[slot.start : slot.end] = first
-        if not fresh or self._adds(collector):
-            view.add_(value)
-        else:
-            view.copy_(value)
-
-    def _straight(
-        self, collector: _Collector, position: int, index: int, value: Tensor
-    ) -> Tensor | None:
-        """`value` flat, if it is to be sent from where it lies; else None."""
-        if position not in collector.straight or not self._reducing or self._adds(collector):
-            return None
-        kind = (value.dtype, value.device)
-        return self._parameters.tracked[index].flat(value) if kind == collector.rest.kind else None
-
-    def _collect(self, collector: _Collector, buffer: Tensor) -> None:
-        """Move the bucket's small gradients in one call, and blank what none has come for."""
-        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
-        more: tuple[list[Tensor], list[Tensor]] = ([], [])
-        absent = [buffer[a:b] for a, b in collector.gaps]
-        adds = self._adds(collector)
-        views = self._views(collector, buffer)
-        for index, view, written in zip(collector.indices, views, collector.written, strict=True):
-            param = self._params[index]
-            grad = param.grad
-            if grad is None or self._empty:
-                param.grad = None
-                if not written:
-                    absent.append(view)
-                continue
-            param.grad = None
-            self._refuse_sparse(index, grad)
-            targets, grads = more if adds or written else fresh
-            targets.append(view)
-            grads.append(grad if self._plain else self._cleaned(grad))
+        found, grads = collector.complete()
+        for index in found:
             self.used[index] = True
-        self._probe(fresh[1] + more[1])
-        if fresh[0]:
-            torch._foreach_copy_(*fresh)
-        if more[0]:
-            torch._foreach_add_(*more)
-        if not adds and absent:
-            torch._foreach_zero_(absent)
+        self._probe(grads)
 
     def _probe(self, grads: list[Tensor]) -> None:
         """Look whether this rank's own gradients are finite, to name the rank if the sum is not.
@@ -323,52 +208,24 @@ class Gradients:
             # The largest element, whose square is not made: a finite one must not overflow here.
             self._own_norms += torch._foreach_norm(grads, math.inf)
 
-    def _cleaned(self, grad: Tensor) -> Tensor:
-        """`grad` times the backward's factor, not rounded to 16 bit before it is in the bucket;
-        zeros where the weight, known to the device alone, is zero."""
-        if self._factor is not None:
-            grad = (grad.float() if grad.dtype in NARROW else grad) * self._factor
-        if self._unknown_weight is None:
-            return grad
-        return torch.where(self._unknown_weight == 0, torch.zeros_like(grad), grad)
-
-    def _refuse_sparse(self, index: int, grad: Tensor) -> None:
-        if grad.layout != torch.strided:
-            raise ModelError(
-                f"The gradient of {self._parameters.tracked[index].name} is sparse, which flat "
-                "buckets cannot hold. Build its embedding with sparse=False."
-            )
-
-    def _views(self, collector: _Collector, buffer: Tensor) -> list[Tensor]:
-        return self.reduction.views(collector.rest, buffer)
-
     def _set_late_aside(self) -> None:
         """Keep what arrived after its bucket had been collected."""
         for index in dict.fromkeys(self._overdue):
             param = self._params[index]
             grad, param.grad = param.grad, None
-            if grad is None or self._empty:
+            if grad is None or self._backward.empty:
                 continue
-            self._refuse_sparse(index, grad)
+            refuse_sparse(self._parameters.tracked[index], grad)
             self.used[index] = True
             self._had_late = True
             number = self._place_of[index][0].rest.index
-            self.late.setdefault(number, []).append((index, self._cleaned(grad)))
-        if not self._reducing:
+            self.late.setdefault(number, []).append((index, self._backward.cleaned(grad)))
+        if not self._backward.reduces:
             for number, entries in self.late.items():
                 kept = self._collectors[number].rest.kept
                 assert kept is not None
-                self._add(self._collectors[number], kept, entries)
+                self._collectors[number].add(kept, entries)
             self.late.clear()
-
-    def _add(
-        self, collector: _Collector, buffer: Tensor, entries: Sequence[tuple[int, Tensor]]
-    ) -> None:
-        views = self._views(collector, buffer)
-        slots = collector.rest.bucket.slots
-        place = {slot.parameter: view for slot, view in zip(slots, views, strict=True)}
-        for index, grad in entries:
-            place[index].add_(grad)
 
     def _learn(self) -> None:
         """Remember how often each gradient came, and forget those that stay away."""
@@ -417,7 +274,7 @@ class Gradients:
             collector = self._collectors[number]
             buffer = self.reduction.borrow(collector.rest)
             buffer.zero_()
-            self._add(collector, buffer, self.late.get(number, []))
+            collector.add(buffer, self.late.get(number, []))
             self.reduction.launch(collector.rest, buffer)
         self.late.clear()
         # Not all of them come by `drain`: borrowing many buffers has settled some on the way.
@@ -472,13 +329,3 @@ def _arrive(gradients: ref[Gradients], index: int, param: Tensor) -> None:
     alive = gradients()
     if alive is not None:
         alive.arrived(index, param)
-
-
-def _indices(rest: Rest) -> list[int]:
-    return [slot.parameter for slot in rest.bucket.slots]
-
-
-def _gaps(rest: Rest) -> list[tuple[int, int]]:
-    ends = [0, *(slot.end for slot in rest.bucket.slots)]
-    starts = [*(slot.start for slot in rest.bucket.slots), rest.bucket.numel]
-    return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]

@@ -53,7 +53,7 @@ class Tracked:
         in another order than the parameter."""
         if value.stride() != self.strides:
             return None
-        return value.as_strided((value.numel(),), (1,))
+        return value.detach().as_strided((value.numel(),), (1,))
 
     def flattened(self, value: Tensor) -> Tensor:
         """`value`, of the parameter's shape, as one dimension in the order of its memory."""
