@@ -1,6 +1,7 @@
 """One script, unchanged, under every launcher: the same bits at the end."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,35 @@ def test_shardwise_run_and_torchrun(here: Launcher, expected: str) -> None:
         assert f"{expected} by {name} of 2" in ran.out
 
 
+FAULTS = ("OMP_NUM_THREADS=1", "SHARDWISE_WARN_AFTER=1", "SHARDWISE_TIMEOUT=4")
+OTHERS = pytest.mark.parametrize(
+    "other", ["openmpi", pytest.param("mpich", marks=pytest.mark.full), "torchrun"]
+)
+
+
+def started_by(other: str) -> list[str]:
+    """The words with which another launcher starts three ranks of a script."""
+    if other == "torchrun":
+        return [TORCHRUN, "--standalone", "--nproc-per-node=3"]
+    return [mpirun(other), "-n", "3", sys.executable]
+
+
+@OTHERS
+def test_a_rank_that_does_not_come_is_told_of(here: Launcher, other: str) -> None:
+    ran = run(here, "env", *FAULTS, *started_by(other), script("watched"), "loop")
+    assert ran.code != 0
+    assert re.search(r"ranks 0, 2 have waited \d+ s in step 3 for rank 1\.", ran.err), ran.err
+    assert re.search(r"rank 1 is in no collective, at .*watched\.py:(19|20)\n", ran.err), ran.err
+    assert re.search(r"for rank 1, which did not come\. Rank 1 is in no collective, at", ran.err)
+
+
+@OTHERS
+def test_a_killed_rank_ends_all(here: Launcher, other: str) -> None:
+    ran = run(here, *started_by(other), script("watched"), "kill")
+    assert ran.code != 0
+    assert "signal 9" in ran.err or "SIGKILL" in ran.err or "EXIT CODE: 9" in ran.out, ran
+
+
 def test_the_doctor_of_one_host(here: Launcher) -> None:
     words = ("-m", "shardwise", "doctor", "-n", "2", "--offload-optimizer", "nvme:/no/where")
     ran = run(here, sys.executable, *words)
@@ -151,6 +181,22 @@ class TestSlurm:
         """Three ranks: two on the first host, one on the second."""
         out = on("srun", "-N2", "-n4", "--distribution=block", sys.executable, script("parity"))
         assert out == f"{expected} by Slurm of 4\n"
+
+    @pytest.mark.full
+    def test_a_rank_that_does_not_come_is_told_of(self, slurm: Cluster, tmp_path: Path) -> None:
+        short = {"SHARDWISE_WARN_AFTER": "1", "SHARDWISE_TIMEOUT": "4"}
+        words = ("srun", "-N2", "-n2", sys.executable, script("watched"), "loop")
+        ran = slurm.run(*words, cwd=tmp_path, env=SETTINGS | short)
+        assert ran.returncode != 0
+        said = ran.stdout + ran.stderr
+        assert re.search(r"rank 0 has waited \d+ s in step 3 for rank 1\.", said), said
+        assert re.search(r"rank 1 is in no collective, at .*watched\.py:(19|20)\n", said), said
+
+    def test_a_killed_rank_ends_all(self, slurm: Cluster, tmp_path: Path) -> None:
+        words = ("srun", "-N2", "-n2", sys.executable, script("watched"), "kill")
+        ran = slurm.run(*words, cwd=tmp_path, env=SETTINGS)
+        assert ran.returncode != 0
+        assert "Rank 0 of 2 lost rank 1" in ran.stdout + ran.stderr
 
     @pytest.fixture
     def batch(self, slurm: Cluster, tmp_path: Path) -> Callable[..., list[str]]:

@@ -11,7 +11,7 @@ from tests.system.launcher import Launcher, script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states of processes are Linux's")
 
-IN_STEP = r"in engine\.\w+ \(.*watched\.py:3[23]\)"
+IN_STEP = r"in engine\.\w+ \(.*watched\.py:3[45]\)"
 """Where ranks are that train on."""
 
 
@@ -81,4 +81,4 @@ def test_a_rank_in_another_collective_over_gloo(shardwise: Launcher) -> None:
 def test_a_signal_shows_the_stacks_of_a_rank(shardwise: Launcher) -> None:
     ran = shardwise.run("run", "-n", "2", script("watched"), "show")
     assert ran.code == 0
-    assert re.search(r'\[1\]   File ".*watched\.py", line 24 in strike\n', ran.err), ran.err
+    assert re.search(r'\[1\]   File ".*watched\.py", line 26 in strike\n', ran.err), ran.err

@@ -2,10 +2,12 @@
 
 a second    ask the ranks that are missing whether they are in the same collective
 warn_after  ask a rank to speak for all, rank 0 before others: who waits, who is missing, where
+others gone end this process too, if it does not come to know by itself: mpiexec and srun let it be
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -23,6 +25,9 @@ COMPARE = 1.0
 LATEST = 0.8
 """Of the time that a wait may last; at this point it is warned of in any case."""
 
+OUTLIVE = 20.0
+"""Seconds that a process may outlive the ranks that have given up: it cannot go on without."""
+
 SPEAKERS = 8
 """So many ranks are asked to speak, one after the other, until one answers."""
 
@@ -39,6 +44,7 @@ class Sentry:
         self._compared: dict[Wait, float] = {}
         self._warned: Wait | None = None
         self._spoke: float | None = None
+        self._alone_since: float | None = None
         # A daemon, since the end of a process must not wait for who does not answer.
         self._thread = threading.Thread(target=self._run, name="shardwise-sentry", daemon=True)
         self._thread.start()
@@ -59,6 +65,7 @@ class Sentry:
             if self._lookout.is_to_speak:
                 self._lookout.is_to_speak = False
                 self._speak()
+            self._end_with_the_others(now)
 
     def _compare(self, waits: list[Wait], now: float) -> None:
         self._compared = {wait: self._compared.get(wait, COMPARE) for wait in waits}
@@ -87,3 +94,19 @@ class Sentry:
         if text and sys.__stderr__ is not None:
             sys.__stderr__.write(text)
             sys.__stderr__.flush()
+
+    def _end_with_the_others(self, now: float) -> None:
+        """End a process that never comes to the collective in which the others have waited."""
+        told = self._lookout.told
+        if told is None or told.rank == self._lookout.rank:
+            return
+        self._alone_since = self._alone_since or now
+        if now - self._alone_since < OUTLIVE:
+            return
+        if sys.__stderr__ is not None:
+            sys.__stderr__.write(
+                f"shardwise: rank {self._lookout.rank} ends, {OUTLIVE:g} s after rank {told.rank} "
+                f"gave up, which says: {told.text}\n"
+            )
+            sys.__stderr__.flush()
+        os._exit(1)
