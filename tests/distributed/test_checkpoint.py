@@ -236,6 +236,26 @@ class Whole(torch.optim.Optimizer):
                 p.data.sub_(mean, alpha=self.param_groups[0]["lr"])
 
 
+class Counting(torch.optim.Optimizer):
+    """Is element-wise, and counts steps in a tensor of one element."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                state = self.state[p]
+                mean = state.setdefault("mean", torch.zeros_like(p))
+                count = state.setdefault("count", torch.zeros(1)).add_(1)
+                mean.mul_(0.5).add_(p.grad)
+                p.data.sub_(mean / count.item(), alpha=self.param_groups[0]["lr"])
+
+
+def counting(model):
+    return Counting(model.parameters())
+
+
 def own_optimizer(model):
     return Whole(model.parameters())
 
@@ -425,6 +445,17 @@ def damage_case(world, folder):
         world.barrier()
         with pytest.raises(error, match=said):
             engine.load(path)
+    # What one rank finds broken is so for all, even where another one misses something in it.
+    world.barrier()
+    if world.is_main:
+        file.write_bytes(data)
+        file = path / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    world.barrier()
+    engine.track(unknown=torch.optim.SGD([torch.ones(1)], lr=0.1))
+    with pytest.raises(BrokenCheckpoint, match=r"of the set model.*CRC-32"):
+        engine.load(path)
+    world.barrier()
     engine.close()
 
 
@@ -432,7 +463,7 @@ def test_damage_is_told(group, tmp_path):
     group(2)(damage_case, tmp_path)
 
 
-def passed_over_case(world, folder):
+def passed_over_case(world, folder, field, value):
     """The newest checkpoint was damaged: the one before goes on; where none is whole, none does."""
     model = made()
     engine = engine_of(model, zero=1)
@@ -446,7 +477,7 @@ def passed_over_case(world, folder):
     if world.is_main:
         document = folder / "step-3" / "checkpoint.json"
         fields = json.loads(document.read_bytes())
-        document.write_text(json.dumps(fields | {"tracked": {"loader": {"$tuple": 3}}}))
+        document.write_text(json.dumps(fields | {field: value}))
     world.barrier()
 
     def fresh():
@@ -477,20 +508,29 @@ def passed_over_case(world, folder):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_damaged_one_is_passed_over(group, tmp_path, size):
-    group(size)(passed_over_case, tmp_path)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tracked", {"loader": {"$tuple": 3}}),
+        ("state", {"head.weight": {"step": {"$tuple": 3}}}),
+        ("state", {"head.weight": 4}),
+        ("optimizers", [{"class": "AdamW", "groups": [[]]}]),
+    ],
+)
+def test_a_damaged_one_is_passed_over(group, tmp_path, size, field, value):
+    group(size)(passed_over_case, tmp_path, field, value)
 
 
 # -- frozen on the way --------------------------------------------------------------------------
 
 
-def freezes(world, folder, row):
+def freezes(world, folder, row, optimizer):
     """Train, freeze a block, train on and save; then a step frozen, and two with all of it.
 
     What is thawed meanwhile makes for a new layout of the states, without the block's.
     """
     model = made()
-    engine = engine_of(model, zero=row)
+    engine = engine_of(model, optimizer, zero=row)
     train(world, engine, model, range(2))
     model.blocks[1].requires_grad_(False)
     model.still.requires_grad_(True)
@@ -507,13 +547,13 @@ def freezes(world, folder, row):
     return str(path), told, values
 
 
-def thaws(world, path, row, when):
+def thaws(world, path, row, optimizer, when):
     """Go on from the checkpoint; the block is frozen before the load or after it."""
     torch.manual_seed(77)
     model = Everything()
     if when == "before":
         model.blocks[1].requires_grad_(False)
-    engine = engine_of(model, zero=row)
+    engine = engine_of(model, optimizer, zero=row)
     engine.load(path)
     model.blocks[1].requires_grad_(False)
     model.still.requires_grad_(True)
@@ -527,9 +567,10 @@ def thaws(world, path, row, when):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("row", [0, 3])
-def test_the_state_of_what_was_frozen_on_the_way_is_in_it(group, tmp_path, row, when):
-    path, losses, values = group(2)(freezes, tmp_path, row)[0]
-    for told, mine in group(2)(thaws, path, row, when):
+@pytest.mark.parametrize("optimizer", [adamw, own_optimizer, counting])
+def test_the_state_of_what_was_frozen_on_the_way_is_in_it(group, tmp_path, optimizer, row, when):
+    path, losses, values = group(2)(freezes, tmp_path, row, optimizer)[0]
+    for told, mine in group(2)(thaws, path, row, optimizer, when):
         assert told == losses
         alike(mine, values)
 

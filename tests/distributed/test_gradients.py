@@ -136,7 +136,7 @@ class Mixed(nn.Module):
         return self.head(x).square().mean() + self.conv(picture).square().mean()
 
 
-def straight_case(world, row, smallest):
+def straight_case(world, row, precision, smallest):
     """Train with gradients from `smallest` elements on sent from where they are."""
     usual = reduction.STRAIGHT, gradients.SMALL
     reduction.STRAIGHT, gradients.SMALL = smallest, 10
@@ -152,12 +152,12 @@ def straight_case(world, row, smallest):
         torch.manual_seed(3)
         model = Mixed()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        engine = sw.Engine(model, optimizer, zero=row, bucket_mb=0.0003)
+        engine = sw.Engine(model, optimizer, zero=row, precision=precision, bucket_mb=3e-4)
         losses = []
         for step in range(7):
-            for _ in range(1 + (step in (2, 5))):
+            for _ in range(1 + (step in (2, 5))):  # from then on 16-bit gradients add up in fp32
                 x = world.share(batch(step, rows=5, width=6).float()).requires_grad_()
-                engine.backward(model(x, step))
+                engine.backward(model(x.to(model.head.weight.dtype), step).float())
             losses.append(engine.step(max_norm=0.5).loss)
         with engine.full_parameters():
             values = {name: value.clone() for name, value in model.state_dict().items()}
@@ -169,11 +169,32 @@ def straight_case(world, row, smallest):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
-def test_what_is_sent_from_where_it_is_gives_the_same_bits(group, row, size):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_sent_from_where_it_is_gives_the_same_bits(group, precision, row, size):
     ranks = group(size, transport="gloo")
+    case = straight_case, row, precision
     for (losses, values, none), (again, others, some) in zip(
-        ranks(straight_case, row, 1 << 18), ranks(straight_case, row, 20), strict=True
+        ranks(*case, 1 << 18), ranks(*case, 20), strict=True
     ):
         assert (none, some > 10) == (0, True)
         assert losses == again
         assert all(torch.equal(values[name], others[name]) for name in values)
+
+
+def empty_case(world, row):
+    """A parameter without elements, in a bucket of its own."""
+    model = nn.Linear(6, 2)
+    empty = nn.Parameter(torch.zeros(0))
+    groups = [{"params": model.parameters()}, {"params": [empty], "lr": 0.2}]
+    engine = sw.Engine(model, torch.optim.SGD(groups, lr=0.1), zero=row)
+    for step in range(4):
+        x = world.share(batch(step, rows=4, width=6).float())
+        engine.backward(model(x).square().mean() + (empty.sum() if step > 1 else 0))
+        engine.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+@pytest.mark.parametrize("row", [0, 1, 3])
+def test_a_bucket_without_elements(group, row, transport):
+    group(2, transport=transport)(empty_case, row)

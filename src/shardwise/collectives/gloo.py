@@ -168,7 +168,7 @@ class Gloo(Collectives):
         others = self._others
         own = clipped(pieces, cuts[self.rank], cuts[self.rank + 1])
         lengths = [piece.numel() for piece in own]
-        scratch = self.borrow(target.numel() * len(others), target.dtype)
+        scratch = self.borrow(sum(lengths) * len(others), own[0].dtype)
         rows = dict(zip(others, split_evenly(scratch, len(others), lengths), strict=True))
         sends = {rank: clipped(pieces, cuts[rank], cuts[rank + 1]) for rank in others}
         received = self.exchange("reduce-scatter", call, sends, rows)

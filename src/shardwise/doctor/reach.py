@@ -58,7 +58,9 @@ def try_all(identity: Identity, store: Store) -> None:
         doors = [Door(**each) for each in told if each is not None]
         lost = [] if mine is None else _lost(mine, doors)
         lines = [line for each in _tell(identity, store, "lost", lost) for line in each]
-        _tell(identity, store, "known", None)  # rank 0 holds the store, and may leave first
+        store.set(f"reach/known/{identity.rank}", "")
+        for rank in range(identity.size) if identity.rank == 0 else ():
+            store.get(f"reach/known/{rank}")  # the store goes with rank 0: it leaves last
     if lines:
         raise Unreachable(lines)
 

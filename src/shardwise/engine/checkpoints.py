@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakMethod
 
 import torch
@@ -30,11 +30,14 @@ from shardwise.engine.tracking import Tracking
 from shardwise.errors import (
     BrokenCheckpoint,
     CheckpointError,
+    CheckpointMismatch,
     CheckpointNotWritten,
     UsageError,
 )
 from shardwise.model.precision import LossScale
 from shardwise.world import World
+
+T = TypeVar("T")
 
 
 class Checkpoints:
@@ -204,15 +207,13 @@ class Checkpoints:
         self._held.look_for_changes()
         lending = Lending(self._held.recipe, self._held.states)
         with ExitStack() as stack:
-            open_source = partial(loading.open_source, path, lending, strict=strict, stack=stack)
-            source, beside = self._examine(path, open_source, alone=model_only)
-            if beside is not None:
-                loading.check_optimizers(lending, source.fields)
+            examine = partial(self._examine, path, lending, stack, strict=strict, alone=model_only)
+            source, beside = self._alike(path, examine)
             loading.fill_model(lending, source)
             self._held.buffers.remember()
             if beside is None:
                 return None
-            loading.fill_optimizers(lending, source)
+            loading.fill_optimizers(lending, source, beside.optimizers)
         self._scale.restore(beside.scaling)
         self._seeds.unit = beside.scaling["unit"]
         if beside.scaling["wide"] and self._held.recipe.settings.reduce_dtype == "fp32":
@@ -226,27 +227,40 @@ class Checkpoints:
         return beside.step
 
     def _examine(
-        self, path: Path, open_source: Callable[[], loading.Source], *, alone: bool
+        self, path: Path, lending: Lending, stack: ExitStack, *, strict: bool, alone: bool
     ) -> tuple[loading.Source, _Beside | None]:
-        """What `path` has, every rank having read its part to the end. Collective.
+        """What `path` has, of which this rank has read its part to the end.
 
         The second is None where only the model is wanted (`alone`) or there is no more.
         """
-        group = self._held.recipe.group
-        source, beside, wrong = None, None, None
-        try:
-            source = open_source()
-            if source.fields:
-                loading.verify(path, source, group.rank, group.size)
-                if not alone:
-                    beside = _beside(path, source.fields, self.tracking)
-        except BrokenCheckpoint as error:
-            wrong = str(error)
-        except OSError as error:
-            wrong = f"{path} cannot be read: {error}."
-        saving.agree(group, wrong, BrokenCheckpoint)
-        assert source is not None
+        source = loading.open_source(path, lending, strict=strict, stack=stack)
+        if not source.fields:
+            return source, None
+        loading.verify(path, source, lending.recipe.group.rank, lending.recipe.group.size)
+        if alone:
+            return source, None
+        beside = _beside(path, source.fields, self.tracking)
+        loading.check_optimizers(lending, source.fields)
         return source, beside
+
+    def _alike(self, path: Path, work: Callable[[], T]) -> T:
+        """What `work` returns; where it fails on a rank, the same is raised on all: that files are
+        broken before that they are another's. Collective."""
+        result, failure = None, None
+        try:
+            result = work()
+        except CheckpointError as error:
+            failure = type(error).__name__, str(error)
+        except OSError as error:
+            failure = BrokenCheckpoint.__name__, f"{path} cannot be read: {error}."
+        told = self._held.recipe.group.gather_objects(failure)
+        for kind in (BrokenCheckpoint, CheckpointMismatch, CheckpointError):
+            for rank, each in enumerate(told):
+                if each is not None and each[0] == kind.__name__:
+                    known = all(other == each for other in told)
+                    raise kind(each[1] if known else f"Rank {rank}: {each[1]}")
+        assert result is not None
+        return result
 
     def _take_seed(self, seed: int) -> None:
         """Go on with the seed that was drawn, unless this run has chosen one."""
@@ -268,6 +282,7 @@ class _Beside:
     seed: int
     scaling: Mapping[str, Any]
     tracked: Mapping[str, Any]
+    optimizers: loading.Numbers
 
 
 def _beside(path: Path, fields: Mapping[str, Any], tracking: Tracking) -> _Beside:
@@ -283,7 +298,7 @@ def _beside(path: Path, fields: Mapping[str, Any], tracking: Tracking) -> _Besid
     except (KeyError, TypeError, ValueError) as error:
         raise BrokenCheckpoint(f"{path} does not tell the loss scale: {error}.") from error
     tracked = tracking.read(path, fields["tracked"])
-    return _Beside(fields["step"], fields["seed"], scaling, tracked)
+    return _Beside(fields["step"], fields["seed"], scaling, tracked, loading.numbers_of(fields))
 
 
 def _finish(

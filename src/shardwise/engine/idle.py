@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn, optim
 
 from shardwise.engine.assembly import Recipe, States
-from shardwise.states.optimizer_trial import placed
+from shardwise.states.optimizer_trial import Kind, examine, placed
 
 
 @dataclass(frozen=True)
@@ -20,15 +21,21 @@ class Idle:
     name: str
     parameter: nn.Parameter
     face: optim.Optimizer
-    options: Mapping[str, Any]
-    keys: frozenset[str]
-    """What is known to be of the parameter's shape, be that one number."""
+    options: dict[str, Any]
+
+    @cached_property
+    def _kind(self) -> Kind:
+        return examine(self.face, self.options, self.parameter.device)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What is a tensor of its state, by key."""
-        state = self._state.items()
-        return {k: v for k, v in state if isinstance(v, Tensor) and (v.ndim > 0 or k in self.keys)}
+        """What is a tensor of its state, by key, as it is while the parameter is trained."""
+        state = self._state
+        if not state:
+            return {}
+        if self._kind.elementwise:
+            return {key: state[key] for key in sorted(self._kind.tensor_keys) if key in state}
+        return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim > 0}
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -47,7 +54,7 @@ class Idle:
         if state:
             device = self.parameter.device
             self.face.state[self.parameter] = {
-                key: placed(key, value, device, dict(self.options)) for key, value in state.items()
+                key: placed(key, value, device, self.options) for key, value in state.items()
             }
 
 
@@ -56,9 +63,7 @@ def idle(recipe: Recipe, states: States) -> Iterator[Idle]:
     trained = {tracked.parameter for tracked in states.parameters.tracked}
     names = {tracked.parameter: tracked.name for tracked in recipe.located()}
     for face in recipe.optimizers:
-        kinds = [group.kind for group in states.optimizer.groups if group.face is face]
-        keys = frozenset[str]().union(*(kind.tensor_keys for kind in kinds))
         for group in face.param_groups:
             for parameter in group["params"]:
                 if parameter not in trained:
-                    yield Idle(names[parameter], parameter, face, group, keys)
+                    yield Idle(names[parameter], parameter, face, group)

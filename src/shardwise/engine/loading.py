@@ -175,25 +175,56 @@ def _fill_whole(lending: Lending, source: Source) -> None:
             value.detach().copy_(read.view(value.shape))
 
 
-def fill_optimizers(lending: Lending, source: Source) -> None:
+@dataclass(frozen=True)
+class Numbers:
+    """What stands in checkpoint.json of the optimizers: by optimizer and group the options, by
+    parameter what is one value, and the parameters at which segments were cut."""
+
+    options: list[list[dict[str, Any]]]
+    state: dict[str, dict[str, Any]]
+    borders: list[str]
+
+
+def numbers_of(fields: Mapping[str, Any]) -> Numbers:
+    """Raises BrokenCheckpoint for what cannot have been written."""
+    try:
+        return Numbers(
+            [
+                [{key: plain.decode(v) for key, v in g["options"].items()} for g in told["groups"]]
+                for told in fields["optimizers"]
+            ],
+            {
+                name: {key: plain.decode(value) for key, value in entries.items()}
+                for name, entries in fields["state"].items()
+            },
+            [str(name) for name in fields["borders"]],
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BrokenCheckpoint(
+            f"The optimizers in checkpoint.json are not as they are written ({error}). Take "
+            "another checkpoint."
+        ) from error
+
+
+def fill_optimizers(lending: Lending, source: Source, numbers: Numbers) -> None:
     """Read the optimizers' options and state, which replaces what there is."""
-    fields, states = source.fields, lending.states
-    _take_options(lending, fields)
+    states = lending.states
+    _take_options(lending, numbers)
     tracked = {each.name: number for number, each in enumerate(states.parameters.tracked)}
-    entries = _entries(states, source, tracked)
-    states.optimizer.restart(entries, {tracked[n] for n in fields["borders"] if n in tracked})
+    entries = _entries(states, source, numbers, tracked)
+    states.optimizer.restart(entries, {tracked[n] for n in numbers.borders if n in tracked})
     apart = _apart(lending)
     with torch.no_grad():
         for holding in lending.trained:
             if not _is_of_model(holding):
                 _fill(holding, source, apart)
     for each in lending.idle:
-        each.take(_whole_state(source, each.name))
+        each.take(_whole_state(source, numbers, each.name))
 
 
-def _whole_state(source: Source, name: str) -> dict[str, Any]:
+def _whole_state(source: Source, numbers: Numbers, name: str) -> dict[str, Any]:
     """The state of parameter `name`, as the user's optimizer has it."""
-    state = {k: plain.decode(v) for k, v in source.fields["state"].get(name, {}).items()}
+    state = dict(numbers.state.get(name, {}))
     tensors = source.sets.get(OPTIMIZER)
     for full in tensors.specs if tensors is not None else ():
         owner, _, key = full.rpartition(".")
@@ -258,20 +289,20 @@ def _groups(several: Iterable[Sequence[dict[str, Any]]]) -> Iterator[dict[str, A
     return itertools.chain.from_iterable(several)
 
 
-def _take_options(lending: Lending, fields: Mapping[str, Any]) -> None:
+def _take_options(lending: Lending, numbers: Numbers) -> None:
     """Let the groups have the options (rates, what schedulers keep there) that were saved."""
-    for face, told in zip(lending.recipe.optimizers, fields["optimizers"], strict=True):
-        for group, saved in zip(face.param_groups, told["groups"], strict=True):
-            for key, value in saved["options"].items():
-                decoded, now = plain.decode(value), group.get(key)
-                if isinstance(now, Tensor) and isinstance(decoded, Tensor):
-                    now.copy_(decoded)  # a rate that is a tensor may be part of a CUDA graph
+    for face, several in zip(lending.recipe.optimizers, numbers.options, strict=True):
+        for group, saved in zip(face.param_groups, several, strict=True):
+            for key, value in saved.items():
+                now = group.get(key)
+                if isinstance(now, Tensor) and isinstance(value, Tensor):
+                    now.copy_(value)  # a rate that is a tensor may be part of a CUDA graph
                 else:
-                    group[key] = decoded
+                    group[key] = value
 
 
 def _entries(
-    states: States, source: Source, tracked: Mapping[str, int]
+    states: States, source: Source, numbers: Numbers, tracked: Mapping[str, int]
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """By parameter its state, tensors as Blanks in the dtype that they will have here."""
     entries: dict[nn.Parameter, dict[str, Any]] = {}
@@ -280,10 +311,9 @@ def _entries(
         for part in states.optimizer.parts
         for slot in part.bucket.slots
     }
-    for name, told in source.fields["state"].items():
-        if name not in tracked:
-            continue
-        entries[_parameter(states, tracked[name])] = {k: plain.decode(v) for k, v in told.items()}
+    for name, told in numbers.state.items():
+        if name in tracked:
+            entries[_parameter(states, tracked[name])] = dict(told)
     specs = source.sets[OPTIMIZER].specs if OPTIMIZER in source.sets else {}
     for full, spec in specs.items():
         name, _, key = full.rpartition(".")

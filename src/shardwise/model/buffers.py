@@ -12,8 +12,8 @@ ones, and what is written through `.data`, which leaves no trace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,10 +46,15 @@ class Buffers:
         self.meet(left_out)
 
     def meet(self, left_out: set[nn.Module]) -> None:
-        """Know the buffers of modules that have come since the last call, but of `left_out`."""
+        """Know the buffers of modules that have come since the last call, but of `left_out`, and
+        forget those of modules that have gone."""
+        modules = dict.fromkeys(module for model in self._models for module in model.modules())
+        kept = [i for i, (module, _) in enumerate(self._places) if module in modules]
+        if len(kept) < len(self._places):
+            self._renumber({old: new for new, old in enumerate(kept)})
         places = set(self._places)
         known = {id(module._buffers.get(key)) for module, key in places}
-        for module in (module for model in self._models for module in model.modules()):
+        for module in modules:
             for key, buffer in module._buffers.items():
                 if buffer is None or id(buffer) in known or module in left_out:
                     continue
@@ -57,6 +62,14 @@ class Buffers:
                 if not buffer.is_complex() and (module, key) not in places:
                     self._places.append((module, key))
                     self._greet(len(self._places) - 1)
+
+    def _renumber(self, numbers: Mapping[int, int]) -> None:
+        """Keep the buffers that have a number, under that."""
+        self._places = [self._places[old] for old in numbers]
+        self._seen = [self._seen[old] for old in numbers]
+        followed = [each for each in self._followed if each.index in numbers]
+        self._followed = [replace(each, index=numbers[each.index]) for each in followed]
+        self._saved = [(numbers[old], value) for old, value in self._saved if old in numbers]
 
     def _greet(self, index: int) -> None:
         """A buffer is new: as it is now is how it was seen last."""

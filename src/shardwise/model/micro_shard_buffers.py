@@ -10,7 +10,7 @@ averaged over ranks, so that their bits, and more than those, depended on the nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,13 @@ class MicroShardBuffers(Buffers):
         self._turns: list[dict[int, Tensor]] = []
         self._start: dict[int, Tensor] = {}
         super().__init__(models, group, left_out=set())
+
+    def _renumber(self, numbers: Mapping[int, int]) -> None:
+        super()._renumber(numbers)
+        self._start = {numbers[i]: value for i, value in self._start.items() if i in numbers}
+        self._turns = [
+            {numbers[i]: value for i, value in made.items() if i in numbers} for made in self._turns
+        ]
 
     def _greet(self, index: int) -> None:
         super()._greet(index)

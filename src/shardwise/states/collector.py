@@ -166,8 +166,11 @@ class Collector:
         """`value` flat, if it is to be sent from where it lies; else None."""
         if place not in self._straight or not self._backward.reduces or self._adds:
             return None
-        kind = (value.dtype, value.device)
-        return self._forms[place].flat(value) if kind == self.rest.kind else None
+        dtype, device = self.rest.kind
+        if (own := self._own) is not None:
+            dtype = own.dtype  # wider than gradients are made, once they add up in it
+        fits = (value.dtype, value.device) == (dtype, device)
+        return self._forms[place].flat(value) if fits else None
 
     def _collect(self, buffer: Tensor) -> tuple[list[int], list[Tensor]]:
         """Move what has not been taken, small gradients, in one call; blank what none came for."""

@@ -204,6 +204,7 @@ class Gradients:
         Only at small tensors (biases, norms): what is not finite in backward reaches those of
         earlier layers.
         """
+        grads = [grad for grad in grads if grad.numel()]
         if grads and not self._alone:
             # The largest element, whose square is not made: a finite one must not overflow here.
             self._own_norms += torch._foreach_norm(grads, math.inf)

@@ -215,7 +215,7 @@ class Reduction:
                 pieces.append(buffer[end : slot.start])
             pieces.append(elsewhere.get(place, buffer[slot.start : slot.end]))
             end = slot.end
-        return [*pieces, buffer[end:]] if end < bucket.numel else pieces
+        return pieces if pieces and end == bucket.numel else [*pieces, buffer[end:]]
 
     def drain(self) -> Iterator[Rest]:
         """Wait for everything that was launched; yields each bucket when its sum has come."""

@@ -65,8 +65,9 @@ class Lookout:
     """What rank `rank` of `size` tells of itself and asks of the others.
 
     `waits` are those of this process, `step` is the last that was made, `told` why the first of
-    the others gave up, None while none has; `is_to_speak` when this rank shall tell the user of
-    a long wait. `channels` are groups of this process by a name that is alike on all their ranks.
+    the others gave up, None while none has; `gives_up` once its own code knows of that;
+    `is_to_speak` when this rank shall tell the user of a long wait. `channels` are groups of this
+    process by a name that is alike on all their ranks.
     Until `meet` it hears and asks nobody.
     """
 
@@ -76,6 +77,7 @@ class Lookout:
         self.waits = Waits()
         self.step: int | None = None
         self.told: Told | None = None
+        self.gives_up = False
         self.is_to_speak = False
         self.channels: WeakValueDictionary[str, Channel] = WeakValueDictionary()
         self._places: dict[int, Place] = {}
@@ -277,10 +279,13 @@ class Lookout:
     def tell(self, error: CollectiveError) -> None:
         """Let the others know why this rank gives up, before it does."""
         told = Told(rank=self.rank, text=str(error), lost=isinstance(error, PeerLost))
+        self.gives_up = True
         if self.told is None:
             self.told = told
+            wait = self.waits.longest()
+            awaited = wait.missing() if wait else ()  # they may never come to ask a keeper
             question = {"ask": "tell", "told": asdict(told)}
-            self._ask(range(min(self.size, KEEPERS)), question, TELLING)
+            self._ask({*range(min(self.size, KEEPERS)), *awaited}, question, TELLING)
 
     def refuse_after_failure(self) -> None:
         """Raise why this rank has given up, if it has: it waits for nobody again."""
@@ -292,6 +297,7 @@ class Lookout:
         told = told or self.told
         if told is None or told.rank == self.rank:
             return None
+        self.gives_up = True
         kind = PeerLost if told.lost else CollectiveError
         return kind(f"{speaker} gave up with rank {told.rank}, which says: {told.text}")
 

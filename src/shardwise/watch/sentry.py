@@ -98,7 +98,7 @@ class Sentry:
     def _end_with_the_others(self, now: float) -> None:
         """End a process that never comes to the collective in which the others have waited."""
         told = self._lookout.told
-        if told is None or told.rank == self._lookout.rank:
+        if told is None or self._lookout.gives_up:
             return
         self._alone_since = self._alone_since or now
         if now - self._alone_since < OUTLIVE:
