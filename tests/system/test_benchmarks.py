@@ -97,6 +97,7 @@ def test_primitives() -> None:
         assert name in shown
 
 
+@pytest.mark.full
 def test_activations(tmp_path: Path) -> None:
     plot = tmp_path / "plot.png"
     shown = run("activations.py", *TINY, "--disk", str(tmp_path), "--steps", "1", "--plot", plot)
@@ -105,6 +106,7 @@ def test_activations(tmp_path: Path) -> None:
     assert plot.stat().st_size > 0
 
 
+@pytest.mark.full
 def test_exact(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     shown = run(
@@ -143,6 +145,7 @@ def test_memory(tmp_path: Path) -> None:
     assert plot.stat().st_size > 0
 
 
+@pytest.mark.full
 def test_offload(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     size = ["--width", "64", "--layers", "2", "--vocabulary", "256", "--gb", "0.02", "--mb", "8"]
