@@ -56,3 +56,9 @@ def _readings(names: Sequence[str]) -> list[Callable[[str], str]]:
 
 def _uncompiled(name: str) -> str:
     return name.replace(_COMPILED, "")
+
+
+def listed(several: Sequence[str]) -> str:
+    """`several` in a message, the first 20 of them."""
+    shown = ", ".join(several[:20])
+    return shown if len(several) <= 20 else f"{shown} and {len(several) - 20} more"

@@ -11,6 +11,8 @@
 
     sums.py    sums in rank order
     wire.py    what Gloo and NCCL share
+    messages.py what is sent over Gloo, and under which tag
+    pieces.py  buffers of which parts lie elsewhere
     flights.py calls on their way between ranks that share memory
     mesh.py    the sockets between them
     arena.py   the memory

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.collectives.pieces import join
 from shardwise.collectives.sums import PLAIN, Sum
 from shardwise.errors import UsageError
 from shardwise.watch.lookout import Lookout
@@ -212,16 +213,6 @@ class Solo(Collectives):
 
     def close(self) -> None:
         return
-
-
-def join(pieces: Sequence[Tensor], buffer: Tensor) -> None:
-    """Move `pieces` into `buffer`, but for those that lie there."""
-    start = 0
-    for piece in pieces:
-        place = buffer[start : start + piece.numel()]
-        if piece.data_ptr() != place.data_ptr():
-            place.copy_(piece)
-        start += piece.numel()
 
 
 def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:

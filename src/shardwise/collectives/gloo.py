@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -14,8 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.base import Collectives, Cuts, Handle, join
+from shardwise.collectives import messages
+from shardwise.collectives.base import Collectives, Cuts, Handle
 from shardwise.collectives.courier import Courier, Trip
+from shardwise.collectives.messages import in_words
+from shardwise.collectives.pieces import clipped, join
+from shardwise.collectives.pieces import rows as split_rows
 from shardwise.collectives.roster import Roster
 from shardwise.collectives.sums import PLAIN, Sum, sum_in_rank_order
 from shardwise.collectives.wire import (
@@ -34,15 +37,6 @@ from shardwise.watch.lookout import Lookout
 
 PROBE = 1
 """A tag that no call has: messages that nobody awaits."""
-
-Content = tuple[str, tuple[int, ...], torch.dtype | None]
-"""What one rank sends another in a call: of which collective, how many elements in each message,
-of which dtype."""
-
-Messages = Mapping[int, Sequence[Tensor]]
-"""What goes to each of the other ranks, or comes from it, one tensor after the other."""
-
-NOTHING: Content = ("nothing", (), None)
 
 REMEMBERED = 64
 """Calls of which a rank can tell what it has sent in them."""
@@ -89,7 +83,7 @@ class Gloo(Collectives):
         self._unwaited: dict[int, list[tuple[int, dist.Work]]] = {}
         self._spare: dict[torch.dtype, list[Tensor]] = {}
         self._courier = Courier(self.lookout.waits)
-        self._sent: dict[int, dict[int, Content]] = {}
+        self._sent: dict[int, dict[int, messages.Content]] = {}
         self._difference: CollectiveError | None = None
         self._channel = "all" if group is None else str(group.group_name)
         self.lookout.channels[self._channel] = self
@@ -169,7 +163,7 @@ class Gloo(Collectives):
         own = clipped(pieces, cuts[self.rank], cuts[self.rank + 1])
         lengths = [piece.numel() for piece in own]
         scratch = self.borrow(sum(lengths) * len(others), own[0].dtype)
-        rows = dict(zip(others, split_evenly(scratch, len(others), lengths), strict=True))
+        rows = dict(zip(others, split_rows(scratch, len(others), lengths), strict=True))
         sends = {rank: clipped(pieces, cuts[rank], cuts[rank + 1]) for rank in others}
         received = self.exchange("reduce-scatter", call, sends, rows)
 
@@ -227,12 +221,12 @@ class Gloo(Collectives):
         return self._calls
 
     def exchange(
-        self, what: str, call: int, sends: Messages, receives: Messages
+        self, what: str, call: int, sends: messages.Messages, receives: messages.Messages
     ) -> Callable[[], None]:
         """Start the messages to and from every other rank (empty ones are not sent); returns what
         waits for them all."""
         works: list[tuple[int, dist.Work]] = []
-        self._sent[call] = _contents(what, sends)
+        self._sent[call] = messages.contents(what, sends)
         self._sent.pop(call - REMEMBERED, None)
         for peer, start, tensors in (
             ("group_src", dist.irecv, receives),
@@ -240,16 +234,16 @@ class Gloo(Collectives):
         ):
             for rank, tensor in ((r, t) for r, several in tensors.items() for t in several):
                 if tensor.numel():
-                    tag, to = _tag(what, call, tensor), {peer: rank}
+                    tag, to = messages.tag(what, call, tensor), {peer: rank}
                     with self._named(what, call, rank):
                         work = start(wire(tensor), group=self._group, tag=tag, **to)
                     assert work is not None
                     works.append((rank, work))
         self._unwaited[call] = works
         # Not the tensors: whoever looks at this wait must not keep their memory.
-        return partial(self._wait, what, call, _contents(what, receives))
+        return partial(self._wait, what, call, messages.contents(what, receives))
 
-    def _wait(self, what: str, call: int, awaited: dict[int, Content]) -> None:
+    def _wait(self, what: str, call: int, awaited: dict[int, messages.Content]) -> None:
         self.lookout.refuse_after_failure()
         now: list[int] = []  # the place that is waited for
         compare = partial(self._compare, call, awaited, now)
@@ -286,17 +280,17 @@ class Gloo(Collectives):
 
     # -- ranks in different calls ---------------------------------------------------------
 
-    def _compare(self, call: int, contents: dict[int, Content], now: list[int]) -> None:
+    def _compare(self, call: int, contents: dict[int, messages.Content], now: list[int]) -> None:
         """End a wait for what will never come, since its sender is in another collective."""
         if not now or (place := now[0]) not in contents or self._difference is not None:
             return
-        lookout, awaited = self.lookout, _told(contents[place])
+        lookout, awaited = self.lookout, messages.as_json(contents[place])
         rank = self.roster.ranks[place]
         sent = lookout.ask_sent(rank, self._channel, call, self.rank)
         if sent is None or sent == awaited:
             return
         me = self.roster.ranks[self.rank]
-        here, there = f"{_text(awaited)} on rank {me}", f"{_text(sent)} on rank {rank}"
+        here, there = f"{in_words(awaited)} on rank {me}", f"{in_words(sent)} on rank {rank}"
         if (passed := lookout.passed_on(self.roster.speaker(self.rank))) is not None:
             self._difference = passed
         else:
@@ -308,14 +302,14 @@ class Gloo(Collectives):
     def sent(self, call: int, to: int) -> list[Any] | None:
         """What this rank has sent to a place in a call; None where it has not come to that."""
         sent = self._sent.get(call)
-        return None if sent is None else _told(sent.get(to, NOTHING))
+        return None if sent is None else messages.as_json(sent.get(to, messages.NOTHING))
 
     def let_go(self, to: int, awaited: list[Any]) -> None:
         """Send to a place what it waits for, so that it waits no longer."""
         call, (what, lengths, dtype) = awaited
         for length in lengths:
             filler = torch.zeros(length, dtype=getattr(torch, dtype))
-            tag = _tag(what, call, filler)
+            tag = messages.tag(what, call, filler)
             try:
                 work = dist.isend(wire(filler), group=self._group, tag=tag, group_dst=to)
             except RuntimeError:  # it waits no longer: it is gone
@@ -355,52 +349,6 @@ class Gloo(Collectives):
         self._spare[scratch.dtype].append(whole)
 
 
-def _contents(what: str, messages: Messages) -> dict[int, Content]:
-    return {
-        rank: (what, tuple(t.numel() for t in tensors if t.numel()), tensors[0].dtype)
-        for rank, tensors in messages.items()
-    }
-
-
-def _told(content: Content) -> list[Any]:
-    """The same as JSON."""
-    what, lengths, dtype = content
-    return [what, list(lengths), str(dtype or "").removeprefix("torch.")]
-
-
-def _text(content: list[Any]) -> str:
-    what, lengths, dtype = content
-    return f"{what} of {sum(lengths)} {dtype} values" if dtype else "nothing to be received"
-
-
-def clipped(pieces: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
-    """What lies between two places in flat `pieces` that follow one another; one tensor at least,
-    be it empty."""
-    found, start = [], 0
-    for piece in pieces:
-        a, b = max(first - start, 0), min(end - start, piece.numel())
-        if a < b:
-            found.append(piece[a:b])
-        start += piece.numel()
-    return found or [pieces[0][:0]]
-
-
-def split_evenly(flat: Tensor, count: int, lengths: Sequence[int]) -> list[Sequence[Tensor]]:
-    """`flat` as `count` rows, each cut into `lengths`."""
-    each = sum(lengths)
-    return [torch.split(flat[i * each : (i + 1) * each], list(lengths)) for i in range(count)]
-
-
 def _end(group: dist.ProcessGroup | None) -> None:
     with suppress(ValueError, AssertionError):  # it went with the group that all are in
         dist.destroy_process_group(group)
-
-
-def _tag(what: str, call: int, tensor: Tensor) -> int:
-    """The tag of a message: its call's number, and what it is.
-
-    So a rank that is in another collective, or sends another length, is waited for until the
-    time-out says so; its message is never taken for what it is not.
-    """
-    kind = zlib.crc32(f"{what} {tensor.numel()} {tensor.dtype}".encode())
-    return (call % 2**16) << 14 | kind % 2**14

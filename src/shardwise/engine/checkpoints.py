@@ -22,7 +22,7 @@ from shardwise.checkpoint import folders
 from shardwise.checkpoint.background import Copies, Job, reserve
 from shardwise.checkpoint.folders import Draft
 from shardwise.checkpoint.writer import Writer
-from shardwise.engine import habits, loading, saving
+from shardwise.engine import habits, loading, optimizer_numbers, saving
 from shardwise.engine.exact_mean import Seeds
 from shardwise.engine.inventory import Lending
 from shardwise.engine.takeover import Takeover
@@ -240,7 +240,7 @@ class Checkpoints:
         if alone:
             return source, None
         beside = _beside(path, source.fields, self.tracking)
-        loading.check_optimizers(lending, source.fields)
+        optimizer_numbers.check(lending, source.fields)
         return source, beside
 
     def _alike(self, path: Path, work: Callable[[], T]) -> T:
@@ -282,7 +282,7 @@ class _Beside:
     seed: int
     scaling: Mapping[str, Any]
     tracked: Mapping[str, Any]
-    optimizers: loading.Numbers
+    optimizers: optimizer_numbers.Numbers
 
 
 def _beside(path: Path, fields: Mapping[str, Any], tracking: Tracking) -> _Beside:
@@ -298,7 +298,7 @@ def _beside(path: Path, fields: Mapping[str, Any], tracking: Tracking) -> _Besid
     except (KeyError, TypeError, ValueError) as error:
         raise BrokenCheckpoint(f"{path} does not tell the loss scale: {error}.") from error
     tracked = tracking.read(path, fields["tracked"])
-    return _Beside(fields["step"], fields["seed"], scaling, tracked, loading.numbers_of(fields))
+    return _Beside(fields["step"], fields["seed"], scaling, tracked, optimizer_numbers.read(fields))
 
 
 def _finish(

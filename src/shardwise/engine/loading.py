@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint import document, names, plain, reader
+from shardwise.checkpoint import document, names, reader
 from shardwise.checkpoint.byte_ranges import Extent, clipped
 from shardwise.checkpoint.dtypes import from_name
 from shardwise.checkpoint.folders import DOCUMENT
 from shardwise.checkpoint.reader import Tensors
 from shardwise.engine.assembly import States
 from shardwise.engine.inventory import Lending
+from shardwise.engine.optimizer_numbers import Numbers
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 from shardwise.states import holdings
 from shardwise.states.holdings import AVERAGE, MODEL, OPTIMIZER, Holding
@@ -100,18 +100,13 @@ def _check(
     faults = [("misshapen", misshapen)]
     if strict:
         faults += [("missing in it", found.missing), ("unexpected in it", found.unexpected)]
-    told = [f"{what}: {_listed(several)}" for what, several in faults if several]
+    told = [f"{what}: {names.listed(several)}" for what, several in faults if several]
     if told:
         loosely = " To load what fits and keep the rest: strict=False." if not misshapen else ""
         raise CheckpointMismatch(
             f"{path} is not of this model. {'; '.join(told)}. Build the model that was saved."
             f"{loosely}"
         )
-
-
-def _listed(several: Sequence[str]) -> str:
-    shown = ", ".join(several[:20])
-    return shown if len(several) <= 20 else f"{shown} and {len(several) - 20} more"
 
 
 def verify(path: Path, source: Source, rank: int, size: int) -> None:
@@ -175,41 +170,10 @@ def _fill_whole(lending: Lending, source: Source) -> None:
             value.detach().copy_(read.view(value.shape))
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """What stands in checkpoint.json of the optimizers: by optimizer and group the options, by
-    parameter what is one value, and the parameters at which segments were cut."""
-
-    options: list[list[dict[str, Any]]]
-    state: dict[str, dict[str, Any]]
-    borders: list[str]
-
-
-def numbers_of(fields: Mapping[str, Any]) -> Numbers:
-    """Raises BrokenCheckpoint for what cannot have been written."""
-    try:
-        return Numbers(
-            [
-                [{key: plain.decode(v) for key, v in g["options"].items()} for g in told["groups"]]
-                for told in fields["optimizers"]
-            ],
-            {
-                name: {key: plain.decode(value) for key, value in entries.items()}
-                for name, entries in fields["state"].items()
-            },
-            [str(name) for name in fields["borders"]],
-        )
-    except (AttributeError, KeyError, TypeError) as error:
-        raise BrokenCheckpoint(
-            f"The optimizers in checkpoint.json are not as they are written ({error}). Take "
-            "another checkpoint."
-        ) from error
-
-
 def fill_optimizers(lending: Lending, source: Source, numbers: Numbers) -> None:
     """Read the optimizers' options and state, which replaces what there is."""
     states = lending.states
-    _take_options(lending, numbers)
+    numbers.take_options(lending.recipe.optimizers)
     tracked = {each.name: number for number, each in enumerate(states.parameters.tracked)}
     entries = _entries(states, source, numbers, tracked)
     states.optimizer.restart(entries, {tracked[n] for n in numbers.borders if n in tracked})
@@ -232,73 +196,6 @@ def _whole_state(source: Source, numbers: Numbers, name: str) -> dict[str, Any]:
             assert tensors is not None
             state[key] = tensors.whole(full)
     return state
-
-
-def check_optimizers(lending: Lending, fields: Mapping[str, Any]) -> None:
-    """Raise CheckpointMismatch for other optimizers, groups or parameters in them than those that
-    were saved."""
-    classes = [(type(o).__name__, len(o.param_groups)) for o in lending.recipe.optimizers]
-    try:
-        there = [(told["class"], len(told["groups"])) for told in fields["optimizers"]]
-    except (KeyError, TypeError) as error:
-        raise BrokenCheckpoint(
-            "The optimizers in checkpoint.json have no class or groups."
-        ) from error
-    if classes != there:
-
-        def said(several: list[tuple[str, int]]) -> str:
-            return " and ".join(f"{name} of {count} group(s)" for name, count in several)
-
-        raise CheckpointMismatch(
-            f"The checkpoint is of the optimizers {said(there)}, and here are {said(classes)}. "
-            "Make the same ones, or load the model alone: engine.load(path, model_only=True)."
-        )
-    _check_groups(lending, fields)
-    here = {each.name for each in lending.states.parameters.tracked}
-    lost = sorted(set(fields["state"]) - here - {each.name for each in lending.idle})
-    if lost:
-        raise CheckpointMismatch(
-            f"The checkpoint has optimizer state of parameters that are in no optimizer here: "
-            f"{_listed(lost)}. Give the optimizer the same ones, or load the model alone: "
-            "model_only=True."
-        )
-
-
-def _check_groups(lending: Lending, fields: Mapping[str, Any]) -> None:
-    """Options go to groups by their place: raise CheckpointMismatch where that is another's."""
-    there = {
-        name: place
-        for place, group in enumerate(_groups(told["groups"] for told in fields["optimizers"]))
-        for name in group.get("parameters", ())
-    }
-    names = {each.parameter: each.name for each in lending.states.parameters.tracked}
-    names |= {each.parameter: each.name for each in lending.idle}
-    faces = lending.recipe.optimizers
-    for place, group in enumerate(_groups(face.param_groups for face in faces)):
-        for name in (names[p] for p in group["params"]):
-            if there.get(name, place) != place:
-                raise CheckpointMismatch(
-                    f"{name} is in parameter group {place} here and was in group {there[name]} "
-                    "when the checkpoint was saved (counted over all optimizers), so it would get "
-                    "the rate and the options of others. Make the groups in the same order, or "
-                    "load the model alone: engine.load(path, model_only=True)."
-                )
-
-
-def _groups(several: Iterable[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    return itertools.chain.from_iterable(several)
-
-
-def _take_options(lending: Lending, numbers: Numbers) -> None:
-    """Let the groups have the options (rates, what schedulers keep there) that were saved."""
-    for face, several in zip(lending.recipe.optimizers, numbers.options, strict=True):
-        for group, saved in zip(face.param_groups, several, strict=True):
-            for key, value in saved.items():
-                now = group.get(key)
-                if isinstance(now, Tensor) and isinstance(value, Tensor):
-                    now.copy_(value)  # a rate that is a tensor may be part of a CUDA graph
-                else:
-                    group[key] = value
 
 
 def _entries(

@@ -1,0 +1,50 @@
+"""What ranks send each other over Gloo in a call, and the tags that tell messages apart."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Messages = Mapping[int, Sequence[Tensor]]
+"""What goes to each of the other ranks, or comes from it, one tensor after the other."""
+
+Content = tuple[str, tuple[int, ...], torch.dtype | None]
+"""What one rank sends another in a call: of which collective, how many elements in each message,
+of which dtype."""
+
+NOTHING: Content = ("nothing", (), None)
+
+
+def tag(what: str, call: int, tensor: Tensor) -> int:
+    """The tag of a message: its call's number, and what it is.
+
+    So a rank that is in another collective, or sends another length, is waited for until the
+    time-out says so; its message is never taken for what it is not. Messages of one tag come in
+    the order in which they were sent.
+    """
+    kind = zlib.crc32(f"{what} {tensor.numel()} {tensor.dtype}".encode())
+    return (call % 2**16) << 14 | kind % 2**14
+
+
+def contents(what: str, messages: Messages) -> dict[int, Content]:
+    """By rank, what is sent to it or awaited of it."""
+    return {
+        rank: (what, tuple(t.numel() for t in tensors if t.numel()), tensors[0].dtype)
+        for rank, tensors in messages.items()
+    }
+
+
+def as_json(content: Content) -> list[Any]:
+    """A content, to be told to another process."""
+    what, lengths, dtype = content
+    return [what, list(lengths), str(dtype or "").removeprefix("torch.")]
+
+
+def in_words(content: list[Any]) -> str:
+    """The same, to be told to a person."""
+    what, lengths, dtype = content
+    return f"{what} of {sum(lengths)} {dtype} values" if dtype else "nothing to be received"
