@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import time
 
 import pytest
 import torch
@@ -102,8 +103,18 @@ def closed_case(world):
         del engine, model
         gc.collect()
         world.barrier()
-        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
-    assert counts[-1] == counts[0], counts
+        counts.append(held())
+    until = time.monotonic() + 5
+    # A thread that was joined is still listed for a moment; fewer than at first is no leak.
+    while any(now > first for now, first in zip(counts[-1], counts[0], strict=True)):
+        assert time.monotonic() < until, counts
+        time.sleep(0.05)
+        counts.append(held())
+
+
+def held():
+    """How many files and threads this process has."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
