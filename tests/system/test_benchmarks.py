@@ -64,6 +64,7 @@ def test_contenders_do_the_same_work(tmp_path: Path) -> None:
     assert "| Shardwise ZERO_2 |" in run("markdown.py", str(path))
 
 
+@pytest.mark.full
 def test_a_convolutional_network(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     once = ["--config", "R", "--ranks", "2", "--rounds", "1", "--steps", "1"]
@@ -119,6 +120,7 @@ def test_exact(tmp_path: Path) -> None:
     assert first["exact"]["hash"] in shown
 
 
+@pytest.mark.full
 def test_memory(tmp_path: Path) -> None:
     path, plot = tmp_path / "result.json", tmp_path / "plot.png"
     size = ["--width", "128", "--layers", "2", "--vocabulary", "512", "--sequence", "8"]

@@ -70,9 +70,10 @@ class Sentry:
     def _compare(self, waits: list[Wait], now: float) -> None:
         self._compared = {wait: self._compared.get(wait, COMPARE) for wait in waits}
         for wait, due in self._compared.items():
-            if wait.compare is not None and now - wait.since >= due:
+            compare = wait.compare  # gone once the wait has ended
+            if compare is not None and now - wait.since >= due:
                 self._compared[wait] = 2 * due
-                wait.compare()
+                compare()
 
     def _warn(self, wait: Wait) -> None:
         """Let one rank speak for all, once for each wait: the first that answers."""

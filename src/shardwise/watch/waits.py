@@ -18,6 +18,10 @@ Compare = Callable[[], None]
 they are not; None where the transport sees to that itself."""
 
 
+def _nobody() -> tuple[int, ...]:
+    return ()
+
+
 class Wait:
     """A context in which this thread waits.
 
@@ -45,6 +49,8 @@ class Wait:
             del self._open[self._thread]
         else:
             self._open[self._thread] = self._outer
+        # Whoever still looks at this wait must not keep alive what it was for.
+        self.missing, self.compare, self._outer = _nobody, None, None
 
 
 class Waits:
