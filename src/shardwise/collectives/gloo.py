@@ -16,7 +16,6 @@ from torch import Tensor
 from shardwise.collectives import messages
 from shardwise.collectives.base import Collectives, Cuts, Handle
 from shardwise.collectives.courier import Courier, Trip
-from shardwise.collectives.messages import in_words
 from shardwise.collectives.pieces import clipped, join
 from shardwise.collectives.pieces import rows as split_rows
 from shardwise.collectives.roster import Roster
@@ -290,7 +289,10 @@ class Gloo(Collectives):
         if sent is None or sent == awaited:
             return
         me = self.roster.ranks[self.rank]
-        here, there = f"{in_words(awaited)} on rank {me}", f"{in_words(sent)} on rank {rank}"
+        here, there = (
+            f"{messages.in_words(awaited)} on rank {me}",
+            f"{messages.in_words(sent)} on rank {rank}",
+        )
         if (passed := lookout.passed_on(self.roster.speaker(self.rank))) is not None:
             self._difference = passed
         else:

@@ -14,18 +14,26 @@ from shardwise.engine.assembly import Recipe, States
 from shardwise.states.optimizer_trial import Kind, examine, placed
 
 
+class _Group:
+    """A parameter group of an optimizer; what kind it is costs a trial, made once when asked."""
+
+    def __init__(self, face: optim.Optimizer, options: dict[str, Any]) -> None:
+        self.face = face
+        self.options = options
+
+    @cached_property
+    def kind(self) -> Kind:
+        """As the group's first parameter is updated."""
+        return examine(self.face, self.options, self.options["params"][0].device)
+
+
 @dataclass(frozen=True)
 class Idle:
-    """A parameter that `face` has in a group of `options`, and that is not trained now."""
+    """A parameter that a group of an optimizer has, and that is not trained now."""
 
     name: str
     parameter: nn.Parameter
-    face: optim.Optimizer
-    options: dict[str, Any]
-
-    @cached_property
-    def _kind(self) -> Kind:
-        return examine(self.face, self.options, self.parameter.device)
+    group: _Group
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -33,8 +41,9 @@ class Idle:
         state = self._state
         if not state:
             return {}
-        if self._kind.elementwise:
-            return {key: state[key] for key in sorted(self._kind.tensor_keys) if key in state}
+        kind = self.group.kind
+        if kind.elementwise:
+            return {key: state[key] for key in sorted(kind.tensor_keys) if key in state}
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim > 0}
 
     @property
@@ -45,16 +54,16 @@ class Idle:
 
     @property
     def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.face.state.get(self.parameter, {})
+        state: dict[str, Any] = self.group.face.state.get(self.parameter, {})
         return state
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Have `state` in place of what there is."""
-        self.face.state.pop(self.parameter, None)
+        self.group.face.state.pop(self.parameter, None)
         if state:
             device = self.parameter.device
-            self.face.state[self.parameter] = {
-                key: placed(key, value, device, self.options) for key, value in state.items()
+            self.group.face.state[self.parameter] = {
+                key: placed(key, value, device, self.group.options) for key, value in state.items()
             }
 
 
@@ -63,7 +72,7 @@ def idle(recipe: Recipe, states: States) -> Iterator[Idle]:
     trained = {tracked.parameter for tracked in states.parameters.tracked}
     names = {tracked.parameter: tracked.name for tracked in recipe.located()}
     for face in recipe.optimizers:
-        for group in face.param_groups:
-            for parameter in group["params"]:
+        for group in (_Group(face, options) for options in face.param_groups):
+            for parameter in group.options["params"]:
                 if parameter not in trained:
-                    yield Idle(names[parameter], parameter, face, group)
+                    yield Idle(names[parameter], parameter, group)

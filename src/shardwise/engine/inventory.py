@@ -149,6 +149,12 @@ class Lending:
         )
         self._everywhere = everywhere
 
+    @property
+    def optimized(self) -> dict[nn.Parameter, str]:
+        """The names of all parameters that an optimizer has, trained now or not."""
+        names = {tracked.parameter: tracked.name for tracked in self.states.parameters.tracked}
+        return names | {each.parameter: each.name for each in self.idle}
+
     def frozen(self) -> Iterator[Holding]:
         """The frozen parameters that are sharded."""
         for slab in self.states.parameters.frozen:

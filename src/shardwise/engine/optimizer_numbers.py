@@ -77,8 +77,7 @@ def check(lending: Lending, fields: Mapping[str, Any]) -> None:
             "Make the same ones, or load the model alone: engine.load(path, model_only=True)."
         )
     _check_groups(lending, fields)
-    here = {each.name for each in lending.states.parameters.tracked}
-    lost = sorted(set(fields["state"]) - here - {each.name for each in lending.idle})
+    lost = sorted(set(fields["state"]) - set(lending.optimized.values()))
     if lost:
         raise CheckpointMismatch(
             f"The checkpoint has optimizer state of parameters that are in no optimizer here: "
@@ -94,8 +93,7 @@ def _check_groups(lending: Lending, fields: Mapping[str, Any]) -> None:
         for place, group in enumerate(_groups(told["groups"] for told in fields["optimizers"]))
         for name in group.get("parameters", ())
     }
-    names = {each.parameter: each.name for each in lending.states.parameters.tracked}
-    names |= {each.parameter: each.name for each in lending.idle}
+    names = lending.optimized
     faces = lending.recipe.optimizers
     for place, group in enumerate(_groups(face.param_groups for face in faces)):
         for name in (names[p] for p in group["params"]):

@@ -219,8 +219,7 @@ def state_fields(lending: Lending, told: Told) -> dict[str, Any]:
 
     Raises CheckpointError for a value that no file can hold.
     """
-    names = {t.parameter: t.name for t in lending.states.parameters.tracked}
-    names |= {each.parameter: each.name for each in lending.idle}
+    names = lending.optimized
     optimizers = [
         {
             "class": type(face).__name__,

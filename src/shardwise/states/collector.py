@@ -66,7 +66,7 @@ class Collector:
         """Whether this backward has collected the bucket: what comes now is late."""
         self._reduction = reduction
         self._forms = [tracked[index] for index in self.indices]
-        self._straight = frozenset(reduction.straight(rest.bucket))
+        self._straight = frozenset(reduction.straight[rest.index])
         ends, starts = [slot.end for slot in slots], [slot.start for slot in slots]
         gaps = zip([0, *ends], [*starts, rest.bucket.numel], strict=True)
         self._gaps = [(end, start) for end, start in gaps if end < start]

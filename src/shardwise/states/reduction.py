@@ -143,6 +143,8 @@ class Reduction:
         self._out = self._most_out = 0
         borrowed = summation.in_tree or placement.is_sharded("gradients")
         self.rests = self._rests(parameters, shelf, borrowed=borrowed)
+        self.straight = [self._straight(bucket) for bucket in parameters.buckets]
+        """By bucket, the slots whose gradients need not be in its buffer to be sent."""
 
     def _rests(self, parameters: Parameters, shelf: Shelf, *, borrowed: bool) -> list[Rest]:
         """Room for every bucket's gradient, whole unless it is `borrowed` for each backward."""
@@ -175,8 +177,7 @@ class Reduction:
         helds = iter(shelf.make("gradients", lengths, each, width=min(depth, 2)))
         return [Tally([next(helds) for _ in range(depth)], fan_ins, kind[1]) for kind in kinds]
 
-    def straight(self, bucket: Bucket) -> list[int]:
-        """The slots of `bucket` whose gradients need not be in its buffer to be sent."""
+    def _straight(self, bucket: Bucket) -> list[int]:
         slots = bucket.slots if self._group.sends_pieces else ()
         return [place for place, slot in enumerate(slots) if slot.numel >= STRAIGHT]
 
@@ -190,7 +191,7 @@ class Reduction:
         rest.squares.announce()
         each = rest.squares.add if self._summation.measure is None else None
         how = Sum(self._exact_sum, self._summation.in_tree, each)
-        pieces, group = self._pieces(rest.bucket, buffer, elsewhere), self._group
+        pieces, group = self._pieces(rest, buffer, elsewhere), self._group
         if self._scatter:
             cuts = rest.bucket.cuts
             handle = group.reduce_scatter_pieces(pieces, buffer, cuts, how, into=into)
@@ -204,18 +205,16 @@ class Reduction:
         if len(self._flight) > LAG:
             self._flight[-1 - LAG].handle.advance()
 
-    def _pieces(
-        self, bucket: Bucket, buffer: Tensor, elsewhere: Mapping[int, Tensor]
-    ) -> list[Tensor]:
+    def _pieces(self, rest: Rest, buffer: Tensor, elsewhere: Mapping[int, Tensor]) -> list[Tensor]:
         """What the buffer would hold, cut on all ranks where a gradient may be elsewhere."""
         pieces, end = [], 0
-        for place in self.straight(bucket):
-            slot = bucket.slots[place]
+        for place in self.straight[rest.index]:
+            slot = rest.bucket.slots[place]
             if end < slot.start:
                 pieces.append(buffer[end : slot.start])
             pieces.append(elsewhere.get(place, buffer[slot.start : slot.end]))
             end = slot.end
-        return pieces if pieces and end == bucket.numel else [*pieces, buffer[end:]]
+        return pieces if pieces and end == rest.bucket.numel else [*pieces, buffer[end:]]
 
     def drain(self) -> Iterator[Rest]:
         """Wait for everything that was launched; yields each bucket when its sum has come."""
