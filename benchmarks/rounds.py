@@ -58,8 +58,8 @@ def _turn(
         with start(contender) as crew:
             stint = crew.take(WARM_UP + steps)
             line.rounds.append(step_times(stint.ends)[WARM_UP - 1 :])
-            if not line.losses:
-                line.losses = mean_losses(stint.losses)
+            if len(line.rounds) == 1:
+                line.losses = mean_losses(stint.losses) if contender.same_work else []
                 weights = weigh(crew)
                 line.empty, line.resident, line.peak = astuple(weights)
     except NotInstalled as error:

@@ -1,7 +1,7 @@
 """Step time and resident set of every row of Shardwise beside its peers, in one run.
 
     python benchmarks/step_time.py --config A,C,R --ranks 2,4 --rows 0,1,2,3 --disk DIR \\
-        --peers ddp,zro,fsdp2,deepspeed,accelerate,lightning \\
+        --peers apart,ddp,zro,fsdp2,deepspeed,accelerate,lightning \\
         --json benchmarks/results/today.json --plot today.png
 
 All train the same model from the same weights on the same batches, in fp32 with torch's fused
@@ -18,7 +18,8 @@ contenders at four ranks do not fit into memory. --keep is quicker, for a look.
 
 A step lasts from the moment the last rank ended one to the moment the last rank ended the next.
 The limit is the step of one process with one thread on the whole batch, divided by the cores that
-the ranks can use: what remains if nothing but the arithmetic costs anything.
+the ranks can use: what remains if nothing but the arithmetic costs anything. *Ranks, no exchange*
+are as many processes, each on its rows, that update a part each and send nothing.
 """
 
 import argparse

@@ -22,11 +22,16 @@ class Contender:
     """Runs as one process on the whole batch, whatever the number of ranks."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for its ranks, beside those that all get."""
+    same_work: bool = True
+    """Its losses are those of everyone else, or the run is worthless."""
 
 
 PLAIN = Contender(key="plain", label="one process", module="plain", alone=True)
 
+APART = Contender(key="apart", label="ranks, no exchange", module="apart", same_work=False)
+
 PEERS = {
+    "apart": [APART],
     "ddp": [Contender(key="ddp", label="torch DDP", module="ddp")],
     "zro": [Contender(key="zro", label="DDP + ZeroRedundancy", module="zero_redundancy")],
     "fsdp2": [
