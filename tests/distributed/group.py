@@ -6,31 +6,33 @@
     def test_rows(group):
         assert group(2)(rows, 5) == [[0, 1], [2, 3, 4]]
 
-Importing torch costs seconds of CPU per rank, so a group is started by the first case that needs
-it, as `shardwise run` starts its ranks, and serves all later cases of that size.
+Importing torch costs seconds of CPU, so one process does it (multiprocessing's forkserver) and the
+ranks are forked from it. A group is started by the first case that needs it and serves all later
+cases of that size.
 """
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from multiprocessing.connection import Pipe, wait
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import DupFd
 from typing import IO, Any
 
 from shardwise.launch import own
 from shardwise.launch.identity import Identity
+from tests.distributed import worker
 from tests.distributed.worker import Outcome
 
-WORKER = Path(__file__).with_name("worker.py")
-ROOT = Path(__file__).parents[2]
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["torch", "torch.utils.data", "shardwise", "pytest"])
 
 START_LIMIT = 120.0
 GRACE = 1.0
@@ -64,7 +66,7 @@ class Group:
 
     def __init__(self, size: int, settings: Mapping[str, Any] | None = None) -> None:
         self.size = size
-        self._settings = json.dumps(dict(settings or {}))
+        self._settings = dict(settings or {})
         self._ranks: list[_Rank] = []
 
     def __call__(self, function: Callable[..., Any], *args: Any, limit: float = 60) -> list[Any]:
@@ -128,8 +130,6 @@ class Group:
             ]
         try:
             for rank in self._ranks:
-                rank.connection.send(sys.path)
-            for rank in self._ranks:
                 if not rank.connection.poll(START_LIMIT):
                     raise RankFailed(f"Rank {rank.number} did not start.\n{rank.output()}")
                 rank.connection.recv()
@@ -175,7 +175,7 @@ class Group:
 
     def _stacks(self, numbers: list[int]) -> str:
         for number in numbers:
-            self._ranks[number].process.send_signal(signal.SIGUSR2)
+            os.kill(self._ranks[number].process.pid, signal.SIGUSR2)
         time.sleep(0.5)
         return "\n".join(self._ranks[number].output() for number in numbers)
 
@@ -188,11 +188,12 @@ class Group:
 class _Rank:
     """One process of a group, the connection to it, and what it printed."""
 
-    def __init__(self, number: int, size: int, listener: socket.socket, settings: str) -> None:
+    def __init__(
+        self, number: int, size: int, listener: socket.socket, settings: dict[str, Any]
+    ) -> None:
         self.number = number
         self.printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in reap)
-        self.connection, theirs = Pipe()
-        inherited = [theirs.fileno()] + ([listener.fileno()] if number == 0 else [])
+        self.connection, theirs = FORKED.Pipe()
         identity = Identity(
             launcher="shardwise run",
             rank=number,
@@ -201,16 +202,21 @@ class _Rank:
             local_size=size,
             address="127.0.0.1",
             port=listener.getsockname()[1],
-            listen_fd=listener.fileno() if number == 0 else None,
         )
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), str(theirs.fileno()), settings],
-            env=_environment(identity),
-            pass_fds=inherited,
-            stdin=subprocess.DEVNULL,
-            stdout=self.printed,
-            stderr=self.printed,
+        inherited = _Descriptor(listener) if number == 0 else None
+        self.process = FORKED.Process(
+            target=_be,
+            args=(
+                theirs,
+                _Descriptor(self.printed),
+                inherited,
+                identity,
+                _environment(),
+                settings,
+            ),
         )
+        with _one_thread():
+            self.process.start()
         theirs.close()
 
     def outcome(self) -> Outcome:
@@ -218,7 +224,8 @@ class _Rank:
         try:
             said = self.connection.recv()
         except (EOFError, OSError):
-            code = self.process.wait()
+            self.process.join()
+            code = self.process.exitcode
             text = f"rank {self.number} ended with exit code {code}\n{self.output()}"
             return Outcome(error=("Died", f"exit code {code}"), trace=text, calls=-1)
         assert isinstance(said, Outcome)
@@ -237,16 +244,58 @@ class _Rank:
 
     def reap(self) -> None:
         """Wait for the end, or make it so."""
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
+        self.process.join(10)
+        if self.process.is_alive():
             self.process.kill()
-            self.process.wait()
+        self.process.join()
+        self.process.close()
         self.connection.close()
         self.printed.close()
 
 
-def _environment(identity: Identity) -> dict[str, str]:
+class _Descriptor:
+    """An open file, which the forked process gets as a descriptor of its own."""
+
+    def __init__(self, file: IO[bytes] | socket.socket) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
+        return _detached, (DupFd(self._file.fileno()),)
+
+
+def _detached(copy: Any) -> int:
+    return copy.detach()
+
+
+def _be(
+    connection: Connection,
+    printed: int,
+    listen_fd: int | None,
+    identity: Identity,
+    environ: dict[str, str],
+    settings: dict[str, Any],
+) -> None:
+    """What a forked process does: it becomes the rank."""
+    told = own.environment(replace(identity, listen_fd=listen_fd))
+    worker.main(connection, printed, environ | told, settings)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The process that ranks are forked from is started now, and must have no threads."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _environment() -> dict[str, str]:
+    """The session's, without what makes it a rank or a test."""
     strange = ("SHARDWISE_", "PYTEST_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {
@@ -254,7 +303,7 @@ def _environment(identity: Identity) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(strange) and name not in names
     }
-    return kept | own.environment(identity) | {"OMP_NUM_THREADS": "1"}
+    return kept | {"OMP_NUM_THREADS": "1"}
 
 
 def _story(function: Callable[..., Any], outcomes: list[Outcome]) -> str:

@@ -1,22 +1,21 @@
 """One rank of a warm group: joins once, then runs the cases that its group sends.
 
-Started by group.py as `python worker.py FD SETTINGS`, where FD is one end of a connection and
-SETTINGS are keywords of `shardwise.init` as JSON; `hosts` among them is by rank the host that it is
-to take itself to be on. A message is ("run", pickled (function, args)),
-("sync",) or ("end",); end of file means the session died.
+group.py has it forked from a process that has imported torch. It is given one end of a connection
+and keywords of `shardwise.init`; `hosts` among them is by rank the host that it is to take itself
+to be on. A message is ("run", pickled (function, args)), ("sync",) or ("end",); end of file means
+the session died.
 """
 
 import faulthandler
 import gc
-import json
 import os
 import pickle
 import random
 import signal
 import socket
-import sys
 import traceback
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,10 +38,27 @@ class Outcome:
     calls: int = 0
 
 
+def main(
+    connection: Connection, printed: int, environ: Mapping[str, str], settings: dict[str, Any]
+) -> None:
+    """Be a rank: `printed` is the descriptor that standard output and errors go to."""
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    os.close(printed)
+    os.environ.clear()
+    os.environ.update(environ)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session, which ends us
+    serve(connection, settings)
+
+
 def serve(connection: Connection, settings: dict[str, Any]) -> None:
     """Join the group that the environment names, then run cases until the connection ends."""
-    sys.path[:] = connection.recv()
     world = _join(settings)
+    # What was imported is no garbage: collections between cases need not look at it.
+    gc.collect()
+    gc.freeze()
     connection.send("ready")
     while True:
         try:
@@ -114,12 +130,3 @@ def _reset(world: Any) -> None:
     torch.set_default_dtype(torch.float32)
     randomness.seed_everything(0)
     random.seed(0)
-
-
-if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR2, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session, which ends us
-    # Results name this file's Outcome by the module that the tests import it from.
-    Outcome.__module__ = "tests.distributed.worker"
-    sys.modules["tests.distributed.worker"] = sys.modules["__main__"]
-    serve(Connection(int(sys.argv[1])), json.loads(sys.argv[2]))

@@ -1,5 +1,6 @@
 """`shardwise run`, as a user types it: real processes, real signals, a real terminal."""
 
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardwise import config
+from tests.system.control_group import little_memory
 from tests.system.launcher import LIMIT, Launcher, Ran, script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -224,6 +226,22 @@ class TestFailing:
         assert ran.code == 137
         assert "rank 1 of 2 was ended by SIGKILL, most likely by the out-of-memory" in ran.err
         assert "Its memory had reached 0.0 GB; the host has " in ran.err
+
+    def test_the_out_of_memory_killer_is_named_where_the_kernel_counts(
+        self, shardwise: Launcher
+    ) -> None:
+        with contextlib.ExitStack() as stack:
+            try:
+                shardwise.enter = stack.enter_context(little_memory(300 << 20))
+            except OSError as error:
+                pytest.skip(f"no control group can be made here: {error}")
+            ran = shardwise.run("run", "-n", "2", script("grows"))
+            assert not shardwise.wait_until_gone()
+        assert ran.code == 137
+        assert (
+            "rank 1 of 2 was ended by SIGKILL, by the out-of-memory killer: the kernel" in ran.err
+        )
+        assert "Against a lack of memory: a smaller --micro-batch-size" in ran.err
 
     def test_the_code_of_the_failing_rank_even_if_others_resist(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", "--grace", "0.5", script("stubborn"))
