@@ -52,7 +52,7 @@ def _row(line: dict[str, Any]) -> str:
         _number(line["over_limit"], ".2f"),
         _number(None if peak is None else peak / MB, ".0f"),
         _number(None if everyone is None else everyone / MB, ".0f"),
-        _number(line["losses"][-1], ".4f"),
+        _number(line["losses"][-1] if line["losses"] else None, ".4f"),
     ]
     return f"| {' | '.join(cells)} |"
 

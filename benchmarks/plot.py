@@ -68,7 +68,8 @@ def scaling(
 def _times(axes: Any, result: Result) -> None:
     lines = _shown(result)
     _bars(axes, lines, [line.median for line in lines])
-    axes.set_title(f"{result.workload.name}, {result.ranks} ranks: ms per step", fontsize=9)
+    title = f"{result.workload.name}, {result.ranks} ranks: ms per step"
+    axes.set_title(title, fontsize=9, loc="left")
     if result.limit is not None:
         axes.axvline(result.limit, color="black", linewidth=1, linestyle="--")
         axes.text(result.limit, -0.75, "limit", fontsize=7, ha="center", va="bottom")
@@ -79,7 +80,7 @@ def _memory(axes: Any, result: Result) -> None:
     peaks = [None if line.peak is None else line.peak / MB for line in lines]
     _bars(axes, lines, peaks)
     axes.set_yticklabels([])
-    axes.set_title("MB per rank, highest in a step", fontsize=9)
+    axes.set_title("MB per rank, highest in a step", fontsize=9, loc="left")
 
 
 def _bars(axes: Any, lines: Sequence[Line], values: Sequence[float | None]) -> None:

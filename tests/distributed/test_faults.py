@@ -11,12 +11,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.faults import PHASES, VICTIM, Case, Outcome
-from tests.distributed.group import ROOT
+
+ROOT = Path(__file__).parents[2]
 
 REPEATS = int(os.environ.get("TEST_REPEATS", "1"))
 TRANSPORTS: dict[str, dict[str, Any]] = {
