@@ -390,7 +390,9 @@ def _plain(value: Any) -> str:
 
 
 _NOT_SETTINGS = {"FLAGS", "CONFIG"}
-_HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
+HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
+"""Horovod's variable for the same, understood as well."""
+
 _ON_CALL = "DYNAMIC"
 """What Horovod takes there for a timeline that the script starts itself."""
 _LAUNCH_PREFIX = PREFIX + "LAUNCH_"
@@ -400,8 +402,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """SHARDWISE_<NAME> variables, but for those that the launcher itself sets (_LAUNCH_), and what
     Horovod has a variable for."""
     values = {}
-    if environ.get(_HOROVOD_TIMELINE, _ON_CALL) != _ON_CALL:
-        values["timeline"] = environ[_HOROVOD_TIMELINE]
+    if environ.get(HOROVOD_TIMELINE, _ON_CALL) != _ON_CALL:
+        values["timeline"] = environ[HOROVOD_TIMELINE]
     for variable, value in environ.items():
         if not variable.startswith(PREFIX) or variable.startswith(_LAUNCH_PREFIX):
             continue

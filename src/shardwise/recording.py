@@ -88,7 +88,7 @@ class _ToFile:
     def write(self, notes: list[Note]) -> None:
         """Write them, and how much memory is in use."""
         self._measure()
-        lines = []
+        lines: list[str] = []
         for note in notes:
             lines += self._encoder.lines([note])
             if note.row is Row.STEPS:  # in between, what stands inside another would stick out

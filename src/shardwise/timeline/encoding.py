@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.timeline.recorder import Note
 from shardwise.timeline.rows import LANES, WIDEST, Row
 
-LONGEST = 200
+LONGEST = 100
 """Characters of a text, so that every line fits into a page of the file."""
 
 

@@ -54,7 +54,8 @@ class TimelineFile:
                 header["recording"] = sorted({*header["recording"], rank})
                 held.put(0, _header(header))
             else:
-                held.replace([_header({"run": run, **about, "recording": [rank]})], ROOM, self._aside)
+                header = {"run": run, "first": rank, **about, "recording": [rank]}
+                held.replace([_header(header)], ROOM, self._aside)
 
     def write(self, lines: Iterable[str]) -> None:
         """Add events, each of them one line. Raises OSError."""
@@ -202,8 +203,8 @@ def header_of(page: bytes) -> dict[str, Any] | None:
 
 
 def _header(about: dict[str, Any]) -> bytes:
-    event = {"name": NAME, "ph": "M", "pid": about["recording"][0] if about["recording"] else 0}
-    page = b"[" + json.dumps(event | {"tid": 0, "args": about}).encode()
+    event = {"name": NAME, "ph": "M", "pid": about["first"], "tid": 0, "args": about}
+    page = b"[" + json.dumps(event).encode()
     assert len(page) <= PAGE, "too many ranks on a host"
     return page.ljust(PAGE - 1) + b"\n"
 

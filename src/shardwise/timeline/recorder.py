@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 PERIOD = 0.25
 """Seconds between two writes: what a kill takes away at most."""
 
+MANY = 8
+"""Ranks that are listed one by one."""
+
 PATIENCE = 5.0
 """Seconds that the last write gets."""
 
@@ -91,7 +94,7 @@ class Recorder:
         """The thread that computes has waited in `call`, `since` seconds of the monotonic clock;
         the ranks `missing` had not come when it began."""
         began, now = int(since * 1e9), time.monotonic_ns()
-        about = {"for ranks": list(missing)} if missing else None
+        about = {"for": _listed(missing)} if missing else None
         self.notes.append(Note(Row.COMPUTE, f"wait: {call}", began, now, about, WAIT))
 
     def stop(self) -> None:
@@ -111,6 +114,13 @@ class Recorder:
 
     def _taken(self) -> list[Note]:
         return [self.notes.popleft() for _ in range(len(self.notes))]
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    """Ranks in words; of many the first."""
+    shown = ", ".join(map(str, ranks[:MANY]))
+    more = f" and {len(ranks) - MANY} more" if len(ranks) > MANY else ""
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
 
 
 class Span:

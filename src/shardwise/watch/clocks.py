@@ -13,7 +13,7 @@ from shardwise.watch.lookout import Lookout
 
 ROUNDS = 8
 
-_CLOCKS = {"monotonic": time.monotonic_ns, "wall": time.time_ns}
+Which = Literal["monotonic", "wall"]
 
 
 class Ahead(NamedTuple):
@@ -23,16 +23,20 @@ class Ahead(NamedTuple):
     error: int
 
 
-def ahead(lookout: Lookout, rank: int, which: Literal["monotonic", "wall"]) -> Ahead | None:
+def ahead(lookout: Lookout, rank: int, which: Which) -> Ahead | None:
     """How far this rank's clock is ahead of that of `rank`; None where it does not answer."""
     if rank == lookout.rank:
         return Ahead(0, 0)
-    clock, found = _CLOCKS[which], []
+    found = []
     for _ in range(ROUNDS):
-        asked = clock()
+        asked = _shown(which)
         answer = lookout.ask_clock(rank)
-        heard = clock()
+        heard = _shown(which)
         if answer is None:
             break
         found.append(Ahead((asked + heard) // 2 - answer[which], (heard - asked) // 2))
     return min(found, key=lambda one: one.error, default=None)
+
+
+def _shown(which: Which) -> int:
+    return time.monotonic_ns() if which == "monotonic" else time.time_ns()

@@ -32,9 +32,7 @@ class Wait:
 
     __slots__ = ("_outer", "_thread", "_waits", "_whom", "call", "compare", "missing", "since")
 
-    def __init__(
-        self, waits: Waits, call: str, missing: Missing, compare: Compare | None
-    ) -> None:
+    def __init__(self, waits: Waits, call: str, missing: Missing, compare: Compare | None) -> None:
         self.call = call
         self.missing = missing
         self.compare = compare
