@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakSet
 
 from shardwise.timeline.rows import Row
@@ -41,7 +41,7 @@ class Note(NamedTuple):
     name: str
     began: int
     ended: int
-    about: Mapping[str, Any] | None = None
+    about: Mapping[str, int | str] | None = None
     category: str | None = None
 
 
@@ -129,7 +129,7 @@ class Span:
     __slots__ = ("_about", "_began", "_name", "_recorder", "_row")
 
     def __init__(
-        self, recorder: Recorder, name: str, row: Row, about: Mapping[str, Any] | None
+        self, recorder: Recorder, name: str, row: Row, about: Mapping[str, int | str] | None
     ) -> None:
         self._recorder = recorder
         self._name = name
@@ -149,7 +149,7 @@ class Launched:
 
     __slots__ = ("_about", "_began", "_name", "_recorder")
 
-    def __init__(self, recorder: Recorder, name: str, about: Mapping[str, Any]) -> None:
+    def __init__(self, recorder: Recorder, name: str, about: Mapping[str, int | str]) -> None:
         self._recorder: Recorder | None = recorder
         self._name = name
         self._about = about
@@ -173,7 +173,7 @@ _OFF = nullcontext()
 
 
 def span(
-    name: str, row: Row = Row.COMPUTE, about: Mapping[str, Any] | None = None
+    name: str, row: Row = Row.COMPUTE, about: Mapping[str, int | str] | None = None
 ) -> AbstractContextManager[None]:
     """A context that is noted as `name` on a row; `about` is shown beside it."""
     return _OFF if active is None else Span(active, name, row, about)
