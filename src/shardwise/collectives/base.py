@@ -32,8 +32,10 @@ class Handle:
         self._noted: Launched | None = None
 
     def noted(self, launched: Launched | None) -> Handle:
-        """Note in the timeline when the result is there; returns itself."""
-        self._noted = launched
+        """Note in the timeline when the result is there, where it is still to come; returns
+        itself."""
+        if self._finish is not None or self._advance is not None:
+            self._noted = launched
         return self
 
     def advance(self) -> None:

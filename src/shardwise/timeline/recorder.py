@@ -7,7 +7,6 @@ a few times a second, so that a step pays a microsecond per event.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -224,5 +223,4 @@ def _in_forked_child() -> None:
     active = None
 
 
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_in_forked_child)
+os.register_at_fork(after_in_child=_in_forked_child)

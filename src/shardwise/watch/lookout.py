@@ -83,6 +83,7 @@ class Lookout:
         self.channels: WeakValueDictionary[str, Channel] = WeakValueDictionary()
         self._places: dict[int, Place] = {}
         self._secret = ""
+        self._name = secrets.token_hex()
         self._listener: socket.socket | None = None
         self._bell: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
@@ -262,7 +263,7 @@ class Lookout:
     @property
     def run(self) -> str:
         """A name of this run, alike on all its ranks and of no other run."""
-        return sha256((self._secret or secrets.token_hex()).encode()).hexdigest()[:16]
+        return sha256((self._secret or self._name).encode()).hexdigest()[:16]
 
     def ask_to_let_go(self, rank: int, channel: str, to: int, awaited: list[Any]) -> None:
         """Let `rank` send what the one at place `to` waits for, so that it waits no longer."""

@@ -168,6 +168,13 @@ def test_a_run_of_one_rank_from_start_to_stop(tmp_path: Path) -> None:
     (event,) = (one for one in reading.read([path]) if one["ph"] == "X")
     assert event["name"] == "forward"
     assert {one["name"] for one in reading.read([path]) if one["ph"] == "C"} == {"memory (MB)"}
+    lookout = Lookout(0, 1)
+    for name in ("first", "second"):
+        recording.start(path, lookout)
+        with span(name):
+            pass
+        recording.stop()
+    assert [one["name"] for one in reading.read([path]) if one["ph"] == "X"] == ["first", "second"]
     with pytest.raises(ConfigError, match="is there already and is no timeline of ours"):
         recording.start(Path(__file__), Lookout(0, 1))
     assert recorder.active is None
