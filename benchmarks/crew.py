@@ -70,6 +70,10 @@ class Crew:
         """The process of each rank."""
         return [process.pid for process in self._processes]
 
+    def file(self, name: str) -> Path:
+        """The path of a file that the ranks wrote where they run."""
+        return Path(self._folder.name) / name
+
     def take(self, steps: int, meanwhile: Callable[[], None] | None = None) -> Stint:
         """Train `steps` steps; call `meanwhile` again and again until they are done."""
         for lines in self._lines:

@@ -10,11 +10,22 @@ if TYPE_CHECKING:
     from shardwise.engine import Engine
     from shardwise.metrics import Metrics
     from shardwise.model.meta import on_meta
-    from shardwise.world import World, init
+    from shardwise.world import World, init, start_timeline, stop_timeline
 
     __version__: str
 
-__all__ = ["Engine", "Loader", "Metrics", "World", "__version__", "errors", "init", "on_meta"]
+__all__ = [
+    "Engine",
+    "Loader",
+    "Metrics",
+    "World",
+    "__version__",
+    "errors",
+    "init",
+    "on_meta",
+    "start_timeline",
+    "stop_timeline",
+]
 
 _HOMES = {
     "Engine": "shardwise.engine",
@@ -23,6 +34,8 @@ _HOMES = {
     "World": "shardwise.world",
     "init": "shardwise.world",
     "on_meta": "shardwise.model.meta",
+    "start_timeline": "shardwise.world",
+    "stop_timeline": "shardwise.world",
 }
 
 

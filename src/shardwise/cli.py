@@ -18,6 +18,7 @@ from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import explain as explaining
 from shardwise.launch import flags, gpus, srun, start
 from shardwise.launch.flags import Flag
+from shardwise.timeline.commands import timeline
 
 WRONG_USE = 2
 WIDTH = 100
@@ -244,3 +245,4 @@ def _shardwise(ctx: click.Context) -> None:
 _shardwise.add_command(_run_command())
 _shardwise.add_command(_doctor_command())
 _shardwise.add_command(checkpoint)
+_shardwise.add_command(timeline)

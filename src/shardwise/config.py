@@ -94,6 +94,12 @@ def _states(text: str) -> tuple[str, ...]:
     return names
 
 
+def _file(text: str) -> Path:
+    if not text.strip() or text.endswith(os.sep):
+        raise ValueError("the name of a file")
+    return Path(text)
+
+
 def _patterns(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
@@ -245,6 +251,9 @@ class Settings:
     ema_decay: float | None = _setting(
         None, _fraction, "precision", "keep an exponential moving average of the weights", "D"
     )
+    timeline: Path | None = _setting(
+        None, _file, "watch", "where time goes, event by event, as Chrome trace JSON", "FILE"
+    )
     quiet: bool = _setting(
         False, _switch, "watch", "do not print the lines at the start", rare=True
     )
@@ -315,6 +324,7 @@ _ELSEWHERE = {
     "transport": "sw.init",
     "exact": "sw.init",
     "rendezvous": "sw.init",
+    "timeline": "sw.init",
     "micro_batch_size": "sw.Loader",
 }
 
@@ -380,12 +390,20 @@ def _plain(value: Any) -> str:
 
 
 _NOT_SETTINGS = {"FLAGS", "CONFIG"}
+HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
+"""Horovod's variable for the same, understood as well."""
+
+_ON_CALL = "DYNAMIC"
+"""What Horovod takes there for a timeline that the script starts itself."""
 _LAUNCH_PREFIX = PREFIX + "LAUNCH_"
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """SHARDWISE_<NAME> variables, but for those that the launcher itself sets (_LAUNCH_)."""
+    """SHARDWISE_<NAME> variables, but for those that the launcher itself sets (_LAUNCH_), and what
+    Horovod has a variable for."""
     values = {}
+    if environ.get(HOROVOD_TIMELINE, _ON_CALL) != _ON_CALL:
+        values["timeline"] = environ[HOROVOD_TIMELINE]
     for variable, value in environ.items():
         if not variable.startswith(PREFIX) or variable.startswith(_LAUNCH_PREFIX):
             continue

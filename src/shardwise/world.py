@@ -10,13 +10,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise import collectives, config, launch, randomness, repeatable
+from shardwise import collectives, config, launch, randomness, recording, repeatable
 from shardwise.collectives import Collectives
 from shardwise.errors import DataError, LaunchError, UsageError
 from shardwise.feed import Batch, Feed, Plan
@@ -210,6 +211,8 @@ def enter(
         world.sentry = Sentry(group.lookout, chosen.warn_after, chosen.timeout)
     atexit.register(_leave)
     _current = world
+    if chosen.timeline is not None:
+        start_timeline(chosen.timeline)
     return world
 
 
@@ -220,10 +223,30 @@ def current() -> World:
     return _current
 
 
+def start_timeline(path: str | os.PathLike[str]) -> None:
+    """Record where time goes into `path`, Chrome's trace JSON, from now on.
+
+    For the ranks that call it; those of one host write one file, which may be opened at any moment.
+    What is being recorded into another file ends there. In a file that this run has written before
+    it goes on; one of an earlier run is replaced. Raises ConfigError where it cannot be written.
+    """
+    world = current()
+    recording.start(Path(path), world.collectives.lookout)
+    if world.is_main and not world.settings.quiet:
+        line = recording.where(Path(path), world.collectives.lookout)
+        print(f"shardwise: {line}", file=sys.stderr, flush=True)
+
+
+def stop_timeline() -> None:
+    """Write what is left of the timeline, and record no longer; harmless where none is."""
+    recording.stop()
+
+
 def _leave() -> None:
     """Leave the group; the last word of a process, also for tests that join again."""
     global _current
     world, _current = _current, None
+    recording.stop()
     if world is not None:
         atexit.unregister(_leave)
         world.preemption.forget()

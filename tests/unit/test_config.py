@@ -163,3 +163,15 @@ def test_sources_have_names() -> None:
         Source("environment", {}),
         Source("the script", {"seed": 1}),
     ]
+
+
+class TestTimeline:
+    def test_horovods_variable_is_understood(self) -> None:
+        assert resolve({"HOROVOD_TIMELINE": "a.json"})[0].timeline == Path("a.json")
+        assert resolve({"HOROVOD_TIMELINE": "DYNAMIC"})[0].timeline is None
+        ours = {"HOROVOD_TIMELINE": "a.json", "SHARDWISE_TIMELINE": "b.json"}
+        assert resolve(ours)[0].timeline == Path("b.json")
+
+    def test_it_is_a_file(self) -> None:
+        with pytest.raises(ConfigError, match="--timeline takes the name of a file"):
+            resolve(flags(timeline="folder/"))

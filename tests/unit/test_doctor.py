@@ -45,6 +45,7 @@ def test_what_is_wrong_and_what_to_mind() -> None:
 def test_a_clock_may_differ_a_little() -> None:
     assert findings.clock(-0.9).advice == ""
     assert "start chrony or ntpd" in findings.clock(-1.1).advice
+    assert findings.clock(None).shown == "unknown: rank 0 did not answer"
 
 
 def test_speeds_have_units() -> None:

@@ -21,6 +21,7 @@ from shardwise.checkpoint.byte_ranges import ByteRange
 from shardwise.checkpoint.checksum import Part
 from shardwise.checkpoint.folders import DOCUMENT, Draft
 from shardwise.checkpoint.writer import Sink, Tensor, Writer
+from shardwise.timeline import Row, span
 
 RESERVED = 4096
 """Bytes that a note of a failure may have: one block."""
@@ -85,13 +86,15 @@ class Job(threading.Thread):
 
     def run(self) -> None:
         """Write, leave a note, and see how it ends for all."""
-        sums = self._own()
+        with span("write", Row.BACKGROUND):
+            sums = self._own()
         try:
             _leave(self.draft.path, f"rank-{self._rank}", {"sums": sums, "failure": self.failure})
-            if self._rank == 0:
-                self._complete()
-            else:
-                self._await()
+            with span("complete", Row.BACKGROUND):
+                if self._rank == 0:
+                    self._complete()
+                else:
+                    self._await()
         except Exception as error:  # nobody else would hear of it
             self.failure = self.failure or self._said(error)
 

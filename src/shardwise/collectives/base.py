@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwise.collectives.pieces import join
 from shardwise.collectives.sums import PLAIN, Sum
 from shardwise.errors import UsageError
+from shardwise.timeline.recorder import Launched
 from shardwise.watch.lookout import Lookout
 
 Cuts = Sequence[int]
@@ -28,6 +29,14 @@ class Handle:
     ) -> None:
         self._finish = finish
         self._advance = advance
+        self._noted: Launched | None = None
+
+    def noted(self, launched: Launched | None) -> Handle:
+        """Note in the timeline when the result is there, where it is still to come; returns
+        itself."""
+        if self._finish is not None or self._advance is not None:
+            self._noted = launched
+        return self
 
     def advance(self) -> None:
         """Do what can be done once the messages on their way have come: sum them, or start the
@@ -42,6 +51,8 @@ class Handle:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+        if self._noted is not None:
+            self._noted.done()
 
     def reusable(self) -> None:
         """Return when no other rank reads this rank's buffer any more."""

@@ -21,6 +21,7 @@ from shardwise.collectives.mesh import INLINE, Mesh, Message, Watch
 from shardwise.collectives.roster import Roster
 from shardwise.collectives.wire import SAME_CALLS, late
 from shardwise.errors import CollectiveError, PeerLost
+from shardwise.timeline.recorder import Launched
 from shardwise.watch.lookout import Lookout
 
 READY, HALFWAY, DONE, ENDED, FAILED, OVER = range(6)
@@ -63,6 +64,16 @@ class Flight(Handle):
         self.trip = step if isinstance(step, Trip) else None
         if not isinstance(step, Trip):
             self.stage = step
+
+    def noted(self, launched: Launched | None) -> Handle:
+        self._noted = launched
+        self.tell()
+        return self
+
+    def tell(self) -> None:
+        """Note the end in the timeline, once the result is there."""
+        if self._noted is not None and self.stage >= DONE:
+            self._noted.done()
 
     @property
     def name(self) -> str:
@@ -223,8 +234,10 @@ class Flights:
         while (came := self._due(flight)) is not None:
             try:
                 flight.reach(flight.plan.send(came))
+                flight.tell()
             except StopIteration:
                 flight.stage, flight.trip = OVER, None
+                flight.tell()
                 del self._alive[flight.opening.call]
                 return
             except CollectiveError as error:

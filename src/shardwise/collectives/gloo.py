@@ -244,7 +244,8 @@ class Gloo(Collectives):
 
     def _wait(self, what: str, call: int, awaited: dict[int, messages.Content]) -> None:
         self.lookout.refuse_after_failure()
-        now: list[int] = []  # the place that is waited for
+        # The place that is waited for, and first of all everyone's.
+        now = sorted({place for place, _ in self._unwaited[call]})
         compare = partial(self._compare, call, awaited, now)
         with self.lookout.waits.noted(f"{what} (call {call})", lambda: self._ranks(now), compare):
             for place, work in self._unwaited[call]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise import timeline
 from shardwise.data.source import Item, Micro
 from shardwise.data.transfer import to_device
 from shardwise.errors import UsageError
@@ -41,7 +42,7 @@ class Pass:
     def steps(self, first: int) -> Iterator[Step]:
         """The steps of this pass, numbered from `first`; each is finished before the next."""
         try:
-            for number, item in enumerate(self._items, first):
+            for number, item in enumerate(iter(self._fetched, None), first):
                 step = Step(self, item, number)
                 yield step
                 step._finish()
@@ -58,7 +59,8 @@ class Pass:
         """The data of `item` on the device; the feed knows of it when this returns."""
         self._check_open()
         micro, data = item
-        data = to_device(data, self._world.device, non_blocking=self._pinned)
+        with timeline.span("to the device", timeline.Row.DATA):
+            data = to_device(data, self._world.device, non_blocking=self._pinned)
         batch = Batch(
             samples=micro.samples,
             last=micro.last,
@@ -72,7 +74,14 @@ class Pass:
     def next_item(self) -> Item:
         """The next micro-batch of a step that has begun."""
         self._check_open()
-        return next(self._items)
+        item = self._fetched()
+        assert item is not None, "a step is whole"
+        return item
+
+    def _fetched(self) -> Item | None:
+        """Wait for the next micro-batch; None at the end."""
+        with timeline.span("next batch", timeline.Row.DATA):
+            return next(self._items, None)
 
     def pass_over(self, micro: Micro, left: int) -> None:
         """Leave a whole step out."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 
 from rich.console import Console
 
@@ -13,6 +12,7 @@ from shardwise import world as worlds
 from shardwise.doctor import checks, findings, reach, speed
 from shardwise.doctor.checks import Check
 from shardwise.doctor.speed import Speed
+from shardwise.watch import clocks
 from shardwise.world import World
 
 
@@ -43,9 +43,8 @@ def _hosts(world: World) -> dict[str, list[Check]]:
     network = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by Gloo")
     mine.append(Check("network interface", network))
     mine += reach.check(launch.detect(os.environ))
-    world.barrier()
-    now = world.gather(time.time())
-    mine.append(findings.clock(now[world.rank] - now[0]))
+    ahead = clocks.ahead(world.collectives.lookout, 0, "wall")
+    mine.append(findings.clock(None if ahead is None else ahead.ns / 1e9))
     hosts: dict[str, list[Check]] = {}
     for host, found in world.gather((world.host, mine)):
         hosts.setdefault(host, found)

@@ -44,8 +44,10 @@ def advice(hosts: Hosts) -> list[str]:
     return _said(hosts, "advice")
 
 
-def clock(offset: float) -> Check:
-    """The clock of a host, `offset` seconds ahead of rank 0's."""
+def clock(offset: float | None) -> Check:
+    """The clock of a host, `offset` seconds ahead of rank 0's; None where that is not known."""
+    if offset is None:
+        return Check("clock", "unknown: rank 0 did not answer")
     far = abs(offset) > CLOCKS
     return Check(
         "clock",

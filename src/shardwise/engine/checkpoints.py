@@ -35,6 +35,7 @@ from shardwise.errors import (
     UsageError,
 )
 from shardwise.model.precision import LossScale
+from shardwise.timeline import Row, span
 from shardwise.world import World
 
 T = TypeVar("T")
@@ -70,6 +71,12 @@ class Checkpoints:
         self, folder: Path, steps: int, *, keep: int | None, background: bool, split: int
     ) -> Path:
         """See Engine.save; raises CheckpointNotWritten whatever the settings say."""
+        with span("save", Row.CHECKPOINT):
+            return self._save(folder, steps, keep=keep, background=background, split=split)
+
+    def _save(
+        self, folder: Path, steps: int, *, keep: int | None, background: bool, split: int
+    ) -> Path:
         if keep is not None and keep < 1:
             raise UsageError(f"keep takes how many checkpoints to keep, 1 or more, not {keep}.")
         self.wait()
@@ -88,10 +95,10 @@ class Checkpoints:
         finish = partial(_finish, made, fields, more, draft, keep, kept)
         try:
             saving.begin(draft, made, recipe.group)
-            if background:
-                self._start(lending, made, draft, finish)
-            else:
-                self._write(lending, made, draft, finish)
+            name, about = ("copy" if background else "write"), {"bytes": made.nbytes}
+            with span(name, Row.CHECKPOINT, about):
+                how = self._start if background else self._write
+                how(lending, made, draft, finish)
         except CheckpointNotWritten:
             if recipe.group.rank == 0:
                 draft.discard()  # a part of it would only take up room
@@ -185,7 +192,8 @@ class Checkpoints:
         has failed, unless training goes on without."""
         if self._job is not None:
             job, self._job = self._job, None
-            job.join()
+            with span("wait for the save before", Row.CHECKPOINT):
+                job.join()
             if job.failure is not None:
                 self.tolerate(CheckpointNotWritten(job.failure))
 
@@ -207,6 +215,7 @@ class Checkpoints:
         self._held.look_for_changes()
         lending = Lending(self._held.recipe, self._held.states)
         with ExitStack() as stack:
+            stack.enter_context(span("load", Row.CHECKPOINT))
             examine = partial(self._examine, path, lending, stack, strict=strict, alone=model_only)
             source, beside = self._alike(path, examine)
             loading.fill_model(lending, source)

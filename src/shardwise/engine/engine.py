@@ -36,6 +36,7 @@ from shardwise.engine.takeover import Takeover
 from shardwise.engine.window import StepStats, Totals, Window
 from shardwise.errors import CollectiveError, ModelError, UsageError
 from shardwise.model import precision
+from shardwise.timeline import recorder, span
 
 _living: WeakSet[Engine] = WeakSet()
 
@@ -154,11 +155,12 @@ class Engine(Resumable):
         gradients = self._states.gradients
         gradients.begin(last=last, weight=weight, factor=rest)
         try:
-            with self._showing(keep_graph=retain_graph):
-                torch.autograd.backward(
-                    loss, seed, retain_graph=retain_graph, inputs=self._inputs()
-                )
-            gradients.finish()
+            with span("backward"):
+                with self._showing(keep_graph=retain_graph):
+                    torch.autograd.backward(
+                        loss, seed, retain_graph=retain_graph, inputs=self._inputs()
+                    )
+                gradients.finish()
         except BaseException:
             with suppress(CollectiveError):  # the first error is the one to show
                 self._abandon()
@@ -230,8 +232,10 @@ class Engine(Resumable):
         self._states.parameters.check()
         self._held.take_in_writes()
         self._check_gradients()
-        self._states.gradients.reduce()
-        totals = self._exchange()
+        with span("reduce"):
+            self._states.gradients.reduce()
+        with span("exchange"):
+            totals = self._exchange()
         if not totals.alike:
             self._abandon()
             raise self._options.difference(self._group)
@@ -295,7 +299,7 @@ class Engine(Resumable):
         states = self._states
         sent: list[Handle] = []
         sums = states.gradients.sums
-        with torch.no_grad():
+        with span("update"), torch.no_grad():
             for inner in states.optimizer.inners:
                 states.optimizer.step(inner, sums, totals.used, factor)
                 if self.placement.is_sharded("optimizer"):
@@ -305,11 +309,12 @@ class Engine(Resumable):
             states.optimizer.tell_faces()
             if states.averages is not None:
                 states.averages.update()
-        for handle in sent:
-            handle.wait()
-        for handle in sent:
-            handle.reusable()  # user code may write parameters as soon as the step has returned
-        states.parameters.settle()
+        with span("publish"):
+            for handle in sent:
+                handle.wait()
+            for handle in sent:
+                handle.reusable()  # user code may write parameters as soon as the step has returned
+            states.parameters.settle()
 
     def _end_step(self, totals: Totals) -> None:
         if totals.weight:
@@ -324,6 +329,8 @@ class Engine(Resumable):
         self.world.telling.stepped(self._number, self.steps)
         self._group.lookout.step = self.steps
         self._reseed()
+        if (recording := recorder.active) is not None:
+            recording.stepped(self._number, self.steps)
         if totals.asked:
             self._agree_to_end(totals.asked)
 

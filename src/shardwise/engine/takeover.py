@@ -15,6 +15,7 @@ from shardwise.errors import UsageError
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.activations import Activations
 from shardwise.model.buffers import Buffers
+from shardwise.model.forwards import Forwards
 from shardwise.model.micro_shard_buffers import MicroShardBuffers
 from shardwise.world import World
 
@@ -44,6 +45,7 @@ class Takeover:
         self.activations = Activations(
             recipe.models, recipe.settings, world.device, rank=world.rank
         )
+        self._forwards = Forwards(recipe.models, recipe.settings.units)
         for optimizer in recipe.optimizers:
             habits.forbid(optimizer, self._welcome)
 
@@ -163,6 +165,7 @@ class Takeover:
         self.recipe.leave_groups()
         self.activations.close()
         self.recipe.doors.remove()
+        self._forwards.close()
         for handle in self._handles:
             handle.remove()
         sync_batch_norm.restore(self.recipe.models)

@@ -4,7 +4,7 @@ import difflib
 import os
 from collections.abc import Iterable, Mapping
 
-from shardwise.config import FLAGS_VARIABLE, PREFIX
+from shardwise.config import FLAGS_VARIABLE, HOROVOD_TIMELINE, PREFIX
 from shardwise.errors import LaunchError
 from shardwise.launch import own
 
@@ -26,7 +26,8 @@ def variables(
     found = {
         name: value
         for name, value in environ.items()
-        if name in DRAWING or (name.startswith(PREFIX) and not name.startswith(NEVER))
+        if name in (*DRAWING, HOROVOD_TIMELINE)
+        or (name.startswith(PREFIX) and not name.startswith(NEVER))
     }
     if interface is not None:
         found |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}

@@ -22,6 +22,7 @@ from torch import Tensor
 from shardwise.collectives import Collectives, Handle
 from shardwise.states.places import Form, shaped
 from shardwise.states.slab import Slab
+from shardwise.timeline import recorder
 
 NOTED = 256
 """Forms of what autograd's notes asked for that a bucket remembers."""
@@ -166,10 +167,10 @@ class ByAllGather(Gathers):
         wholes = [buffer.wholes[slab] for slab, buffer in zip(slabs, buffers, strict=True)]
 
         def send(index: int) -> Handle:
-            buffers[index].last = self._group.all_gather(
-                wholes[index].flat, slabs[index].bucket.cuts
-            )
-            return buffers[index].last
+            flat = wholes[index].flat
+            launched = recorder.launched("all-gather", flat)
+            buffers[index].last = self._group.all_gather(flat, slabs[index].bucket.cuts)
+            return buffers[index].last.noted(launched)
 
         if all(slab.held.memory is not None for slab in slabs):
             return Gather(buffers, wholes, [], send, self._load_and_send(slabs, wholes, send))

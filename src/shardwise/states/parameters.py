@@ -18,6 +18,7 @@ from shardwise.layout import Bucket
 from shardwise.states.held import Held, InMemory
 from shardwise.states.slab import Slab
 from shardwise.states.tracked import Tracked
+from shardwise.timeline import recorder
 
 
 class Parameters(ABC):
@@ -131,7 +132,9 @@ class ReplicatedParameters(Parameters):
 
     def publish(self, index: int) -> Handle:
         """Send each rank's updated interval of bucket `index` to all."""
-        return self._group.all_gather(self._flats[index], self.buckets[index].cuts)
+        flat = self._flats[index]
+        launched = recorder.launched("all-gather", flat, index)
+        return self._group.all_gather(flat, self.buckets[index].cuts).noted(launched)
 
     def held_bytes(self, index: int) -> int:
         """The whole bucket."""

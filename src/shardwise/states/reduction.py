@@ -24,6 +24,7 @@ from shardwise.states.shelf import Kind, Shelf
 from shardwise.states.squares import Squares
 from shardwise.states.summation import Summation
 from shardwise.states.tally import Tally
+from shardwise.timeline import recorder
 
 IN_FLIGHT = 2
 """Borrowed buffers that may be on their way at once; the oldest is waited for beyond that."""
@@ -191,12 +192,15 @@ class Reduction:
         rest.squares.announce()
         each = rest.squares.add if self._summation.measure is None else None
         how = Sum(self._exact_sum, self._summation.in_tree, each)
+        what = "reduce-scatter" if self._scatter else "all-reduce"
+        launched = recorder.launched(what, buffer, rest.index)
         pieces, group = self._pieces(rest, buffer, elsewhere), self._group
         if self._scatter:
             cuts = rest.bucket.cuts
             handle = group.reduce_scatter_pieces(pieces, buffer, cuts, how, into=into)
         else:
             handle = group.all_reduce_pieces(pieces, buffer, how)
+        handle.noted(launched)
         rest.awaited = True
         if buffer is rest.kept:
             rest.sent = handle

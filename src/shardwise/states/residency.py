@@ -30,6 +30,7 @@ from shardwise.states.sharded_parameters import ShardedParameters, allow_copies,
 from shardwise.states.slab import Slab
 from shardwise.states.tracked import Tracked
 from shardwise.states.turns import Turns
+from shardwise.timeline import span
 
 
 @dataclass(eq=False)
@@ -339,6 +340,11 @@ class Residency:
         if not self._gathers.collective:
             self._show(number, self._gathers.start(self.units[number].slabs))
             return
+        with span("gather"):
+            self._gather_until(number)
+
+    def _gather_until(self, number: int) -> None:
+        """Take part in all gathers up to that of a unit."""
         for turn in self._turns.until(number):
             self._tell_over()
             unit = self.units[turn]

@@ -15,11 +15,14 @@ import os
 import sys
 import uuid
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from shardwise.errors import TierError
 from shardwise.tiers.mounts import IN_MEMORY, mount_of
 from shardwise.tiers.staging import PAGE, Staging
+from shardwise.timeline import recorder
+from shardwise.timeline.rows import Row
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What a file system says when it has no room, a user no quota, or a process a lower limit."""
@@ -143,6 +146,16 @@ class DirectFile:
 
     def read(self, into: memoryview, offset: int) -> None:
         """Fill `into` from the bytes at `offset`; both are multiples of 4096."""
+        with self._noted("read", into):
+            self._read(into, offset)
+
+    def _noted(self, verb: str, memory: memoryview) -> AbstractContextManager[None]:
+        """Stands in the timeline."""
+        if recorder.active is None:
+            return nullcontext()
+        return recorder.span(f"{verb} {self._of}", Row.TIERS, {"bytes": memory.nbytes})
+
+    def _read(self, into: memoryview, offset: int) -> None:
         done = 0
         while done < len(into):
             try:
@@ -159,6 +172,10 @@ class DirectFile:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write `data` at `offset`; both are multiples of 4096."""
+        with self._noted("write", data):
+            self._write(data, offset)
+
+    def _write(self, data: memoryview, offset: int) -> None:
         # Pages are dropped only once they are clean, so they are written through.
         how = 0 if self.direct else os.RWF_DSYNC
         done = 0

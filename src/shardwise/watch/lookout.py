@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from typing import Any, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
@@ -82,6 +83,7 @@ class Lookout:
         self.channels: WeakValueDictionary[str, Channel] = WeakValueDictionary()
         self._places: dict[int, Place] = {}
         self._secret = ""
+        self._name = secrets.token_hex()
         self._listener: socket.socket | None = None
         self._bell: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
@@ -154,6 +156,8 @@ class Lookout:
         if question["ask"] == "speak":
             self.is_to_speak = True
             return {}
+        if question["ask"] == "clock":
+            return {"monotonic": time.monotonic_ns(), "wall": time.time_ns()}
         if question["ask"] == "sent":
             channel = self.channels.get(question["channel"])
             return {"sent": channel.sent(question["call"], question["to"]) if channel else None}
@@ -241,6 +245,25 @@ class Lookout:
         """What `rank` has sent in a call to the rank at place `to` of the channel."""
         question = {"ask": "sent", "channel": channel, "call": call, "to": to}
         return self._ask([rank], question, ANSWER).get(rank, {}).get("sent")  # type: ignore[no-any-return]
+
+    def ask_clock(self, rank: int) -> dict[str, int] | None:
+        """What the clocks of `rank` show, in ns: "monotonic" and "wall"."""
+        return self._ask([rank], {"ask": "clock"}, ANSWER).get(rank)  # type: ignore[no-any-return]
+
+    def shares_host(self, rank: int) -> bool:
+        """Whether `rank` is known to be on this host; in a group of one it is."""
+        mine, place = self._places.get(self.rank), self._places.get(rank)
+        return mine is None or place is None or mine.host == place.host
+
+    @property
+    def hosts(self) -> int:
+        """On how many hosts the ranks are."""
+        return len({place.host for place in self._places.values()}) or 1
+
+    @property
+    def run(self) -> str:
+        """A name of this run, alike on all its ranks and of no other run."""
+        return sha256((self._secret or self._name).encode()).hexdigest()[:16]
 
     def ask_to_let_go(self, rank: int, channel: str, to: int, awaited: list[Any]) -> None:
         """Let `rank` send what the one at place `to` waits for, so that it waits no longer."""

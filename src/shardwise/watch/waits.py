@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
+from shardwise.timeline import recorder
+
 Missing = Callable[[], Collection[int]]
 """The ranks that are waited for at the moment."""
 
@@ -28,27 +30,32 @@ class Wait:
     `call` is the collective by name and number, `since` in seconds of the monotonic clock.
     """
 
-    __slots__ = ("_open", "_outer", "_thread", "call", "compare", "missing", "since")
+    __slots__ = ("_outer", "_thread", "_waits", "_whom", "call", "compare", "missing", "since")
 
-    def __init__(
-        self, waits: dict[int, Wait], call: str, missing: Missing, compare: Compare | None
-    ) -> None:
+    def __init__(self, waits: Waits, call: str, missing: Missing, compare: Compare | None) -> None:
         self.call = call
         self.missing = missing
         self.compare = compare
-        self._open = waits
+        self._waits = waits
+        self._whom: tuple[int, ...] = ()
 
     def __enter__(self) -> None:
         self.since = time.monotonic()
         self._thread = threading.get_ident()
-        self._outer = self._open.get(self._thread)
-        self._open[self._thread] = self
+        opened = self._waits._open
+        self._outer = opened.get(self._thread)
+        opened[self._thread] = self
+        if recorder.active is not None:
+            self._whom = tuple(sorted(self.missing()))
 
     def __exit__(self, *_: object) -> None:
         if self._outer is None:
-            del self._open[self._thread]
+            del self._waits._open[self._thread]
         else:
-            self._open[self._thread] = self._outer
+            self._waits._open[self._thread] = self._outer
+        recording = recorder.active
+        if recording is not None and self._thread not in self._waits._helpers:
+            recording.waited(self.call, self.since, self._whom)
         # Whoever still looks at this wait must not keep alive what it was for.
         self.missing, self.compare, self._outer = _nobody, None, None
 
@@ -62,7 +69,7 @@ class Waits:
 
     def noted(self, call: str, missing: Missing, compare: Compare | None = None) -> Wait:
         """A context in which this thread waits."""
-        return Wait(self._open, call, missing, compare)
+        return Wait(self, call, missing, compare)
 
     def all(self) -> list[Wait]:
         """Those of all threads."""

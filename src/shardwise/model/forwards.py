@@ -1,0 +1,87 @@
+"""Forwards in the timeline: those of models, and inside them those of their repeated blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.model.units import find_units
+from shardwise.timeline import recorder
+from shardwise.timeline.recorder import Span
+from shardwise.timeline.rows import Row
+
+FORWARD = "forward"
+
+
+class Forwards:
+    """Hooks on `models` and on their blocks (`patterns` as for `find_units`), which are there while
+    a timeline is recorded and none else. What is compiled is left as it is."""
+
+    def __init__(self, models: Sequence[nn.Module], patterns: Sequence[str] | None) -> None:
+        self._models = models
+        self._patterns = patterns
+        self._handles: list[RemovableHandle] = []
+        recorder.watch(self)
+
+    def attach(self) -> None:
+        """Note forwards from now on."""
+        self.detach()
+        for model in self._models:
+            for name, module in self._noted(model):
+                noted = _Noted(name)
+                self._handles += [
+                    module.register_forward_pre_hook(noted.enter, prepend=True),
+                    module.register_forward_hook(noted.leave, always_call=True),
+                ]
+
+    def _noted(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if any(map(_is_compiled, model.modules())):
+            return
+        yield FORWARD, model
+        for name, unit in find_units(model, self._patterns):
+            yield f"{FORWARD} {name}", unit
+
+    def close(self) -> None:
+        """Never again."""
+        recorder.unwatch(self)
+        self.detach()
+
+    def detach(self) -> None:
+        """Note no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class _Noted:
+    """The hooks on one module. Those of a copy note as well, until recording ends."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._open: list[Span] = []
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Before forward."""
+        del module, args
+        if (recording := recorder.active) is not None:
+            self._open.append(Span(recording, self._name, Row.COMPUTE, None))
+            self._open[-1].__enter__()
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After forward, also after one that failed."""
+        del module, args, output
+        if self._open:
+            self._open.pop().__exit__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Noted:
+        return _Noted(self._name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": []}
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

@@ -1,0 +1,110 @@
+"""Starts and stops the timeline of this process: which file, whose clock."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+from shardwise.timeline import memory, recorder
+from shardwise.timeline.encoding import Encoder
+from shardwise.timeline.file import TimelineFile, sibling
+from shardwise.timeline.recorder import Note, Recorder
+from shardwise.timeline.rows import Row
+from shardwise.watch import clocks
+from shardwise.watch.lookout import Lookout
+
+MEASURED_EVERY = 30.0
+"""Seconds between two looks at rank 0's clock: quartz drifts by some 10 microseconds a second."""
+
+
+def start(path: Path, lookout: Lookout) -> None:
+    """Record into `path`, on a host that is not rank 0's into one beside it with the host's name.
+
+    Raises ConfigError where the file cannot be written.
+    """
+    stop()
+    at_home = lookout.shares_host(0)
+    host = socket.gethostname()
+    path = path if at_home else sibling(path, host)
+    encoder = Encoder(lookout.rank, host)
+    try:
+        # What it is called and where, whatever becomes of the working directory.
+        file = TimelineFile(path.absolute(), lookout.run, lookout.rank, _about(lookout))
+        file.write(encoder.opening())
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"The timeline {path} cannot be written: {why}.") from error
+    sink = _ToFile(file, encoder, None if at_home else lookout)
+    recorder.start(Recorder(sink, lambda error: _give_up(lookout.rank, path, error)))
+
+
+def stop() -> None:
+    """Write what is left, and record no longer; harmless where nothing is recorded."""
+    running = recorder.active
+    if running is not None:
+        recorder.stop(running)
+        running.stop()
+
+
+def where(path: Path, lookout: Lookout) -> str:
+    """What a user is told of it, in one line."""
+    line = f"timeline in {path}: open it in ui.perfetto.dev, or shardwise timeline {path}"
+    if lookout.hosts > 1:
+        line += (
+            f"; each other host writes {sibling(path, 'HOST')}, and shardwise timeline with the "
+            "files of all, and --merge WHOLE.json, makes one of them"
+        )
+    return line
+
+
+def _about(lookout: Lookout) -> dict[str, object]:
+    return {"ranks": lookout.size, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+
+
+def _give_up(rank: int, path: Path, error: OSError) -> None:
+    why = error.strerror or error
+    line = f"shardwise: rank {rank} records no timeline in {path} any more: {why}."
+    print(line, file=sys.stderr, flush=True)
+
+
+class _ToFile:
+    """Notes and memory in use, as lines of a file in rank 0's time.
+
+    `distant` is asked for rank 0's clock, None where it is the clock of this host.
+    """
+
+    def __init__(self, file: TimelineFile, encoder: Encoder, distant: Lookout | None) -> None:
+        self._file = file
+        self._encoder = encoder
+        self._distant = distant
+        self._ahead = self._encoder.ahead = 0
+        self._measured = -MEASURED_EVERY
+        self._measure()
+        encoder.ahead = self._ahead
+
+    def write(self, notes: list[Note]) -> None:
+        """Write them, and how much memory is in use."""
+        self._measure()
+        lines: list[str] = []
+        for note in notes:
+            lines += self._encoder.lines([note])
+            if note.row is Row.STEPS:  # in between, what stands inside another would stick out
+                self._encoder.ahead = self._ahead
+        lines.append(self._encoder.counter(time.monotonic_ns(), memory.in_use()))
+        self._file.write(lines)
+
+    def close(self) -> None:
+        """Let the file be, whole."""
+        self._file.close()
+
+    def _measure(self) -> None:
+        now = time.monotonic()
+        if self._distant is None or now - self._measured < MEASURED_EVERY:
+            return
+        self._measured = now
+        found = clocks.ahead(self._distant, 0, "monotonic")
+        if found is not None:
+            self._ahead = found.ns

@@ -1,0 +1,119 @@
+"""From notes to lines of JSON, as Chrome's trace format has them.
+
+Complete events ("X") in microseconds, metadata ("M") for the names of processes and rows, counters
+("C") and flows ("s", "f") from where a collective was launched to it. See "Trace Event Format",
+Google 2016. Every rank is a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from json.encoder import encode_basestring_ascii
+from typing import Any
+
+from shardwise.timeline.recorder import Note
+from shardwise.timeline.rows import LANES, WIDEST, Row
+
+LONGEST = 100
+"""Characters of a text, so that every line fits into a page of the file."""
+
+
+class Encoder:
+    """The lines of rank `rank`, on `host`.
+
+    `ahead` are the nanoseconds by which this host's clock is ahead of rank 0's, whose time it is in
+    the file.
+    """
+
+    def __init__(self, rank: int, host: str) -> None:
+        self.ahead = 0
+        self._rank = rank
+        self._host = host
+        self._named: set[int] = set()
+        self._ends: dict[Row, list[int]] = {row: [] for row in LANES}
+        self._flows = 0
+
+    def opening(self) -> list[str]:
+        """The lines that say whose events follow."""
+        return [
+            self._metadata("process_name", 0, {"name": f"rank {self._rank}"}),
+            self._metadata("process_labels", 0, {"labels": self._host[:LONGEST]}),
+            self._metadata("process_sort_index", 0, {"sort_index": self._rank}),
+        ]
+
+    def lines(self, notes: Iterable[Note]) -> Iterator[str]:
+        """Each note as a line, or some."""
+        for note in notes:
+            row = note.row
+            thread = int(row) if row not in self._ends else self._lane(note)
+            if thread not in self._named:
+                self._named.add(thread)
+                yield from self._name(row, thread)
+            category = _CATEGORIES[row] if note.category is None else _quoted(note.category)
+            yield self._complete(note, category, thread)
+            if row is Row.COMMUNICATION:
+                yield from self._flow(note, thread)
+
+    def counter(self, now: int, values: Mapping[str, float]) -> str:
+        """Megabytes of memory in use."""
+        rounded = {name: round(value, 1) for name, value in values.items()}
+        event = {"name": "memory (MB)", "cat": "memory", "ph": "C", "ts": (now - self.ahead) / 1000}
+        return _line(event | {"pid": self._rank, "tid": 0, "args": rounded})
+
+    def _complete(self, note: Note, category: str, thread: int) -> str:
+        """By hand: a library takes ten times as long, and there are thousands a second."""
+        begin, lasted = (note.began - self.ahead) / 1000, (note.ended - note.began) / 1000
+        about = f',"args":{_object(note.about)}' if note.about else ""
+        return (
+            f'{{"name":{_quoted(note.name)},"cat":{category},"ph":"X","ts":{begin:.3f},'
+            f'"dur":{lasted:.3f},"pid":{self._rank},"tid":{thread}{about}}}'
+        )
+
+    def _lane(self, note: Note) -> int:
+        """The first thread of the row on which nothing overlaps it; notes come as they end."""
+        ends = self._ends[note.row]
+        free = (lane for lane, end in enumerate(ends) if end <= note.began)
+        lane = next(free, min(len(ends), WIDEST - 1))
+        if lane == len(ends):
+            ends.append(0)
+        ends[lane] = note.ended
+        return note.row + lane
+
+    def _name(self, row: Row, thread: int) -> Iterator[str]:
+        number = thread - row + 1
+        title = row.title if number == 1 else f"{row.title} {number}"
+        yield self._metadata("thread_name", thread, {"name": title})
+        yield self._metadata("thread_sort_index", thread, {"sort_index": thread})
+
+    def _flow(self, note: Note, thread: int) -> Iterator[str]:
+        self._flows += 1
+        begin = (note.began - self.ahead) / 1000
+        about = (
+            f'"name":"launched","cat":"launch","pid":{self._rank},"ts":{begin:.3f},'
+            f'"id":"{self._rank}-{self._flows}"'
+        )
+        yield f'{{"ph":"s","tid":{int(Row.COMPUTE)},{about}}}'
+        yield f'{{"ph":"f","bp":"e","tid":{thread},{about}}}'
+
+    def _metadata(self, name: str, thread: int, about: Mapping[str, Any]) -> str:
+        return _line({"name": name, "ph": "M", "pid": self._rank, "tid": thread, "args": about})
+
+
+def _line(event: Mapping[str, Any]) -> str:
+    return json.dumps(event, separators=(",", ":"))
+
+
+def _object(values: Mapping[str, int | str]) -> str:
+    pairs = (
+        f"{_quoted(name)}:{_quoted(value) if isinstance(value, str) else value}"
+        for name, value in values.items()
+    )
+    return f"{{{','.join(pairs)}}}"
+
+
+def _quoted(text: str) -> str:
+    return encode_basestring_ascii(text if len(text) <= LONGEST else text[: LONGEST - 1] + "…")
+
+
+_CATEGORIES = {row: _quoted(row.title) for row in Row}

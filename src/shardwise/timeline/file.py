@@ -1,0 +1,220 @@
+"""The file that all ranks of a host write, valid JSON at every moment, a kill -9 included.
+
+    | header |,{...},{...}     |,{...}           |                 |                 |]
+      page 0   rank 1's, full    rank 0's          free: spaces      free: spaces      end
+
+Room is taken in advance as spaces, which JSON does not mind, in front of the end of the array. Who
+has events fills pages of spaces with them: one write for each page, which Linux does not break off
+half-way, so that the file is valid before it and after it. When the room is full, or all ranks have
+left and what is too much is cut off, the file is written anew beside and renamed. A lock keeps
+ranks from doing so at once; the kernel takes it from who dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PAGE = 4096
+END = b"]\n"
+ROOM = 64
+"""Free pages that are taken at least, when there are too few."""
+
+LARGEST = 1 << 30
+"""Bytes beyond which a file takes no more; viewers open no larger ones."""
+
+NAME = "shardwise timeline"
+
+
+class NoTimeline(OSError):
+    """A file that is there and was not written by a run of ours."""
+
+
+class TimelineFile:
+    """The file `path` of the run named `run`, joined by rank `rank`.
+
+    What an earlier run left there is replaced. `about` is what its header says besides. Raises
+    OSError where no file can be written, NoTimeline where another one would be lost.
+    """
+
+    def __init__(self, path: Path, run: str, rank: int, about: dict[str, Any]) -> None:
+        self.path = path
+        self._run = run
+        self._rank = rank
+        self._aside = path.with_name(f".{path.name}.larger")
+        self._last: tuple[int, bytes] | None = None  # the page that this rank filled last
+        with self._locked(flags=os.O_CREAT) as held:
+            header = held.header()
+            if header.get("run") == run:
+                header["recording"] = sorted({*header["recording"], rank})
+                held.put(0, _header(header))
+            else:
+                header = {"run": run, "first": rank, **about, "recording": [rank]}
+                held.replace([_header(header)], ROOM, self._aside)
+
+    def write(self, lines: Iterable[str]) -> None:
+        """Add events, each of them one line. Raises OSError."""
+        last = self._last
+        filled = list(packed(lines, b"" if last is None else last[1]))
+        if not filled:
+            return
+        with self._mine() as held:
+            first, more = held.used(), len(filled) - (last is not None)
+            if (first + more) * PAGE > LARGEST:
+                raise OSError(f"{self.path} has {LARGEST >> 20} MB, more than viewers open")
+            if first + more > held.count:
+                held.replace(held.pages(first), max(ROOM, more, first // 2), self._aside)
+            numbers = [*([] if last is None else [last[0]]), *range(first, first + more)]
+            for number, page in zip(numbers, filled, strict=True):
+                held.put(number, page.ljust(PAGE))
+        self._last = numbers[-1], filled[-1]
+
+    def close(self) -> None:
+        """This rank writes no more; the last one to say so cuts off what is free."""
+        with self._mine() as held:
+            header = held.header()
+            header["recording"] = [rank for rank in header["recording"] if rank != self._rank]
+            held.put(0, _header(header))
+            if not header["recording"]:
+                held.replace(held.pages(held.used()), 0, self._aside)
+
+    @contextmanager
+    def _mine(self) -> Iterator[_Held]:
+        with self._locked() as held:
+            if held.header().get("run") != self._run:
+                raise OSError(f"another run writes {self.path} now")
+            yield held
+
+    @contextmanager
+    def _locked(self, flags: int = 0) -> Iterator[_Held]:
+        """The file that has the name now, for this process alone."""
+        while True:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
+            held = _Held(self.path, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                if os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                    yield held
+                    return
+            finally:
+                held.close()
+
+
+class _Held:
+    """The file while this process has its lock."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+
+    @property
+    def count(self) -> int:
+        """Its pages, the end left out."""
+        return (os.fstat(self._fd).st_size - len(END)) // PAGE
+
+    def header(self) -> dict[str, Any]:
+        """What the first page tells; nothing in a new file. Raises NoTimeline."""
+        page = os.pread(self._fd, PAGE, 0)
+        if not page:
+            return {}
+        header = header_of(page)
+        if header is None:
+            raise NoTimeline(
+                f"{self._path} is there already and is no timeline of ours: remove it, or "
+                "name another file"
+            )
+        return header
+
+    def used(self) -> int:
+        """How many pages are no longer free: those from the first on that begins with a space."""
+        low, high = 1, self.count
+        while low < high:
+            middle = (low + high) // 2
+            if os.pread(self._fd, 1, middle * PAGE) == b" ":
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def pages(self, count: int) -> Iterator[bytes]:
+        """The first `count`, some at a time."""
+        at, end = 0, count * PAGE
+        while at < end:
+            part = os.pread(self._fd, min(1 << 20, end - at), at)
+            at += len(part)
+            yield part
+
+    def put(self, number: int, page: bytes) -> None:
+        """Write one page, in one go."""
+        assert len(page) == PAGE
+        os.pwrite(self._fd, page, number * PAGE)
+
+    def replace(self, pages: Iterable[bytes], free: int, aside: Path) -> None:
+        """Let the file be `pages` and so many `free` ones, at once and under the same lock."""
+        fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            with os.fdopen(os.dup(fd), "wb") as file:
+                file.writelines(pages)
+                for _ in range(free):
+                    file.write(b" " * PAGE)
+                file.write(END)
+            os.rename(aside, self._path)
+        except OSError:
+            os.close(fd)
+            aside.unlink(missing_ok=True)
+            raise
+        self.close()
+        self._fd = fd
+
+    def close(self) -> None:
+        """Let others have it."""
+        os.close(self._fd)
+
+
+def packed(lines: Iterable[str], page: bytes = b"") -> Iterator[bytes]:
+    """What fills pages with lines, each with a comma before it; the first holds `page` already."""
+    before = len(page)
+    for line in lines:
+        piece = b"," + line.encode() + b"\n"
+        assert len(piece) <= PAGE, line
+        if len(page) + len(piece) > PAGE:
+            yield page
+            page, before = b"", 0
+        page += piece
+    if len(page) > before:
+        yield page
+
+
+def header_of(page: bytes) -> dict[str, Any] | None:
+    """What the first page of a timeline of ours tells of it; None of another file."""
+    try:
+        first = json.loads(page.removeprefix(b"["))
+    except ValueError:
+        return None
+    if not isinstance(first, dict) or first.get("name") != NAME:
+        return None
+    return dict(first["args"])
+
+
+def _header(about: dict[str, Any]) -> bytes:
+    event = {"name": NAME, "ph": "M", "pid": about["first"], "tid": 0, "args": about}
+    page = b"[" + json.dumps(event).encode()
+    assert len(page) <= PAGE, "too many ranks on a host"
+    return page.ljust(PAGE - 1) + b"\n"
+
+
+def sibling(path: Path, host: str) -> Path:
+    """The file of a host that is not rank 0's."""
+    safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in host)
+    return path.with_name(f"{path.stem}.{safe}{path.suffix}")
+
+
+def siblings(path: Path) -> Sequence[Path]:
+    """The files beside it that other hosts may have written."""
+    return sorted(path.parent.glob(f"{path.stem}.*{path.suffix}"))

@@ -1,0 +1,226 @@
+"""What is going on in this process: noted where it happens, written by a thread.
+
+A note is a few numbers put on a queue; turning it into text and writing that is the thread's work,
+a few times a second, so that a step pays a microsecond per event.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+from weakref import WeakSet
+
+from shardwise.timeline.rows import Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PERIOD = 0.25
+"""Seconds between two writes: what a kill takes away at most."""
+
+MANY = 8
+"""Ranks that are listed one by one."""
+
+PATIENCE = 5.0
+"""Seconds that the last write gets."""
+
+WAIT = "wait"
+"""The category of what a rank waits for others; else a category is the title of the row."""
+
+
+class Note(NamedTuple):
+    """Something that began and ended, in ns of the monotonic clock of this host."""
+
+    row: Row
+    name: str
+    began: int
+    ended: int
+    about: Mapping[str, int | str] | None = None
+    category: str | None = None
+
+
+class Sink(Protocol):
+    """Where notes go."""
+
+    def write(self, notes: list[Note]) -> None:
+        """Write them, and how much memory is in use. Raises OSError."""
+
+    def close(self) -> None:
+        """Nothing more will come. Raises OSError."""
+
+
+class Watcher(Protocol):
+    """Something that has hooks while a timeline is recorded, and none else."""
+
+    def attach(self) -> None:
+        """Hook on."""
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+
+
+class Recorder:
+    """Keeps the notes of this process until its thread has written them to `sink`.
+
+    `on_failure` is told once why a write failed; nothing is recorded from then on.
+    """
+
+    def __init__(self, sink: Sink, on_failure: Callable[[OSError], None]) -> None:
+        self.notes: deque[Note] = deque()
+        self._sink = sink
+        self._on_failure = on_failure
+        self._stepped: dict[int, int] = {}
+        self._began = time.monotonic_ns()
+        self._ends = threading.Event()
+        # A daemon, since the end of a process must not wait for a disk.
+        self._thread = threading.Thread(target=self._run, name="shardwise-timeline", daemon=True)
+        self._thread.start()
+
+    def stepped(self, engine: int, number: int) -> None:
+        """Step `number` of an engine is over; it began when the one before was over."""
+        now = time.monotonic_ns()
+        about = {"step": number, "engine": engine}
+        began = self._stepped.get(engine, self._began)
+        self._stepped[engine] = now
+        self.notes.append(Note(Row.STEPS, f"step {number}", began, now, about))
+
+    def waited(self, call: str, since: float, missing: tuple[int, ...]) -> None:
+        """The thread that computes has waited in `call`, `since` seconds of the monotonic clock;
+        the ranks `missing` had not come when it began."""
+        began, now = int(since * 1e9), time.monotonic_ns()
+        about = {"for": _listed(missing)} if missing else None
+        self.notes.append(Note(Row.COMPUTE, f"wait: {call}", began, now, about, WAIT))
+
+    def stop(self) -> None:
+        """Write what is left, and end."""
+        self._ends.set()
+        self._thread.join(PATIENCE)
+
+    def _run(self) -> None:
+        try:
+            while not self._ends.wait(PERIOD):
+                self._sink.write(self._taken())
+            self._sink.write(self._taken())
+            self._sink.close()
+        except OSError as error:
+            stop(self)
+            self._on_failure(error)
+
+    def _taken(self) -> list[Note]:
+        return [self.notes.popleft() for _ in range(len(self.notes))]
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    """Ranks in words; of many the first."""
+    shown = ", ".join(map(str, ranks[:MANY]))
+    more = f" and {len(ranks) - MANY} more" if len(ranks) > MANY else ""
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
+
+
+class Span:
+    """A context that is noted with its name when it ends."""
+
+    __slots__ = ("_about", "_began", "_name", "_recorder", "_row")
+
+    def __init__(
+        self, recorder: Recorder, name: str, row: Row, about: Mapping[str, int | str] | None
+    ) -> None:
+        self._recorder = recorder
+        self._name = name
+        self._row = row
+        self._about = about
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic_ns()
+
+    def __exit__(self, *_: object) -> None:
+        note = Note(self._row, self._name, self._began, time.monotonic_ns(), self._about)
+        self._recorder.notes.append(note)
+
+
+class Launched:
+    """A collective on its way, noted when it is `done` for the first time."""
+
+    __slots__ = ("_about", "_began", "_name", "_recorder")
+
+    def __init__(self, recorder: Recorder, name: str, about: Mapping[str, int | str]) -> None:
+        self._recorder: Recorder | None = recorder
+        self._name = name
+        self._about = about
+        self._began = time.monotonic_ns()
+
+    def done(self) -> None:
+        """Its result is there."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            now = time.monotonic_ns()
+            recorder.notes.append(
+                Note(Row.COMMUNICATION, self._name, self._began, now, self._about)
+            )
+
+
+active: Recorder | None = None
+"""What records at the moment."""
+
+_watchers: WeakSet[Watcher] = WeakSet()
+_OFF = nullcontext()
+
+
+def span(
+    name: str, row: Row = Row.COMPUTE, about: Mapping[str, int | str] | None = None
+) -> AbstractContextManager[None]:
+    """A context that is noted as `name` on a row; `about` is shown beside it."""
+    return _OFF if active is None else Span(active, name, row, about)
+
+
+def launched(what: str, buffer: Tensor, bucket: int | None = None) -> Launched | None:
+    """A collective over `buffer` that begins now; None where nothing is recorded."""
+    if active is None:
+        return None
+    about = {"bytes": buffer.nbytes, "dtype": str(buffer.dtype).removeprefix("torch.")}
+    if bucket is None:
+        return Launched(active, what, about)
+    return Launched(active, f"{what} of bucket {bucket}", {"bucket": bucket} | about)
+
+
+def watch(watcher: Watcher) -> None:
+    """Let it hook on whenever recording begins; now, where it has begun."""
+    _watchers.add(watcher)
+    if active is not None:
+        watcher.attach()
+
+
+def unwatch(watcher: Watcher) -> None:
+    """It hooks on no more."""
+    _watchers.discard(watcher)
+
+
+def start(recorder: Recorder) -> None:
+    """Record by `recorder` from now on."""
+    global active
+    active = recorder
+    for watcher in list(_watchers):
+        watcher.attach()
+
+
+def stop(recorder: Recorder) -> None:
+    """Record by it no longer; what it has is still written."""
+    global active
+    if active is recorder:
+        active = None
+        for watcher in list(_watchers):
+            watcher.detach()
+
+
+def _in_forked_child() -> None:
+    """The thread is not in it, and its work is not a rank's."""
+    global active
+    active = None
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -1,0 +1,124 @@
+"""What each rank did in each step, from a timeline's events. Pure; seconds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.timeline.intervals import Intervals, clipped, length, minus, union
+from shardwise.timeline.recorder import WAIT
+from shardwise.timeline.rows import Row
+
+EXPOSED = "communication"
+OTHER = "other"
+KINDS = ("data", "forward", "backward", EXPOSED, "update", "checkpoint", OTHER)
+"""Where the time of a step goes; together they are the step."""
+
+_BLOCKING = {"reduce", "exchange", "publish", "gather"}
+"""Spans in which a rank sees to communication and to nothing else."""
+
+_FIRST = (EXPOSED, "checkpoint", "data", "update", "backward", "forward")
+"""Of two that cover the same moment, it belongs to the one that stands first."""
+
+_LAUNCHED = Row.COMMUNICATION.title
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one rank.
+
+    `spent` are seconds by kind. Collectives were under way for `communication` seconds, of which
+    the rank did nothing else in `exposed` and went on computing in `hidden`. `waited` is the part
+    of the step in which it slept until others came. `nbytes` went into collectives.
+    """
+
+    rank: int
+    number: int
+    seconds: float
+    spent: Mapping[str, float]
+    hidden: float
+    waited: float
+    nbytes: int
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the rank communicated and did nothing else."""
+        return self.spent[EXPOSED]
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which it waited for nobody."""
+        return self.seconds - self.waited
+
+
+def steps_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[Step]]:
+    """The steps by rank, in order; of several engines those of the first."""
+    complete: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") == "X" and "cat" in event:
+            complete[event["pid"]].append(event)
+    return {rank: _of_rank(rank, complete[rank]) for rank in sorted(complete)}
+
+
+def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[Step]:
+    marks = [event for event in events if event["cat"] == Row.STEPS.title]
+    first = min((mark["args"]["engine"] for mark in marks), default=0)
+    marks = [mark for mark in marks if mark["args"]["engine"] == first]
+    kinds = _kinds(events)
+    waits = union(_ends(event) for event in events if event["cat"] == WAIT)
+    launched = [event for event in events if event["cat"] == _LAUNCHED]
+    under_way = minus(union(map(_ends, launched)), kinds[EXPOSED])
+    found = []
+    for mark in sorted(marks, key=lambda mark: mark["ts"]):
+        begin, end = _ends(mark)
+        spent = {kind: _seconds(kinds[kind], begin, end) for kind in _FIRST}
+        seconds = (end - begin) / 1e6
+        spent[OTHER] = max(0.0, seconds - sum(spent.values()))
+        found.append(
+            Step(
+                rank=rank,
+                number=mark["args"]["step"],
+                seconds=seconds,
+                spent={kind: spent[kind] for kind in KINDS},
+                hidden=_seconds(under_way, begin, end),
+                waited=_seconds(waits, begin, end),
+                nbytes=sum(e["args"]["bytes"] for e in launched if begin < _ends(e)[1] <= end),
+            )
+        )
+    return found
+
+
+def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """When a rank was in what; no moment is in two."""
+    covered: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        if (kind := _kind(event)) is not None:
+            covered[kind].append(_ends(event))
+    found: dict[str, list[tuple[float, float]]] = {}
+    taken: list[tuple[float, float]] = []
+    for kind in _FIRST:
+        whole = union(covered[kind])
+        found[kind] = minus(whole, taken)
+        taken = union([*taken, *whole])
+    return found
+
+
+def _kind(event: Mapping[str, Any]) -> str | None:
+    category, name = event["cat"], event["name"]
+    if category == WAIT or (category == Row.COMPUTE.title and name in _BLOCKING):
+        return EXPOSED
+    if category in (Row.DATA.title, Row.CHECKPOINT.title):
+        return str(category)
+    if category == Row.COMPUTE.title:
+        return next((k for k in ("update", "backward", "forward") if name.startswith(k)), None)
+    return None
+
+
+def _ends(event: Mapping[str, Any]) -> tuple[float, float]:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _seconds(whole: Intervals, begin: float, end: float) -> float:
+    return length(clipped(whole, begin, end)) / 1e6

@@ -1,0 +1,187 @@
+"""Timelines of real ranks: what is noted, and that it stands on its rows as viewers need it."""
+
+import json
+import socket
+import time
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.timeline import recorder
+from shardwise.timeline.rows import Row
+from tests.disk import on_a_disk
+
+WIDTH = 96
+STEPS = 3
+
+
+def model():
+    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3))
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
+
+
+def train(world, folder, settings):
+    """Steps with a timeline, one before it and one after it."""
+    torch.manual_seed(0)
+    net = model()
+    made = {"bucket_mb": 0.03, **settings}
+    engine = sw.Engine(net, torch.optim.AdamW(net.parameters()), **made)
+    data = torch.utils.data.TensorDataset(torch.randn(64, WIDTH))
+    path = folder / f"{socket.gethostname()}.json"
+    loader = iter(sw.Loader(data, batch_size=8))
+
+    def step():
+        (x,) = next(loader)
+        engine.backward(net(x).square().mean())
+        engine.step()
+
+    step()
+    hooks = sum(len(m._forward_hooks) for m in net.modules())
+    sw.start_timeline(path)
+    for number in range(STEPS):
+        step()
+        if number in (0, STEPS - 1):  # the second waits for the first, which is beside the steps
+            engine.save(folder / "checkpoints", background=number == 0)
+    sw.stop_timeline()
+    assert recorder.active is None
+    assert sum(len(m._forward_hooks) for m in net.modules()) == hooks
+    step()
+    loader.close()
+    engine.close()
+    return path
+
+
+def events_of(path, rank):
+    return [event for event in json.loads(path.read_text()) if event["pid"] == rank]
+
+
+def check_nesting(events):
+    """On each row a slice is inside another one or beside it."""
+    rows = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            rows[event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+    for row, slices in rows.items():
+        open_until = []
+        for begin, end, name in sorted(slices, key=lambda one: (one[0], -one[1])):
+            while open_until and open_until[-1] <= begin + 0.002:  # written in 0.001 microseconds
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + 0.002, (row, name, begin)
+            open_until.append(end)
+    return rows
+
+
+def names(events, category):
+    return [e["name"] for e in events if e.get("cat") == category and e["ph"] == "X"]
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_what_a_step_is_made_of(group, tmp_path, transport):
+    (path, _) = group(2, transport=transport)(train, tmp_path, {})
+    for rank in range(2):
+        events = events_of(path, rank)
+        check_nesting(events)
+        assert names(events, "steps") == [f"step {number}" for number in range(2, 2 + STEPS)]
+        compute = names(events, "compute")
+        for name in ("forward", "forward 1", "backward", "reduce", "exchange", "update", "publish"):
+            assert compute.count(name) == STEPS, name
+        assert names(events, "data").count("next batch") == STEPS
+        saved = names(events, "checkpoint") + names(events, "checkpoint, in the background")
+        assert {"save", "copy", "write", "complete"} <= set(saved)
+        sent = [e for e in events if e.get("cat") == "communication"]
+        assert {e["name"].split()[0] for e in sent} == {"all-reduce"}
+        parameters = sum(p.numel() for p in model().parameters())
+        total = sum(e["args"]["bytes"] for e in sent)
+        assert STEPS * 4 * parameters <= total <= STEPS * 4 * (parameters + 64 * len(sent))
+        assert {e["args"]["dtype"] for e in sent} == {"float32"}
+        check_flows(events)
+        memory = [e["args"] for e in events if e["ph"] == "C"]
+        assert memory
+        assert all(values["resident set"] > 50 for values in memory)
+
+
+def check_flows(events):
+    """Each collective is pointed at from a moment at which the rank launched it."""
+    begun = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}
+    ended = {e["id"]: (e["ts"], e["tid"]) for e in events if e["ph"] == "f"}
+    assert begun.keys() == ended.keys()
+    assert all(begun[one] == ended[one][0] for one in begun)
+    sent = [(e["ts"], e["tid"]) for e in events if e.get("cat") == "communication"]
+    assert sorted(sent) == sorted(ended.values())
+    compute = [e for e in events if e["ph"] == "X" and e["tid"] == Row.COMPUTE]
+    for ts in begun.values():
+        assert any(e["ts"] <= ts <= e["ts"] + e["dur"] for e in compute)
+
+
+def test_sharded_parameters_on_a_disk(group, tmp_path):
+    """Gathers, reduce-scatters and what moves to and from the disk."""
+    disk = f"nvme:{on_a_disk()}"
+    settings = {"zero": 3, "offload_params": disk, "offload_optimizer": disk}
+    (path, _) = group(2, transport="gloo")(train, tmp_path, settings)
+    events = events_of(path, 1)
+    check_nesting(events)
+    kinds = {e["name"].split()[0] for e in events if e.get("cat") == "communication"}
+    assert kinds == {"reduce-scatter", "all-gather"}
+    assert "gather" in names(events, "compute")
+    moved = [e for e in events if e.get("cat") == "tiers"]
+    assert {e["name"].split()[0] for e in moved} == {"read", "write"}
+    assert all(e["args"]["bytes"] % 4096 == 0 for e in moved)
+
+
+def late_case(world, path):
+    """Rank 1 comes late to a barrier."""
+    sw.start_timeline(path)
+    world.barrier()
+    if world.rank == 1:
+        time.sleep(0.2)
+    world.barrier()
+    sw.stop_timeline()
+    world.barrier()
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_wait_tells_for_whom(group, tmp_path, transport):
+    path = tmp_path / "t.json"
+    group(2, transport=transport)(late_case, path)
+    (wait,) = (e for e in events_of(path, 0) if e.get("cat") == "wait" and e["dur"] > 1e5)
+    assert wait["name"].startswith("wait: ")
+    assert wait["args"] == {"for": "rank 1"}
+
+
+def distant_case(world, path):
+    """Rank 1 takes itself to be on another host, with a clock of its own."""
+    lookout = world.collectives.lookout
+    places = dict(lookout._places)
+    clock = time.monotonic_ns
+    try:
+        lookout._places = {
+            rank: place.__class__(**(vars(place) | {"host": f"host {rank}"}))
+            for rank, place in places.items()
+        }
+        if world.rank == 1:
+            time.monotonic_ns = lambda: clock() + 10**12
+        world.barrier()
+        sw.start_timeline(path)
+        world.barrier()
+        with recorder.span("together"):
+            world.barrier()
+        sw.stop_timeline()
+        world.barrier()
+    finally:
+        lookout._places = places
+        time.monotonic_ns = clock
+
+
+def test_ranks_on_two_hosts_have_a_file_each_and_one_time(group, tmp_path):
+    path = tmp_path / "t.json"
+    group(2)(distant_case, path)
+    files = sorted(tmp_path.glob("*.json"))
+    assert [file.name for file in files] == ["t.json", f"t.{socket.gethostname()}.json"]
+    (far,) = (e for e in events_of(files[1], 1) if e["name"] == "together")
+    (near,) = (e for e in events_of(path, 0) if e["name"] == "together")
+    # They left one barrier together and came to the next: what is between overlaps.
+    assert abs(far["ts"] - near["ts"]) < 50_000
+    assert all(event["pid"] == 1 for event in json.loads(files[1].read_text()))

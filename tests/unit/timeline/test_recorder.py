@@ -1,0 +1,226 @@
+"""Notes, the lines that they become, and the files that are read again."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise import recording
+from shardwise.errors import ConfigError
+from shardwise.timeline import Row, reading, recorder, span
+from shardwise.timeline.encoding import LONGEST, Encoder
+from shardwise.timeline.file import PAGE, TimelineFile
+from shardwise.timeline.recorder import Note, Recorder
+from shardwise.watch import clocks
+from shardwise.watch.lookout import Lookout
+
+
+class Kept:
+    """A sink that keeps what it is given; `full` once it shall fail."""
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+        self.closed = self.full = False
+
+    def write(self, notes: list[Note]) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        self.notes += notes
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Hooks:
+    attached = 0
+
+    def attach(self) -> None:
+        self.attached += 1
+
+    def detach(self) -> None:
+        self.attached -= 1
+
+
+def test_nothing_is_made_while_nothing_is_recorded() -> None:
+    assert recorder.active is None
+    assert span("one") is span("two", Row.DATA)
+
+
+def test_notes_reach_the_sink_and_hooks_come_and_go() -> None:
+    kept, hooks, failures = Kept(), Hooks(), []
+    recorder.watch(hooks)
+    recording = Recorder(kept, failures.append)
+    recorder.start(recording)
+    assert hooks.attached == 1
+    with span("outer", about={"bytes": 3}), span("inner", Row.DATA):
+        time.sleep(0.001)
+    recorder.stop(recording)
+    recording.stop()
+    inner, outer = kept.notes
+    assert (outer.name, outer.row, outer.about) == ("outer", Row.COMPUTE, {"bytes": 3})
+    assert outer.began <= inner.began < inner.ended <= outer.ended
+    assert inner.ended - inner.began >= 1_000_000
+    assert (hooks.attached, kept.closed, failures) == (0, True, [])
+    recorder.unwatch(hooks)
+
+
+def test_a_full_disk_ends_the_timeline_and_nothing_else() -> None:
+    kept, failures = Kept(), []
+    kept.full = True
+    recording = Recorder(kept, failures.append)
+    recorder.start(recording)
+    recording.stop()
+    assert recorder.active is None
+    assert [error.strerror for error in failures] == ["No space left on device"]
+    with span("goes on"):
+        pass
+
+
+def test_a_forked_process_records_nothing() -> None:
+    recording = Recorder(Kept(), lambda error: None)
+    recorder.start(recording)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if recorder.active is None else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+    finally:
+        recorder.stop(recording)
+        recording.stop()
+
+
+def lines(encoder: Encoder, *notes: Note) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in encoder.lines(notes)]
+
+
+def test_rows_are_named_once_and_times_are_those_of_rank_0() -> None:
+    encoder = Encoder(3, "node2")
+    encoder.ahead = 500_000
+    name, order, event = lines(encoder, Note(Row.DATA, "next batch", 1_000_000, 1_250_500))
+    assert (name["name"], name["args"]) == ("thread_name", {"name": "data"})
+    assert (order["name"], order["args"]) == ("thread_sort_index", {"sort_index": 3})
+    assert event == {
+        "name": "next batch",
+        "cat": "data",
+        "ph": "X",
+        "ts": 500.0,
+        "dur": 250.5,
+        "pid": 3,
+        "tid": 3,
+    }
+    assert len(lines(encoder, Note(Row.DATA, "next batch", 2_000_000, 2_000_500))) == 1
+
+
+def test_collectives_that_overlap_stand_on_rows_of_their_own() -> None:
+    times = [(0, 10), (5, 12), (11, 20), (6, 30), (31, 40)]
+    notes = [Note(Row.COMMUNICATION, "all-reduce", *pair, {"bytes": 8}) for pair in times]
+    found = lines(Encoder(0, "here"), *notes)
+    assert [e["tid"] for e in found if e["ph"] == "X"] == [10, 11, 10, 12, 10]
+    named = [e["args"]["name"] for e in found if e["name"] == "thread_name"]
+    assert named == ["communication", "communication 2", "communication 3"]
+    flows = [(e["ph"], e["tid"], e["id"]) for e in found if e.get("cat") == "launch"]
+    assert flows[:4] == [("s", 2, "0-1"), ("f", 10, "0-1"), ("s", 2, "0-2"), ("f", 11, "0-2")]
+
+
+def test_every_line_fits_into_a_page() -> None:
+    note = Note(Row.TIERS, "\U0001f600" * 9000, 0, 1, {"of": "\U0001f600" * 9000, "bytes": 1 << 60})
+    assert max(map(len, Encoder(1 << 20, "h" * 9000).lines([note]))) < PAGE - 2
+    assert len(lines(Encoder(0, ""), note)[-1]["name"]) == LONGEST
+
+
+class Answering(Lookout):
+    """A rank whose clock is `behind` ns behind, at an end of a way of some ms."""
+
+    def __init__(self, behind: int) -> None:
+        super().__init__(1, 2)
+        self._behind = behind
+        self._ways = [0.004, 0.001, 0.003, 0.002, 0.004, 0.003, 0.004, 0.002]
+
+    def ask_clock(self, rank: int) -> dict[str, int] | None:
+        assert rank == 0
+        way = self._ways.pop()
+        time.sleep(way)
+        clocks = {"monotonic": time.monotonic_ns(), "wall": time.time_ns()}
+        time.sleep(way)
+        return {name: ns - self._behind for name, ns in clocks.items()}
+
+
+@pytest.mark.parametrize("which", ["monotonic", "wall"])
+def test_a_clock_is_known_to_half_a_round_trip(which: Any) -> None:
+    found = clocks.ahead(Answering(5_000_000_000), 0, which)
+    assert found is not None
+    assert abs(found.ns - 5_000_000_000) <= found.error
+    assert found.error >= 1_000_000
+    assert clocks.ahead(Lookout(0, 2), 0, which) == clocks.Ahead(0, 0)
+    assert clocks.ahead(Lookout(1, 2), 0, which) is None  # it has met nobody
+
+
+def test_a_run_of_one_rank_from_start_to_stop(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    recording.start(path, Lookout(0, 1))
+    with span("forward"):
+        pass
+    recording.stop()
+    recording.stop()
+    (event,) = (one for one in reading.read([path]) if one["ph"] == "X")
+    assert event["name"] == "forward"
+    assert {one["name"] for one in reading.read([path]) if one["ph"] == "C"} == {"memory (MB)"}
+    lookout = Lookout(0, 1)
+    for name in ("first", "second"):
+        recording.start(path, lookout)
+        with span(name):
+            pass
+        recording.stop()
+    assert [one["name"] for one in reading.read([path]) if one["ph"] == "X"] == ["first", "second"]
+    with pytest.raises(ConfigError, match="is there already and is no timeline of ours"):
+        recording.start(Path(__file__), Lookout(0, 1))
+    assert recorder.active is None
+
+
+class TestReading:
+    def written(self, path: Path, run: str, name: str) -> Path:
+        file = TimelineFile(path, run, 0, {})
+        file.write([json.dumps({"name": name, "ph": "X"})])
+        return path
+
+    def names(self, *paths: Path) -> list[str]:
+        return [event["name"] for event in reading.read(paths) if event["ph"] == "X"]
+
+    def test_files_of_other_hosts_are_found_and_merged(self, tmp_path: Path) -> None:
+        path = self.written(tmp_path / "t.json", "a", "here")
+        self.written(tmp_path / "t.node2.json", "a", "there")
+        self.written(tmp_path / "t.node3.json", "b", "of another run")
+        (tmp_path / "t.notes.json").write_text("{not JSON")
+        assert self.names(path) == ["here", "there"]
+        whole = tmp_path / "whole.json"
+        reading.merge(reading.read([path]), whole)
+        assert self.names(whole) == ["here", "there"]
+
+    def test_files_of_two_runs_are_refused(self, tmp_path: Path) -> None:
+        one = self.written(tmp_path / "1.json", "a", "x")
+        two = self.written(tmp_path / "2.json", "b", "x")
+        with pytest.raises(ConfigError, match="are of different runs"):
+            reading.read([one, two])
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            '[\n{"name": "x", "ph": "X"},\n{"name": "y", "ph": "X"}\n',
+            '[\n{"name": "x", "ph": "X"},\n{"name": "y", "ph": "X"},\n{"na',
+            '{"traceEvents": [{"name": "x", "ph": "X"}, {"name": "y", "ph": "X"}]}',
+        ],
+    )
+    def test_what_other_tools_leave(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "t.json"
+        path.write_text(text)
+        assert self.names(path) == ["x", "y"]
+
+    @pytest.mark.parametrize("text", ["", "{}", "[1]", "[[", "\xff"])
+    def test_what_is_no_timeline(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "t.json"
+        path.write_text(text, encoding="latin-1")
+        with pytest.raises(ConfigError, match=r"t\.json"):
+            reading.read([path])
