@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from shardwise.launch.identity import Identity
 from shardwise.launch.progress import Telling
 from shardwise.layout import even_cuts
 from shardwise.preemption import Preemption
+from shardwise.recorder import Recorder
 from shardwise.tiers import heap
 from shardwise.tree import MicroShards
 from shardwise.watch import whereabouts
@@ -64,6 +66,7 @@ class World:
         self.telling = telling or Telling({})
         self.preemption = Preemption(self.telling, self.print)
         self.feed.watch(self.preemption.before_batch)
+        self.recorder = Recorder(None, self.rank)
         self.engines = 0
         self.sentry: Sentry | None = None
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
@@ -135,6 +138,11 @@ class World:
                 f"world.share gives one share of a batch, and --exact {self.settings.exact} cuts "
                 "it into micro-shards: use sw.Loader(...), or leave --exact out."
             )
+        if self.settings.batch == "worker":
+            raise UsageError(
+                "world.share takes rows out of a total batch, and --batch worker lets every worker "
+                "have a batch of its own: use sw.Loader(...), or leave --batch out."
+            )
         leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
         if len(lengths) != 1 or 0 in lengths:
@@ -149,6 +157,8 @@ class World:
         plan = Plan(batch_size=rows, micro_batches=1, steps_per_epoch=None)
         stream = self.feed.open("world.share", plan, passing=True)
         self.feed.give(stream, Batch(samples=end - first), training=torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            self.recorder.given(end - first)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf[taken].to(self.device), batch)  # type: ignore[no-any-return]
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -198,6 +208,8 @@ def enter(
     world = World(identity, group, device, Telling(os.environ))
     world._keywords = dict(settings)
     world.settings = world.settle(**given)
+    folder = None if world.settings.record is None else Path(world.settings.record)
+    world.recorder = Recorder(folder, world.rank, world.settings.stop_after)
     _share_cores(world)
     drawn = chosen.seed if chosen.seed is not None else secrets.randbits(31)
     world.seed = world.broadcast_object(drawn)
@@ -227,6 +239,7 @@ def _leave() -> None:
     if world is not None:
         atexit.unregister(_leave)
         world.preemption.forget()
+        world.recorder.close()
         if world.sentry is not None:
             world.sentry.close()
         world.collectives.close()

@@ -41,10 +41,12 @@ class Pass:
     def steps(self, first: int) -> Iterator[Step]:
         """The steps of this pass, numbered from `first`; each is finished before the next."""
         try:
+            self._tell_asked()
             for number, item in enumerate(self._items, first):
                 step = Step(self, item, number)
                 yield step
                 step._finish()
+                self._tell_asked()
         finally:
             self.close()
 
@@ -52,6 +54,7 @@ class Pass:
         """Forget the stream and let go of what reads the data; closing twice is harmless."""
         self.open = False
         self._world.feed.close(self.stream)
+        self._world.recorder.closed()
         self._items = iter(())
 
     def hand_out(self, item: Item) -> Any:
@@ -65,6 +68,8 @@ class Pass:
             indices=_numbers(micro) if micro.samples else (),
         )
         self._world.feed.give(self.stream, batch, training=torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            self._world.recorder.given(micro.samples, micro.epoch)
         if micro.last:
             self._stepped(micro.total)
         return data
@@ -79,6 +84,11 @@ class Pass:
         for _ in range(left):
             self.next_item()
         self._stepped(micro.total)
+
+    def _tell_asked(self) -> None:
+        """The next step is asked for now; of those to train on the recorder wants to know."""
+        if torch.is_grad_enabled():
+            self._world.recorder.asked()
 
     def _check_open(self) -> None:
         if not self.open:

@@ -243,6 +243,7 @@ class Engine(Resumable):
         self._end_step(totals)
         if totals.unsaved:
             self._checkpoints.wait()  # raises on all ranks alike, the step made
+        self.world.recorder.stepped(self._number, self.steps, stats.loss, stats.weight)
         return stats
 
     def _exchange(self) -> Totals:

@@ -1,0 +1,28 @@
+"""Trains on random numbers, knowing nothing of being measured; three workers are too many."""
+
+import sys
+import time
+
+import torch
+
+import shardwise as sw
+
+world = sw.init(seed=0)
+model = torch.nn.Linear(16, 4)
+engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+x = torch.randn(96, 16)
+loader = sw.Loader(torch.utils.data.TensorDataset(x, x[:, :4]), batch_size=12, shuffle=True)
+metrics = sw.Metrics()
+if "linger" in sys.argv:
+    print("lingering", flush=True)
+    time.sleep(60)
+for _ in loader.epochs(3):
+    for batch, targets in loader:
+        engine.backward(torch.nn.functional.mse_loss(model(batch), targets))
+        engine.step()
+        if world.size == 3 and engine.steps == 2:
+            raise ValueError("three are too many")
+    with torch.no_grad():
+        for batch, targets in loader:
+            metrics.add(accuracy=(model(batch) - targets).abs().lt(1).float().mean())
+    metrics.compute()
