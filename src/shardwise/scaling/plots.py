@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from shardwise.scaling.records import Curve, Measured
 from shardwise.scaling.report import Report, accuracy
@@ -33,7 +33,7 @@ VARIABLES = {INK: "ink", GREY: "grey", FAINT: "faint"} | {
 }
 """Colors of a plot, and the names that they have in the style sheet of the page."""
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 10.5,
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -153,15 +153,13 @@ def _curves(axes: Any, report: Report, of: Callable[[Measured], Curve], label: s
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("epoch")
     axes.set_ylabel(label)
-    axes.legend(frameon=False, fontsize=9, title="workers", title_fontsize=9)
+    axes.legend(frameon=False, fontsize=9, title="workers", title_fontsize=9, handlelength=3)
 
 
 def _workers(axes: Any, report: Report) -> None:
-    """An axis of the numbers of workers, each twice the one before at the same distance."""
-    sizes = sorted(report.plan.sizes)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.xaxis.set_minor_locator(NullLocator())
+    """The axis of the numbers of workers, on which what is ideal is straight."""
+    axes.set_xlim(left=0)
+    axes.set_xticks(sorted(report.plan.sizes))
     axes.set_xlabel("workers")
 
 

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from shardwise.launch.environment import usable_cores
@@ -90,7 +91,14 @@ class Report:
 
 def table(report: Report) -> Table:
     """For the terminal."""
-    made = Table(title=report.command, title_justify="left")
+    made = Table(
+        title=report.command,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
     for name, justify in COLUMNS.items():
         made.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for kind in report.plan.kinds:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.launch.environment import usable_cores
@@ -80,13 +80,13 @@ def run(plan: Plan, kind: str, workers: int, on_step: OnStep) -> Run:
             env=_environment(os.environ, plan.threads),
         )
         code = _wait(process, lambda: on_step(records.steps_made(folder)))
-    known = {"kind": kind, "workers": workers, "log": log, "wall": time.monotonic() - start}
+    ended = Run(kind=kind, workers=workers, log=log, wall=time.monotonic() - start)
     if code:
-        return Run(**known, error=f"exit code {code}: {_last_words(log)}")
+        return replace(ended, error=f"exit code {code}: {_last_words(log)}")
     try:
-        return Run(**known, measured=records.read(folder, workers, plan.warmup))
+        return replace(ended, measured=records.read(folder, workers, plan.warmup))
     except TooFew as error:
-        return Run(**known, error=str(error))
+        return replace(ended, error=str(error))
 
 
 def _command(plan: Plan, kind: str, workers: int, folder: Path) -> list[str]:

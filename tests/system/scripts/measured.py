@@ -11,7 +11,9 @@ world = sw.init(seed=0)
 model = torch.nn.Linear(16, 4)
 engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
 x = torch.randn(96, 16)
-loader = sw.Loader(torch.utils.data.TensorDataset(x, x[:, :4]), batch_size=12, shuffle=True)
+data = torch.utils.data.TensorDataset(x, x[:, :4])
+loader = sw.Loader(data, batch_size=12, shuffle=True)
+held_out = sw.Loader(data, batch_size=12)
 metrics = sw.Metrics()
 if "linger" in sys.argv:
     print("lingering", flush=True)
@@ -23,6 +25,6 @@ for _ in loader.epochs(3):
         if world.size == 3 and engine.steps == 2:
             raise ValueError("three are too many")
     with torch.no_grad():
-        for batch, targets in loader:
+        for batch, targets in held_out:
             metrics.add(accuracy=(model(batch) - targets).abs().lt(1).float().mean())
     metrics.compute()
