@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -30,6 +28,7 @@ from torch.utils.data import Dataset
 
 import shardwise as sw
 from screen import Screen
+from shardwise.scaling.estimates import rate
 from sizes import add_flags, run_each
 
 STAGES = (3, 4, 6, 3)
@@ -149,15 +148,13 @@ def main() -> None:
         world.print(f"resnet: {error}", file=sys.stderr)
         sys.exit(2)
     seconds = train(world, data, total, args)
-    rates = [total / taken for taken in seconds]
-    mean = total * len(seconds) / sum(seconds)
-    spread = statistics.stdev(rates) if len(rates) > 1 else math.nan
+    mean = rate([total] * len(seconds), seconds)
     world.print(
-        f"{world.size} worker(s) x {each} images of {size} x {size}: "
-        f"{mean:,.1f} images/s in all, standard deviation {spread:.1f} over {len(rates)} steps"
+        f"{world.size} worker(s) x {each} images of {size} x {size}: {mean.value:,.1f} images/s in "
+        f"all, {mean.low:,.1f} to {mean.high:,.1f} with 95 % confidence, over {len(seconds)} steps"
     )
     if args.result and world.is_main:
-        found = {"rate": mean, "deviation": spread, "each": each, "size": size}
+        found = {"rate": mean.value, "low": mean.low, "high": mean.high, "each": each, "size": size}
         args.result.write_text(json.dumps(found))
 
 
@@ -195,14 +192,15 @@ def show(found: dict[int, Any]) -> None:
     run = next(iter(found.values()))
     title = f"ResNet-34, {run['each']} images of {run['size']} x {run['size']} per worker"
     table = Table(title=title, title_justify="left")
-    for name in ("workers", "images/s", "deviation", "efficiency"):
+    for name in ("workers", "images/s", "95 %", "efficiency"):
         table.add_column(name, justify="right")
     for name in ("their GPUs' images/s", "efficiency"):
         table.add_column(name, justify="right", style="dim")
     first = min(found)
     for size, run in found.items():
         efficiency = run["rate"] / size / (found[first]["rate"] / first)
-        row = [str(size), f"{run['rate']:,.1f}", f"{run['deviation']:.1f}", f"{efficiency:.0%}"]
+        interval = f"{run['low']:,.1f} - {run['high']:,.1f}"
+        row = [str(size), f"{run['rate']:,.1f}", interval, f"{efficiency:.0%}"]
         if size in TOLD:
             row += [f"{TOLD[size]:,.1f}", f"{TOLD[size] / TOLD[1] / size:.0%}"]
         table.add_row(*row)
@@ -213,7 +211,7 @@ def arguments() -> argparse.Namespace:
     """The flags of this script; those of the run belong to `shardwise run`."""
     parser = argparse.ArgumentParser(description="The throughput of ResNet-34.")
     whole: dict[str, Any] = {"type": int, "metavar": "N"}
-    parser.add_argument("--num-steps", default=10, help="measured: %(default)s", **whole)
+    parser.add_argument("--num-steps", default=10, help="measured, 2 or more: %(default)s", **whole)
     parser.add_argument("--batch-size", help="of EACH worker: 256, on a CPU 8", **whole)
     parser.add_argument("--crop", help="pixels of a side: 256, on a CPU 64", **whole)
     parser.add_argument("--num-workers", default=0, help="that read: %(default)s", **whole)
@@ -221,8 +219,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, metavar="PATH", help="a folder of each class")
     add_flags(parser)
     args = parser.parse_args()
-    if min(args.num_steps, args.batch_size or 1, args.crop or 1) < 1:
-        parser.error("numbers are above 0.")
+    if args.num_steps < 2 or min(args.batch_size or 1, args.crop or 1) < 1:
+        parser.error("--num-steps is 2 or more, and other numbers are above 0.")
     return args
 
 
