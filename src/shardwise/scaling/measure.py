@@ -24,6 +24,7 @@ NEEDS = ("matplotlib", "jinja2")
 def measure(plan: Plan) -> int:
     """Run everything, write it to `plan.out`, and return the exit code: 1 where a run failed.
 
+    Interrupted, it writes what has been measured by then.
     Raises LaunchError where something that is needed is not installed.
     """
     if missing := [name for name in NEEDS if find_spec(name) is None]:
@@ -33,11 +34,23 @@ def measure(plan: Plan) -> int:
         )
     console = Console(highlight=False, markup=False)
     plan.out.mkdir(parents=True, exist_ok=True)
+    made: list[Run] = []
     before = signal.signal(signal.SIGTERM, _leave)
     try:
-        report = Report(plan=plan, runs=list(_all(plan, console)))
+        made.extend(_all(plan, console))
+    except (KeyboardInterrupt, SystemExit):
+        if made:
+            _tell(Report(plan=plan, runs=made), console)
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
+    _tell(Report(plan=plan, runs=made), console)
+    return 1 if any(run.error for run in made) else 0
+
+
+def _tell(report: Report, console: Console) -> None:
+    """Write what was measured, and show the table."""
+    plan = report.plan
     reports.write(report, plan.out)
     from shardwise.scaling import page, plots  # half a second, which nobody waits for before
 
@@ -47,7 +60,6 @@ def measure(plan: Plan) -> int:
     for note in report.notes():
         console.print(note, style="dim")
     console.print(f"all of it: {plan.out / 'scaling.html'}, beside it JSON, CSV, PDF and PNG")
-    return 1 if any(run.error for run in report.runs) else 0
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

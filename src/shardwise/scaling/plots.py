@@ -110,7 +110,7 @@ def _throughput(axes: Any, report: Report) -> None:
     axes.set_ylabel("samples per second")
     axes.set_ylim(bottom=0)
     _workers(axes, report)
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
+    axes.legend(frameon=False, fontsize=9, loc="best")
 
 
 def _efficiency(axes: Any, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""Trains on random numbers, knowing nothing of being measured; three workers are too many."""
+"""Trains on random numbers, knowing nothing of being measured."""
 
 import sys
 import time
@@ -22,8 +22,8 @@ for _ in loader.epochs(3):
     for batch, targets in loader:
         engine.backward(torch.nn.functional.mse_loss(model(batch), targets))
         engine.step()
-        if world.size == 3 and engine.steps == 2:
-            raise ValueError("three are too many")
+        if f"not-on-{world.size}" in sys.argv and engine.steps == 2:
+            raise ValueError("that many will not do")
     with torch.no_grad():
         for batch, targets in held_out:
             metrics.add(accuracy=(model(batch) - targets).abs().lt(1).float().mean())
