@@ -5,7 +5,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise import errors
+    from shardwise import errors, lr
     from shardwise.data.loader import Loader
     from shardwise.engine import Engine
     from shardwise.metrics import Metrics
@@ -22,6 +22,7 @@ __all__ = [
     "__version__",
     "errors",
     "init",
+    "lr",
     "on_meta",
     "start_timeline",
     "stop_timeline",
@@ -43,8 +44,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: the command line starts without torch."""
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
-    if name == "errors":
-        return import_module("shardwise.errors")
+    if name in ("errors", "lr"):
+        return import_module(f"shardwise.{name}")
     if name == "__version__":
         return version("shardwise")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import Field
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,12 +19,14 @@ from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import explain as explaining
 from shardwise.launch import flags, gpus, srun, start
 from shardwise.launch.flags import Flag
+from shardwise.scaling import flags as scaling_flags
 from shardwise.timeline.commands import timeline
 
 WRONG_USE = 2
 WIDTH = 100
 
 GROUPS = {
+    "scale": "Scale",
     "where": "Where",
     "spread": "Spread",
     "precision": "Precision",
@@ -37,6 +40,11 @@ RUN_TOP = """\
 Train on N workers as on one:   shardwise run -n 4 --zero 2 train.py --epochs 3
 
 shardwise run [flags] SCRIPT.py [its arguments]     also: -m MODULE, or any program
+"""
+SCALE_TOP = """\
+What more workers bring:   shardwise scale -n 1,2,4,8 train.py --epochs 3
+
+shardwise scale [flags] SCRIPT.py [its arguments]     the script needs no change
 """
 DOCTOR_TOP = """\
 What each host has, how fast ranks talk, what is wrong:   shardwise doctor -H node1:2,node2:2
@@ -64,7 +72,10 @@ class Command(click.Command):
             flag for flag in self.params if isinstance(flag, Flag) and (all_flags or not flag.rare)
         ]
         width = max(len(flag.shown) for flag in flags)
+        groups = {flag.group for flag in flags}
         for group, title in GROUPS.items():
+            if group not in groups:
+                continue
             formatter.write(f"\n{title}\n")
             for flag in flags:
                 if flag.group == group:
@@ -157,6 +168,60 @@ def _doctor(explain: bool, **given: Any) -> int:
     return _run(("shardwise.doctor",), module=True, **given)
 
 
+def _scale(
+    words: tuple[str, ...],
+    sizes: str,
+    kinds: str,
+    warmup: int,
+    steps: int | None,
+    out: str | None,
+    module: bool,
+    hosts: str | None,
+    hostfile: str | None,
+    **given: Any,
+) -> int:
+    """The command `scale`: `given` are the settings of the runs."""
+    settings = {name: _as_text(value) for name, value in given.items() if value is not None}
+    _check(settings)
+    if not words:
+        raise LaunchError("What shall be measured? For example: shardwise scale -n 1,2 train.py")
+    _mention_misplaced(words[1:])
+    passed = [word for name, value in settings.items() for word in _spelled(name, value)]
+    for name, value in (("-H", hosts), ("--hostfile", hostfile)):
+        passed += [] if value is None else [name, value]
+    plan = import_module("shardwise.scaling.runs").Plan(
+        words=words,
+        flags=(*passed, *(["-m"] if module else [])),
+        sizes=_sizes(sizes),
+        kinds=KINDS[kinds],
+        warmup=warmup,
+        steps=steps,
+        out=Path(out or f"runs/scale-{Path(words[0]).stem}"),
+    )
+    return import_module("shardwise.scaling.measure").measure(plan)  # type: ignore[no-any-return]
+
+
+KINDS = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or found[0] < 1:
+        raise LaunchError(f"-n takes numbers of workers such as 1,2,4,8, not {text!r}.")
+    return tuple(found)
+
+
+def _spelled(name: str, value: str) -> list[str]:
+    """A setting as words of a command line."""
+    flag = config.flag(name)
+    if name in config.FIELDS and not config.FIELDS[name].metadata["metavar"]:
+        return [flag if value == "on" else f"--no-{flag[2:]}"]
+    return [flag, value]
+
+
 def _as_text(value: str | bool) -> str:
     return value if isinstance(value, str) else "on" if value else "off"
 
@@ -233,6 +298,21 @@ def _doctor_command() -> Command:
     )
 
 
+def _scale_command() -> Command:
+    """`scale` has the settings of `run`, but for those that it gives itself."""
+    own = {"record", "stop_after", "batch"}
+    shared = ("words", "module", "config", "hosts", "hostfile")
+    flags = [flag for flag in _flags() if flag.name in {*shared, *config.FIELDS} - own]
+    return Command(
+        "scale",
+        top=SCALE_TOP,
+        callback=_scale,
+        params=[*scaling_flags.own(), _help_all(), *flags],
+        context_settings={"allow_interspersed_args": False, "max_content_width": WIDTH},
+        short_help="Measure a script on 1, 2, 4, ... workers.",
+    )
+
+
 @click.group(cls=Commands, invoke_without_command=True)
 @click.version_option(version("shardwise"), message="shardwise %(version)s")
 @click.pass_context
@@ -244,5 +324,6 @@ def _shardwise(ctx: click.Context) -> None:
 
 _shardwise.add_command(_run_command())
 _shardwise.add_command(_doctor_command())
+_shardwise.add_command(_scale_command())
 _shardwise.add_command(checkpoint)
 _shardwise.add_command(timeline)

@@ -190,6 +190,14 @@ class Settings:
     micro_batch_size: int | None = _setting(
         None, _integer(1), "spread", "samples per worker per backward; the rest accumulates", "M"
     )
+    batch: str = _setting(
+        "total",
+        _one_of("total", "worker"),
+        "spread",
+        "what a Loader's batch_size counts: the whole, or each worker's",
+        "total|worker",
+        rare=True,
+    )
     exact: int | None = _setting(
         None, _integer(1), "spread", "V micro-shards per step: same bits on 1, 2, 4, ... V", "V"
     )
@@ -253,6 +261,17 @@ class Settings:
     )
     timeline: Path | None = _setting(
         None, _file, "watch", "where time goes, event by event, as Chrome trace JSON", "FILE"
+    )
+    record: str | None = _setting(
+        None, str, "watch", "write what each step took there, for shardwise scale", "DIR", rare=True
+    )
+    stop_after: int | None = _setting(
+        None,
+        _integer(1),
+        "watch",
+        "end the run, with success, after so many steps",
+        "STEPS",
+        rare=True,
     )
     quiet: bool = _setting(
         False, _switch, "watch", "do not print the lines at the start", rare=True
@@ -326,6 +345,9 @@ _ELSEWHERE = {
     "rendezvous": "sw.init",
     "timeline": "sw.init",
     "micro_batch_size": "sw.Loader",
+    "batch": "sw.init",
+    "record": "sw.init",
+    "stop_after": "sw.init",
 }
 
 

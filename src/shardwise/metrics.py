@@ -34,6 +34,7 @@ class Metrics:
         self._kind = _Sum if self._world.settings.exact is None else _ExactSum
         self._sums: dict[str, _Sum] = {}
         self._weights: dict[str, _Sum] = {}
+        self._training = False  # whether autograd recorded when something was added last
 
     def add(self, n: Number | None = None, **means: Any) -> None:
         """Count `means`, each a mean over `n` items: numbers or 0-dim tensors.
@@ -45,6 +46,7 @@ class Metrics:
         Raises UsageError without `n` where no Loader gave a batch, MetricsError for an `n` below
         0 or a value that is not a scalar.
         """
+        self._training = torch.is_grad_enabled()
         weight = _weight(self._world, n)
         values = {name: _scalar(name, mean) for name, mean in means.items()}
         for name, value in values.items():
@@ -68,7 +70,9 @@ class Metrics:
         _check_names(ranks)
         _check_weights(ranks)
         self._sums, self._weights = {}, {}
-        return {name: _mean([rank[name] for rank in ranks]) for name in ranks[0]}
+        means = {name: _mean([rank[name] for rank in ranks]) for name in ranks[0]}
+        self._world.step_log.measured(means, training=self._training)
+        return means
 
 
 Totals = dict[str, tuple[list[float], list[float]]]

@@ -26,6 +26,7 @@ from shardwise.launch.identity import Identity
 from shardwise.launch.progress import Telling
 from shardwise.layout import even_cuts
 from shardwise.preemption import Preemption
+from shardwise.step_log import StepLog
 from shardwise.tiers import heap
 from shardwise.tree import MicroShards
 from shardwise.watch import whereabouts
@@ -65,6 +66,7 @@ class World:
         self.telling = telling or Telling({})
         self.preemption = Preemption(self.telling, self.print)
         self.feed.watch(self.preemption.before_batch)
+        self.step_log = StepLog(None, self.rank)
         self.engines = 0
         self.sentry: Sentry | None = None
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
@@ -136,6 +138,11 @@ class World:
                 f"world.share gives one share of a batch, and --exact {self.settings.exact} cuts "
                 "it into micro-shards: use sw.Loader(...), or leave --exact out."
             )
+        if self.settings.batch == "worker":
+            raise UsageError(
+                "world.share takes rows out of a total batch, and --batch worker lets every worker "
+                "have a batch of its own: use sw.Loader(...), or leave --batch out."
+            )
         leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
         if len(lengths) != 1 or 0 in lengths:
@@ -150,6 +157,8 @@ class World:
         plan = Plan(batch_size=rows, micro_batches=1, steps_per_epoch=None)
         stream = self.feed.open("world.share", plan, passing=True)
         self.feed.give(stream, Batch(samples=end - first), training=torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            self.step_log.given(end - first)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf[taken].to(self.device), batch)  # type: ignore[no-any-return]
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -199,6 +208,8 @@ def enter(
     world = World(identity, group, device, Telling(os.environ))
     world._keywords = dict(settings)
     world.settings = world.settle(**given)
+    folder = None if world.settings.record is None else Path(world.settings.record)
+    world.step_log = StepLog(folder, world.rank, world.settings.stop_after)
     _share_cores(world)
     drawn = chosen.seed if chosen.seed is not None else secrets.randbits(31)
     world.seed = world.broadcast_object(drawn)
@@ -250,6 +261,7 @@ def _leave() -> None:
     if world is not None:
         atexit.unregister(_leave)
         world.preemption.forget()
+        world.step_log.close()
         if world.sentry is not None:
             world.sentry.close()
         world.collectives.close()

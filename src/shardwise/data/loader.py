@@ -68,6 +68,8 @@ class Loader:
     `load_state_dict` it re-enters where it was. The state is the number of samples consumed; with
     drop_last, keep batch_size on a resume.
 
+    With `--batch worker` batch_size is that of each worker, and the total is N times as large.
+
     Raises DataError for arguments or datasets that cannot be shared out.
     """
 
@@ -94,6 +96,7 @@ class Loader:
     ) -> None:
         self._world = worlds.current()
         settings = _settings(self._world, micro_batch_size)
+        batch_size = _total(batch_size, batch_sampler, self._world)
         given = Given(
             dataset=dataset,
             batch_size=batch_size,
@@ -298,6 +301,19 @@ def _settings(world: World, micro_batch_size: int | None) -> Settings:
     if micro_batch_size is None:
         return world.settings
     return world.settle(micro_batch_size=micro_batch_size)
+
+
+def _total(batch_size: int | None, batch_sampler: Any, world: World) -> int | None:
+    """The total batch, where `batch_size` may be that of each worker (--batch worker)."""
+    if world.settings.batch == "total" or world.size == 1:
+        return batch_size
+    if batch_sampler is not None:
+        raise DataError(
+            "A batch_sampler gives total batches, which --batch worker cannot make larger: give "
+            "batch_size, or leave --batch out."
+        )
+    whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+    return batch_size * world.size if whole and batch_size is not None else batch_size
 
 
 def _shards(exact: int, world: World) -> MicroShards:

@@ -42,10 +42,12 @@ class Pass:
     def steps(self, first: int) -> Iterator[Step]:
         """The steps of this pass, numbered from `first`; each is finished before the next."""
         try:
+            self._tell_asked()
             for number, item in enumerate(iter(self._fetched, None), first):
                 step = Step(self, item, number)
                 yield step
                 step._finish()
+                self._tell_asked()
         finally:
             self.close()
 
@@ -53,6 +55,7 @@ class Pass:
         """Forget the stream and let go of what reads the data; closing twice is harmless."""
         self.open = False
         self._world.feed.close(self.stream)
+        self._world.step_log.closed()
         self._items = iter(())
 
     def hand_out(self, item: Item) -> Any:
@@ -67,6 +70,8 @@ class Pass:
             indices=_numbers(micro) if micro.samples else (),
         )
         self._world.feed.give(self.stream, batch, training=torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            self._world.step_log.given(micro.samples, micro.epoch)
         if micro.last:
             self._stepped(micro.total)
         return data
@@ -88,6 +93,11 @@ class Pass:
         for _ in range(left):
             self.next_item()
         self._stepped(micro.total)
+
+    def _tell_asked(self) -> None:
+        """The next step is asked for now; of those to train on the log wants to know."""
+        if torch.is_grad_enabled():
+            self._world.step_log.asked()
 
     def _check_open(self) -> None:
         if not self.open:

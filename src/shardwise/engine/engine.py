@@ -247,6 +247,7 @@ class Engine(Resumable):
         self._end_step(totals)
         if totals.unsaved:
             self._checkpoints.wait()  # raises on all ranks alike, the step made
+        self.world.step_log.stepped(self._number, self.steps, stats)
         return stats
 
     def _exchange(self) -> Totals:

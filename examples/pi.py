@@ -1,0 +1,114 @@
+"""Pi by Monte Carlo: points in a square, counted inside its circle on each rank, then summed.
+
+    shardwise run -n 4 examples/pi.py
+    mpirun -n 4 python examples/pi.py
+    python examples/pi.py --workers 1,2,4,8      # the scaling table
+
+Points are drawn in blocks, each by a generator of its own seed, and ranks share out the blocks: so
+the count is the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import shardwise as sw
+from screen import Screen
+from sizes import add_flags, run_each
+
+BLOCK = 50_000
+"""Points that are drawn at once."""
+
+TOLD = {
+    1: (3.141988, 8.0290),
+    2: (3.1415096, 4.2128),
+    4: (3.1425632, 2.0936),
+    8: (3.1411632, 1.0611),
+}
+"""Estimate and seconds by the number of ranks for 5 million points, a Python loop over mpi4py on a
+node of ThetaGPU (AI training series of the Argonne Leadership Computing Facility, 2022)."""
+
+
+def count_inside(seed: int, block: int, points: int) -> int:
+    """How many of `points` uniform points of the unit square around 0 have a distance below 1/2."""
+    x, y = np.random.default_rng((seed, block)).random((2, points)) - 0.5
+    return int(np.count_nonzero(x * x + y * y < 0.25))
+
+
+def count_own(world: sw.World, args: argparse.Namespace, screen: Screen) -> int:
+    """The count of this rank's blocks."""
+    inside = 0
+    for block in range(world.rank, math.ceil(args.points / BLOCK), world.size):
+        inside += count_inside(args.seed, block, min(BLOCK, args.points - block * BLOCK))
+        screen.stepped(f"rank 0: {inside:,} inside")
+    return inside
+
+
+def main() -> None:
+    args = arguments()
+    if args.workers:
+        show(args, run_each(__file__, args.workers, sys.argv[1:]))
+        return
+    world = sw.init(seed=args.seed)
+    seconds = []
+    blocks = len(range(0, math.ceil(args.points / BLOCK), world.size))
+    with Screen(world, blocks * args.repeats) as screen:
+        for _ in range(args.repeats):
+            world.barrier()
+            start = time.perf_counter()
+            inside = int(world.sum(torch.tensor(count_own(world, args, screen))))
+            seconds.append(time.perf_counter() - start)
+    # From the first rank that began to the end: the longest of each repeat.
+    best = min(max(repeat) for repeat in zip(*world.gather(seconds), strict=True))
+    pi = 4 * inside / args.points
+    world.print(f"inside {inside:,} of {args.points:,}: pi is about {pi:.7f}, in {best:.4f} s")
+    if args.result and world.is_main:
+        args.result.write_text(json.dumps({"inside": inside, "pi": pi, "seconds": best}))
+
+
+def show(args: argparse.Namespace, found: dict[int, dict[str, float]]) -> None:
+    """Print the scaling table, the source's figures beside ours."""
+    table = Table(
+        title=f"pi from {args.points:,} points, theirs from 5,000,000; % is efficiency",
+        title_justify="left",
+    )
+    for name in ("ranks", "pi", "seconds", "speed-up", "%"):
+        table.add_column(name, justify="right")
+    for name in ("their pi", "seconds", "%"):
+        table.add_column(name, justify="right", style="dim")
+    first = min(found)
+    for size, run in found.items():
+        speedup = first * found[first]["seconds"] / run["seconds"]
+        row = [str(size), f"{run['pi']:.7f}", f"{run['seconds']:.4f}"]
+        row += [f"{speedup:.2f}", f"{speedup / size:.0%}"]
+        if size in TOLD:
+            pi, seconds = TOLD[size]
+            row += [f"{pi:.7f}", f"{seconds:.2f}", f"{TOLD[1][1] / seconds / size:.0%}"]
+        table.add_row(*row)
+    Console().print(table)
+
+
+def arguments() -> argparse.Namespace:
+    """The flags of this script; those of the run belong to `shardwise run`."""
+    parser = argparse.ArgumentParser(description="Pi by Monte Carlo, over any number of ranks.")
+    parser.add_argument("--points", type=int, default=5_000_000, help="in all: %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, help="the fastest counts: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the points: %(default)s")
+    add_flags(parser)
+    args = parser.parse_args()
+    if args.points < 1 or args.repeats < 1 or args.seed < 0:
+        parser.error("--points and --repeats take numbers above 0, --seed one of 0 or more.")
+    return args
+
+
+if __name__ == "__main__":
+    main()

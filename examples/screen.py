@@ -1,0 +1,46 @@
+"""What the main rank shows while an example runs: a bar in a terminal, elsewhere its lines."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console, RenderableType
+
+import shardwise as sw
+from log import bar
+
+
+class Screen:
+    """A bar of `total` steps under lines of text; silent on all ranks but the main one.
+
+    A context manager.
+    """
+
+    def __init__(self, world: sw.World, total: int) -> None:
+        self._console = Console(quiet=not world.is_main, highlight=False, markup=False)
+        self._bar = bar(self._console) if world.is_main and self._console.is_terminal else None
+        self._total = total
+
+    def __enter__(self) -> Screen:
+        if self._bar:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total, figures="")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def stepped(self, figures: str = "") -> None:
+        """Move the bar on by one, with `figures` beside it."""
+        if self._bar:
+            self._bar.update(self._task, advance=1, figures=figures)
+
+    def say(self, what: RenderableType) -> None:
+        """Print something, above the bar where there is one."""
+        self._console.print(what, soft_wrap=isinstance(what, str))

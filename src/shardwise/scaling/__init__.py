@@ -1,0 +1,1 @@
+"""`shardwise scale`: a script at several numbers of workers, measured and drawn."""

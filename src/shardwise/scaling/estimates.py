@@ -1,0 +1,62 @@
+"""A rate and how sure it is: pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import NormalDist
+
+MOST_GROUPS = 20
+"""Into how many groups of neighbours steps are put, at most."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Samples a second, and the interval that holds the true rate with 95 % confidence; NaN where
+    nothing can be said about it."""
+
+    value: float
+    low: float
+    high: float
+
+
+def rate(samples: Sequence[float], seconds: Sequence[float]) -> Rate:
+    """The rate of steps in which all ranks together trained on `samples` in `seconds`, one each.
+
+    It is the ratio of the sums, so that a short last batch counts as what it is. Neighbouring steps
+    are alike, so that each says less than an independent one would: the interval is that of the
+    means of groups of neighbours (batch means; Law and Carson 1979), of the ratio estimator.
+    """
+    whole, time = math.fsum(samples), math.fsum(seconds)
+    value = whole / time
+    groups = min(MOST_GROUPS, len(seconds))
+    if groups < 2:
+        return Rate(value, math.nan, math.nan)
+    cuts = [len(seconds) * group // groups for group in range(groups + 1)]
+    residuals = [
+        math.fsum(samples[first:end]) - value * math.fsum(seconds[first:end])
+        for first, end in pairwise(cuts)
+    ]
+    squares = math.fsum(residual**2 for residual in residuals)
+    error = math.sqrt(squares * groups / (groups - 1)) / time
+    reach = student(0.975, groups - 1) * error
+    return Rate(value, max(0.0, value - reach), value + reach)
+
+
+def student(p: float, degrees: int) -> float:
+    """The quantile `p` of Student's t (Abramowitz and Stegun 1964, 26.7.5), to 5e-3 from 3 degrees
+    of freedom on; exact for 1 and 2."""
+    if degrees == 1:
+        return math.tan(math.pi * (p - 0.5))
+    if degrees == 2:
+        return (2 * p - 1) * math.sqrt(1 / (2 * p * (1 - p)))
+    z = NormalDist().inv_cdf(p)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + math.fsum(term / float(degrees) ** power for power, term in enumerate(terms, 1))

@@ -1,0 +1,50 @@
+"""The flags of `shardwise scale` that are its own."""
+
+from collections.abc import Iterator
+
+import click
+
+from shardwise.launch.flags import Flag
+
+WARMUP = 5
+"""Steps at the start of a run that do not count, where the user does not say."""
+
+
+def own() -> Iterator[Flag]:
+    """Which runs, how long, and where what was measured goes."""
+    yield Flag(
+        ["sizes", "-n", "-np"],
+        group="scale",
+        shown="-n 1,2,4,8",
+        default="1,2,4,8",
+        help="numbers of workers",
+    )
+    yield Flag(
+        ["kinds", "--kind"],
+        group="scale",
+        shown="--kind strong|weak|both",
+        type=click.Choice(["strong", "weak", "both"]),
+        default="strong",
+        help="strong: the same total batch; weak: the same per worker",
+    )
+    yield Flag(
+        ["--warmup"],
+        group="scale",
+        shown="--warmup K",
+        type=click.IntRange(0),
+        default=WARMUP,
+        help=f"steps of each run that are dropped (default {WARMUP})",
+    )
+    yield Flag(
+        ["--steps"],
+        group="scale",
+        shown="--steps S",
+        type=click.IntRange(1),
+        help="end a run after so many more; left out, when the script ends",
+    )
+    yield Flag(
+        ["--out"],
+        group="scale",
+        shown="--out DIR",
+        help="for table, plots and page (default runs/scale-SCRIPT)",
+    )

@@ -1,0 +1,173 @@
+"""The pictures of a measurement: throughput, efficiency, and curves by epoch.
+
+Each is saved as PDF and PNG, and given as SVG whose colors are those of the page around it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from shardwise.scaling.records import Curve, Measured
+from shardwise.scaling.report import Report, accuracy
+from shardwise.scaling.runs import STRONG
+
+INK, GREY, FAINT = "#22272e", "#6b7480", "#d5dae1"
+COLORS = ("#2563a8", "#d9622b", "#2f8f5b", "#8a4fb0", "#b0892c", "#c23b6b", "#3a9aa8", "#7a6a5c")
+KINDS = {STRONG: COLORS[0], "weak": COLORS[1]}
+STYLES = ("-", "--")
+
+VARIABLES = {INK: "ink", GREY: "grey", FAINT: "faint"} | {
+    color: f"line-{number}" for number, color in enumerate(COLORS)
+}
+"""Colors of a plot, and the names that they have in the style sheet of the page."""
+
+STYLE: dict[Any, Any] = {
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "svg.fonttype": "none",  # text stays text, in the page's font
+    "savefig.transparent": False,
+}
+SIZE = (5.6, 3.7)
+
+Draw = Callable[[Any, Report], None]
+
+
+def draw(report: Report, folder: Path) -> dict[str, str]:
+    """Save every plot that there is something for in `folder`; their SVG, by name."""
+    found = {}
+    for name, on in _plots(report):
+        with plt.rc_context(STYLE | {"svg.hashsalt": name}):
+            figure, axes = plt.subplots(figsize=SIZE, layout="constrained")
+            on(axes, report)
+            figure.savefig(folder / f"{name}.pdf")
+            figure.savefig(folder / f"{name}.png", dpi=120)
+            picture = io.StringIO()
+            figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
+            plt.close(figure)
+        found[name] = _themed(picture.getvalue(), name)
+    return found
+
+
+def _plots(report: Report) -> Iterator[tuple[str, Draw]]:
+    measured = [run.measured for run in report.runs if run.measured]
+    if not measured:
+        return
+    yield "throughput", _throughput
+    yield "efficiency", _efficiency
+    if any(each.loss for each in measured):
+        yield "loss", lambda axes, report: _curves(axes, report, lambda m: m.loss, "training loss")
+    if any(accuracy(each) for each in measured):
+        yield "accuracy", _accuracy
+
+
+def _throughput(axes: Any, report: Report) -> None:
+    """Samples a second with their intervals, and the line of the first size times N."""
+    for kind in report.plan.kinds:
+        rows = report.rows(kind)
+        if not rows:
+            continue
+        workers = [row.run.workers for row in rows]
+        rates = [row.measured.rate for row in rows]
+        ideal = [rates[0].value / workers[0] * count for count in workers]
+        values = [each.value for each in rates]
+        reach = [
+            [0 if math.isnan(each.low) else each.value - each.low for each in rates],
+            [0 if math.isnan(each.high) else each.high - each.value for each in rates],
+        ]
+        color = KINDS[kind]
+        axes.plot(workers, ideal, color=color, linestyle=":", linewidth=1.3, label=f"{kind}: ideal")
+        axes.errorbar(
+            workers,
+            values,
+            yerr=reach,
+            color=color,
+            linewidth=2.0,
+            marker="o",
+            capsize=3,
+            label=f"{kind}: measured, 95 %",
+        )
+    axes.set_ylabel("samples per second")
+    axes.set_ylim(bottom=0)
+    _workers(axes, report)
+    axes.legend(frameon=False, fontsize=9, loc="best")
+
+
+def _efficiency(axes: Any, report: Report) -> None:
+    """The rate of a worker, against that of one at the smallest size."""
+    for kind in report.plan.kinds:
+        rows = report.rows(kind)
+        counts = [row.run.workers for row in rows]
+        values = [row.efficiency for row in rows]
+        axes.plot(counts, values, color=KINDS[kind], linewidth=2.0, marker="o", label=kind)
+    axes.axhline(1.0, color=GREY, linestyle=":", linewidth=1.3)
+    axes.set_ylabel("efficiency")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    _workers(axes, report)
+    axes.legend(frameon=False, fontsize=9, loc="lower left")
+
+
+def _accuracy(axes: Any, report: Report) -> None:
+    _curves(axes, report, accuracy, "accuracy")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+
+def _curves(axes: Any, report: Report, of: Callable[[Measured], Curve], label: str) -> None:
+    """A line for each size, by epoch."""
+    sizes = sorted(report.plan.sizes)
+    for style, kind in zip(STYLES, report.plan.kinds, strict=False):
+        for row in report.rows(kind):
+            if curve := of(row.measured):
+                epochs = sorted(curve)
+                axes.plot(
+                    [epoch + 1 for epoch in epochs],
+                    [curve[epoch] for epoch in epochs],
+                    color=COLORS[sizes.index(row.run.workers) % len(COLORS)],
+                    linestyle=style,
+                    linewidth=1.8,
+                    marker="o",
+                    markersize=3.5,
+                    label=f"{row.run.workers} ({kind})",
+                )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(label)
+    axes.legend(frameon=False, fontsize=9, title="workers", title_fontsize=9, handlelength=3)
+
+
+def _workers(axes: Any, report: Report) -> None:
+    """The axis of the numbers of workers, on which what is ideal is straight."""
+    axes.set_xlim(left=0)
+    axes.set_xticks(sorted(report.plan.sizes))
+    axes.set_xlabel("workers")
+
+
+def _themed(svg: str, name: str) -> str:
+    """An SVG to stand in a page: ids of its own, colors by name, as wide as its place."""
+    svg = svg[svg.index("<svg") :]
+    for color, variable in VARIABLES.items():
+        svg = svg.replace(color, f"var(--{variable})")
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(xlink:href="|url\()#', rf"\g<1>#{name}-", svg)
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"|height="[\d.]+pt"', "", svg, count=1)

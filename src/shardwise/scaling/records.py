@@ -1,0 +1,108 @@
+"""What the ranks of a run recorded (recorder.py), put together."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shardwise.scaling.estimates import Rate, rate
+
+Curve = dict[int, float]
+"""Values by epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Of a run: `steps` were made, of which the first `dropped` do not count for the rate.
+
+    `batch` is the total batch of a usual step, `seconds` the length of one. `loss` is the mean of
+    each epoch, `means` what Metrics computed last in it, by name.
+    """
+
+    steps: int
+    dropped: int
+    batch: int
+    seconds: float
+    rate: Rate
+    loss: Curve
+    means: Mapping[str, Curve] = field(default_factory=dict)
+
+
+class TooFew(Exception):
+    """A run without enough steps to measure."""
+
+
+def read(folder: Path, ranks: int, warmup: int) -> Measured:
+    """What `ranks` ranks recorded in `folder`. Raises TooFew."""
+    rows = [list(_rows(folder / f"rank-{rank}.jsonl")) for rank in range(ranks)]
+    own = [[row for row in of_rank if "step" in row] for of_rank in rows]
+    made = min(map(len, own))
+    if made == 0:
+        raise TooFew(
+            "it made no engine.step that was recorded: the script trains with sw.Loader and "
+            "sw.Engine?"
+        )
+    if made <= warmup:
+        raise TooFew(
+            f"it made {made} step(s), of which --warmup {warmup} are dropped: give a smaller "
+            "--warmup, or more steps."
+        )
+    steps = list(zip(*(of_rank[:made] for of_rank in own), strict=True))
+    samples = [sum(row["samples"] for row in step) for step in steps]
+    # The ranks begin and end a step together; who came first has waited for the others.
+    seconds = [max(row["seconds"] for row in step) for step in steps]
+    return Measured(
+        steps=made,
+        dropped=warmup,
+        batch=int(median(samples[warmup:])),
+        seconds=median(seconds[warmup:]),
+        rate=rate(samples[warmup:], seconds[warmup:]),
+        loss=_loss(own[0][:made]),
+        means=_means(row for row in rows[0] if "means" in row),
+    )
+
+
+def steps_made(folder: Path) -> int:
+    """How many steps rank 0 of a run has recorded so far."""
+    try:
+        return (folder / "rank-0.jsonl").read_bytes().count(b'{"step"')
+    except FileNotFoundError:
+        return 0
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines; one that a crash has cut is left out."""
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
+def _loss(rows: list[dict[str, Any]]) -> Curve:
+    """The mean loss of each epoch, over all items."""
+    sums: dict[int, tuple[float, float]] = {}
+    for row in rows:
+        if math.isfinite(row["loss"]):
+            total, weight = sums.get(row["epoch"], (0.0, 0.0))
+            added = row["loss"] * row["weight"]
+            sums[row["epoch"]] = total + added, weight + row["weight"]
+    return {epoch: total / weight for epoch, (total, weight) in sums.items() if weight}
+
+
+def _means(rows: Iterator[dict[str, Any]]) -> dict[str, Curve]:
+    """By name, with what it is of: training, or an evaluation."""
+    found: dict[str, Curve] = {}
+    for row in rows:
+        of = "training" if row["training"] else "evaluation"
+        for name, value in row["means"].items():
+            if math.isfinite(value):
+                found.setdefault(f"{of} {name}", {})[row["epoch"]] = value
+    return found

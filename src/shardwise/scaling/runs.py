@@ -1,0 +1,121 @@
+"""The runs of a measurement, one after the other, each with a record and a log of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.launch.environment import usable_cores
+from shardwise.scaling import records
+from shardwise.scaling.records import Measured, TooFew
+
+STRONG, WEAK = "strong", "weak"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to run: `words` are the script and its arguments, `flags` those of `shardwise run`.
+
+    At each size in `sizes`, and of each kind: "strong" with the same total batch, "weak" with the
+    same batch per worker. The first `warmup` steps of a run are dropped, and it ends after `steps`
+    more, or when the script does.
+    """
+
+    words: tuple[str, ...]
+    flags: tuple[str, ...]
+    sizes: tuple[int, ...]
+    kinds: tuple[str, ...]
+    warmup: int
+    steps: int | None
+    out: Path
+
+    @property
+    def threads(self) -> int:
+        """Threads of a rank where the user does not say: alike at every size, so that a worker is
+        the same everywhere."""
+        return max(1, usable_cores() // max(self.sizes))
+
+    @property
+    def limit(self) -> int | None:
+        """After how many steps a run ends."""
+        return None if self.steps is None else self.steps + self.warmup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that has ended; `measured`, or else `error` says why not."""
+
+    kind: str
+    workers: int
+    log: Path
+    wall: float
+    measured: Measured | None = None
+    error: str | None = None
+
+
+OnStep = Callable[[int], None]
+"""Told, now and then, how many steps the run has made."""
+
+
+def run(plan: Plan, kind: str, workers: int, on_step: OnStep) -> Run:
+    """Run the script once. Raises KeyboardInterrupt when that is pressed, the run ended."""
+    folder = plan.out / "runs" / f"{kind}-{workers}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    log = folder / "output.txt"
+    start = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            _command(plan, kind, workers, folder),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_environment(os.environ, plan.threads),
+        )
+        code = _wait(process, lambda: on_step(records.steps_made(folder)))
+    ended = Run(kind=kind, workers=workers, log=log, wall=time.monotonic() - start)
+    if code:
+        return replace(ended, error=f"exit code {code}: {_last_words(log)}")
+    try:
+        return replace(ended, measured=records.read(folder, workers, plan.warmup))
+    except TooFew as error:
+        return replace(ended, error=str(error))
+
+
+def _command(plan: Plan, kind: str, workers: int, folder: Path) -> list[str]:
+    flags = ["-n", str(workers), *plan.flags, "--record", str(folder.resolve())]
+    if kind == WEAK:
+        flags += ["--batch", "worker"]
+    if plan.limit is not None:
+        flags += ["--stop-after", str(plan.limit)]
+    return [sys.executable, "-m", "shardwise", "run", *flags, *plan.words]
+
+
+def _environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(threads), **environ}
+
+
+def _wait(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> int:
+    try:
+        while True:
+            try:
+                return process.wait(timeout=0.25)
+            except subprocess.TimeoutExpired:
+                on_time()
+    except BaseException:
+        process.send_signal(signal.SIGINT)  # a second one is harmless: it ends its ranks
+        process.wait()
+        raise
+
+
+def _last_words(log: Path) -> str:
+    """The last line of a log: the launcher shows the error that ended a run last."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "it said nothing")

@@ -1,0 +1,101 @@
+"""What a run did, step by step, for those who measure it; off unless `--record DIR` is given.
+
+Each rank writes DIR/rank-N.jsonl, a line when something has happened:
+
+    {"step": 12, "epoch": 0, "seconds": 0.04, "samples": 64, "loss": 1.93, "weight": 256.0}
+    {"epoch": 0, "training": false, "means": {"accuracy": 0.81}}
+
+A step lasts from the moment its data is asked for to the end of engine.step, so that what lies
+between (an evaluation, a checkpoint) is not of it; `samples` are this rank's own, loss and weight
+those of all. Means are what a Metrics object computed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, TextIO
+
+
+class Outcome(Protocol):
+    """What engine.step returns; reading it may wait for a device."""
+
+    @property
+    def loss(self) -> float: ...
+
+    @property
+    def weight(self) -> float: ...
+
+
+class StepLog:
+    """The log of one rank; without a `folder` it writes nothing.
+
+    After `stop_after` steps the run ends: every rank leaves with exit code 0.
+    """
+
+    def __init__(self, folder: Path | None, rank: int, stop_after: int | None = None) -> None:
+        self._file: TextIO | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / f"rank-{rank}.jsonl").open("w", buffering=1)
+        self._stop_after = stop_after
+        self._epoch = 0
+        self._begin: float | None = None
+        self._samples = 0  # given to train on since the last step
+        self._last = time.perf_counter()
+
+    def asked(self) -> None:
+        """The data of a step to train on is asked for."""
+        if self._begin is None:
+            self._begin = time.perf_counter()
+
+    def given(self, samples: int, epoch: int | None = None) -> None:
+        """Samples to train on are handed out."""
+        self._samples += samples
+        if epoch is not None:
+            self._epoch = epoch
+
+    def closed(self) -> None:
+        """A pass over the data has ended; what was asked for last did not come."""
+        if not self._samples:
+            self._begin = None
+
+    def stepped(self, engine: int, steps: int, outcome: Outcome) -> None:
+        """Engine number `engine` has made its step number `steps`; of several the first counts.
+
+        Raises SystemExit when the run is to end.
+        """
+        if engine or (self._file is None and self._stop_after is None):
+            return
+        if self._file is not None:
+            self._add(steps, outcome)
+        if self._stop_after is not None and steps >= self._stop_after:
+            raise SystemExit(0)
+
+    def _add(self, steps: int, outcome: Outcome) -> None:
+        now = time.perf_counter()
+        self._write(
+            step=steps - 1,
+            epoch=self._epoch,
+            seconds=now - (self._last if self._begin is None else self._begin),
+            samples=self._samples,
+            loss=outcome.loss,
+            weight=outcome.weight,
+        )
+        self._begin, self._samples, self._last = None, 0, now
+
+    def measured(self, means: Mapping[str, float], *, training: bool) -> None:
+        """Means over all ranks, of what autograd recorded or of an evaluation."""
+        self._write(epoch=self._epoch, training=training, means=dict(means))
+
+    def close(self) -> None:
+        """The rank leaves; what comes later is not written."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, **row: object) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")

@@ -1,0 +1,54 @@
+"""`shardwise scale` as a user types it, on a script that knows nothing of it."""
+
+import json
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.system.launcher import Launcher, script
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+QUICK = {"OMP_NUM_THREADS": "1"}
+
+
+def test_every_size_is_measured_and_a_crash_is_said(shardwise: Launcher) -> None:
+    flags = ("-n", "1,2", "--warmup", "2", "--out", "out")
+    ran = shardwise.run("scale", *flags, script("measured"), "not-on-1", env=QUICK)
+    assert ran.code == 1, ran.err
+    assert "that many will not do" in ran.out
+    out = shardwise.folder / "out"
+    one, two = json.loads((out / "scaling.json").read_text())["results"]
+    assert one["error"] == "exit code 1: ValueError: that many will not do"
+    assert two["error"] is None
+    assert two["samples_per_second"] > 0
+    assert (two["workers"], two["batch"], two["steps"]) == (2, 12, 24)
+    assert list(two["means_by_epoch"]) == ["evaluation accuracy"]
+    losses = list(two["loss_by_epoch"].values())
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 3
+    names = {path.name for path in out.iterdir()}
+    assert {"scaling.html", "scaling.csv", "throughput.pdf", "efficiency.png"} <= names
+
+
+def test_weak_scaling_of_a_few_steps_with_settings_of_the_run(shardwise: Launcher) -> None:
+    flags = ("-n", "2", "--kind", "weak", "--warmup", "1", "--steps", "3", "--zero", "1")
+    ran = shardwise.run("scale", *flags, "--out", "out", script("measured"), env=QUICK)
+    assert ran.code == 0, ran.out + ran.err
+    (found,) = json.loads((shardwise.folder / "out" / "scaling.json").read_text())["results"]
+    assert (found["kind"], found["batch"], found["steps"]) == ("weak", 24, 4)
+    assert "ZERO_1" in (shardwise.folder / "out/runs/weak-2/output.txt").read_text()
+
+
+def test_asked_to_end_it_leaves_nothing_behind(shardwise: Launcher) -> None:
+    process = shardwise.start(
+        "scale", "-n", "2", "--out", "out", script("measured"), "linger", env=QUICK
+    )
+    output = shardwise.folder / "out/runs/strong-2/output.txt"
+    until = time.monotonic() + 60
+    while not (output.exists() and output.read_text()) and time.monotonic() < until:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert shardwise.finish(process, 60).code == 128 + signal.SIGTERM

@@ -1,0 +1,180 @@
+"""The examples of the tutorials, small, as a reader starts them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.components import need
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "error::UserWarning",
+    "COLUMNS": "100",
+    # root may start Open MPI in a container, and more ranks than there are cores
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+
+
+def start(*words: str, folder: Path) -> str:
+    """What a command says, run in `folder`."""
+    ran = subprocess.run(
+        words,
+        cwd=folder,
+        env=os.environ | SETTINGS,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def example(name: str, *flags: str, folder: Path) -> str:
+    return start(sys.executable, str(EXAMPLES / name), *flags, folder=folder)
+
+
+def run(workers: int, name: str, *flags: str, folder: Path, settings: tuple[str, ...] = ()) -> Any:
+    """What an example writes to its --result on so many workers."""
+    result = folder / "result.json"
+    command = [sys.executable, "-m", "shardwise", "run", "-n", str(workers), *settings]
+    words = [*command, str(EXAMPLES / name), *flags, "--result", str(result)]
+    start(*words, folder=folder)
+    return json.loads(result.read_text())
+
+
+class TestPi:
+    POINTS = ("--points", "420001")
+
+    def test_the_count_is_the_same_for_any_number_of_ranks(self, tmp_path: Path) -> None:
+        counts = {n: run(n, "pi.py", *self.POINTS, folder=tmp_path) for n in (1, 2, 3, 4, 8)}
+        assert {found["inside"] for found in counts.values()} == {counts[1]["inside"]}
+        assert counts[1]["pi"] == pytest.approx(3.14159, abs=1e-2)
+        other = run(2, "pi.py", *self.POINTS, "--seed", "1", folder=tmp_path)
+        assert other["inside"] != counts[1]["inside"], "points are drawn"
+
+    def test_five_million_points_are_near_pi(self, tmp_path: Path) -> None:
+        assert run(2, "pi.py", folder=tmp_path)["pi"] == pytest.approx(3.14159265, abs=2.9e-3)
+
+    @pytest.mark.parametrize("component", ["openmpi", "mpich"])
+    def test_by_mpirun_and_as_a_table(self, tmp_path: Path, component: str) -> None:
+        mpirun = f"mpirun.{component}"
+        need(component, None if shutil.which(mpirun) else f"{mpirun} is not installed")
+        words = [mpirun, "-n", "2", sys.executable, str(EXAMPLES / "pi.py"), *self.POINTS]
+        said = start(*words, folder=tmp_path)
+        screen = example("pi.py", "--workers", "1,2", *self.POINTS, folder=tmp_path)
+        (count,) = re.findall(r"inside ([\d,]+) of", said)
+        assert screen.count(f"inside {count} of 420,001") == 2
+        assert "8.03" in screen
+        assert "their pi" in screen
+
+
+def test_digits_at_two_sizes_write_all_plots(tmp_path: Path) -> None:
+    screen = example("mnist.py", "--workers", "1,2", "--epochs", "3", folder=tmp_path)
+    out = tmp_path / "runs" / "mnist"
+    for name in ("accuracy_1.pdf", "accuracy_2.pdf", "warmup.pdf"):
+        data = (out / name).read_bytes()
+        assert data.startswith(b"%PDF")
+        assert b"%%EOF" in data[-8:]
+    assert "no warm-up" in screen
+
+
+@pytest.mark.parametrize(
+    "workers", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4)), 8]
+)
+def test_digits_reach_95_percent_at_every_size(tmp_path: Path, workers: int) -> None:
+    found = run(workers, "mnist.py", folder=tmp_path)
+    curves = found["curves"]
+    assert found["batch"] == 32 * workers
+    for way in curves.values():
+        assert len(way["training"]) == len(way["validation"]) == 16
+    assert curves["warm-up"]["validation"][-1] >= 0.95
+
+
+PTB = "TESTS_PTB"
+"""Names the folder of real text in the form of the Penn Treebank that these tests read."""
+SMALL = ("--hidden", "64", "--vocabulary", "2000", "--epochs", "1")
+
+
+class TestPtb:
+    def losses(self, workers: int, folder: Path) -> list[float]:
+        """The losses of the first 40 steps on real text."""
+        record = folder / str(workers)
+        settings = ("--stop-after", "40", "--record", str(record))
+        command = [sys.executable, "-m", "shardwise", "run", "-n", str(workers), *settings]
+        words = [*command, str(EXAMPLES / "ptb.py"), "--data", os.environ[PTB], *SMALL]
+        start(*words, folder=folder)
+        rows = map(json.loads, (record / "rank-0.jsonl").read_text().splitlines())
+        return [row["loss"] for row in rows]
+
+    @pytest.mark.skipif(PTB not in os.environ, reason=f"{PTB} names no folder of text")
+    def test_the_first_losses_are_those_of_one_worker(self, tmp_path: Path) -> None:
+        alone = self.losses(1, tmp_path)
+        assert len(alone) == 40
+        assert alone[-1] < 0.9 * alone[0]
+        for workers in (2, 4):
+            assert self.losses(workers, tmp_path) == pytest.approx(alone, rel=1e-4)
+
+    def test_the_exact_mode_has_the_bits_of_one_worker(self, tmp_path: Path) -> None:
+        """Of the whole run, dropout and the evaluations included; lanes are remembered."""
+        write_text(tmp_path)
+        flags = ("--data", str(tmp_path), "--config", "medium", "--hidden", "24", "--epochs", "2")
+        runs = [
+            run(workers, "ptb.py", *flags, folder=tmp_path, settings=("--exact", "4"))
+            for workers in (1, 2, 4)
+        ]
+        seconds = [found.pop("seconds") for found in runs]
+        assert runs[0] == runs[1] == runs[2]
+        assert len(seconds[0]) == 2
+        assert runs[0]["validation"][1] < runs[0]["validation"][0]
+
+    def test_text_that_is_not_there_is_said(self, tmp_path: Path) -> None:
+        words = [sys.executable, str(EXAMPLES / "ptb.py"), "--data", str(tmp_path)]
+        ran = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 2
+        assert "has no ptb.train.txt or train.txt" in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+
+def write_text(folder: Path) -> None:
+    """The words of Python's licence and of some of its modules, in three files."""
+    import argparse
+    import inspect
+    import textwrap
+
+    lines = inspect.getsource(textwrap).splitlines() + inspect.getsource(argparse).splitlines()
+    for part, rows in (
+        ("train", lines[:1500]),
+        ("valid", lines[1500:1800]),
+        ("test", lines[1800:]),
+    ):
+        (folder / f"ptb.{part}.txt").write_text("\n".join(rows))
+
+
+class TestResNet:
+    SMALL = ("--num-steps", "2", "--batch-size", "2", "--crop", "32")
+
+    def test_the_table_has_the_rate_of_all_workers(self, tmp_path: Path) -> None:
+        screen = example("resnet.py", "--workers", "1,2", *self.SMALL, folder=tmp_path)
+        assert "2 images of 32 x 32 per worker" in screen
+        assert "281.2" in screen
+
+    def test_a_folder_of_images(self, tmp_path: Path) -> None:
+        from PIL import Image
+
+        for name, color in (("cats", (200, 0, 0)), ("dogs", (0, 0, 200))):
+            (tmp_path / name).mkdir()
+            Image.new("RGB", (40, 50), color).save(tmp_path / name / "1.png")
+        data = ("--data", str(tmp_path))
+        assert run(1, "resnet.py", *self.SMALL, *data, folder=tmp_path)["rate"] > 0

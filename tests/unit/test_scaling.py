@@ -1,0 +1,223 @@
+"""Rates and their intervals, what ranks recorded, and what is written of it."""
+
+import csv
+import json
+import math
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.cli import main
+from shardwise.scaling import page, plots, records, report
+from shardwise.scaling.estimates import Rate, rate, student
+from shardwise.scaling.records import Measured, TooFew
+from shardwise.scaling.report import Report
+from shardwise.scaling.runs import Plan, Run
+from shardwise.step_log import StepLog
+from shardwise.world import World
+
+QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 19: 2.093, 100: 1.984}
+
+
+@pytest.mark.parametrize(("degrees", "expected"), QUANTILES.items())
+def test_quantiles_of_student(degrees: int, expected: float) -> None:
+    assert student(0.975, degrees) == pytest.approx(expected, abs=5e-3)
+
+
+def test_a_rate_is_all_samples_over_all_time() -> None:
+    found = rate([100, 100, 20], [1.0, 1.0, 0.5])
+    assert found.value == 220 / 2.5
+    assert rate([64] * 8, [0.5] * 8) == Rate(128, 128, 128)
+    alone = rate([64], [0.5])
+    assert alone.value == 128
+    assert math.isnan(alone.low)
+
+
+def test_the_interval_holds_the_true_rate_19_times_in_20() -> None:
+    """For steps whose lengths are independent of each other."""
+    draw = random.Random(0)
+    held = 0
+    for _ in range(400):
+        found = rate([10] * 40, [draw.uniform(0.5, 1.5) for _ in range(40)])
+        held += found.low <= 10 <= found.high
+    assert 0.91 <= held / 400 <= 0.99
+
+
+def record(folder: Path, rank: int, rows: list[dict[str, Any]], end: str = "") -> None:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / f"rank-{rank}.jsonl").write_text(text + end)
+
+
+def step(number: int, **changed: Any) -> dict[str, Any]:
+    row = {"step": number, "epoch": number // 4, "seconds": 1.0, "samples": 8}
+    return row | {"loss": 2.0 - number / 8, "weight": 16.0} | changed
+
+
+def test_records_of_all_ranks_are_put_together(tmp_path: Path) -> None:
+    mean = {"epoch": 1, "training": False, "means": {"accuracy": 0.75}}
+    record(tmp_path, 0, [step(n) for n in range(8)] + [mean])
+    slower = [step(n, seconds=2.0, samples=4) for n in range(9)]
+    record(tmp_path, 1, slower, end='{"step": 9, "ep')
+    found = records.read(tmp_path, ranks=2, warmup=2)
+    assert (found.steps, found.dropped, found.batch, found.seconds) == (8, 2, 12, 2.0)
+    assert found.rate == Rate(6.0, 6.0, 6.0), "12 samples in the 2 s of the slower rank"
+    assert found.loss == {0: 1.8125, 1: 1.3125}
+    assert found.means == {"evaluation accuracy": {1: 0.75}}
+    assert records.steps_made(tmp_path) == 8
+
+
+def test_a_run_of_too_few_steps_says_what_to_do(tmp_path: Path) -> None:
+    record(tmp_path, 0, [step(0), step(1)])
+    with pytest.raises(TooFew, match="a smaller --warmup"):
+        records.read(tmp_path, ranks=1, warmup=5)
+    with pytest.raises(TooFew, match="made no engine"):
+        records.read(tmp_path, ranks=2, warmup=0)
+
+
+class TestRecorder:
+    def train(self, world: World, folder: Path, stop_after: int | None = None) -> list[Any]:
+        """What is recorded of 2 epochs of 5 samples, in batches of 2, with evaluations."""
+        world.step_log = StepLog(folder, 0, stop_after)
+        model = torch.nn.Linear(2, 1)
+        engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
+        data = torch.utils.data.TensorDataset(torch.ones(5, 2))
+        loader, held_out = sw.Loader(data, batch_size=2), sw.Loader(data, batch_size=5)
+        metrics = sw.Metrics()
+        try:
+            for _ in loader.epochs(2):
+                for (x,) in loader:
+                    engine.backward(model(x).mean())
+                    engine.step()
+                with torch.no_grad():
+                    for _ in held_out:
+                        metrics.add(accuracy=1.0)
+                metrics.compute()
+        finally:
+            engine.close()
+            world.step_log.close()
+        return [json.loads(line) for line in (folder / "rank-0.jsonl").read_text().splitlines()]
+
+    def test_steps_samples_and_means(self, solo: World, tmp_path: Path) -> None:
+        rows = self.train(solo, tmp_path)
+        steps = [row for row in rows if "step" in row]
+        assert [row["step"] for row in steps] == list(range(6))
+        assert [row["samples"] for row in steps] == [2, 2, 1, 2, 2, 1]
+        assert [row["epoch"] for row in steps] == [0, 0, 0, 1, 1, 1]
+        assert all(row["seconds"] > 0 for row in steps)
+        assert [row for row in rows if "means" in row] == [
+            {"epoch": epoch, "training": False, "means": {"accuracy": 1.0}} for epoch in (0, 1)
+        ]
+
+    def test_the_run_ends_after_the_steps_that_were_asked_for(
+        self, solo: World, tmp_path: Path
+    ) -> None:
+        with pytest.raises(SystemExit) as ended:
+            self.train(solo, tmp_path, stop_after=4)
+        assert ended.value.code == 0
+        assert records.steps_made(tmp_path) == 4
+
+    def test_what_lies_between_steps_is_not_of_them(self, tmp_path: Path) -> None:
+        log = StepLog(tmp_path, 0)
+        log.asked()
+        log.closed()  # the epoch was over; now comes an evaluation
+        time.sleep(0.2)
+        log.asked()
+        log.given(4, epoch=1)
+        log.stepped(0, 1, SimpleNamespace(loss=1.0, weight=4.0))
+        log.close()
+        row = json.loads((tmp_path / "rank-0.jsonl").read_text())
+        assert row["seconds"] < 0.1
+
+
+def test_a_batch_of_each_worker(solo: World) -> None:
+    solo.size = 3
+    solo.settings = sw.world.config.Settings(batch="worker")
+    data = torch.utils.data.TensorDataset(torch.ones(60, 2))
+    assert sw.Loader(data, batch_size=5).batch_size == 15
+    with pytest.raises(sw.errors.DataError, match="--batch worker cannot make larger"):
+        sw.Loader(data, batch_sampler=[[0, 1, 2], [3, 4, 5]])
+
+
+def measured(value: float, **changed: Any) -> Measured:
+    known: dict[str, Any] = {"steps": 20, "dropped": 5, "batch": 64, "seconds": 0.1}
+    known |= {"rate": Rate(value, value - 2, value + 2), "loss": {0: 2.0, 1: 1.0}}
+    return Measured(**known | changed)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Report:
+    plan = Plan(
+        words=("<train>.py",),
+        flags=(),
+        sizes=(1, 2, 4),
+        kinds=("strong", "weak"),
+        warmup=5,
+        steps=None,
+        out=tmp_path,
+    )
+    curves = {"training accuracy": {0: 0.1}, "evaluation accuracy": {0: 0.5, 1: 0.9}}
+    runs = [
+        Run(kind="strong", workers=1, log=tmp_path, wall=1.0, measured=measured(100)),
+        Run(kind="strong", workers=2, log=tmp_path, wall=1.0, measured=measured(150, means=curves)),
+        Run(kind="strong", workers=4, log=tmp_path, wall=1.0, error="exit code 1: <boom>"),
+        Run(kind="weak", workers=2, log=tmp_path, wall=1.0, measured=measured(160)),
+        Run(kind="weak", workers=4, log=tmp_path, wall=1.0, measured=measured(240)),
+    ]
+    return Report(plan=plan, runs=runs)
+
+
+def test_efficiency_is_against_the_smallest_size_that_ran(made: Report) -> None:
+    assert [(row.speedup, row.efficiency) for row in made.rows("strong")] == [(1, 1), (1.5, 0.75)]
+    assert [(row.speedup, row.efficiency) for row in made.rows("weak")] == [(2, 1), (3, 0.75)]
+
+
+def test_json_and_csv_have_every_run(made: Report, tmp_path: Path) -> None:
+    report.write(made, tmp_path)
+    found = json.loads((tmp_path / "scaling.json").read_text())
+    assert [each["error"] for each in found["results"]] == [None] * 2 + [
+        "exit code 1: <boom>",
+        None,
+        None,
+    ]
+    assert found["results"][1]["final_accuracy"] == 0.9
+    assert found["results"][1]["low"] == 148
+    rows = list(csv.DictReader((tmp_path / "scaling.csv").read_text().splitlines()))
+    assert [row["efficiency"] for row in rows] == ["1.0", "0.75", "", "1.0", "0.75"]
+
+
+def test_the_page_is_in_itself_and_says_what_failed(made: Report, tmp_path: Path) -> None:
+    pictures = plots.draw(made, tmp_path)
+    assert list(pictures) == ["throughput", "efficiency", "loss", "accuracy"]
+    for name in pictures:
+        assert (tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    html = page.render(made, pictures)
+    assert html.count("<svg") == 4
+    assert "&lt;boom&gt;" in html
+    assert "<boom>" not in html
+    assert "&lt;train&gt;.py" in html
+    for fetched in ("src=", "<script", "@import", 'href="http'):
+        assert fetched not in html.replace('xlink:href="#', "")
+    assert "#2563a8" not in html.split("</style>")[1], "colors are those of the page"
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["-n", "2,x", "train.py"], "numbers of workers such as 1,2,4,8"),
+        (["-n", "0", "train.py"], "numbers of workers"),
+        ([], "What shall be measured?"),
+        (["--zero", "7", "train.py"], "zero"),
+    ],
+)
+def test_wrong_use_is_explained(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["scale", *words]) == 2
+    assert complaint in capsys.readouterr().err
