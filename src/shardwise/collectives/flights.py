@@ -34,6 +34,7 @@ KINDS = (
     "reduce-scatter",
     "all-gather",
     "broadcast",
+    "all-to-all",
     "exchange of rows",
     "common memory",
 )
