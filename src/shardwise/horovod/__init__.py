@@ -43,6 +43,7 @@ from shardwise.horovod.objects import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from shardwise.horovod.optimizer import DistributedOptimizer
 from shardwise.horovod.process_sets import (
     ProcessSet,
     add_process_set,
@@ -80,6 +81,7 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
