@@ -137,17 +137,16 @@ class Bucket(Parcel):
 
     def take(self, place: int) -> None:
         if self.forms[place].parameter.numel() > SMALL:
-            self._open()
             self._move([place])
 
     def launch(self, note: Mapping[str, str]) -> None:
-        self._open()
         self._move([place for place, taken in enumerate(self._taken) if not taken])
         self.ask(self._buffer, note)
 
     def finish(self) -> None:
         assert self.handle is not None
         wait(self.handle)
+        self.handle.free.wait()  # what is shown may be written: nobody may still read it
         if self._wide is not None:
             self._wide.copy_(self._buffer)
         for form, shown in zip(self.forms, self._shown, strict=True):
@@ -156,12 +155,6 @@ class Bucket(Parcel):
     def reset(self) -> None:
         super().reset()
         self._taken = [False] * len(self.forms)
-
-    def _open(self) -> None:
-        """Wait until nobody reads the buffer any more, which is mostly long ago."""
-        if self.handle is not None:
-            self.handle.free.wait()
-            self.handle = None
 
     def _move(self, places: Sequence[int]) -> None:
         """Move gradients into the buffer, but for those that backward has put there."""

@@ -94,21 +94,20 @@ def broadcast_optimizer_state(
     """
     del model
     is_root = current().world.rank == root_rank
-    state = optimizer.state_dict() if is_root else None
-    leaves, tree = pytree.tree_flatten(state)
-    told = [_Form(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    told, tree = broadcast_object((told, tree), root_rank, "broadcast_optimizer_state", process_set)
+    state: Any = optimizer.state_dict() if is_root else None
+    forms = pytree.tree_map_only(Tensor, _Form, state)
+    forms = broadcast_object(forms, root_rank, "broadcast_optimizer_state", process_set)
     if not is_root:
-        leaves = [leaf.blank() if isinstance(leaf, _Form) else leaf for leaf in told]
+        state = pytree.tree_map_only(_Form, _Form.blank, forms)
+    tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
     handles = [
-        broadcast_async_(leaf, root_rank, f"broadcast_optimizer_state.{number}", process_set)
-        for number, leaf in enumerate(leaves)
-        if isinstance(leaf, Tensor)
+        broadcast_async_(tensor, root_rank, f"broadcast_optimizer_state.{number}", process_set)
+        for number, tensor in enumerate(tensors)
     ]
     for handle in handles:
         wait(handle)
     if not is_root:
-        optimizer.load_state_dict(pytree.tree_unflatten(leaves, tree))
+        optimizer.load_state_dict(state)
 
 
 class _Form:
