@@ -13,6 +13,7 @@ allreduce.py allgather.py broadcast.py alltoall.py reducescatter.py waiting.py o
 """
 
 from shardwise.errors import HorovodInternalError
+from shardwise.horovod import elastic
 from shardwise.horovod.allgather import (
     allgather,
     allgather_async,
@@ -75,6 +76,7 @@ from shardwise.horovod.reducescatter import (
     reducescatter,
     reducescatter_async,
 )
+from shardwise.horovod.sync_batch_norm import SyncBatchNorm
 from shardwise.horovod.waiting import barrier, join
 
 __all__ = [
@@ -89,6 +91,7 @@ __all__ = [
     "Product",
     "ReduceOp",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -113,6 +116,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -37,13 +37,18 @@ class Context:
         self.background = Background(group, found, device, timeout, warn_after)
         self.numbers: Counter[str] = Counter()
         """By kind of operation, how many had no name."""
-        self.optimizers = 0
+        self.steps = self.commits = 0
         self.asked_size = False
         self.reduces = False
         """Whether this rank has ever asked for a reduction."""
         self.eyes: Eyes | None = None
         if world.size > 1:
             self.eyes = Eyes(world.rank, self.background.see, lambda: self.reduces)
+
+    def stepped(self) -> None:
+        """A DistributedOptimizer has made a step: what a restart may lose."""
+        self.steps += 1
+        self.world.telling.stepped(0, self.steps)
 
     def close(self) -> None:
         """End the thread, and look no longer."""

@@ -67,6 +67,7 @@ class ReducedSteps(optim.Optimizer):
         elif not self._skips:
             self.synchronize()
         self._synchronized = False
+        current().stepped()
         return super().step()
 
     # LRScheduler would wrap `step` on the instance, where it would hide a class set later.
@@ -147,9 +148,7 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
         narrow=compression is Compression.fp16,
         sparse_as_dense=sparse_as_dense,
     )
-    context = current()
-    context.optimizers += 1
-    name = f"DistributedOptimizer.{context.optimizers}"
+    name = _numbered(process_set)
     alone = not process_set.included() or process_set.size() == 1
     if op == ReduceOp.Adasum and not alone:
         return AdasumSteps.take_over(optimizer, forms, way, name)
@@ -246,6 +245,13 @@ def _assigned(forms: Sequence[Tracked], groups: Groups) -> dict[nn.Parameter, in
                 )
             found[param] = number
     return found
+
+
+def _numbered(process_set: ProcessSet) -> str:
+    """The name of the next optimizer of a process set, whose ranks all make it."""
+    numbers, of_set = current().numbers, f"DistributedOptimizer.{process_set.number()}"
+    numbers[of_set] += process_set.included()
+    return f"{of_set}.{numbers[of_set]}"
 
 
 def _checked(passes: int) -> int:
