@@ -100,8 +100,10 @@ class ReducedSteps(optim.Optimizer):
             raise HookOrder("add_param_group between backward and step: call it after the step.")
         super().add_param_group(param_group)
         if self._gradients is not None:
+            passes = self._gradients.passes
             self._gradients.detach()
             self._gradients = self._make()
+            self.set_backward_passes_per_step(passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; gradients count from the beginning."""
