@@ -313,3 +313,17 @@ def test_join(group, size):
     for rank, (sums, last) in enumerate(group(size)(_joined)):
         assert sums == [float(size - batch) for batch in range(rank + 1)]
         assert last == size - 1
+
+
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        (2, {"transport": "gloo"}),
+        pytest.param(4, {"hosts": [0, 0, 1, 1]}, marks=pytest.mark.full),
+    ],
+)
+def test_other_transports(group, size, settings):
+    ranks = group(size, **settings)
+    ranks(_exchanges)
+    ranks(_handles)
+    ranks(_joined)
