@@ -51,6 +51,7 @@ PEERS = {
     ],
     "accelerate": [Contender(key="accelerate", label="Accelerate", module="accelerate")],
     "lightning": [Contender(key="lightning", label="Lightning Fabric", module="lightning")],
+    "horovod": [Contender(key="horovod", label="shardwise.horovod", module="horovod")],
 }
 """A name of --peers, and the lines it stands for."""
 

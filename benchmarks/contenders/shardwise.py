@@ -13,7 +13,7 @@ from shardwise.launch.identity import Identity
 
 
 def build(job: Job, *, zero: int, transport: str = "auto", **settings: str) -> Step:
-    os.environ |= own.environment(_identity(job))
+    os.environ |= own.environment(identity(job))
     sw.init(seed=0, quiet=True, transport=transport)
     model = job.model()
     engine = sw.Engine(model, job.optimizer(model.parameters()), zero=zero, **settings)
@@ -46,7 +46,7 @@ def _bytes(engine: sw.Engine) -> dict[str, Any]:
     }
 
 
-def _identity(job: Job) -> Identity:
+def identity(job: Job) -> Identity:
     """What `shardwise run` would have told this rank."""
     return Identity(
         launcher="shardwise run",

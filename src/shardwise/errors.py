@@ -9,7 +9,9 @@
     │   └── BrokenView       user code replaced a tensor that the engine owns
     ├── UsageError           a call at the wrong time: step without backward, bare backward
     │   ├── GradientAccess   a gradient touched between backward and step
-    │   └── OrderError       a sharded unit needed where other ranks do not expect it
+    │   ├── OrderError       a sharded unit needed where other ranks do not expect it
+    │   ├── BadCall          arguments that cannot be (shardwise.horovod)
+    │   └── HookOrder        zero_grad before step, or too many backwards (shardwise.horovod)
     ├── DataError            a dataset, sampler or batch that cannot be shared out
     ├── MetricsError         ranks disagree on what they measured
     ├── CheckpointError      a checkpoint that cannot be written, found or read
@@ -19,7 +21,8 @@
     ├── TierError            a folder or disk that cannot hold a state, or failed while it did
     ├── NonFiniteError       a gradient or loss became NaN or infinite
     └── CollectiveError      a collective failed; the cause is usually on another rank
-        └── PeerLost         another rank went away
+        ├── PeerLost         another rank went away
+        └── HorovodInternalError  an operation of shardwise.horovod failed
 
 A message is a sentence with the values in it, and ends with what to do.
 """
@@ -65,6 +68,16 @@ class OrderError(UsageError):
     """A sharded unit is needed out of the order in which all ranks gather units."""
 
 
+class BadCall(UsageError, ValueError):
+    """Arguments that cannot be, such as a name that is on its way already; a ValueError, as
+    Horovod's."""
+
+
+class HookOrder(UsageError, AssertionError):
+    """Backward, synchronize, step and zero_grad in an order that would lose gradients; an
+    AssertionError, as Horovod's."""
+
+
 class DataError(ShardwiseError):
     """A dataset, a sampler or a batch that cannot be shared out over the ranks."""
 
@@ -103,3 +116,8 @@ class CollectiveError(ShardwiseError):
 
 class PeerLost(CollectiveError):
     """Another rank ended or died while this one waited for it."""
+
+
+class HorovodInternalError(CollectiveError, RuntimeError):
+    """An operation of `shardwise.horovod` failed: ranks disagree on it, or one is gone. Of
+    Horovod's name, and a RuntimeError as there."""

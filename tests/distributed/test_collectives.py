@@ -45,6 +45,18 @@ def verbs(world, dtype, cuts):
         group.broadcast(buffer, source).wait()
         assert torch.equal(buffer, everyone[source])
 
+    counts = [[(a + 2 * b) % 5 * (numel % 7) for b in range(world.size)] for a in range(world.size)]
+    sent = [values(rank, sum(row), dtype).split(row) for rank, row in enumerate(counts)]
+    expected = torch.cat([parts[world.rank] for parts in sent])
+    received = torch.empty_like(expected)
+    group.all_to_all(torch.cat(sent[world.rank]), counts, received).wait()
+    assert torch.equal(received, expected)
+
+    if dtype.is_floating_point:
+        buffer = everyone[world.rank].clone()
+        group.all_reduce(buffer, Sum(scale=0.5)).wait()
+        assert torch.equal(buffer, total * 0.5)
+
 
 def verbs_in_our_memory(world, dtype, cuts):
     """The same in buffers that the transport gave, several calls on each."""

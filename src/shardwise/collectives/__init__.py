@@ -7,6 +7,7 @@
     nccl.py    CUDA ranks, by NCCL's collectives
     staged.py  CUDA ranks that share a GPU, by Gloo's through the host
     within.py  sharded inside a host, replicated between hosts
+    threads.py the same for another thread
     connect.py which of them a process joins, and how
 
     sums.py    sums in rank order
@@ -28,11 +29,13 @@ makes the same calls in the same order.
 from shardwise.collectives.base import Collectives, Cuts, Handle, Solo
 from shardwise.collectives.connect import OnMeeting, address_of, connect
 from shardwise.collectives.gloo import Gloo
+from shardwise.collectives.host import key as host_key
 from shardwise.collectives.nccl import Nccl
 from shardwise.collectives.shared import Shared
 from shardwise.collectives.spanning import Spanning
 from shardwise.collectives.staged import Staged
 from shardwise.collectives.sums import Sum
+from shardwise.collectives.threads import for_thread
 from shardwise.collectives.within import within_hosts
 
 __all__ = [
@@ -49,5 +52,7 @@ __all__ = [
     "Sum",
     "address_of",
     "connect",
+    "for_thread",
+    "host_key",
     "within_hosts",
 ]

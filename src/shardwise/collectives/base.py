@@ -18,6 +18,7 @@ from shardwise.timeline.recorder import Launched
 from shardwise.watch.lookout import Lookout
 
 Cuts = Sequence[int]
+Counts = Sequence[Sequence[int]]
 
 
 class Handle:
@@ -139,6 +140,19 @@ class Collectives(ABC):
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         """Copy `buffer` of rank `source` over that of every rank."""
 
+    def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
+        """Send each rank its part of `sent`, and get this rank's part of theirs.
+
+        `counts[a][b]` elements go from rank a to rank b, alike on all ranks; both buffers are in
+        the order of the ranks. Here all get everything: transports that know better say so.
+        """
+        for source in range(self.size):
+            whole = sent if source == self.rank else sent.new_empty(sum(counts[source]))
+            self.broadcast(whole, source).reusable()
+            theirs = slice_of(counts[source], self.rank)
+            received[slice_of(column(counts, self.rank), source)] = whole[theirs]
+        return Handle()
+
     @abstractmethod
     def gather_rows(self, row: Tensor) -> Tensor:
         """Stack one small vector of each rank: (k,) on every rank becomes (size, k). Blocks."""
@@ -182,6 +196,17 @@ class Collectives(ABC):
         """Leave the group."""
 
 
+def column(counts: Counts, rank: int) -> list[int]:
+    """By source, what `rank` receives."""
+    return [row[rank] for row in counts]
+
+
+def slice_of(lengths: Sequence[int], place: int) -> slice:
+    """Where the part number `place` lies of parts of these `lengths`."""
+    start = sum(lengths[:place])
+    return slice(start, start + lengths[place])
+
+
 class Solo(Collectives):
     """A group of one: every verb is already done."""
 
@@ -194,13 +219,13 @@ class Solo(Collectives):
         return self.allocate(numel, dtype, device)
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
+        how.scaled(buffer)
         return Handle()
 
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
-        if into is not None:
-            into.copy_(buffer)
+        how.scaled(buffer if into is None else into.copy_(buffer))
         return Handle()
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:

@@ -35,6 +35,7 @@ KINDS = (
     "reduce-scatter",
     "all-gather",
     "broadcast",
+    "all-to-all",
     "exchange of rows",
     "common memory",
 )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives import messages
-from shardwise.collectives.base import Collectives, Cuts, Handle
+from shardwise.collectives.base import Collectives, Counts, Cuts, Handle, column, slice_of
 from shardwise.collectives.courier import Courier, Trip
 from shardwise.collectives.pieces import clipped, join
 from shardwise.collectives.pieces import rows as split_rows
@@ -189,6 +189,13 @@ class Gloo(Collectives):
         sends = dict.fromkeys(self._others, (buffer,)) if is_source else {}
         receives = {} if is_source else {source: [buffer]}
         return Handle(self.exchange("broadcast", self.number(), sends, receives))
+
+    def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
+        mine = column(counts, self.rank)
+        sends = {r: [sent[slice_of(counts[self.rank], r)]] for r in self._others}
+        receives = {r: [received[slice_of(mine, r)]] for r in self._others}
+        received[slice_of(mine, self.rank)] = sent[slice_of(counts[self.rank], self.rank)]
+        return Handle(self.exchange("all-to-all", self.number(), sends, receives))
 
     def gather_rows(self, row: Tensor) -> Tensor:
         return gathered_rows(self, row, self.all_gather)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.base import Collectives, Cuts, Handle
+from shardwise.collectives.base import Collectives, Counts, Cuts, Handle, column
 from shardwise.collectives.roster import Roster
 from shardwise.collectives.sums import PLAIN, Sum, sum_in_tree
 from shardwise.collectives.wire import explain, interval, split, wire
@@ -45,7 +44,7 @@ class Nccl(Collectives):
             return self._tree_all_reduce(buffer, how)
         wide = buffer.to(how.wide(buffer.dtype))
         work = dist.all_reduce(wire(wide), group=self._group, async_op=True)
-        return self._handle(work, None if wide is buffer else partial(buffer.copy_, wide))
+        return self._handle(work, lambda: _rounded(how.scaled(wide), buffer))
 
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
@@ -60,7 +59,7 @@ class Nccl(Collectives):
         else:
             parts = [wire(interval(wide, cuts, rank)) for rank in range(self.size)]
             work = dist.reduce_scatter(wire(out), parts, group=self._group, async_op=True)
-        return self._handle(work, None if out is target else partial(target.copy_, out))
+        return self._handle(work, lambda: _rounded(how.scaled(out), target))
 
     def _tree_reduce_scatter(self, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
         """Each rank gets all ranks' rows of its interval and sums them: NCCL's own order is a
@@ -73,7 +72,7 @@ class Nccl(Collectives):
         work = dist.all_to_all_single(rows, sent, received, lengths, self._group, async_op=True)
 
         def summed() -> None:
-            sum_in_tree(list(rows.view(self.size, -1)), out, how.wide(sent.dtype))
+            sum_in_tree(list(rows.view(self.size, -1)), out, how.wide(sent.dtype), how.scale)
 
         return self._handle(work, summed)
 
@@ -99,6 +98,13 @@ class Nccl(Collectives):
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         work = dist.broadcast(wire(buffer), group_src=source, group=self._group, async_op=True)
+        return self._handle(work)
+
+    def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
+        incoming, outgoing = column(counts, self.rank), list(counts[self.rank])
+        work = dist.all_to_all_single(
+            received, sent, incoming, outgoing, self._group, async_op=True
+        )
         return self._handle(work)
 
     def gather_rows(self, row: Tensor) -> Tensor:
@@ -139,6 +145,11 @@ class Nccl(Collectives):
                 after()
 
         return Handle(finish)
+
+
+def _rounded(total: Tensor, out: Tensor) -> None:
+    if total is not out:
+        out.copy_(total)
 
 
 def _is_even(cuts: Cuts) -> bool:

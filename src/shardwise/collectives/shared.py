@@ -24,7 +24,16 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives.arena import Arena
-from shardwise.collectives.base import Collectives, Cuts, Handle, Solo, check_groups
+from shardwise.collectives.base import (
+    Collectives,
+    Counts,
+    Cuts,
+    Handle,
+    Solo,
+    check_groups,
+    column,
+    slice_of,
+)
 from shardwise.collectives.flights import (
     DONE,
     ENDED,
@@ -93,6 +102,11 @@ class Shared(Collectives):
         self._flights.start(begin, self._common(begin, like, made)).wait()
         return made[0]
 
+    @property
+    def under(self) -> Collectives | None:
+        """The group that these ranks agreed on this one over; None where it was split off."""
+        return self._under
+
     # -- the verbs ------------------------------------------------------------------------
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
@@ -116,6 +130,10 @@ class Shared(Collectives):
         buffer = wire(buffer)
         begin = self.opening("broadcast", buffer, source)
         return self._flights.start(begin, self._broadcast(begin, buffer, source))
+
+    def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
+        begin = self.opening("all-to-all", sent.new_empty(0), hash(tuple(map(tuple, counts))))
+        return self._flights.start(begin, self._all_to_all(begin, sent, counts, received))
 
     def gather_rows(self, row: Tensor) -> Tensor:
         return gathered_rows(self, row, partial(self._gather, "exchange of rows"))
@@ -189,6 +207,18 @@ class Shared(Collectives):
             self._flights.say(begin, DONE)
             yield DONE
             self.take_back(public, own)
+
+    def _all_to_all(self, begin: Message, sent: Tensor, counts: Counts, received: Tensor) -> Plan:
+        public = self.publish(begin, sent)
+        came = yield READY
+        mine = column(counts, self.rank)
+        received[slice_of(mine, self.rank)] = sent[slice_of(counts[self.rank], self.rank)]
+        for rank, message in came.items():
+            part = received[slice_of(mine, rank)]
+            part.copy_(self.read(rank, message, slice_of(counts[rank], self.rank).start, part))
+        self._flights.say(begin, DONE)
+        yield DONE
+        self.take_back(public, sent)
 
     def _broadcast(self, begin: Message, buffer: Tensor, source: int) -> Plan:
         """The source is done when all have read: its buffer is mostly the user's own."""

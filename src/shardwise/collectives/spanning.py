@@ -78,6 +78,11 @@ class Spanning(Collectives):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._inside.allocate(numel, dtype, device)
 
+    @property
+    def under(self) -> Collectives:
+        """All these ranks, over Gloo."""
+        return self._under
+
     # -- the verbs ------------------------------------------------------------------------
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
@@ -184,7 +189,7 @@ class Spanning(Collectives):
             part = interval(buffer, cuts, rank)
             sums.append(self._between.borrow(part.numel(), dtype))
             rows = self._inside.rows(came, part, cuts[rank])
-            sum_in_rank_order(rows, sums[-1], how.untold)
+            sum_in_rank_order(rows, sums[-1], how.partial)
         if last:
             self._inside.say(begin, DONE)
         me = self._between.rank

@@ -28,32 +28,32 @@ class Staged(Collectives):
     def __init__(self, inner: Collectives, device: torch.device) -> None:
         super().__init__(inner.rank, inner.size, inner.lookout)
         self.name = f"{inner.name} through the host"
-        self._inner = inner
-        self._device = device
+        self.inner = inner
+        self.device = device
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         if self._is_for_inner(buffer):
-            return self._inner.all_reduce(buffer, how)
+            return self.inner.all_reduce(buffer, how)
         host = self._down(buffer)  # where its squares are wanted is the device: nobody is told here
-        handle = self._inner.all_reduce(host, how.untold)
+        handle = self.inner.all_reduce(host, how.untold)
         return _then(handle, lambda: _up(host, buffer))
 
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
         if self._is_for_inner(buffer):
-            return self._inner.reduce_scatter(buffer, cuts, how, into=into)
+            return self.inner.reduce_scatter(buffer, cuts, how, into=into)
         host, target = self._down(buffer), interval(buffer, cuts, self.rank)
-        handle = self._inner.reduce_scatter(host, cuts, how.untold)
+        handle = self.inner.reduce_scatter(host, cuts, how.untold)
         own = interval(host, cuts, self.rank)
         return _then(handle, lambda: _up(own, target if into is None else into))
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
         if self._is_for_inner(buffer):
-            return self._inner.all_gather(buffer, cuts)
+            return self.inner.all_gather(buffer, cuts)
         host = self._blank(buffer)
         interval(host, cuts, self.rank).copy_(interval(buffer, cuts, self.rank))
-        handle = self._inner.all_gather(host, cuts)
+        handle = self.inner.all_gather(host, cuts)
         first, end = cuts[self.rank], cuts[self.rank + 1]
 
         def bring() -> None:
@@ -64,36 +64,36 @@ class Staged(Collectives):
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         if self._is_for_inner(buffer):
-            return self._inner.broadcast(buffer, source)
+            return self.inner.broadcast(buffer, source)
         host = self._down(buffer) if self.rank == source else self._blank(buffer)
-        handle = self._inner.broadcast(host, source)
+        handle = self.inner.broadcast(host, source)
         return handle if self.rank == source else _then(handle, lambda: _up(host, buffer))
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        return self._inner.gather_rows(row.cpu()).to(row.device)
+        return self.inner.gather_rows(row.cpu()).to(row.device)
 
     def barrier(self) -> None:
-        self._inner.barrier()
+        self.inner.barrier()
 
     def second_group(self) -> Collectives:
-        return Staged(self._inner.second_group(), self._device)
+        return Staged(self.inner.second_group(), self.device)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        return Staged(self._inner.split(groups), self._device)
+        return Staged(self.inner.split(groups), self.device)
 
     @property
     def small_device(self) -> torch.device:
-        return self._inner.small_device
+        return self.inner.small_device
 
     def close(self) -> None:
-        self._inner.close()
+        self.inner.close()
 
     def _is_for_inner(self, buffer: Tensor) -> bool:
-        return buffer.device.type != self._device.type
+        return buffer.device.type != self.device.type
 
     def _blank(self, buffer: Tensor) -> Tensor:
         """Memory of the host for `buffer`, with anything in it."""
-        pinned = self._device.type != "cpu"  # it is the CPU in tests of this file alone
+        pinned = self.device.type != "cpu"  # it is the CPU in tests of this file alone
         return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=pinned)
 
     def _down(self, buffer: Tensor) -> Tensor:

@@ -24,14 +24,15 @@ class Sum:
     """How the values of all ranks become one.
 
     With `exact`, 16-bit floats are summed in fp32 and rounded once. With `in_tree`, ranks are
-    joined in the tree of shardwise.tree, alike on every transport, else from the left. A transport
-    that sums here calls `each` with pieces of the sum, an empty one where a rank has none; others
-    never call it.
+    joined in the tree of shardwise.tree, alike on every transport, else from the left. The sum is
+    multiplied by `scale`, before it is rounded; 1 for whole numbers. A transport that sums here
+    calls `each` with pieces of the sum, an empty one where a rank has none; others never call it.
     """
 
     exact: bool = True
     in_tree: bool = False
     each: Each | None = None
+    scale: float = 1.0
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
         """That in which values of `dtype` are added."""
@@ -41,6 +42,15 @@ class Sum:
     def untold(self) -> Sum:
         """The same, of which nobody is told."""
         return replace(self, each=None)
+
+    @property
+    def partial(self) -> Sum:
+        """That of a part of the ranks, which goes into another sum."""
+        return replace(self, each=None, scale=1.0)
+
+    def scaled(self, total: Tensor) -> Tensor:
+        """`total`, a sum, multiplied in place."""
+        return total if self.scale == 1.0 else total.mul_(self.scale)
 
 
 PLAIN = Sum()
@@ -56,30 +66,33 @@ def sum_in_rank_order(rows: Sequence[Tensor], out: Tensor, how: Sum) -> None:
     pieces = zip(*(torch.split(row, CHUNK) for row in rows), strict=True)
     for piece, parts in zip(torch.split(out, CHUNK), pieces, strict=True):
         if how.in_tree:
-            sum_in_tree(parts, piece, wide)
+            sum_in_tree(parts, piece, wide, how.scale)
         else:
-            _sum(parts, piece, total[: piece.numel()])
+            _sum(parts, piece, total[: piece.numel()], how)
         if how.each is not None:
             how.each(piece)
 
 
-def sum_in_tree(rows: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
-    """out = the rows joined in the tree of shardwise.tree, added in `dtype`."""
-    out.copy_(tree.fold([row.to(dtype) for row in rows], torch.add))
+def sum_in_tree(
+    rows: Sequence[Tensor], out: Tensor, dtype: torch.dtype, scale: float = 1.0
+) -> None:
+    """out = the rows joined in the tree of shardwise.tree, added in `dtype`, times `scale`."""
+    total = tree.fold([row.to(dtype) for row in rows], torch.add)
+    out.copy_(total if scale == 1.0 else total * scale)
 
 
-def _sum(rows: Sequence[Tensor], out: Tensor, total: Tensor) -> None:
+def _sum(rows: Sequence[Tensor], out: Tensor, total: Tensor, how: Sum) -> None:
     """`out` is written last, since it may be one of the rows."""
     if len(rows) == 1:
-        out.copy_(rows[0])
+        how.scaled(out.copy_(rows[0]))
         return
     first, *middle, last = rows
     if total.dtype != first.dtype:
         total.copy_(first)
         for row in [*middle, last]:
             total.add_(row)
-        out.copy_(total)
+        out.copy_(how.scaled(total))
         return
     for row in middle:
         first = torch.add(first, row, out=total)
-    torch.add(first, last, out=out)
+    how.scaled(torch.add(first, last, out=out))

@@ -45,7 +45,7 @@ class Within(Collectives):
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         how = _of_two_halves(how)
-        first = self._inside.all_reduce(buffer, how)
+        first = self._inside.all_reduce(buffer, how.partial)
         return self._then_between(first, first.reusable, buffer, how)
 
     def reduce_scatter(
@@ -53,7 +53,7 @@ class Within(Collectives):
     ) -> Handle:
         how = _of_two_halves(how)
         own = buffer[cuts[self.rank] : cuts[self.rank + 1]] if into is None else into
-        first = self._inside.reduce_scatter(buffer, cuts, how, into=into)
+        first = self._inside.reduce_scatter(buffer, cuts, how.partial, into=into)
         return self._then_between(first, first.wait, own, how)
 
     def _then_between(

@@ -29,8 +29,8 @@ class Task:
 
     `count` of `size` ranks, from `first` on, run `command` with the settings in `flags`. Rank 0
     listens on `port` of `address`. `interface` leads to the other hosts, None on one host.
-    `passed` are variables that the ranks get on top of this host's own. `outlet` is rank 0's;
-    the others have pipes where it has.
+    `passed` are variables that the ranks get on top of this host's own, `run` is the name that all
+    starts of the run share. `outlet` is rank 0's; the others have pipes where it has.
     """
 
     command: tuple[str, ...]
@@ -42,6 +42,7 @@ class Task:
     port: int
     interface: str | None = None
     passed: Mapping[str, str] = field(default_factory=dict)
+    run: str = ""
     outlet: Outlet
 
 
@@ -176,6 +177,7 @@ class Crew:
             cores=environment.usable_cores(),
             columns=window[1] if window else None,
             interface=task.interface,
+            run=task.run,
         )
 
     def _relay(self, source: Source) -> None:

@@ -37,11 +37,13 @@ def of_rank(
     cores: int,
     columns: int | None = None,
     interface: str | None = None,
+    run: str = "",
 ) -> dict[str, str]:
     """The variables of one rank. Pure; `columns` is the width of its lines, where known.
 
-    `interface` is the network interface that leads to the other hosts, None on one host. What
-    the user has set stays: threads per rank, the interface, fault handling.
+    `interface` is the network interface that leads to the other hosts, None on one host; `run` is
+    the name that all starts of the run share. What the user has set stays: threads per rank, the
+    interface, fault handling.
     """
     values = {name: value for name, value in base.items() if not _is_foreign(name)}
     defaults = {
@@ -53,6 +55,8 @@ def of_rank(
     elif identity.local_size == identity.size:
         defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     told = {"PYTHONUNBUFFERED": "1", FLAGS_VARIABLE: json.dumps(dict(flags))}
+    if run:
+        told[own.RUN] = run
     if columns is not None:
         told["COLUMNS"] = str(columns)
     return defaults | values | told | own.environment(identity) | dict(report.environment(reports))

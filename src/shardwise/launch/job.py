@@ -1,5 +1,6 @@
 """A run as it was asked for, and how it is shown."""
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ class Job:
     `port` 0 lets the kernel choose. `grace` is the seconds between asking and killing. `passed`
     are variables for the ranks. `restarts` is how often a run that failed starts again. `shown`
     are the ranks whose output is on the screen, None for all of them; `log_dir` is where that of
-    each is kept.
+    each is kept. `run` is a name that all its starts share.
     """
 
     words: tuple[str, ...]
@@ -32,6 +33,7 @@ class Job:
     passed: Mapping[str, str] = field(default_factory=dict)
     shown: frozenset[int] | None = None
     log_dir: str | None = None
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
     def size(self) -> int:
@@ -78,5 +80,6 @@ class Job:
             address=address,
             port=port,
             passed=self.passed,
+            run=self.run,
             outlet=outlet,
         )

@@ -6,7 +6,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from shardwise.launch import interface, program, rendezvous, restarts
+from shardwise.launch import interface, own, program, rendezvous, restarts
 from shardwise.launch.console import Console
 from shardwise.launch.crew import Crew
 from shardwise.launch.hosts import HERE
@@ -23,7 +23,10 @@ def run(job: Job) -> int:
     console = job.console(os.environ)
     with Signals() as signals:
         once = partial(_once, job, command, console, signals)
-        return restarts.repeated(job.restarts, once, console.say)
+        try:
+            return restarts.repeated(job.restarts, once, console.say)
+        finally:
+            (Path(tempfile.gettempdir()) / own.commit_file(job.run)).unlink(missing_ok=True)
 
 
 def _once(job: Job, command: tuple[str, ...], console: Console, signals: Signals) -> Ending:

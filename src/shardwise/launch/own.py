@@ -6,6 +6,9 @@ from shardwise.launch.identity import Identity, integer, read
 
 PREFIX = "SHARDWISE_LAUNCH_"
 
+RUN = PREFIX + "RUN"
+"""A name that all starts of a run share, and no other run has."""
+
 NAMES = {
     name: PREFIX + name.upper() for name in ("rank", "size", "local_rank", "local_size", "port")
 }
@@ -25,6 +28,11 @@ def detect(environ: Mapping[str, str]) -> Identity | None:
         variables=NAMES,
         **numbers,
     )
+
+
+def commit_file(run: str) -> str:
+    """What a commit of a run is called in the temporary folder of a host."""
+    return f"shardwise-commit-{run}"
 
 
 def environment(identity: Identity) -> dict[str, str]:

@@ -1,0 +1,114 @@
+"""From a call of the user to a handle: names, checks, and the request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import BadCall
+from shardwise.horovod.context import current
+from shardwise.horovod.handles import Handle
+from shardwise.horovod.process_sets import ProcessSet
+from shardwise.horovod.requests import Request
+
+
+class ReduceOp(IntEnum):
+    """How the values of all ranks become one."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+def chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+    """`op`, or what the older `average` means: the mean without either. Raises BadCall for both."""
+    if op is not None and average is not None:
+        raise BadCall("op says what average says too: give op alone.")
+    if op is not None:
+        return ReduceOp(op)
+    return ReduceOp.Sum if average is False else ReduceOp.Average
+
+
+def ask(
+    kind: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    in_place: bool = False,
+    finish: Callable[[Any], Any] | None = None,
+    note: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Handle:
+    """Ask for an operation, and return at once. Without a `name` it is counted, so that ranks that
+    make the same calls without one mean the same."""
+    context = current()
+    number = process_set.number()
+    if not process_set.included():
+        raise BadCall(f"{kind} on {process_set}, which rank {context.world.rank} is not in.")
+    if name is None:
+        counted = f"{kind}.noname.{number}"
+        name = f"{counted}.{context.numbers[counted]}"
+        context.numbers[counted] += 1
+    request = Request(
+        name=name,
+        kind=kind,
+        members=number,
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
+        device=tensors[0].device.type if tensors else "cpu",
+        note=note or {},
+        **more,
+    )
+    handle = Handle(request, tensors, in_place=in_place, finish=finish)
+    return context.background.submit(handle)
+
+
+def wait(handle: Handle) -> Any:
+    """The result of an operation, once it has come: tensors of the form that was given.
+
+    Raises HorovodInternalError where ranks disagree on it, or one is gone.
+    """
+    return handle.wait(current().background.timeout)
+
+
+def single(results: Sequence[Tensor]) -> Tensor:
+    """The result of an operation on one tensor."""
+    return results[0]
+
+
+def several(kind: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A group of tensors, one at least."""
+    found = list(tensors)
+    if not found:
+        raise BadCall(f"a grouped {kind} of no tensors: give one at least.")
+    return found
+
+
+def check_numbers(kind: str, tensors: Sequence[Tensor]) -> None:
+    """Raise BadCall for what has no sum."""
+    for tensor in tensors:
+        check_dense(kind, tensor)
+        if tensor.dtype == torch.bool:
+            raise BadCall(f"{kind} of truth values, which have no sum: convert with tensor.int().")
+
+
+def check_rows(kind: str, tensors: Sequence[Tensor]) -> None:
+    """Raise BadCall for what has no first dimension."""
+    for tensor in tensors:
+        check_dense(kind, tensor)
+        if not tensor.ndim:
+            raise BadCall(f"{kind} of a scalar, which has no rows: reshape it, tensor.view(1).")
+
+
+def check_dense(kind: str, tensor: Tensor) -> None:
+    """Raise BadCall for a sparse tensor."""
+    if tensor.layout != torch.strided:
+        raise BadCall(f"{kind} of a sparse tensor: convert it with tensor.to_dense().")

@@ -1,0 +1,54 @@
+"""What gradients are turned into for their way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Compressor(ABC):
+    """Turns a tensor into one that travels, and back; subclass it for your own."""
+
+    @staticmethod
+    @abstractmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """What travels, and what `decompress` needs to know."""
+
+    @staticmethod
+    @abstractmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """The tensor again."""
+
+
+class NoneCompressor(Compressor):
+    """As it is."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Floating tensors as fp16; sums are made in fp32 and rounded once."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
+        return tensor.to(ctx)
+
+
+class Compression:
+    """The compressors that there are; `compression=` takes any of them, or your own."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor

@@ -1,0 +1,144 @@
+"""The connections over which ranks negotiate: from every rank to rank 0, and lines of JSON.
+
+Nothing is said while nobody asks for anything. A rank that ends, however it does, is seen as the
+end of its connection.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import selectors
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
+
+from shardwise.errors import LaunchError
+from shardwise.watch import questions
+
+Message = dict[str, Any]
+
+HELLO = 5.0
+"""Seconds that who connects has to say who it is."""
+
+_living: WeakSet[Link] = WeakSet()
+
+
+class Link:
+    """One end of a connection; what cannot be sent yet is kept."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self.is_open = True
+        self._unsent = bytearray()
+        self._received = bytearray()
+        _living.add(self)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is more to send than there was room for."""
+        return bool(self._unsent)
+
+    @property
+    def events(self) -> int:
+        """What to look for on its socket."""
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+
+    def send(self, message: Message) -> None:
+        """Send, now or as soon as there is room; to a rank that is gone, nothing."""
+        self._unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what there is room for."""
+        try:
+            while self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:  # its end is found by reading, after all that it said before
+            self._unsent.clear()
+
+    def read(self) -> Iterator[Message]:
+        """The messages that have come; `is_open` is False once there will be none."""
+        try:
+            while data := self.socket.recv(1 << 16):
+                self._received += data
+            self.is_open = False
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_open = False
+        *lines, rest = self._received.split(b"\n")
+        self._received = rest
+        for line in lines:
+            yield json.loads(line)
+
+    def close(self) -> None:
+        """Close it, which the other end sees."""
+        self.is_open = False
+        self.socket.close()
+
+
+def accept(listener: socket.socket, secret: str, size: int, timeout: float) -> dict[int, Link]:
+    """Rank 0's side: the link of every other rank. Raises LaunchError when one does not come."""
+    found: dict[int, Link] = {}
+    listener.settimeout(timeout)
+    while len(found) < size - 1:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            missing = sorted(set(range(1, size)) - found.keys())
+            raise LaunchError(
+                f"hvd.init: rank(s) {missing} did not connect to rank 0 within {timeout:g} s."
+            ) from None
+        connection.settimeout(HELLO)
+        with suppress(OSError, ValueError):
+            given, _, rank = _line(connection).partition(b" ")
+            if hmac.compare_digest(given, secret.encode()):
+                found[int(rank)] = Link(connection)
+                continue
+        connection.close()
+    return found
+
+
+def connect(address: str, port: int, secret: str, rank: int, timeout: float) -> Link:
+    """The others' side. Raises LaunchError where rank 0 cannot be reached."""
+    try:
+        connection = socket.create_connection((address, port), timeout)
+        connection.sendall(f"{secret} {rank}\n".encode())
+    except OSError as error:
+        raise LaunchError(
+            f"hvd.init: rank {rank} cannot connect to rank 0 at {address}:{port}: {error}."
+        ) from error
+    return Link(connection)
+
+
+def listen(address: str) -> socket.socket:
+    """Where rank 0 is connected to."""
+    return questions.listen(address)
+
+
+def _line(connection: socket.socket) -> bytes:
+    data = b""
+    while not data.endswith(b"\n"):
+        more = connection.recv(256)
+        if not more or len(data) > 256:
+            raise ValueError("no hello")
+        data += more
+    return data
+
+
+def _in_forked_child() -> None:
+    """A forked DataLoader worker must not hold our sockets open: the end of its rank would not be
+    seen."""
+    for link in list(_living):
+        link.close()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -1,0 +1,52 @@
+"""`hvd.SyncBatchNorm`: BatchNorm over the micro-batches of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from shardwise.collectives import Collectives
+from shardwise.feed import Feed
+from shardwise.horovod.allgather import allgather_async
+from shardwise.horovod.asking import wait
+from shardwise.horovod.process_sets import ProcessSet, global_process_set
+from shardwise.model import sync_batch_norm
+
+
+class _Rows:
+    """What the layer needs of a group: the rows of all ranks."""
+
+    def __init__(self, process_set: ProcessSet) -> None:
+        self._process_set = process_set
+
+    def gather_rows(self, row: Tensor) -> Tensor:
+        """(k,) on every rank becomes (size, k)."""
+        return wait(allgather_async(row.unsqueeze(0), None, self._process_set))  # type: ignore[no-any-return]
+
+
+class SyncBatchNorm(sync_batch_norm._SyncBatchNorm):
+    """BatchNorm of (N, C, ...) whose statistics in training are those of all ranks of
+    `process_set`, weighted by their rows. All of them run it in the same order."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        # Only its `gather_rows` is called.
+        self._group = cast(Collectives, _Rows(process_set))
+        self._feed = Feed()
+
+    def _check_input_dim(self, input: Tensor) -> None:  # torch's name
+        if input.ndim < 2:
+            raise ValueError(f"SyncBatchNorm takes (N, C, ...), not {input.ndim} dimension(s).")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As any module: a copy of it is one too."""
+        return nn.Module.__reduce_ex__(self, cast(Any, protocol))

@@ -1,0 +1,114 @@
+"""Errors where Horovod has errors: each names what ranks asked for, and all ranks go on."""
+
+import pytest
+import torch
+
+import shardwise.horovod as hvd
+from tests.distributed.horovod import initialized
+
+
+def _disagree(world):
+    with initialized():
+        odd = world.rank == 1
+
+        def refused(words, call):
+            with pytest.raises(RuntimeError, match=words):
+                call()
+
+        shape = (2, 3) if odd else (3, 2)
+        refused(
+            r"'a' is allreduce of float32 of shape \(3, 2\) on cpu on ranks 0, 2 and allreduce of "
+            r"float32 of shape \(2, 3\) on cpu on rank 1: it must be the same",
+            lambda: hvd.allreduce(torch.ones(shape), name="a"),
+        )
+        dtype = torch.float64 if odd else torch.int32
+        refused(
+            r"int32 of shape \(2\) on cpu on ranks 0, 2 and allreduce of float64",
+            lambda: hvd.allreduce(torch.ones(2, dtype=dtype), name="b"),
+        )
+        op = hvd.Max if odd else hvd.Sum
+        refused(
+            "allreduce with op Sum on ranks 0, 2 and allreduce with op Max on rank 1",
+            lambda: hvd.allreduce(torch.ones(2), name="c", op=op),
+        )
+        factor = 2.0 if odd else 1.0
+        refused(
+            "op Sum, scaled by 2 before and 1 after on rank 1",
+            lambda: hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=factor),
+        )
+        refused(
+            "broadcast from rank 0 on ranks 0, 2 and broadcast from rank 1 on rank 1",
+            lambda: hvd.broadcast(torch.ones(2), int(odd)),
+        )
+        refused(
+            r"allgather of float32 of shape \(\*, 2\).*allgather of float32 of shape \(\*, 3\)",
+            lambda: hvd.allgather(torch.ones(world.rank, 3 if odd else 2)),
+        )
+        refused(
+            "'d' is allreduce on ranks 0, 2 and allgather on rank 1",
+            lambda: (hvd.allgather if odd else hvd.allreduce)(torch.ones(2), name="d"),
+        )
+        several = [torch.ones(1)] * (3 if odd else 2)
+        refused("allreduce of 2 tensors on.*of 3 tensors", lambda: hvd.grouped_allreduce(several))
+        assert hvd.allreduce(torch.ones(2), name="a").tolist() == [1.0, 1.0]
+
+
+def test_ranks_that_disagree_are_named(group):
+    group(3)(_disagree)
+
+
+def _refused_here(world):
+    with initialized():
+        handles = [hvd.allreduce_async(torch.ones(9), name="twice")] if world.rank == 0 else []
+        if handles:
+            with pytest.raises(ValueError, match="'twice' was asked for while another operation"):
+                hvd.broadcast_async(torch.ones(1), 0, name="twice")
+        for words, call in (
+            ("takes 1, 2, 4", lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum)),
+            ("op alone", lambda: hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum)),
+            ("have no sum", lambda: hvd.allreduce(torch.ones(2, dtype=torch.bool))),
+            ("no rows", lambda: hvd.allgather(torch.tensor(1.0))),
+            ("4 rows over 3 ranks", lambda: hvd.alltoall(torch.ones(4))),
+            (r"splits \[1, 1, 1\] of 4 rows", lambda: hvd.alltoall(torch.ones(4), [1, 1, 1])),
+            ("Average or hvd.Sum, not Max", lambda: hvd.reducescatter(torch.ones(3), op=hvd.Max)),
+            ("from rank 7", lambda: hvd.broadcast(torch.ones(3), 7)),
+            ("from 0 to 2", lambda: hvd.add_process_set([2, 3])),
+            ("model.named_parameters", lambda: hvd.broadcast_parameters([torch.ones(1)])),
+            ("no tensors", lambda: hvd.grouped_allreduce([])),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
+        if not handles:
+            handles = [hvd.allreduce_async(torch.ones(9), name="twice")]
+        hvd.synchronize(handles[0])
+        assert (hvd.rank(), hvd.size(), hvd.local_rank()) == (world.rank, 3, world.rank)
+        assert (hvd.cross_rank(), hvd.cross_size(), hvd.local_size()) == (0, 1, 3)
+        assert hvd.is_homogeneous()
+        assert hvd.gloo_built()
+        assert not hvd.mpi_built()
+        hvd.init()  # once more does nothing
+    assert not hvd.is_initialized()
+    with pytest.raises(ValueError, match=r"call hvd.init\(\) first"):
+        hvd.rank()
+
+
+def test_what_cannot_be_is_refused_at_once(group):
+    group(3)(_refused_here)
+
+
+def _left(world):
+    """A rank that has shut down is missed by those that ask for it, and by nobody else."""
+    with initialized():
+        others = hvd.add_process_set([0, 1])
+        hvd.barrier()
+        if world.rank == 2:
+            return
+        with pytest.raises(RuntimeError, match="'x' cannot be done: rank 2 has shut down, or come"):
+            hvd.allreduce(torch.ones(1), name="x")
+        total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=others)
+        assert total.item() == 2.0
+        hvd.barrier(others)
+
+
+def test_a_rank_that_shuts_down(group):
+    group(3)(_left)

@@ -1,0 +1,315 @@
+"""`hvd.DistributedOptimizer` against one plain process that has all ranks' batches."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+import shardwise.horovod as hvd
+from shardwise.horovod import adasum
+from tests.distributed.horovod import initialized
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Large and small parameters, one that lies otherwise in memory, and one that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 2100)
+        self.second = nn.Linear(2100, 8)
+        self.norm = nn.LayerNorm(8)
+        self.spare = nn.Linear(3, 2)
+        self.turned = nn.Parameter(torch.randn(8, 5).t())
+
+    def forward(self, x):
+        return self.norm(self.second(self.first(x).relu())) @ self.turned.t()
+
+
+def models():
+    torch.manual_seed(0)
+    model = Net().double()
+    return model, copy.deepcopy(model)
+
+
+def batch(step, turn, rank):
+    draw = torch.Generator().manual_seed(100 * step + 10 * turn + rank)
+    return torch.randn(3, 8, generator=draw, dtype=torch.float64)
+
+
+def backward(model, step, turn, ranks, scale=1.0):
+    for rank in ranks:
+        (scale * model(batch(step, turn, rank)).square().mean()).backward()
+
+
+def train(world, how, *, passes=1, sums=False, clip=None, zeros=False, closure=False):
+    """The largest difference to the plain process, after some steps."""
+    model, plain = models()
+    ranks = how["process_set"].ranks if "process_set" in how else range(world.size)
+    optimizer, expected = (
+        torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (model, plain)
+    )
+    scheduler, other = StepLR(optimizer, 2), StepLR(expected, 2)
+    optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=passes, **how)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    for step in range(STEPS):
+
+        def evaluate(step=step):
+            optimizer.zero_grad(set_to_none=not zeros)
+            for turn in range(passes):
+                backward(model, step, turn, [world.rank])
+            return torch.tensor(1.0)
+
+        if closure:
+            assert optimizer.step(evaluate) == 1.0
+        else:
+            evaluate()
+        if clip is not None:
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        elif not closure:
+            optimizer.step()
+        scheduler.step()
+        expected.zero_grad()
+        if len(ranks) > 1:  # as in Horovod, no gradient is one of zeros
+            for param in plain.spare.parameters():
+                param.grad = torch.zeros_like(param)
+        for turn in range(passes):
+            backward(plain, step, turn, ranks, 1.0 if sums else 1.0 / len(ranks))
+        if clip is not None:
+            nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        expected.step()
+        other.step()
+    return max(
+        (a - b).abs().max().item()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+
+
+class Halved(hvd.Compression.none):
+    """A compressor of a user's own."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor / 2, 2
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return tensor * ctx
+
+
+def _parity(world, several):
+    with initialized():
+        table = [
+            ({}, {}),
+            ({"op": hvd.Sum}, {"sums": True, "clip": 0.5}),
+            ({"gradient_predivide_factor": 3.0}, {"passes": 2, "zeros": True}),
+            ({"num_groups": 2}, {"clip": 0.1, "passes": 2}),
+            ({"compression": Halved}, {"closure": True}),
+        ]
+        for how, more in table if several else table[:1]:
+            assert train(world, how, **more) < 1e-12, how
+        model, _ = models()
+        groups = [list(model.norm.parameters()), [model.turned, model.first.weight]]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        named = model.named_parameters()
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, groups=groups)
+        backward(model, 0, 0, [world.rank])
+        optimizer.step()
+        if world.size > 2:
+            some = hvd.add_process_set([0, world.size - 1])
+            if some.included():
+                assert train(world, {"process_set": some}) < 1e-12
+        _check_narrow(world)
+
+
+def _check_narrow(world):
+    """Gradients that travel as fp16 are of the parameters' dtype again, and near the mean."""
+    model, plain = models()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.fp16)
+    backward(model, 0, 0, [world.rank])
+    optimizer.synchronize()
+    backward(plain, 0, 0, range(world.size), 1 / world.size)
+    torch.testing.assert_close(model.turned.grad, plain.turned.grad, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
+def test_the_same_as_one_process(group, size):
+    group(size)(_parity, size < 4)
+
+
+def _order(world):
+    with initialized():
+        model, _ = models()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        backward(model, 0, 0, [world.rank])
+        with pytest.raises(AssertionError, match=r"before optimizer\.step"):
+            optimizer.zero_grad()
+        with pytest.raises(AssertionError, match=r"more than backward_passes_per_step \(1\) times"):
+            backward(model, 0, 0, [world.rank])
+        optimizer.synchronize()
+        reduced = model.turned.grad.clone()
+        with pytest.warns(UserWarning, match="gradients are reduced already"):
+            optimizer.step()
+        assert torch.equal(model.turned.grad, reduced)
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.set_backward_passes_per_step(2)
+            for turn in range(2):
+                backward(model, 0, turn, [world.rank])
+            optimizer.step()
+        extra = nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [extra]})
+        (extra * world.rank).sum().backward()
+        (extra * world.rank).sum().backward()
+        optimizer.synchronize()
+        assert extra.grad.tolist() == [float(world.size - 1)] * 3
+        for wrong, words in (
+            ({"named_parameters": [("a", extra)]}, "lacks 10 of the optimizer's"),
+            ({"named_parameters": [("a", p) for p in model.parameters()]}, "names twice: a"),
+            ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "is for op=hvd.Average"),
+            ({"backward_passes_per_step": 0}, "is 1 or more, not 0"),
+            ({"groups": [[extra], [extra]]}, "in two of them"),
+            ({}, "a DistributedOptimizer already"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                hvd.DistributedOptimizer(optimizer, **wrong)
+
+
+def test_calls_in_a_wrong_order_are_errors(group):
+    group(2)(_order)
+
+
+def _sparse(world, dense):
+    with initialized():
+        table = nn.Embedding(10, 2, sparse=True)
+        nn.init.zeros_(table.weight)
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(optimizer, sparse_as_dense=dense)
+        table(torch.tensor([world.rank])).sum().backward()
+        optimizer.step()
+        return table.weight[:, 0].tolist()
+
+
+def test_sparse_gradients_are_made_dense_or_refused(group):
+    assert group(2)(_sparse, True) == [[-0.5, -0.5] + [0.0] * 8] * 2
+    errors = group(2).errors(_sparse, False)
+    assert all(name == "BadCall" and "sparse_as_dense=True" in text for name, text in errors)
+
+
+def _state(world):
+    """Rank 1 has trained alone before; the others have no state."""
+    with initialized():
+        model, _ = models()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (world.rank + 1))
+        if world.rank == 1:
+            backward(model, 0, 0, [0])
+            optimizer.step()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+        hvd.broadcast_parameters(list(model.named_parameters()), root_rank=1)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        assert optimizer.param_groups[0]["lr"] == 0.2
+        state = optimizer.state_dict()["state"]
+        norms = [float(s["exp_avg_sq"].sum()) for s in state.values()]
+        return float(model.turned.detach().sum()), float(state[0]["step"]), norms
+
+
+def test_parameters_and_state_of_one_rank_on_all(group):
+    first, *others = group(3)(_state)
+    assert first[1] == 1.0
+    assert all(other == first for other in others)
+
+
+def _adasum(world):
+    with initialized():
+        ranks = [torch.randn(33, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+        ranks = ranks[: world.size]
+        expected = [row.double() for row in ranks]
+        while len(expected) > 1:
+            expected = [adasum.pair(*expected[i : i + 2]) for i in range(0, len(expected), 2)]
+        found = hvd.allreduce(ranks[world.rank], op=hvd.Adasum)
+        torch.testing.assert_close(found, expected[0].float())
+        same = hvd.allreduce(ranks[0], op=hvd.Adasum)  # of one direction: the mean
+        torch.testing.assert_close(same, ranks[0])
+        apart = torch.eye(world.size)[world.rank]  # at right angles: the sum
+        torch.testing.assert_close(hvd.allreduce(apart, op=hvd.Adasum), torch.ones(world.size))
+
+        model, plain = models()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Adasum)
+        backward(model, 0, 0, [world.rank])
+        optimizer.step()
+        changes = []
+        for rank in range(world.size):
+            plain.zero_grad()
+            backward(plain, 0, 0, [rank])
+            changes.append(-0.1 * plain.turned.grad.reshape(-1))
+        while len(changes) > 1:
+            changes = [adasum.pair(*changes[i : i + 2]) for i in range(0, len(changes), 2)]
+        expected = plain.turned + changes[0].view_as(plain.turned)
+        torch.testing.assert_close(model.turned, expected)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_adasum(group, size):
+    group(size)(_adasum)
+
+
+def _uneven(world):
+    """Rank 1 has one batch more, and the mean counts the joined ranks as zeros."""
+    with initialized():
+        model, plain = models()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer)
+        for step in range(2 + (world.rank == 1)):
+            optimizer.zero_grad()
+            backward(model, step, 0, [world.rank])
+            optimizer.step()
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        expected = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step in range(3):
+            expected.zero_grad()
+            backward(plain, step, 0, range(world.size) if step < 2 else [1], 1 / world.size)
+            expected.step()
+        torch.testing.assert_close(model.turned, plain.turned)
+        return last
+
+
+def test_uneven_batches_and_join(group):
+    assert group(3)(_uneven) == [1, 1, 1]
+
+
+def _norm(world):
+    """Over all ranks as over the whole batch; a copy of it is one too."""
+    with initialized():
+        whole = torch.randn(world.size * 3, 4, 2, generator=torch.Generator().manual_seed(1))
+        whole = whole.double().requires_grad_()
+        norm = copy.deepcopy(hvd.SyncBatchNorm(4).double())
+        plain = nn.BatchNorm1d(4).double()
+        mine = whole.detach()[3 * world.rank : 3 * world.rank + 3].requires_grad_()
+        weight = torch.arange(24.0 * world.size).view_as(whole).double()
+        out = norm(mine)
+        (out * weight[3 * world.rank : 3 * world.rank + 3]).sum().backward()
+        expected = plain(whole)
+        (expected * weight).sum().backward()
+        share = slice(3 * world.rank, 3 * world.rank + 3)
+        torch.testing.assert_close(out, expected[share])
+        torch.testing.assert_close(mine.grad, whole.grad[share])
+        torch.testing.assert_close(norm.running_var, plain.running_var)
+        total = hvd.allreduce(norm.weight.grad, op=hvd.Sum)
+        torch.testing.assert_close(total, plain.weight.grad)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_sync_batch_norm(group, size):
+    group(size)(_norm)

@@ -1,0 +1,105 @@
+"""Horovod's scripts under each launcher, and what is said of steps that they leave out."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.launcher import Launcher, script
+from tests.system.test_launchers import EXAMPLES, TORCHRUN, mpirun, run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Launcher]:
+    """Runs programs on this host, of which nothing is left."""
+    launcher = Launcher(tmp_path)
+    yield launcher
+    left = launcher.wait_until_gone()
+    launcher.kill_all()
+    assert left == []
+    assert launcher.folders_left() == []
+
+
+def started_by(launcher: str, *flags: str) -> list[str]:
+    """The words with which a launcher starts two ranks of a script."""
+    if launcher == "shardwise":
+        return [sys.executable, "-m", "shardwise", "run", "-n", "2", *flags]
+    if launcher == "torchrun":
+        return [TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    return [mpirun(launcher), "-n", "2", sys.executable]
+
+
+@pytest.mark.parametrize("launcher", ["shardwise", "openmpi", "mpich", "torchrun"])
+def test_the_mnist_example(here: Launcher, launcher: str) -> None:
+    words = started_by(launcher)
+    ran = run(here, *words, str(EXAMPLES / "horovod_mnist.py"), "--checkpoint", "model.pt")
+    assert ran.code == 0, ran.err
+    found = re.findall(r"epoch \d  train \S+  test \S+  (\S+)%", ran.out)
+    assert len(found) == 6
+    assert float(found[-1]) > 80
+    assert (here.folder / "model.pt").exists()
+    assert "shardwise:" not in ran.err  # no step is left out
+
+
+@pytest.mark.parametrize("launcher", ["shardwise", "torchrun"])
+def test_the_elastic_example_loses_a_rank(here: Launcher, launcher: str) -> None:
+    words = started_by(launcher, "--restarts", "2")
+    ran = run(here, *words, str(EXAMPLES / "horovod_elastic.py"), "--fail", "35")
+    assert ran.code == 0, ran.err
+    assert "2 ranks, epoch 0, step 0\n" in ran.out
+    assert "2 ranks, epoch 0, step 30\n" in ran.out
+    assert "after 180 steps: y = 3.00 x -1.00\n" in ran.out
+    assert list((here.folder / "temporary").glob("shardwise-commit*")) == []
+    if launcher == "shardwise":
+        assert "from the checkpoint of step 30: 5 steps are lost." in ran.err
+
+
+@pytest.mark.full
+def test_the_elastic_example_under_mpirun(here: Launcher) -> None:
+    """Which starts nothing again."""
+    ran = run(here, *started_by("openmpi"), str(EXAMPLES / "horovod_elastic.py"))
+    assert ran.code == 0, ran.err
+    assert "after 180 steps: y = 3.00 x -1.00\n" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("left_out", "said"),
+    [
+        ("", []),
+        ("broadcast", ["hvd.broadcast_parameters(model.state_dict(), root_rank=0)"]),
+        ("shard", ["sampler = torch.utils.data.distributed.DistributedSampler(dataset"]),
+        ("scale", ["lr=args.lr * hvd.size()"]),
+        ("wrap", ["hvd.DistributedOptimizer(optimizer, named_parameters="]),
+        ("save", ["ranks 0, 1 all write ", "Write if hvd.rank() == 0: before it."]),
+    ],
+)
+def test_a_step_that_is_left_out_is_told_of_once(
+    here: Launcher, left_out: str, said: list[str]
+) -> None:
+    words = started_by("shardwise")
+    ran = run(here, *words, script("horovod_careless"), *left_out.split())
+    assert ran.code == 0, ran.err
+    lines = [line for line in ran.err.splitlines() if "shardwise: " in line]
+    assert len(lines) == bool(said), ran.err
+    assert all(words in ran.err for words in said), ran.err
+
+
+def test_a_rank_that_does_not_ask_is_told_of(here: Launcher) -> None:
+    program = (
+        "import time, torch, shardwise.horovod as hvd; hvd.init()\n"
+        "if hvd.rank() == 1: time.sleep(3)\n"
+        "hvd.allreduce(torch.ones(1), name='late')\n"
+        "if hvd.rank() == 1: time.sleep(9)\n"
+        "hvd.allreduce(torch.ones(1), name='too late')\n"
+    )
+    words = started_by("shardwise", "--warn-after", "1", "--timeout", "5", "--grace", "1")
+    (here.folder / "tests_late.py").write_text(program)
+    ran = run(here, *words, "tests_late.py")
+    assert ran.code != 0
+    assert "allreduce 'late' has waited 1 s for rank 1. It fails after 5 s (--timeout)." in ran.err
+    assert "tests_late.py:2" in ran.err
+    assert "allreduce 'too late' waited 5 s for rank 1." in ran.err
