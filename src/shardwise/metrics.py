@@ -68,7 +68,9 @@ class Metrics:
         _check_names(ranks)
         _check_weights(ranks)
         self._sums, self._weights = {}, {}
-        return {name: _mean([rank[name] for rank in ranks]) for name in ranks[0]}
+        # The ranks of a replica have measured the same: it counts once.
+        counted = ranks[:: self._world.tensor_size]
+        return {name: _mean([rank[name] for rank in counted]) for name in ranks[0]}
 
 
 Totals = dict[str, tuple[list[float], list[float]]]

@@ -1,0 +1,75 @@
+"""Promise 1 where layers are split: as one plain PyTorch process, on any mesh, in every row."""
+
+import hashlib
+
+import pytest
+import torch
+
+import shardwise as sw
+from tests.parity.plain import Trained
+from tests.parity.problems import MODELS, Problem, loss_of
+from tests.parity.test_rows import _assert_close, _assert_same, _from_loader
+
+TOLERANCE = 1e-8
+
+
+def _train(world, problem, plan, options) -> tuple[str, Trained]:
+    model, optimizer, scheduler = problem.model_and_optimizer(seed=world.rank)
+    before = dict(model.named_parameters())
+    engine = sw.Engine(model, optimizer, tensor_plan=plan, bucket_mb=0.002, **options)
+    assert any(p.shape != t.shape for p, t in _shapes(problem, model)), "nothing was split"
+    losses, norms = [], []
+    for window in _from_loader(world, {}, problem):
+        for (x, y), told in window:
+            engine.backward(loss_of(model, x, y), **told)
+        stats = engine.step(max_norm=problem.clip)
+        scheduler.step()
+        losses.append(stats.loss)
+        norms.append(stats.grad_norm)
+    with engine.full_parameters():
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+    kept = engine.optimizer_state_dict()
+    engine.close()
+    assert dict(model.named_parameters()) == before
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
+    return digest, Trained(losses=losses, norms=norms, model=state, optimizer=kept)
+
+
+def _shapes(problem, model):
+    plain = dict(MODELS[problem.model]().named_parameters())
+    return [(plain[name], p) for name, p in model.named_parameters()]
+
+
+def _problem(model, **changed):
+    fields = {
+        "optimizer": "adamw",
+        "micro": "3",
+        "dtype": torch.float64,
+        "clip": 0.3,
+        "schedule": "cosine",
+        "groups": 2,
+        "workers": 1,
+    }
+    return Problem(model=model, **fields | changed)
+
+
+def _compare(group, plain, problem, plan, size, tensor, **options):
+    wanted = plain(problem)
+    results = group(size, tensor=tensor)(_train, problem, plan, options, limit=120)
+    assert len({digest for digest, _ in results}) == 1, "ranks end with different models"
+    ours = results[0][1]
+    _assert_close("losses", torch.tensor(ours.losses), torch.tensor(wanted.losses), TOLERANCE)
+    _assert_close("norms", torch.tensor(ours.norms), torch.tensor(wanted.norms), TOLERANCE)
+    assert problem.clip is None or max(wanted.norms) > problem.clip, "clipping was never on"
+    _assert_same("model", ours.model, wanted.model, TOLERANCE)
+    _assert_same("optimizer", ours.optimizer, wanted.optimizer, TOLERANCE)
+
+
+MLP = {"0": "colwise", "2": "rowwise"}
+
+
+@pytest.mark.parametrize(("size", "tensor"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_an_mlp_in_every_row(group, plain, size, tensor, row):
+    _compare(group, plain, _problem("mlp"), MLP, size, tensor, zero=row)
