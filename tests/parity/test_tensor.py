@@ -13,11 +13,12 @@ from tests.parity.test_rows import _assert_close, _assert_same, _from_loader
 TOLERANCE = 1e-8
 
 
-def _train(world, problem, plan, options) -> tuple[str, Trained]:
+def _train(world, problem, plan, found, options) -> tuple[str, Trained]:
     model, optimizer, scheduler = problem.model_and_optimizer(seed=world.rank)
     before = dict(model.named_parameters())
     engine = sw.Engine(model, optimizer, tensor_plan=plan, bucket_mb=0.002, **options)
-    assert any(p.shape != t.shape for p, t in _shapes(problem, model)), "nothing was split"
+    split = [name for name, cut in _cut(problem, model).items() if cut]
+    assert len(split) >= found, f"only {split} were split"
     losses, norms = [], []
     for window in _from_loader(world, {}, problem):
         for (x, y), told in window:
@@ -36,9 +37,10 @@ def _train(world, problem, plan, options) -> tuple[str, Trained]:
     return digest, Trained(losses=losses, norms=norms, model=state, optimizer=kept)
 
 
-def _shapes(problem, model):
-    plain = dict(MODELS[problem.model]().named_parameters())
-    return [(plain[name], p) for name, p in model.named_parameters()]
+def _cut(problem, model):
+    """By name, whether a parameter is another shape than that of the plain model."""
+    plain = MODELS[problem.model]().named_parameters()
+    return {name: model.get_parameter(name).numel() not in (0, p.numel()) for name, p in plain}
 
 
 def _problem(model, **changed):
@@ -54,9 +56,9 @@ def _problem(model, **changed):
     return Problem(model=model, **fields | changed)
 
 
-def _compare(group, plain, problem, plan, size, tensor, **options):
+def _compare(group, plain, problem, plan, size, tensor, found=2, **options):
     wanted = plain(problem)
-    results = group(size, tensor=tensor)(_train, problem, plan, options, limit=120)
+    results = group(size, tensor=tensor)(_train, problem, plan, found, options, limit=40)
     assert len({digest for digest, _ in results}) == 1, "ranks end with different models"
     ours = results[0][1]
     _assert_close("losses", torch.tensor(ours.losses), torch.tensor(wanted.losses), TOLERANCE)
@@ -67,9 +69,22 @@ def _compare(group, plain, problem, plan, size, tensor, **options):
 
 
 MLP = {"0": "colwise", "2": "rowwise"}
+TIED = {"tokens": "embedding", "head": "colwise_rep"}
 
 
-@pytest.mark.parametrize(("size", "tensor"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("size", "tensor"), [(2, 2), (4, 2), (3, 3)])
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
-def test_an_mlp_in_every_row(group, plain, size, tensor, row):
-    _compare(group, plain, _problem("mlp"), MLP, size, tensor, zero=row)
+def test_an_mlp_by_plan_in_every_row(group, plain, size, tensor, row):
+    _compare(group, plain, _problem("odd_mlp"), MLP, size, tensor, zero=row)
+
+
+@pytest.mark.parametrize(("size", "tensor"), [(2, 2), (3, 3), (4, 4)])
+def test_a_gpt_as_it_is_found(group, plain, size, tensor):
+    problem = _problem("splittable_gpt")
+    _compare(group, plain, problem, None, size, tensor, found=6, zero=tensor % 4)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_a_gpt_with_a_split_vocabulary_in_every_row(group, plain, row):
+    problem = _problem("splittable_gpt", micro="short")
+    _compare(group, plain, problem, TIED, 4, 2, found=8, zero=row)

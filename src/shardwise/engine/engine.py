@@ -344,7 +344,7 @@ class Engine(Resumable):
         if seed is not None:
             randomness.seed_everything(seed)
             if self._recipe.split is not None:
-                self._recipe.split.replica.draws.forget()
+                self._recipe.split.replica.forget()
 
     # -- whole tensors --------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwise.config import Settings
 from shardwise.engine.assembly import Recipe
 from shardwise.errors import ConfigError, ModelError
+from shardwise.parallel import known
 from shardwise.parallel import plan as plans
 from shardwise.parallel.plan import Plan
 from shardwise.parallel.split import Split
@@ -35,6 +36,8 @@ def split(recipe: Recipe, made: Split, plan: Plan | None) -> None:
     parts = made.group.size
     several = plans.named(recipe.models, recipe.prefixes, plan or {})
     groups = plans.planned(several, parts)
+    taken = plans.taken(several) | {cut.module for group in groups for cut in group.cuts}
+    groups += known.find(recipe.models, recipe.prefixes, parts, taken)
     if not groups:
         raise ModelError(
             f"--tensor {parts} found nothing to split in {type(recipe.models[0]).__name__}. Say "

@@ -79,7 +79,7 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
         for part in of_heads
     ]
     for attribute, several in ((how.heads, of_heads), (how.kv_heads, of_kv)):
-        if isinstance(attribute, str):
+        if isinstance(attribute, str) and "." not in attribute:  # a config tells of the whole
             for own, part in zip(local, several, strict=True):
                 own[attribute] = length(part)
     if any(local):
@@ -88,7 +88,11 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
 
 
 def _number(name: str, module: nn.Module, given: str | int) -> int:
-    value = getattr(module, given, None) if isinstance(given, str) else given
+    value: Any = given
+    if isinstance(given, str):
+        value = module
+        for each in given.split("."):
+            value = getattr(value, each, None)
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"{name} has no number of heads called {given!r}: it is {value!r}.")
     return value

@@ -54,11 +54,10 @@ class Colwise(SplitModule):
         replica = self._replica
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
-        value = apart(value, replica.group)
         if self._gathers is not None:
-            return gathered(super().forward(value), replica.group, list(self._gathers))
-        replica.draws.enter()
-        return super().forward(value)  # type: ignore[no-any-return]
+            part = super().forward(apart(value, replica.group))
+            return gathered(part, replica.group, list(self._gathers))
+        return super().forward(replica.enter(value))  # type: ignore[no-any-return]
 
 
 class Rowwise(SplitModule):
@@ -73,8 +72,7 @@ class Rowwise(SplitModule):
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
         part = value @ self.weight if has_columns(self._plain) else F.linear(value, self.weight)
-        whole = together(part, replica.group)
-        replica.draws.leave()
+        whole = replica.leave(part)
         return whole if self.bias is None else whole + self.bias
 
 

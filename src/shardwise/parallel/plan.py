@@ -92,6 +92,14 @@ def _check_styles(plan: Plan) -> None:
             )
 
 
+def taken(several: Sequence[Named]) -> set[nn.Module]:
+    """The modules that the plan has a word on, with what is in those that stay whole."""
+    found: set[nn.Module] = set()
+    for each in several:
+        found |= set(each.module.modules()) if each.style == WHOLE else {each.module}
+    return found
+
+
 def planned(several: Sequence[Named], parts: int) -> list[Group]:
     """How what the plan names is cut into `parts`."""
     groups = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from shardwise.collectives import Collectives
+from shardwise.parallel.regions import apart, together
 from shardwise.randomness import seed_from
 
 
@@ -22,7 +24,7 @@ class Draws:
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._device = device
-        self._outside: torch.Tensor | None = None
+        self._outside: Tensor | None = None
         self.active = False
         """Whether forwards draw anything at all."""
 
@@ -58,3 +60,28 @@ class Replica:
     draws: Draws
     is_whole: bool = False
     """Whether every rank has whole parameters for now, so that forwards are the plain ones."""
+    _taken: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def enter(self, value: Tensor) -> Tensor:
+        """`value`, alike on all ranks, for a region in which each uses it in its own way.
+
+        Layers of one region that take the same value (queries, keys, values) share it, so that
+        its gradient is summed once.
+        """
+        self.draws.enter()
+        known = self._taken.get(id(value))
+        if known is None:
+            known = self._taken[id(value)] = value, apart(value, self.group)
+        return known[1]
+
+    def leave(self, part: Tensor) -> Tensor:
+        """The sum of the ranks' `part`s, with which the region ends."""
+        self._taken.clear()
+        whole = together(part, self.group)
+        self.draws.leave()
+        return whole
+
+    def forget(self) -> None:
+        """A step has ended: no region is open."""
+        self._taken.clear()
+        self.draws.forget()

@@ -55,9 +55,10 @@ class Split:
                     )
                 names[parameter] = f"{cut.name}.{key}"
         for optimizer in optimizers:
-            for held in [p for p in optimizer.state if p in self.shards]:
+            state: dict[Any, Any] = optimizer.state
+            for held in [p for p in state if p in self.shards]:
                 mine = self.shards[held]
-                optimizer.state[held] = _of_each(optimizer.state[held], mine.shape, mine.of)
+                state[held] = _of_each(state[held], mine.shape, mine.of)
         with torch.no_grad():
             for parameter, shard in self.shards.items():
                 parameter.data = shard.of(parameter.detach())
