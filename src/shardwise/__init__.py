@@ -10,13 +10,15 @@ if TYPE_CHECKING:
     from shardwise.engine import Engine
     from shardwise.metrics import Metrics
     from shardwise.model.meta import on_meta
+    from shardwise.parallel.attention import Attention
     from shardwise.world import World, init
 
     __version__: str
 
-__all__ = ["Engine", "Loader", "Metrics", "World", "__version__", "errors", "init", "on_meta"]
+__all__ = ["Attention", "Engine", "Loader", "Metrics", "World", "__version__", "errors", "init", "on_meta"]
 
 _HOMES = {
+    "Attention": "shardwise.parallel.attention",
     "Engine": "shardwise.engine",
     "Loader": "shardwise.data.loader",
     "Metrics": "shardwise.metrics",

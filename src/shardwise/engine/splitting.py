@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from shardwise.config import Settings
 from shardwise.engine.assembly import Recipe
 from shardwise.errors import ConfigError, ModelError
@@ -46,3 +48,22 @@ def split(recipe: Recipe, made: Split, plan: Plan | None) -> None:
         )
     made.cut(groups, recipe.optimizers)
     made.check_shared(recipe.models)
+    made.replica.draws.active = any(_draws(m) for model in recipe.models for m in model.modules())
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether the forward of a module may draw: a dropout, or a rate of one."""
+    return any(
+        isinstance(value, float) and value > 0 and ("drop" in name or name == "p")
+        for name, value in vars(module).items()
+    )
+
+
+def in_words(made: Split) -> str:
+    """What is split, alike ones together: "attention blocks.*.attend (2)"."""
+    counts: dict[str, int] = {}
+    for group in made.groups:
+        name = ".".join("*" if part.isdigit() else part for part in group.name.split("."))
+        said = " ".join(part for part in (group.what, name) if part)
+        counts[said] = counts.get(said, 0) + 1
+    return ", ".join(said if count == 1 else f"{said} ({count})" for said, count in counts.items())
