@@ -11,14 +11,27 @@ if TYPE_CHECKING:
     from shardwise.metrics import Metrics
     from shardwise.model.meta import on_meta
     from shardwise.parallel.attention import Attention
+    from shardwise.parallel.loss import cross_entropy
     from shardwise.world import World, init
 
     __version__: str
 
-__all__ = ["Attention", "Engine", "Loader", "Metrics", "World", "__version__", "errors", "init", "on_meta"]
+__all__ = [
+    "Attention",
+    "Engine",
+    "Loader",
+    "Metrics",
+    "World",
+    "__version__",
+    "cross_entropy",
+    "errors",
+    "init",
+    "on_meta",
+]
 
 _HOMES = {
     "Attention": "shardwise.parallel.attention",
+    "cross_entropy": "shardwise.parallel.loss",
     "Engine": "shardwise.engine",
     "Loader": "shardwise.data.loader",
     "Metrics": "shardwise.metrics",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import ConfigError, ModelError
+from shardwise.errors import ConfigError, ModelError, UsageError
 from tests.parity.problems import SplittableGPT, loss_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -182,12 +182,14 @@ def encoder():
 
 
 def encoder_loss(model, x):
-    padding = torch.zeros(x.shape[:2], dtype=torch.bool)
-    padding[0, -1] = True
+    padding = torch.zeros(x.shape[:2], dtype=torch.double)
+    padding[:, -1] = float("-inf")
     out = model(x, mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1]).double(),
                 src_key_padding_mask=padding)  # fmt: skip
     draw = torch.Generator().manual_seed(0)
-    masks = torch.randn(3, 6, 6, generator=draw, dtype=torch.double).repeat(x.shape[0], 1, 1)  # one for each head
+    masks = torch.randn(3, 6, 6, generator=draw, dtype=torch.double).repeat(
+        x.shape[0], 1, 1
+    )  # one for each head
     mixed, weights = model.append(
         *(part.transpose(0, 1) for part in (out, x[..., :5], x[..., :7])), attn_mask=masks
     )
@@ -260,6 +262,52 @@ def test_transformers(group, make):
     assert all(group(2, tensor=2)(hugging, make, limit=120))
 
 
+# -- the loss over a split vocabulary ---------------------------------------------------------
+
+
+def split_loss(world, row):
+    """As torch's, with targets that do not count, by each reduction."""
+    plan = {"tokens": "embedding", "head": "colwise"}
+    model, plain = gpt(), gpt()
+    engine = sw.Engine(model, adamw(model), zero=row, tensor_plan=plan)
+    optimizer = adamw(plain)
+    for step, reduction in enumerate(["mean", "sum", "none"]):
+        x = batch(step)
+        y = ((x * 5 + 1) % 24).masked_fill(x % 3 == 0, -1)
+        rows, targets = world.share(x), world.share(y)
+        scores = model(rows).transpose(1, 2)
+        assert scores.shape[-1] < 25
+        options = {"ignore_index": -1, "reduction": reduction}
+        loss = sw.cross_entropy(scores, targets, model.head, **options)
+        assert loss.shape == (targets.shape if reduction == "none" else ())
+        count = int((targets != -1).sum())
+        weight = count if reduction == "mean" else len(rows)
+        engine.backward(loss.sum() if reduction != "none" else loss.sum(1).mean(), weight=weight)
+        stats = engine.step()
+        theirs = sw.cross_entropy(plain(x).transpose(1, 2), y, plain.head, **options)
+        theirs = theirs.sum(1).mean() if reduction == "none" else theirs
+        theirs.backward()
+        if reduction == "sum":  # of each replica: the mean over rows of the replicas' sums
+            theirs = theirs / world.data_size
+            for parameter in plain.parameters():
+                parameter.grad /= world.data_size
+        optimizer.step()
+        optimizer.zero_grad()
+        assert stats.loss == pytest.approx(theirs.item(), rel=1e-9)
+    with pytest.raises(UsageError, match="takes scores as the head gave them"):
+        sw.cross_entropy(torch.zeros(2, 25).double(), torch.zeros(2).long(), model.head)
+    x = batch(9)
+    with engine.full_parameters(), torch.no_grad():
+        assert torch.allclose(model(x), plain(x), rtol=1e-8)
+    engine.close()
+    return True
+
+
+@pytest.mark.parametrize(("size", "row"), [(4, 1), (2, 3)])
+def test_loss_over_a_split_vocabulary(group, size, row):
+    assert all(group(size, tensor=2)(split_loss, row))
+
+
 # -- randomness -------------------------------------------------------------------------------
 
 
@@ -296,6 +344,55 @@ def test_dropout_is_alike_where_activations_are(group):
         assert not torch.equal(inner[replica], inner[replica + 1])
         assert not torch.equal(told[replica][1], told[replica][3])  # step by step anew
     assert not torch.equal(outer[0], outer[2])
+
+
+# -- not finite -------------------------------------------------------------------------------
+
+
+def skipped(world, row):
+    """A NaN in a part that one rank has stops all; skipping leaves all as they were."""
+    model = gpt()
+    engine = sw.Engine(model, adamw(model), zero=row, tensor_plan=TIED, nonfinite="skip")
+    before = whole(engine, model)
+    x = world.share(batch(0))
+
+    def spoil(grad):
+        return grad.index_fill(1, torch.tensor([0]), float("nan")) if world.rank == 3 else grad
+
+    handle = model.blocks[0].widen.register_forward_hook(
+        lambda module, args, out: (
+            out.register_hook(lambda g: spoil(g.flatten(0, 1)).view_as(g)) and None
+        )
+    )
+    engine.backward(loss_of(model, x, (x * 5 + 1) % 24))
+    stats = engine.step()
+    assert stats.skipped
+    after = whole(engine, model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    handle.remove()
+    losses = train(world, engine, model, [0])
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("row", [0, 2])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(group, row):
+    for losses in group(4, tensor=2)(skipped, row):
+        assert losses == pytest.approx(plain_losses(1), rel=1e-9)
+
+
+def half(world, precision):
+    model = gpt().float()
+    engine = sw.Engine(model, adamw(model), zero=2, precision=precision)
+    losses = train(world, engine, model, range(4))
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16", "fp16-mixed"])
+def test_sixteen_bits(group, precision):
+    for losses in group(4, tensor=2)(half, precision):
+        assert losses == pytest.approx(plain_losses(4), rel=3e-2)
 
 
 # -- refused ----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from tests.disk import on_a_disk
 from tests.parity.plain import Trained
 from tests.parity.problems import MODELS, Problem, loss_of
 from tests.parity.test_rows import _assert_close, _assert_same, _from_loader
@@ -56,9 +57,11 @@ def _problem(model, **changed):
     return Problem(model=model, **fields | changed)
 
 
-def _compare(group, plain, problem, plan, size, tensor, found=2, **options):
+def _compare(group, plain, problem, plan, size, tensor, found=2, transport="auto", **options):
     wanted = plain(problem)
-    results = group(size, tensor=tensor)(_train, problem, plan, found, options, limit=40)
+    results = group(size, tensor=tensor, transport=transport)(
+        _train, problem, plan, found, options, limit=120
+    )
     assert len({digest for digest, _ in results}) == 1, "ranks end with different models"
     ours = results[0][1]
     _assert_close("losses", torch.tensor(ours.losses), torch.tensor(wanted.losses), TOLERANCE)
@@ -88,3 +91,18 @@ def test_a_gpt_as_it_is_found(group, plain, size, tensor):
 def test_a_gpt_with_a_split_vocabulary_in_every_row(group, plain, row):
     problem = _problem("splittable_gpt", micro="short")
     _compare(group, plain, problem, TIED, 4, 2, found=8, zero=row)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero": 3, "activations": "recomputed"},
+        {"zero": 3, "offload_optimizer": "nvme", "offload_params": "nvme"},
+        {"zero": 2, "transport": "gloo"},
+        {"zero": 3, "transport": "gloo"},
+    ],
+    ids=str,
+)
+def test_what_it_can_be_had_with(group, plain, options):
+    options = {k: f"nvme:{on_a_disk()}" if v == "nvme" else v for k, v in options.items()}
+    _compare(group, plain, _problem("splittable_gpt"), TIED, 4, 2, found=8, **options)

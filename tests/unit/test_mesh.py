@@ -62,7 +62,9 @@ def test_parts_make_up_the_whole(problem, data):
     whole = torch.arange(prod(shape)).view(shape)
     shards = [Shard(shape, dim, tuple(ranges), rank) for rank in range(len(ranges))]
     parts = [shard.of(whole) for shard in shards]
-    assert [tuple(part.shape) for part in parts] == [shards[0].part_shape(r) for r in range(len(parts))]
+    assert [tuple(part.shape) for part in parts] == [
+        shards[0].part_shape(r) for r in range(len(parts))
+    ]
     assert torch.equal(shards[0].joined(parts), whole)
     assert shards[0].most == max(part.numel() for part in parts)
     for shard, part in zip(shards, parts, strict=True):

@@ -6,8 +6,8 @@ import math
 
 from torch import nn
 
-from shardwise.engine.assembly import Recipe, States
 from shardwise.engine import splitting
+from shardwise.engine.assembly import Recipe, States
 from shardwise.engine.figures import in_bytes, in_short, many
 from shardwise.model import units
 from shardwise.model.activations import Activations

@@ -25,7 +25,8 @@ class Cut:
     """How module `name` is split.
 
     `tensors` are by key the dimension and the ranges of it by rank; `local` attributes as they
-    are of each rank's part. `gathers`: by rank its part of what is put together.
+    are of each rank's part. `ranges`: by rank which outputs it has, which are put together where
+    it `gathers`.
     """
 
     name: str
@@ -33,7 +34,8 @@ class Cut:
     style: type[SplitModule]
     tensors: Mapping[str, tuple[int, Sequence[Ranges]]]
     local: Sequence[Mapping[str, Any]] = ()
-    gathers: Sequence[Range] | None = None
+    ranges: Sequence[Range] | None = None
+    gathers: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ def colwise(name: str, module: nn.Module, parts: Sequence[Ranges], *, gathers: b
         tensors["bias"] = (0, parts)
     attribute = "nf" if columns else "out_features"
     local = [{attribute: length(part)} for part in parts]
-    whole = [part[0] for part in parts] if gathers else None
-    return Cut(name, module, Colwise, tensors, local, whole)
+    ranges = [part[0] for part in parts]  # of several, as queries and keys, only the first
+    return Cut(name, module, Colwise, tensors, local, ranges, gathers)
 
 
 def rowwise(name: str, module: nn.Module, parts: Sequence[Ranges]) -> Cut:

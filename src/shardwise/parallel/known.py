@@ -4,6 +4,7 @@ and those of others where a trial shows that their forward takes to it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from torch import nn
 
@@ -112,7 +113,7 @@ def _candidates(
             yield split_attention(name, module, how, parts), children
         except ModelError:
             return  # its widths are not those of attention
-    for first, second in zip(free, free[1:], strict=False):
+    for first, second in pairwise(free):
         one, other = (getattr(module, child) for child in (first, second))
         if cuts.widths(one)[1] == cuts.widths(other)[0] >= parts:
             yield _pair(name, module, (first,), second, parts), (first, second)

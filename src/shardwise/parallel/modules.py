@@ -40,23 +40,25 @@ class SplitModule(nn.Module):
         return tuple(reduced)
 
 
-_OWN = ("_replica", "_locals", "_gathers")
+_OWN = ("_replica", "_locals", "_gathers", "ranges")
 
 
 class Colwise(SplitModule):
     """A linear map whose output features are split."""
 
-    _gathers: Sequence[Range] | None
-    """By rank its output features, where the output is put together."""
+    _gathers: bool
+    """Whether the output is put together."""
+    ranges: Sequence[Range]
+    """By rank its output features."""
 
     def forward(self, value: Tensor) -> Tensor:
         """value: (..., in_features), alike on all ranks."""
         replica = self._replica
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
-        if self._gathers is not None:
+        if self._gathers:
             part = super().forward(apart(value, replica.group))
-            return gathered(part, replica.group, list(self._gathers))
+            return gathered(part, replica.group, self.ranges)
         return super().forward(replica.enter(value))  # type: ignore[no-any-return]
 
 
@@ -81,7 +83,7 @@ class SplitEmbedding(SplitModule):
 
     weight: Tensor
     padding_idx: int | None
-    _gathers: Sequence[Range]
+    ranges: Sequence[Range]
     """By rank its rows."""
 
     def forward(self, numbers: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ class SplitEmbedding(SplitModule):
         replica = self._replica
         if replica.is_whole:
             return super().forward(numbers)  # type: ignore[no-any-return]
-        first, end = self._gathers[replica.group.rank]
+        first, end = self.ranges[replica.group.rank]
         elsewhere = (numbers < first) | (numbers >= end)
         padding = self.padding_idx
         if padding is not None:
@@ -123,12 +125,16 @@ def become(
     style: type[SplitModule],
     replica: Replica,
     local: Mapping[str, Any],
-    gathers: Sequence[Range] | None = None,
+    ranges: Sequence[Range] | None = None,
+    *,
+    gathers: bool = False,
 ) -> None:
-    """Let `module` be of `style`; `local` are attributes as they are of this rank's part."""
+    """Let `module` be of `style`; `local` are attributes as they are of this rank's part, `ranges`
+    what each rank has, which is put together where it `gathers`."""
     pairs = {name: (getattr(module, name), value) for name, value in local.items()}
     module.__class__ = _split_class(type(module), style)
-    module.__dict__.update({"_replica": replica, "_locals": pairs, "_gathers": gathers})
+    module.__dict__.update({"_replica": replica, "_locals": pairs, "ranges": ranges})
+    module.__dict__["_gathers"] = gathers
     assert isinstance(module, SplitModule)
     module.show(whole=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class SplitAttention(SplitModule):
     out_proj: nn.Linear
     in_proj_weight: Tensor
     in_proj_bias: Tensor | None
-    _gathers: list[Range]
+    ranges: Sequence[Range]
     """By rank its heads."""
 
     def forward(
@@ -88,9 +89,12 @@ class SplitAttention(SplitModule):
             names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
             matrices = tuple(getattr(self, name) for name in names)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return [
-            F.linear(each, matrix, bias).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        projected = (
+            F.linear(each, matrix, bias)
             for each, matrix, bias in zip(several, matrices, biases, strict=True)
+        )
+        return [
+            each.view(*each.shape[:-1], self.num_heads, -1).transpose(1, 2) for each in projected
         ]
 
     def _mask(
@@ -107,7 +111,7 @@ class SplitAttention(SplitModule):
         if mask is not None:
             found = _added(mask, q.dtype)
             if found.ndim == 3:  # one for each head, of all ranks
-                first, end = self._gathers[self._replica.group.rank]
+                first, end = self.ranges[self._replica.group.rank]
                 found = found.view(q.shape[0], -1, *found.shape[1:])[:, first:end]
         if padding is not None:
             rows = _added(padding if batched else padding.unsqueeze(0), q.dtype)
@@ -117,10 +121,10 @@ class SplitAttention(SplitModule):
 
     def _shared_weights(self, weights: Tensor, *, average: bool) -> Tensor:
         """The weights of all ranks' heads, or their mean; (N, heads, L, S) or (N, L, S)."""
-        group, heads = self._replica.group, self._gathers[-1][1]
+        group, heads = self._replica.group, self.ranges[-1][1]
         if average:
             return together(weights.sum(1), group) / heads
-        return gathered(weights.movedim(1, -1), group, self._gathers).movedim(-1, 1)
+        return gathered(weights.movedim(1, -1), group, self.ranges).movedim(-1, 1)
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,7 +148,7 @@ def split_multihead(name: str, module: nn.MultiheadAttention, parts: int) -> Gro
         tensors["in_proj_weight"] = (0, fused)
     else:
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        tensors |= {key: (0, each) for key in names}
+        tensors |= dict.fromkeys(names, (0, each))
     if module.in_proj_bias is not None:
         tensors["in_proj_bias"] = (0, fused)
     local = [{"num_heads": cuts.length(part)} for part in heads]

@@ -11,6 +11,7 @@ one direction is a sum in the other (f and g of Megatron-LM, Shoeybi et al., 201
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -52,7 +53,7 @@ class _Together(torch.autograd.Function):
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Collectives, ranges: list[Range]) -> Tensor:
+    def forward(ctx: Any, value: Tensor, group: Collectives, ranges: Sequence[Range]) -> Tensor:
         ctx.range = ranges[group.rank]
         lead = value.shape[:-1].numel()
         edges = [0, *(lead * end for _, end in ranges)]
@@ -81,6 +82,6 @@ def together(value: Tensor, group: Collectives) -> Tensor:
     return _Together.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def gathered(value: Tensor, group: Collectives, ranges: list[Range]) -> Tensor:
+def gathered(value: Tensor, group: Collectives, ranges: Sequence[Range]) -> Tensor:
     """The whole of what is split along the last dimension; `ranges` are the ranks' parts."""
     return _Gathered.apply(value, group, ranges)  # type: ignore[no-any-return, no-untyped-call]

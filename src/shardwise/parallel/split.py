@@ -67,7 +67,7 @@ class Split:
 
     def _become(self, cut: Cut) -> None:
         local: Mapping[str, Any] = cut.local[self.group.rank] if cut.local else {}
-        modules.become(cut.module, cut.style, self.replica, local, cut.gathers)
+        modules.become(cut.module, cut.style, self.replica, local, cut.ranges, gathers=cut.gathers)
         assert isinstance(cut.module, SplitModule)
         self._modules.append(cut.module)
 

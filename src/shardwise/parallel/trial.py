@@ -149,7 +149,8 @@ def _part(
             assert parameter is not None
             shard = Shard(tuple(parameter.shape), dim, tuple(ranges), rank)
             parameter.data = shard.of(parameter.detach())
-        modules.become(mine, cut.style, replica, cut.local[rank] if cut.local else {}, cut.gathers)
+        local = cut.local[rank] if cut.local else {}
+        modules.become(mine, cut.style, replica, local, cut.ranges, gathers=cut.gathers)
     return made
 
 
