@@ -1,6 +1,7 @@
 """Split layers beside parity: checkpoints across meshes, whole tensors, modules of others, what is
 refused."""
 
+import copy
 import os
 from pathlib import Path
 
@@ -135,6 +136,13 @@ def writes(world, row):
     train(world, engine, model, [0])
     x = batch(7)
     before = model(x).detach()
+    for copies in (model.state_dict, lambda: copy.deepcopy(model.blocks)):
+        with pytest.raises(UsageError, match=r"this rank has a part of it only.*full_parameters"):
+            copies()
+    with engine.full_parameters():
+        twin = copy.deepcopy(model)
+    assert type(twin.head) is nn.Linear
+    assert twin.head.weight.shape == (25, 16)
     with engine.full_parameters(), torch.no_grad():
         assert torch.allclose(model(x), before, rtol=1e-10)  # the plain forward
         assert model.blocks[0].attend.n_head == 4
@@ -308,6 +316,28 @@ def test_loss_over_a_split_vocabulary(group, size, row):
     assert all(group(size, tensor=2)(split_loss, row))
 
 
+# -- data -------------------------------------------------------------------------------------
+
+
+def reads(world):
+    """A replica's ranks get the same share, and count once in a mean."""
+    loader = sw.Loader(list(range(7)), batch_size=7)
+    metrics = sw.Metrics()
+    with torch.no_grad():
+        batches = [x.tolist() for x in loader]
+        metrics.add(mean=sum(batches[0]) / len(batches[0]))
+    assert metrics.compute() == {"mean": 3.0}
+    place = (world.data_rank, world.data_size, world.tensor_rank, world.tensor_size)
+    return place, batches, world.share(torch.arange(5)).tolist()
+
+
+def test_data_goes_by_the_replica(group):
+    rows = [([[0, 1, 2]], [0, 1]), ([[3, 4, 5, 6]], [2, 3, 4])]
+    assert group(4, tensor=2)(reads) == [
+        ((data, 2, part, 2), *rows[data]) for data in range(2) for part in range(2)
+    ]
+
+
 # -- randomness -------------------------------------------------------------------------------
 
 
@@ -441,4 +471,6 @@ def refused_setting(world, text):
     rest = torch.optim.SGD([p for p in model.parameters() if p.ndim != 2], lr=0.1)
     with pytest.raises(ModelError, match="Muon needs whole tensors, and --tensor 2"):
         sw.Engine(model, [muon, rest])
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), gpt().parameters()))  # noqa: B905
+    assert type(model.blocks[0].attend.qkv) is nn.Linear
     return True

@@ -340,11 +340,11 @@ class Engine(Resumable):
 
     def _reseed(self) -> None:
         """Let what is drawn from now on be a pure function of what it is drawn for."""
+        if self._recipe.split is not None:
+            self._recipe.split.replica.forget()
         seed = self._parts.seed(self.world.seed, self._number, self.steps, self._window.backwards)
         if seed is not None:
             randomness.seed_everything(seed)
-            if self._recipe.split is not None:
-                self._recipe.split.replica.forget()
 
     # -- whole tensors --------------------------------------------------------------------
 

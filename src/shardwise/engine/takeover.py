@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.engine import alike, assembly, habits, splitting, starting
 from shardwise.engine.assembly import Recipe
-from shardwise.errors import UsageError
+from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.activations import Activations
 from shardwise.model.buffers import Buffers
@@ -41,9 +41,14 @@ class Takeover:
         alike.make_state_alike(recipe)
         if recipe.split is not None:
             splitting.split(recipe, recipe.split, plan)
-        self._prepare_modules()
-        self.buffers = self._all_buffers()
-        self._lay({}, None)
+        try:
+            self._prepare_modules()
+            self.buffers = self._all_buffers()
+            self._lay({}, None)
+        except (ConfigError, ModelError):  # raised by all ranks alike: the model stays plain
+            if recipe.split is not None:
+                recipe.split.undo(recipe.optimizers)
+            raise
         self._handles = self._enter_precision()
         if recipe.settings.compile and recipe.settings.activations == "kept":
             self._compile_units()

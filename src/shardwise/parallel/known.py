@@ -72,9 +72,11 @@ def find(
 def _of(
     name: str, module: nn.Module, parts: int, taken: set[nn.Module], tried: dict[object, bool]
 ) -> Iterator[Group]:
-    kind = type(module).__name__
     if module in taken:
         return
+    # By name only where they are the libraries' own; others may be called the same.
+    ours = type(module).__module__.split(".")[0] in ("torch", "transformers")
+    kind = type(module).__name__ if ours else ""
     if type(module).forward is nn.MultiheadAttention.forward:
         yield split_multihead(name, module, parts)  # type: ignore[arg-type]
         return
@@ -97,10 +99,19 @@ def _of(
         if used & set(children):
             continue
         if signature not in tried:
-            tried[signature] = takes_to(module, group, parts)
+            tried[signature] = takes_to(_around(module, children), group, parts)
         if tried[signature]:
             used |= set(children)
             yield group
+
+
+def _around(module: nn.Module, children: Sequence[str]) -> nn.Module:
+    """What has to take to it: of a sequence, the run from the first of `children` to the last."""
+    if type(module).forward is not nn.Sequential.forward:
+        return module
+    names = list(module._modules)
+    run = names[names.index(children[0]) : names.index(children[-1]) + 1]
+    return nn.Sequential(*(module.get_submodule(name) for name in run))
 
 
 def _candidates(

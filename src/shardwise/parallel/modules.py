@@ -12,6 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.errors import UsageError
 from shardwise.parallel.regions import apart, gathered, together
 from shardwise.parallel.replica import Replica
 from shardwise.shards import Range
@@ -33,7 +34,25 @@ class SplitModule(nn.Module):
         for name, (of_whole, of_part) in self._locals.items():
             setattr(self, name, of_whole if whole else of_part)
 
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse("state_dict()", "to read or copy whole tensors")
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse("load_state_dict()", "with write=True")
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _refuse(self, call: str, how: str) -> None:
+        """Raise UsageError unless parameters are whole now."""
+        if not self._replica.is_whole:
+            raise UsageError(
+                f"{call} of a split {self._plain.__name__}: this rank has a part of it only. Inside "
+                f"with engine.full_parameters(), {how}; engine.save and engine.export write whole "
+                "models."
+            )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self._refuse("A copy", "to read or copy whole tensors")
         reduced = list(super().__reduce_ex__(protocol))
         reduced[1] = (self._plain, *reduced[1][1:])
         reduced[2] = {k: v for k, v in dict(reduced[2]).items() if k not in _OWN}
@@ -75,7 +94,8 @@ class Rowwise(SplitModule):
             return super().forward(value)  # type: ignore[no-any-return]
         part = value @ self.weight if has_columns(self._plain) else F.linear(value, self.weight)
         whole = replica.leave(part)
-        return whole if self.bias is None else whole + self.bias
+        # In the dtype of the product, which autocast may have chosen.
+        return whole if self.bias is None else whole + self.bias.to(whole.dtype)
 
 
 class SplitEmbedding(SplitModule):

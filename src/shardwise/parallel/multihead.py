@@ -74,7 +74,7 @@ class SplitAttention(SplitModule):
         part = F.linear(mixed.transpose(1, 2).flatten(2), self.out_proj.weight)
         out = replica.leave(part)
         if self.out_proj.bias is not None:
-            out = out + self.out_proj.bias
+            out = out + self.out_proj.bias.to(out.dtype)
         if weights is not None:
             weights = self._shared_weights(weights, average=average_attn_weights)
         if not batched:

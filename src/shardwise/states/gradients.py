@@ -296,6 +296,8 @@ class Gradients:
         be told, since only small tensors are looked at."""
         if not all(bool(torch.isfinite(norm)) for norm in self._own_norms):
             return True
+        if self._alone:
+            return None  # not looked at: what it makes is the sum
         used = [p for p, used in zip(self._params, self.used, strict=True) if used]
         return None if any(p.numel() > SMALL for p in used) or self._had_late else False
 
