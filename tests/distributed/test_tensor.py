@@ -12,6 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.parallel import known
 from tests.parity.problems import SplittableGPT, loss_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -137,7 +138,7 @@ def writes(world, row):
     x = batch(7)
     before = model(x).detach()
     for copies in (model.state_dict, lambda: copy.deepcopy(model.blocks)):
-        with pytest.raises(UsageError, match=r"this rank has a part of it only.*full_parameters"):
+        with pytest.raises(UsageError, match=r"a part of it only.*full_parameters"):
             copies()
     with engine.full_parameters():
         twin = copy.deepcopy(model)
@@ -177,6 +178,46 @@ def writes_plain(world):
     values = whole(engine, model)
     engine.close()
     return values
+
+
+# -- what is tried ----------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Two linear maps with something between them."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.between = between
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x + self.down(BETWEEN[self.between](self, self.up(x)))
+
+
+BETWEEN = {
+    "an activation": lambda pair, h: h.tanh(),
+    "a norm over all features": lambda pair, h: nn.functional.layer_norm(h, h.shape[-1:]),
+    "a softmax": lambda pair, h: h.softmax(-1),
+    "a width": lambda pair, h: h.view(*h.shape[:-1], 2, 4).flatten(-2),
+    "a parameter that is not split": lambda pair, h: h * pair.scale,
+    "half of the features": lambda pair, h: h.roll(1, -1),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_only_what_computes_the_same_is_found(between):
+    model = nn.Sequential(nn.Embedding(5, 6), Pair(between), nn.Flatten())
+    found = known.find([model], [""], 2, set())
+    wanted = ["1"] if between == "an activation" else []
+    assert [group.name for group in found] == wanted
+
+
+def test_a_pair_in_a_sequence_that_begins_with_an_embedding_is_found():
+    model = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))
+    (group,) = known.find([model], [""], 2, set())
+    assert [cut.name for cut in group.cuts] == ["1", "3"]
 
 
 # -- modules of others ------------------------------------------------------------------------
@@ -235,10 +276,22 @@ def test_modules_of_torch(group):
     assert all(group(2, tensor=2)(torch_modules))
 
 
+def mistral():
+    """A model that is in no table here; its attention is split as its own tp_plan says."""
+    import transformers
+
+    config = transformers.MistralConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.MistralForCausalLM(config), "model.layers.0"
+
+
 def hugging(world, make):
     from tests.distributed import test_sharded_transformers as others
 
-    (model, _), (plain, _) = (others.built(getattr(others, make)) for _ in range(2))
+    make = mistral if make == "mistral" else getattr(others, make)
+    (model, _), (plain, _) = (others.built(make) for _ in range(2))
     for each in (model, plain):
         each.train()
     engine, optimizer = sw.Engine(model, others.sgd(model), zero=3), others.sgd(plain)
@@ -264,7 +317,7 @@ def hugging(world, make):
     return True
 
 
-@pytest.mark.parametrize("make", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("make", ["gpt2", "llama", "t5", "mistral"])
 def test_transformers(group, make):
     pytest.importorskip("transformers")
     assert all(group(2, tensor=2)(hugging, make, limit=120))
@@ -325,7 +378,7 @@ def reads(world):
     metrics = sw.Metrics()
     with torch.no_grad():
         batches = [x.tolist() for x in loader]
-        metrics.add(mean=sum(batches[0]) / len(batches[0]))
+        metrics.add(n=len(batches[0]), mean=sum(batches[0]) / len(batches[0]))
     assert metrics.compute() == {"mean": 3.0}
     place = (world.data_rank, world.data_size, world.tensor_rank, world.tensor_size)
     return place, batches, world.share(torch.arange(5)).tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
 
@@ -61,12 +62,34 @@ def find(
     found: list[Group] = []
     tried: dict[object, bool] = {}
     for model, prefix in zip(models, prefixes, strict=True):
+        carries = _carries_a_plan(model)
         for path, module in model.named_modules():
             name = ".".join(part for part in (prefix, path) if part).replace("_orig_mod.", "")
-            for group in _of(name, module, parts, taken, tried):
+            if carries and module not in taken and _is_as_llama(module):
+                groups = iter([split_attention(name, module, ATTENTION["LlamaAttention"], parts)])
+            else:
+                groups = _of(name, module, parts, taken, tried)
+            for group in groups:
                 taken |= {cut.module for cut in group.cuts}
                 found.append(group)
     return found
+
+
+def _carries_a_plan(model: nn.Module) -> bool:
+    """Whether a model of transformers has a tp_plan of its own that splits attention by heads."""
+    plan: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    return any(
+        name.endswith(".q_proj") and "colwise" in style for name, style in plan.items()
+    ) and any(name.endswith(".o_proj") and style == "rowwise" for name, style in plan.items())
+
+
+def _is_as_llama(module: nn.Module) -> bool:
+    """Whether attention is of the four maps and nothing else: what stood between them (norms of
+    queries and keys) would have a part of its gradient only on each rank."""
+    from_transformers = type(module).__module__.startswith("transformers.")
+    trained = {name.split(".")[0] for name, _ in module.named_parameters()}
+    four = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    return from_transformers and type(module).__name__.endswith("Attention") and trained == four
 
 
 def _of(

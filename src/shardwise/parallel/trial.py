@@ -1,14 +1,16 @@
 """Whether a module's forward takes to being split: it is tried, whole against parts.
 
-All ranks' parts run here at once, a thread for each, on the CPU. Their outputs and the gradients of
-their inputs must be those of the whole.
+All ranks' parts run here at once, a thread for each, on the CPU. Their outputs, and the gradients
+of their inputs and of every parameter, must be those of the whole: a parameter that is not split,
+in the midst of what is, would have a part of its gradient only.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from threading import Barrier, BrokenBarrierError, Thread
+from dataclasses import dataclass
+from threading import Barrier, Thread
 from typing import Any
 
 import torch
@@ -67,8 +69,31 @@ def takes_to(module: nn.Module, group: Group, parts: int) -> bool:
             wanted = _run(whole, x)
             if wanted is not None:
                 found = _run_parts(whole, group.cuts, paths, parts, x)
-                return found is not None and all(_alike(each, wanted) for each in found)
+                return found is not None and all(
+                    _alike(each, _cut(wanted, group.cuts, paths, rank))
+                    for rank, each in enumerate(found)
+                )
     return False
+
+
+@dataclass(frozen=True)
+class _Result:
+    """Outputs and the gradient of the input; gradients of parameters by name, None for none."""
+
+    seen: list[Tensor]
+    grads: dict[str, Tensor | None]
+
+
+def _cut(whole: _Result, several: Sequence[Cut], paths: dict[int, str], rank: int) -> _Result:
+    """What a rank must find where `whole` is right."""
+    grads = dict(whole.grads)
+    for cut in several:
+        for key, (dim, ranges) in cut.tensors.items():
+            name = ".".join(part for part in (paths[id(cut.module)], key) if part)
+            grad = grads.get(name)
+            if grad is not None:
+                grads[name] = Shard(tuple(grad.shape), dim, tuple(ranges), rank).of(grad)
+    return _Result(whole.seen, grads)
 
 
 def _width_of(module: nn.Module, narrow: int) -> int:
@@ -98,27 +123,27 @@ def _copy(module: nn.Module) -> nn.Module | None:
     return made
 
 
-def _run(module: nn.Module, x: Tensor) -> list[Tensor] | None:
-    """The outputs for `x` and its gradient; None where the forward does not take it."""
+def _run(module: nn.Module, x: Tensor) -> _Result | None:
+    """What comes of `x`; None where the forward does not take it."""
     x = x.clone().requires_grad_()
+    named = dict(module.named_parameters())
     try:
         outputs = [t for t in pytree.tree_leaves(module(x)) if isinstance(t, Tensor)]
         total = sum(t.square().sum() for t in outputs if t.requires_grad)
         assert isinstance(total, Tensor)
-        (grad,) = torch.autograd.grad(total, x)
-    except BrokenBarrierError:
-        return None
+        grad, *rest = torch.autograd.grad(total, [x, *named.values()], allow_unused=True)
+        assert grad is not None
     except Exception:  # the user's forward: whatever it raises, it does not run on this
         return None
-    return [*(t.detach() for t in outputs), grad]
+    return _Result([*(t.detach() for t in outputs), grad], dict(zip(named, rest, strict=True)))
 
 
 def _run_parts(
     whole: nn.Module, several: Sequence[Cut], paths: dict[int, str], parts: int, x: Tensor
-) -> list[list[Tensor]] | None:
+) -> list[_Result] | None:
     barrier = Barrier(parts)
     board: list[Any] = [None] * parts
-    found: list[list[Tensor] | None] = [None] * parts
+    found: list[_Result | None] = [None] * parts
 
     def run(rank: int) -> None:
         group = _Threads(rank, parts, barrier, board)
@@ -154,8 +179,18 @@ def _part(
     return made
 
 
-def _alike(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    return len(found) == len(wanted) and all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=1e-8, atol=1e-10)
-        for a, b in zip(found, wanted, strict=True)
+def _alike(found: _Result, wanted: _Result) -> bool:
+    if len(found.seen) != len(wanted.seen) or found.grads.keys() != wanted.grads.keys():
+        return False
+    pairs: list[tuple[Tensor | None, Tensor | None]] = [
+        *zip(found.seen, wanted.seen, strict=True),
+        *((grad, wanted.grads[name]) for name, grad in found.grads.items()),
+    ]
+    return all(
+        a is b if a is None or b is None else a.shape == b.shape and _close(a, b) for a, b in pairs
     )
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    scale = other.abs().max().item() if other.numel() else 0.0
+    return torch.allclose(one, other, rtol=1e-8, atol=1e-10 * (1.0 + scale))
