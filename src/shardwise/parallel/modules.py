@@ -40,15 +40,15 @@ class SplitModule(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._refuse("load_state_dict()", "with write=True")
-        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(*args, **kwargs)
 
     def _refuse(self, call: str, how: str) -> None:
         """Raise UsageError unless parameters are whole now."""
         if not self._replica.is_whole:
             raise UsageError(
-                f"{call} of a split {self._plain.__name__}: this rank has a part of it only. Inside "
-                f"with engine.full_parameters(), {how}; engine.save and engine.export write whole "
-                "models."
+                f"{call} of a split {self._plain.__name__}: this rank has a part of it only. "
+                f"Inside with engine.full_parameters(), {how}; engine.save and engine.export write "
+                "whole models."
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
