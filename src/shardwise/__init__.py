@@ -10,16 +10,20 @@ if TYPE_CHECKING:
     from shardwise.engine import Engine
     from shardwise.metrics import Metrics
     from shardwise.model.meta import on_meta
+    from shardwise.parallel.attention import Attention
+    from shardwise.parallel.loss import cross_entropy
     from shardwise.world import World, init, start_timeline, stop_timeline
 
     __version__: str
 
 __all__ = [
+    "Attention",
     "Engine",
     "Loader",
     "Metrics",
     "World",
     "__version__",
+    "cross_entropy",
     "errors",
     "init",
     "lr",
@@ -29,6 +33,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Attention": "shardwise.parallel.attention",
+    "cross_entropy": "shardwise.parallel.loss",
     "Engine": "shardwise.engine",
     "Loader": "shardwise.data.loader",
     "Metrics": "shardwise.metrics",

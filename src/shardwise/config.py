@@ -187,6 +187,9 @@ class Settings:
         "NAMES",
         rare=True,
     )
+    tensor: int = _setting(
+        1, _integer(1), "spread", "split every layer over T neighbouring workers", "T"
+    )
     micro_batch_size: int | None = _setting(
         None, _integer(1), "spread", "samples per worker per backward; the rest accumulates", "M"
     )
@@ -342,6 +345,7 @@ _ELSEWHERE = {
     "warn_after": "sw.init",
     "transport": "sw.init",
     "exact": "sw.init",
+    "tensor": "sw.init",
     "rendezvous": "sw.init",
     "timeline": "sw.init",
     "micro_batch_size": "sw.Loader",

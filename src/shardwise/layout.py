@@ -28,7 +28,8 @@ class Spec:
     """A parameter as the layout sees it.
 
     `key` says what may share a bucket (dtype, device, parameter group). `whole` asks for an
-    owner of the whole tensor. `itemsize` is in bytes.
+    owner of the whole tensor. `itemsize` is in bytes. `room` is how many elements it counts as
+    where buckets are filled, so that they are alike on ranks whose parts of a tensor differ.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Spec:
     itemsize: int
     key: Hashable
     whole: bool = False
+    room: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ def lay_out(specs: Sequence[Spec], *, ranks: int, capacity: int, grain: int = 1)
     filled: list[list[int]] = []
     for index in reversed(range(len(specs))):
         spec = specs[index]
-        size = _aligned(spec.numel, grain) * spec.itemsize
+        counted = spec.numel if spec.room is None else spec.room
+        size = _aligned(counted, grain) * spec.itemsize
         if spec.key in open_groups and size > room[spec.key]:
             filled.append(open_groups.pop(spec.key))
         if spec.key not in open_groups:

@@ -70,7 +70,9 @@ class Metrics:
         _check_names(ranks)
         _check_weights(ranks)
         self._sums, self._weights = {}, {}
-        means = {name: _mean([rank[name] for rank in ranks]) for name in ranks[0]}
+        # The ranks of a replica have measured the same: it counts once.
+        counted = ranks[:: self._world.tensor_size]
+        means = {name: _mean([rank[name] for rank in counted]) for name in ranks[0]}
         self._world.step_log.measured(means, training=self._training)
         return means
 

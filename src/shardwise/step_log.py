@@ -32,15 +32,24 @@ class Outcome(Protocol):
 class StepLog:
     """The log of one rank; without a `folder` it writes nothing.
 
-    After `stop_after` steps the run ends: every rank leaves with exit code 0.
+    After `stop_after` steps the run ends: every rank leaves with exit code 0. A rank whose samples
+    another one `counts` as well, since both have a part of one model, writes none.
     """
 
-    def __init__(self, folder: Path | None, rank: int, stop_after: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        rank: int,
+        stop_after: int | None = None,
+        *,
+        counts: bool = True,
+    ) -> None:
         self._file: TextIO | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / f"rank-{rank}.jsonl").open("w", buffering=1)
         self._stop_after = stop_after
+        self._counts = counts
         self._epoch = 0
         self._begin: float | None = None
         self._samples = 0  # given to train on since the last step
@@ -80,7 +89,7 @@ class StepLog:
             step=steps - 1,
             epoch=self._epoch,
             seconds=now - (self._last if self._begin is None else self._begin),
-            samples=self._samples,
+            samples=self._samples if self._counts else 0,
             loss=outcome.loss,
             weight=outcome.weight,
         )

@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise import collectives, config, launch, randomness, recording, repeatable
-from shardwise.collectives import Collectives
-from shardwise.errors import DataError, LaunchError, UsageError
+from shardwise.collectives import Collectives, Solo
+from shardwise.errors import ConfigError, DataError, LaunchError, UsageError
 from shardwise.feed import Batch, Feed, Plan
 from shardwise.launch import report
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import Telling
 from shardwise.layout import even_cuts
+from shardwise.mesh import Mesh
 from shardwise.preemption import Preemption
 from shardwise.step_log import StepLog
 from shardwise.tiers import heap
@@ -42,6 +43,10 @@ class World:
 
     Attributes: `rank`, `size`, `local_rank`, `local_size`, `device` (torch.device), `is_main`
     (rank 0), `seed`, `launcher`, `settings`.
+
+    Where layers are split (`--tensor`), several ranks make one replica of the model: `data_rank`
+    of `data_size` says which replica this rank is of, and so which part of the data it gets;
+    `tensor_rank` of `tensor_size` which part of every split layer it has.
     """
 
     def __init__(
@@ -62,6 +67,11 @@ class World:
         self.seed = 0
         self.settings = config.Settings()
         self.collectives = group
+        self.mesh = Mesh(identity.size)
+        self.data = group
+        """The ranks that have the same part of the other replicas: all, where nothing is split."""
+        self.replica: Collectives = Solo()
+        """The ranks of this one's replica."""
         self.feed = Feed()
         self.telling = telling or Telling({})
         self.preemption = Preemption(self.telling, self.print)
@@ -75,9 +85,37 @@ class World:
 
     @cached_property
     def side_channel(self) -> Collectives:
-        """The same ranks over channels of their own, for collectives inside forward and backward,
-        whose order against those of the engines may differ. Made at first use, by all ranks."""
-        return self.collectives.second_group()
+        """The ranks of `data` over channels of their own, for collectives inside forward and
+        backward, whose order against those of the engines may differ. Made at first use, by all
+        ranks."""
+        return self.data.second_group()
+
+    def cut(self, mesh: Mesh) -> None:
+        """Take a place in `mesh`. Collective where it has more than the data axis."""
+        self.mesh = mesh
+        if not mesh.is_flat:
+            self.data = self.collectives.split(mesh.data_groups)
+            self.replica = self.collectives.split(mesh.tensor_groups)
+
+    @property
+    def data_rank(self) -> int:
+        """Which replica of the model this rank is of."""
+        return self.mesh.data_of(self.rank)
+
+    @property
+    def data_size(self) -> int:
+        """How many replicas there are."""
+        return self.size // self.tensor_size
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which part of every split layer this rank has."""
+        return self.mesh.tensor_of(self.rank)
+
+    @property
+    def tensor_size(self) -> int:
+        """Over how many ranks layers are split."""
+        return self.mesh.tensor
 
     def any(self, flag: bool | Tensor) -> bool:
         """Whether `flag` holds on any rank; for stopping early on all of them alike."""
@@ -127,7 +165,7 @@ class World:
         return total.to(value.device)
 
     def share(self, batch: T) -> T:
-        """This rank's rows of a total batch, for loops without a Loader.
+        """This rank's rows of a total batch, for loops without a Loader; those of its replica.
 
         `batch` is a tensor of shape (rows, ...) or a nest of such tensors, alike on all ranks.
         Shares are contiguous and differ by a row at most. The number of rows becomes the weight
@@ -151,8 +189,8 @@ class World:
                 f"{sorted(lengths)}."
             )
         rows = lengths.pop()
-        cuts = even_cuts(rows, self.size)
-        first, end = cuts[self.rank], cuts[self.rank + 1]
+        cuts = even_cuts(rows, self.data_size)
+        first, end = cuts[self.data_rank], cuts[self.data_rank + 1]
         taken = slice(first, end) if end > first else slice(0, 1)
         plan = Plan(batch_size=rows, micro_batches=1, steps_per_epoch=None)
         stream = self.feed.open("world.share", plan, passing=True)
@@ -208,8 +246,11 @@ def enter(
     world = World(identity, group, device, Telling(os.environ))
     world._keywords = dict(settings)
     world.settings = world.settle(**given)
+    world.cut(_mesh(world.settings, world.size))
     folder = None if world.settings.record is None else Path(world.settings.record)
-    world.step_log = StepLog(folder, world.rank, world.settings.stop_after)
+    world.step_log = StepLog(
+        folder, world.rank, world.settings.stop_after, counts=world.tensor_rank == 0
+    )
     _share_cores(world)
     drawn = chosen.seed if chosen.seed is not None else secrets.randbits(31)
     world.seed = world.broadcast_object(drawn)
@@ -225,6 +266,17 @@ def enter(
     if chosen.timeline is not None:
         start_timeline(chosen.timeline)
     return world
+
+
+def _mesh(settings: config.Settings, size: int) -> Mesh:
+    """The mesh of a run of `size` ranks. Raises ConfigError for one that cannot be."""
+    if settings.exact is not None and settings.tensor > 1:
+        raise ConfigError(
+            f"--exact {settings.exact} and --tensor {settings.tensor} cannot be had together: what "
+            "a split layer adds up depends on how many workers it is split over. Leave one of "
+            "them out."
+        )
+    return Mesh(size, settings.tensor)
 
 
 def current() -> World:
@@ -264,6 +316,9 @@ def _leave() -> None:
         world.step_log.close()
         if world.sentry is not None:
             world.sentry.close()
+        for group in (world.data, world.replica):
+            if group is not world.collectives:
+                group.close()
         world.collectives.close()
         world.collectives.lookout.close()
 

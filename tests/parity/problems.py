@@ -135,6 +135,76 @@ class GPT(nn.Module):
         return self.head(self.norm(x)).transpose(1, 2)
 
 
+class OddMLP(nn.Sequential):
+    """Widths that two, three and four workers cannot share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(10, 23), nn.GELU(), nn.Linear(23, 19), nn.GELU(), nn.Linear(19, CLASSES)
+        )
+
+
+class Heads(nn.Module):
+    """Attention of four heads, whose number is an attribute; one map makes all, or three do."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.n_head = 4
+        if fused:
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        else:
+            self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (N, T, WIDTH)."""
+        if hasattr(self, "qkv"):
+            several = self.qkv(x).chunk(3, -1)
+        else:
+            several = (self.q(x), self.k(x), self.v(x))
+        heads = [each.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for each in several]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.proj(mixed.transpose(1, 2).flatten(2))
+
+
+class SplittableBlock(nn.Module):
+    """A block whose forward says no widths; 23 hidden features, which no small number divides."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.before = nn.LayerNorm(WIDTH)
+        self.attend = Heads(fused=fused)
+        self.between = nn.LayerNorm(WIDTH)
+        self.widen = nn.Linear(WIDTH, 23)
+        self.narrow = nn.Linear(23, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (N, T, WIDTH)."""
+        x = x + self.attend(self.before(x))
+        return x + self.narrow(F.gelu(self.widen(self.between(x))))
+
+
+class SplittableGPT(nn.Module):
+    """As GPT, of such blocks, with a vocabulary of 25."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(TOKENS + 1, WIDTH)
+        self.places = nn.Parameter(0.1 * torch.randn(LENGTH, WIDTH))
+        self.blocks = nn.ModuleList(SplittableBlock(fused=fused) for fused in (True, False))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS + 1, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.3)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (N, T) tokens; returns (N, TOKENS + 1, T)."""
+        x = self.tokens(x) + self.places
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).transpose(1, 2)
+
+
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The mean over the targets of `y` that count."""
     return F.cross_entropy(model(x), y, ignore_index=IGNORED)
@@ -178,7 +248,9 @@ def _texts(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 MODELS = {"mlp": MLP, "convnet": ConvNet, "gpt": GPT}
+MODELS |= {"odd_mlp": OddMLP, "splittable_gpt": SplittableGPT}
 DATA = {"mlp": _vectors, "convnet": _images, "gpt": _texts}
+DATA |= {"odd_mlp": _vectors, "splittable_gpt": _texts}
 OPTIMIZERS = {
     "sgd": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9),
     "adamw": lambda groups: optim.AdamW(groups, lr=3e-3),

@@ -140,7 +140,7 @@ def _from_loader(world, case, problem) -> Iterator[Any]:
     data = torch.utils.data.TensorDataset(x, y)
     rows = None if problem.micro == "1" else MICRO_ROWS[world.size]
     loader = sw.Loader(data, batch_size=BATCH, micro_batch_size=rows)
-    told = (lambda y: {"weight": weight_of(y)}) if problem.model == "gpt" else (lambda y: {})
+    told = (lambda y: {"weight": weight_of(y)}) if problem.model.endswith("gpt") else (lambda y: {})
     for _ in loader.epochs(EPOCHS[problem.micro]):
         for step in loader.steps():
             yield (((x, y), told(y)) for x, y in step)

@@ -64,6 +64,13 @@ def test_contenders_do_the_same_work(tmp_path: Path) -> None:
     assert "| Shardwise ZERO_2 |" in run("markdown.py", str(path))
 
 
+def test_a_split_pair_gives_what_the_whole_one_does() -> None:
+    tiny = ["--width", "8", "--hidden", "12", "--rows", "4", "--repeats", "2"]
+    shown = run("model_parallel.py", *tiny)  # it compares the gradients
+    for name in ("whole", "by hand, one all-reduce", "Shardwise", "torch's DTensor"):
+        assert name in shown
+
+
 @pytest.mark.full
 def test_a_convolutional_network(tmp_path: Path) -> None:
     path = tmp_path / "result.json"

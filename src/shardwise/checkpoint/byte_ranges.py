@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.layout import Piece, even_cuts
+from shardwise.shards import Shard
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,32 @@ class ByteRange:
     at: int
 
 
-def extents(pieces: Iterable[Piece], first: int, names: Mapping[int, str]) -> list[Extent]:
+def extents(
+    pieces: Iterable[Piece],
+    first: int,
+    names: Mapping[int, str],
+    shards: Mapping[int, Shard] | None = None,
+) -> list[Extent]:
     """The extents of an interval that starts at element `first` of a bucket.
 
     `pieces` are what lies in it, `names` the tensors by parameter; those without a name are left
-    out.
+    out. `shards` says of which parameters a rank has a part only.
     """
+    found = []
+    for piece in (p for p in pieces if p.parameter in names):
+        start, end = piece.start - first, piece.end - first
+        extent = Extent(names[piece.parameter], start, end, piece.offset)
+        shard = shards.get(piece.parameter) if shards is not None else None
+        found += [extent] if shard is None else of_whole(extent, shard)
+    return found
+
+
+def of_whole(extent: Extent, shard: Shard) -> list[Extent]:
+    """An extent of a part of a tensor, as those of the whole."""
+    low = extent.offset
     return [
-        Extent(names[p.parameter], p.start - first, p.end - first, p.offset)
-        for p in pieces
-        if p.parameter in names
+        Extent(extent.tensor, extent.start + start - low, extent.start + end - low, offset)
+        for start, end, offset in shard.runs(low, low + extent.numel)
     ]
 
 

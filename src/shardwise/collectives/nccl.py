@@ -34,10 +34,13 @@ class Nccl(Collectives):
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         lookout: Lookout | None = None,
+        roster: Roster | None = None,
     ) -> None:
+        """`roster` says which ranks of the run these are, where they are not all."""
         super().__init__(rank, size, lookout)
         self._device = device
         self._group = group
+        self._roster = roster or Roster.whole(size)
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         if how.in_tree:
@@ -116,15 +119,14 @@ class Nccl(Collectives):
         self.gather_rows(torch.zeros(1, device=self._device)).cpu()
 
     def second_group(self) -> Collectives:
-        group = dist.new_group(backend="nccl")
-        return Nccl(self.rank, self.size, self._device, group, self.lookout)
+        return self.split([range(self.size)])
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         def make(members: Sequence[int], group: dist.ProcessGroup) -> Collectives:
-            place = members.index(self.rank)
-            return Nccl(place, len(members), self._device, group, self.lookout)
+            place, roster = members.index(self.rank), self._roster.part(members)
+            return Nccl(place, len(members), self._device, group, self.lookout, roster)
 
-        return split(self.rank, Roster.whole(self.size), groups, "nccl", make)
+        return split(self.rank, self._roster, groups, "nccl", make)
 
     @property
     def small_device(self) -> torch.device:
@@ -140,7 +142,7 @@ class Nccl(Collectives):
             try:
                 work.wait()
             except RuntimeError as error:
-                raise explain(error, f"Rank {self.rank} of {self.size}", "collective") from error
+                raise explain(error, self._roster.speaker(self.rank), "collective") from error
             if after is not None:
                 after()
 

@@ -26,7 +26,8 @@ from shardwise.world import World
 
 
 class Loader:
-    """Batches of a dataset: the TOTAL batch is `batch_size`, each rank gets its share of it.
+    """Batches of a dataset: the TOTAL batch is `batch_size`, each rank gets its share of it. Ranks
+    that split layers between them (`--tensor`) get the same one.
 
         for epoch in loader.epochs(3):
             for x, y in loader:
@@ -109,8 +110,8 @@ class Loader:
             shards=None if settings.exact is None else _shards(settings.exact, self._world),
             seed_samples=seed_samples,
             collate_fn=collate_fn,
-            size=self._world.size,
-            rank=self._world.rank,
+            size=self._world.data_size,
+            rank=self._world.data_rank,
         )
         given.check()
         self.name = name or f"Loader({type(dataset).__name__})"

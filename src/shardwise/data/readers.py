@@ -99,8 +99,8 @@ class PartReader(Reader):
     def __init__(self, given: Given, world: World) -> None:
         assert given.batch_size is not None
         dataset = given.dataset
-        if world.size > 1 and hasattr(dataset, "shard"):
-            dataset = dataset.shard(num_shards=world.size, index=world.rank)
+        if world.data_size > 1 and hasattr(dataset, "shard"):
+            dataset = dataset.shard(num_shards=world.data_size, index=world.data_rank)
         self.source = _stream_source(given, dataset, world, sliced=False)
         self._world = world
         self._needed = given.batch_size if given.drop_last else 1
@@ -175,10 +175,10 @@ def _stand_in(epoch: int, part: int, parts: int, total: int) -> Micro:
 
 
 def _gathered(world: World, rows: int) -> list[int]:
-    """Every rank's `rows`, on every rank."""
-    device = world.collectives.small_device
+    """Every replica's `rows`, on every rank."""
+    device = world.data.small_device
     row = torch.tensor([float(rows)], dtype=torch.float64, device=device)
-    return [int(value) for value in world.collectives.gather_rows(row).flatten().tolist()]
+    return [int(value) for value in world.data.gather_rows(row).flatten().tolist()]
 
 
 def _check_parts(rows: list[int]) -> None:
@@ -202,14 +202,14 @@ def _schedule(given: Given, world: World) -> Schedule:
 
 def _stream_source(given: Given, dataset: Any, world: World, *, sliced: bool) -> StreamSource:
     assert given.batch_size is not None
-    first, end = order.share(given.batch_size, world.size, world.rank)
+    first, end = order.share(given.batch_size, world.data_size, world.data_rank)
     return StreamSource(
         dataset,
         given.collate_fn or default_collate,
         seed=world.seed,
         cut=given.cut,
         chunk=given.batch_size if sliced else end - first,
-        rank=world.rank,
+        rank=world.data_rank,
         sliced=sliced,
         drop_last=given.drop_last,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike
 from typing import Any
 
@@ -27,16 +27,17 @@ def full_parameters(
         numbers = sectioning.units_in(shown.sections, module) if shown is not None else []
         whole: Any = nullcontext({}) if shown is None else shown.residency.whole(numbers)
         with whole as buckets:
-            yield
+            with _joined(recipe, module, write=write):
+                yield
             if not write and shown is not None:
                 shown.residency.check_unwritten(buckets)
             elif write:
                 states.parameters.check_places()
-                written = recipe.group.gather_objects(states.parameters.written())[0]
+                written = recipe.run.gather_objects(states.parameters.written())[0]
                 resting = [] if shown is None else shown.residency.resting()
-                tensors = alike.everything(recipe)
+                kept = [t for t in alike.everything(recipe) if recipe.shard_of(t) is None]
                 starting.make_alike(
-                    [t for t in tensors if not any(t is r for r in resting)], recipe.group
+                    [t for t in kept if not any(t is r for r in resting)], recipe.run
                 )
                 states.parameters.meet()
                 for slab, flat in buckets.items():
@@ -45,6 +46,17 @@ def full_parameters(
         if write:
             states.parameters.settle()
             states.optimizer.refresh_masters(written)
+
+
+def _joined(
+    recipe: Recipe, module: nn.Module | None, *, write: bool, here: bool = True
+) -> AbstractContextManager[None]:
+    """Inside the block what is split over the ranks of a replica is whole, where wanted `here`."""
+    if recipe.split is None or not here:
+        return nullcontext()
+    several = recipe.models if module is None else (module,)
+    parameters = [p for each in several for p in each.parameters()]
+    return recipe.split.wholes(parameters, write=recipe.run if write else None)
 
 
 def export(
@@ -57,13 +69,13 @@ def export(
                 "This engine has several models: say which, engine.export(path, model)."
             )
         model = recipe.models[0]
-    shown, is_main = states.shown, recipe.group.rank == 0
+    shown, here = states.shown, recipe.group.rank == 0  # the first replica
     if shown is None:
         whole: Any = nullcontext()
     else:
-        whole = shown.residency.whole(sectioning.units_in(shown.sections, model), here=is_main)
-    with whole:
-        if is_main:
+        whole = shown.residency.whole(sectioning.units_in(shown.sections, model), here=here)
+    with whole, _joined(recipe, model, write=False, here=here):
+        if recipe.run.rank == 0:
             write_safetensors(model, path)
 
 
@@ -78,6 +90,9 @@ def optimizer_state_dict(
     # A parameter that was frozen on the way has left its state with the user's optimizer.
     held: dict[Any, Any] = dict(optimizer.state)
     held |= states.gathering.optimizer_state()
+    if recipe.split is not None:
+        order = [p for group in optimizer.param_groups for p in group["params"] if p in held]
+        held = {p: recipe.split.whole_state(p, held[p]) for p in order}
     numbers: dict[nn.Parameter, int] = {}
     groups = []
     for group in optimizer.param_groups:

@@ -18,10 +18,10 @@ from shardwise.errors import ModelMismatch
 def check_same_model(recipe: Recipe) -> None:
     """Raise ModelMismatch, on all ranks alike, where ranks built different models."""
     mine = _description(recipe)
-    all_of_them = recipe.group.gather_objects(_hash_of(mine))
+    all_of_them = recipe.run.gather_objects(_hash_of(mine))
     if len(set(all_of_them)) == 1:
         return
-    lists = recipe.group.gather_objects(mine)
+    lists = recipe.run.gather_objects(mine)
     for rank, other in enumerate(lists):
         if other != lists[0]:
             here, there = _first_difference(lists[0], other)
@@ -38,7 +38,7 @@ def _hash_of(lines: Sequence[str]) -> str:
 
 def _description(recipe: Recipe) -> list[str]:
     lines = [
-        f"{t.name} {tuple(t.parameter.shape)} {t.parameter.dtype}"
+        f"{t.name} {tuple(t.whole_shape)} {t.parameter.dtype}"
         f"{'' if t.parameter.requires_grad else ' frozen'}"
         for t in recipe.located()
     ]
@@ -65,13 +65,13 @@ def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, s
 def make_state_alike(recipe: Recipe) -> None:
     """Give every rank rank 0's optimizer state, as parameters are rank 0's. Collective."""
     mine = [_outline(optimizer) for optimizer in recipe.optimizers]
-    told = recipe.group.gather_objects(mine)
-    if recipe.group.size == 1 or not any(any(each) for outline in told for each in outline):
+    told = recipe.run.gather_objects(mine)
+    if recipe.run.size == 1 or not any(any(each) for outline in told for each in outline):
         return
     for optimizer, outline in zip(recipe.optimizers, told[0], strict=True):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter, entries in zip(parameters, outline, strict=True):
-            if recipe.group.rank and (entries or parameter in optimizer.state):
+            if recipe.run.rank and (entries or parameter in optimizer.state):
                 old = optimizer.state[parameter]
                 optimizer.state[parameter] = {
                     key: _room(entry, old.get(key), parameter) for key, entry in entries.items()
@@ -79,7 +79,7 @@ def make_state_alike(recipe: Recipe) -> None:
             state = optimizer.state[parameter] if entries else {}
             starting.make_alike(
                 [state[key] for key, entry in entries.items() if isinstance(entry, _Tensor)],
-                recipe.group,
+                recipe.run,
             )
 
 

@@ -21,7 +21,9 @@ from shardwise.engine.sectioning import Sections
 from shardwise.errors import ModelError
 from shardwise.model.precision import PRESETS, is_cast
 from shardwise.model.regions import Doors
+from shardwise.parallel.split import Split
 from shardwise.placement import STATES, Placement
+from shardwise.shards import Shard
 from shardwise.states.averages import Averages
 from shardwise.states.gathering import Gathering
 from shardwise.states.gradients import Gradients
@@ -45,10 +47,26 @@ class Recipe:
     optimizers: tuple[optim.Optimizer, ...]
     placement: Placement
     settings: Settings
+    run: Collectives
+    """All ranks."""
     group: Collectives
+    """The data-parallel ones: those with the same part of the model, or all."""
     device: torch.device
     shards: MicroShards | None = None
     """How a step is cut in the exact mode."""
+    split: Split | None = None
+    """What each rank of a replica has of the models, where layers are split."""
+
+    @property
+    def part(self) -> int:
+        """Which part of split layers this rank has."""
+        return 0 if self.split is None else self.split.group.rank
+
+    def shard_of(self, parameter: Tensor) -> Shard | None:
+        """Which part of a whole tensor `parameter` is, where it is one."""
+        if self.split is None or not isinstance(parameter, nn.Parameter):
+            return None
+        return self.split.shards.get(parameter)
 
     @cached_property
     def summation(self) -> Summation:
@@ -74,7 +92,7 @@ class Recipe:
 
     def leave_groups(self) -> None:
         """Close the groups of ranks that were made for this engine alone. Collective."""
-        self.group.barrier()  # nobody is in one of them any more
+        self.run.barrier()  # nobody is in one of them any more
         made = [vars(self).pop(name, self.group) for name in ("gather_group", "sharding")]
         for group in made:
             if group is not self.group:
@@ -97,6 +115,7 @@ class Recipe:
                         found.append(Tracked(f"optimizers[{number}].params[{index}]", parameter))
         for tracked in found:
             self._foresee(tracked)
+            tracked.shard = self.shard_of(tracked.parameter)
         return found
 
     def _foresee(self, tracked: Tracked) -> None:
@@ -232,6 +251,7 @@ def assemble(
         overlap=recipe.settings.overlap,
         exact_sum=recipe.settings.reduce_dtype == "fp32",
         stray=habits.stray_backward,
+        elsewhere=_told_elsewhere(recipe, parameters),
     )
     if shown is not None:
         gradients.paced = _pace(parameters, gradients, shown)
@@ -265,6 +285,17 @@ def assemble(
             start=averages,
         ),
     )
+
+
+def _told_elsewhere(recipe: Recipe, parameters: Parameters) -> set[int]:
+    """The buckets that every rank of the replica has alike, but on the one that counts them."""
+    if recipe.part == 0:
+        return set()
+    return {
+        number
+        for number, bucket in enumerate(parameters.buckets)
+        if parameters.tracked[bucket.slots[0].parameter].shard is None
+    }
 
 
 def _pace(parameters: Parameters, gradients: Gradients, shown: Shown) -> bool:
@@ -311,6 +342,13 @@ def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
                     f"{type(face).__name__} looks across tensors, so its state cannot be sharded "
                     f"({recipe.placement.name}). Train it with --zero 0, or choose an optimizer "
                     "that treats each tensor by itself."
+                )
+            parts = [p for p in options["params"] if recipe.shard_of(p) is not None]
+            if not kind.elementwise and parts:
+                raise ModelError(
+                    f"{type(face).__name__} needs whole tensors, and --tensor "
+                    f"{recipe.settings.tensor} splits {len(parts)} of group {index}. Choose an "
+                    "element-wise optimizer such as AdamW, or start without --tensor."
                 )
             on_disk = [str(tier) for tier in recipe.placement.tiers if tier.kind == "nvme"]
             if not kind.elementwise and on_disk:
@@ -391,8 +429,12 @@ def _spec(recipe: Recipe, tracked: Tracked, owner: GroupOf | None, unit: int) ->
         name=tracked.name,
         numel=tracked.parameter.numel(),
         itemsize=tracked.dtype.itemsize,
-        key=(unit, face, owner and owner.index, tracked.dtype, tracked.device),
+        key=(
+            *(unit, face, owner and owner.index, tracked.dtype, tracked.device),
+            tracked.shard is not None,
+        ),
         whole=owner is not None and not owner.kind.elementwise,
+        room=None if tracked.shard is None else tracked.shard.most,
     )
 
 

@@ -89,18 +89,18 @@ class Checkpoints:
         lending = Lending(recipe, states)
         made = saving.plan(lending, split)
         fields, more, failure = self._beside(lending, made, steps)
-        saving.agree(recipe.group, failure)
+        saving.agree(recipe.run, failure)
         draft = Draft(folder, steps, made.nbytes)
         kept = partial(self._world.telling.kept, self._number, steps)
         finish = partial(_finish, made, fields, more, draft, keep, kept)
         try:
-            saving.begin(draft, made, recipe.group)
+            saving.begin(draft, made, recipe.run)
             name, about = ("copy" if background else "write"), {"bytes": made.nbytes}
             with span(name, Row.CHECKPOINT, about):
                 how = self._start if background else self._write
                 how(lending, made, draft, finish)
         except CheckpointNotWritten:
-            if recipe.group.rank == 0:
+            if recipe.run.rank == 0:
                 draft.discard()  # a part of it would only take up room
             raise
         return draft.final
@@ -113,7 +113,7 @@ class Checkpoints:
         finish: Callable[[Any], None],
     ) -> None:
         """Write all of it, and return when it is complete."""
-        group = lending.recipe.group
+        group = lending.recipe.run
         sums = saving.write(lending, made, draft)
         failure = None
         if group.rank == 0:
@@ -130,7 +130,7 @@ class Checkpoints:
         self, lending: Lending, made: saving.Plan, steps: int
     ) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
         """What stands beside the tensors, and why it cannot be told; on rank 0."""
-        if lending.recipe.group.rank > 0:
+        if lending.recipe.run.rank > 0:
             return {}, {}, None
         try:
             tracked, files = self.tracking.states()
@@ -155,7 +155,7 @@ class Checkpoints:
         finish: Callable[[Any], None],
     ) -> None:
         """Copy what is to be written, and let a thread write it."""
-        group = lending.recipe.group
+        group = lending.recipe.run
         self._copies.begin()
         saving.lend(lending, made, self._copies)
         failure = saving.told_of(lambda: reserve(draft.path, group.rank), draft)
@@ -245,7 +245,7 @@ class Checkpoints:
         source = loading.open_source(path, lending, strict=strict, stack=stack)
         if not source.fields:
             return source, None
-        loading.verify(path, source, lending.recipe.group.rank, lending.recipe.group.size)
+        loading.verify(path, source, lending.recipe.run.rank, lending.recipe.run.size)
         if alone:
             return source, None
         beside = _beside(path, source.fields, self.tracking)
@@ -262,7 +262,7 @@ class Checkpoints:
             failure = type(error).__name__, str(error)
         except OSError as error:
             failure = BrokenCheckpoint.__name__, f"{path} cannot be read: {error}."
-        told = self._held.recipe.group.gather_objects(failure)
+        told = self._held.recipe.run.gather_objects(failure)
         for kind in (BrokenCheckpoint, CheckpointMismatch, CheckpointError):
             for rank, each in enumerate(told):
                 if each is not None and each[0] == kind.__name__:

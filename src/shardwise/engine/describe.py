@@ -57,7 +57,7 @@ def table_of(recipe: Recipe, states: States, transport: str) -> Table:
 
 
 def _title(recipe: Recipe, transport: str) -> str:
-    ranks = "one rank" if recipe.group.size == 1 else f"{recipe.group.size} ranks over {transport}"
+    ranks = "one rank" if recipe.run.size == 1 else f"{recipe.run.size} ranks over {transport}"
     return f"{recipe.placement.name} on {ranks}; bytes per rank"
 
 

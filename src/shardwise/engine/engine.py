@@ -24,7 +24,7 @@ from torch import Tensor, nn, optim
 from shardwise import config, randomness
 from shardwise import world as world_module
 from shardwise.collectives import Handle
-from shardwise.engine import access, describe, diagnosis, exact_mode, habits, start_lines
+from shardwise.engine import access, describe, diagnosis, exact_mode, habits, splitting, start_lines
 from shardwise.engine.assembly import Recipe, States
 from shardwise.engine.checkpoints import Checkpoints
 from shardwise.engine.exact_mean import Seeds, weight_of
@@ -36,6 +36,7 @@ from shardwise.engine.takeover import Takeover
 from shardwise.engine.window import StepStats, Totals, Window
 from shardwise.errors import CollectiveError, ModelError, UsageError
 from shardwise.model import precision
+from shardwise.parallel.plan import Plan
 from shardwise.timeline import recorder, span
 
 _living: WeakSet[Engine] = WeakSet()
@@ -48,6 +49,10 @@ class Engine(Resumable):
     changed in place. `scaler` is a GradScaler to drive. `settings` are keywords of
     `shardwise.config.Settings` (zero=2, precision="bf16-mixed" ...), overridden by the TOML file,
     the environment and the flags. All ranks make their engines in the same order.
+
+    With `--tensor` layers are split over the ranks of a replica: known shapes are found, and
+    `tensor_plan` says how others are, by patterns of module names: {"blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise", "head": "whole"}; docs/parallel.md has all of it.
 
     Saving and resuming are `Resumable`'s: `track`, `save`, `resume`, `load`.
 
@@ -63,6 +68,7 @@ class Engine(Resumable):
         optimizers: optim.Optimizer | Sequence[optim.Optimizer],
         *,
         scaler: torch.amp.GradScaler | None = None,
+        tensor_plan: Plan | None = None,
         **settings: Any,
     ) -> None:
         self.world = world_module.current()
@@ -73,24 +79,28 @@ class Engine(Resumable):
         self.world.engines += 1
         self._group = self.world.collectives
         shards = exact_mode.shards_of(self.settings, self._group)
-        self._parts = Parts(self.world.rank) if shards is None else ExactParts(shards)
+        self._parts = Parts(self.world.data_rank) if shards is None else ExactParts(shards)
         self._recipe = Recipe(
             _several(models, nn.Module),
             _several(optimizers, optim.Optimizer),
             self.placement,
             self.settings,
             self._group,
+            self.world.data,
             self.world.device,
             shards,
+            splitting.begin(self.world, self.settings, tensor_plan),
         )
         self._refuse_second_engine()
         self._window = Window()
         self._options = Options(self._recipe.optimizers)
         in_step = WeakMethod(self._is_in_step)
-        self._held = Takeover(self.world, self._recipe, lambda: bool((ask := in_step()) and ask()))
+        self._held = Takeover(
+            self.world, self._recipe, lambda: bool((ask := in_step()) and ask()), tensor_plan
+        )
         scaled = precision.PRESETS[self.settings.precision].scaled
         self._scale = precision.LossScale(scaler, active=scaled)
-        self._seeds = Seeds(self._scale, self._group, self._parts)
+        self._seeds = Seeds(self._scale, self._recipe.group, self._parts)
         self._checkpoints = Checkpoints(
             self.world, self._held, self._scale, self._seeds, self._number
         )
@@ -263,6 +273,7 @@ class Engine(Resumable):
                 self._options.number(),
                 unsaved=self._checkpoints.has_failed,
                 asked=self.world.preemption.asked,
+                counts=self._recipe.part == 0,
             )
         except UsageError:
             self._abandon()
@@ -337,6 +348,8 @@ class Engine(Resumable):
 
     def _reseed(self) -> None:
         """Let what is drawn from now on be a pure function of what it is drawn for."""
+        if self._recipe.split is not None:
+            self._recipe.split.replica.forget()
         seed = self._parts.seed(self.world.seed, self._number, self.steps, self._window.backwards)
         if seed is not None:
             randomness.seed_everything(seed)

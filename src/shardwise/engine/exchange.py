@@ -26,22 +26,24 @@ def exchange(
     *,
     unsaved: bool,
     asked: int,
+    counts: bool = True,
 ) -> Totals:
     """Tell what this rank has seen and hear it of all others. Collective.
 
     Every part of the summed gradient is on `copies` ranks. `options` is a checksum of what must be
     alike; `unsaved` says whether a save in the background has failed here, `asked` is the signal
     that asked this rank to end, or 0. Raises UsageError, on all ranks
-    alike, for gradients that came too late where `parts` refuses them.
+    alike, for gradients that came too late where `parts` refuses them. Of the ranks of a replica
+    one `counts`: all have the same batches.
 
     On the way, buffers that forward changes become their mean over the ranks, and gradients that
     came too late for their bucket on any rank are reduced by all.
     """
     mine = Message(
-        weights=parts.told(window.weights),
-        losses=parts.told(window.losses),
+        weights=parts.told(window.weights if counts else [0.0] * window.backwards),
+        losses=parts.told(window.losses if counts else [0.0] * window.backwards),
         squared_norm=gradients.norms.squared().double() / copies,
-        backwards=window.weighty,
+        backwards=window.weighty if counts else 0,
         options=options,
         used=gradients.used,
         late=[number in gradients.late for number in range(len(gradients.sums))],

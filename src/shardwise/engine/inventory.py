@@ -12,6 +12,7 @@ from shardwise.checkpoint.dtypes import name_of
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.engine.assembly import Recipe, States
 from shardwise.engine.idle import idle
+from shardwise.shards import Shard
 from shardwise.states import holdings
 from shardwise.states.holdings import Holding, Holdings, Told
 from shardwise.states.optimizer_state import Blank
@@ -28,7 +29,7 @@ class Inventory:
     names: dict[str, list[str]]
     buffers: dict[str, Tensor]
     whole: dict[str, Tensor]
-    """Parameters that every rank has whole and that are not trained."""
+    """Parameters that are not trained and not laid out, as every rank has them."""
     parameters: dict[str, TensorSpec]
 
     @property
@@ -57,9 +58,9 @@ def take(recipe: Recipe, states: States) -> Inventory:
         value = by_id[number]
         if value in laid:
             form = laid[value]
-            specs[first] = TensorSpec(first, name_of(form.dtype), tuple(form.shape))
+            specs[first] = TensorSpec(first, name_of(form.dtype), tuple(form.whole_shape))
         elif isinstance(value, nn.Parameter):
-            specs[first], whole[first] = spec_of(first, value), value
+            specs[first], whole[first] = spec_of(first, value, recipe.shard_of(value)), value
         else:
             buffers[first] = value
     return Inventory({several[0]: several for several in names.values()}, buffers, whole, specs)
@@ -80,9 +81,10 @@ def _tensors(recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
                     yield name.replace("_orig_mod.", ""), value
 
 
-def spec_of(name: str, value: Tensor) -> TensorSpec:
-    """How `value` stands in a file."""
-    return TensorSpec(name, name_of(value.dtype), tuple(value.shape))
+def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
+    """How `value`, or the tensor that it is a part of, stands in a file."""
+    shape = tuple(value.shape) if shard is None else shard.shape
+    return TensorSpec(name, name_of(value.dtype), shape)
 
 
 def optimizer_specs(lending: Lending, told: Told) -> list[TensorSpec]:
@@ -98,14 +100,15 @@ def optimizer_specs(lending: Lending, told: Told) -> list[TensorSpec]:
     for number, form in enumerate(tracked):
         if number in masters:
             name = holdings.state_name(form.name, holdings.MASTER)
-            specs.append(TensorSpec(name, name_of(masters[number]), tuple(form.shape)))
+            specs.append(TensorSpec(name, name_of(masters[number]), tuple(form.whole_shape)))
         for key, entry in sorted(told.states.get(number, {}).items()):
             if isinstance(entry, Blank):
                 name = holdings.state_name(form.name, key)
                 specs.append(TensorSpec(name, name_of(entry.dtype), entry.shape))
     for each in lending.idle:
         for key, value in sorted(each.tensors.items()):
-            specs.append(spec_of(holdings.state_name(each.name, key), value))
+            shard = lending.recipe.shard_of(each.parameter)
+            specs.append(spec_of(holdings.state_name(each.name, key), value, shard))
     return specs
 
 
@@ -119,9 +122,14 @@ def average_specs(states: States) -> list[TensorSpec]:
         for slot in part.bucket.slots
     }
     return [
-        TensorSpec(each.name, name_of(dtypes[number]), tuple(each.shape))
+        TensorSpec(each.name, name_of(dtypes[number]), tuple(each.whole_shape))
         for number, each in enumerate(states.parameters.tracked)
     ]
+
+
+def _place(rank: int, alike: list[bool]) -> tuple[int, int]:
+    """The number of `rank` among those that are `alike`, and how many they are."""
+    return sum(alike[:rank]), sum(alike)
 
 
 class Lending:
@@ -132,22 +140,26 @@ class Lending:
         self.states = states
         self.inventory = take(recipe, states)
         self.idle = list(idle(recipe, states))
-        group, sharding = recipe.group, recipe.sharding
-        alike = [r for r, s in enumerate(group.gather_objects(sharding.rank)) if s == sharding.rank]
-        self._among = alike.index(group.rank), len(alike)
+        run = recipe.run
+        mine = recipe.sharding.rank, recipe.part
+        told = run.gather_objects(mine)
+        self._among = {
+            False: _place(run.rank, [place == mine[0] for place, _ in told]),
+            True: _place(run.rank, [each == mine for each in told]),
+        }
+        self._everywhere = {
+            False: (run.rank, run.size),
+            True: _place(run.rank, [part == mine[1] for _, part in told]),
+        }
         scattered = recipe.placement.is_sharded("optimizer")
-        everywhere = group.rank, group.size
-        copy, copies = self._among if scattered else everywhere
         self.trained = Holdings(
             states.parameters,
             states.optimizer,
             states.averages,
-            sharding,
+            recipe.sharding,
             scattered=scattered,
-            copy=copy,
-            copies=copies,
+            among=self._among if scattered else self._everywhere,
         )
-        self._everywhere = everywhere
 
     @property
     def optimized(self) -> dict[nn.Parameter, str]:
@@ -158,7 +170,7 @@ class Lending:
     def frozen(self) -> Iterator[Holding]:
         """The frozen parameters that are sharded."""
         for slab in self.states.parameters.frozen:
-            yield holdings.of_slab(slab, *self._among)
+            yield holdings.of_slab(slab, self._among)
 
     def beside(self) -> Iterator[Holding]:
         """What is not trained: frozen parameters and the state they have, and on rank 0 buffers."""
@@ -166,12 +178,20 @@ class Lending:
         for each in self.idle:
             for key, value in each.tensors.items():
                 name = holdings.state_name(each.name, key)
-                yield holdings.of_tensor(name, value, *self._everywhere, holdings.OPTIMIZER)
+                yield self._tensor(name, value, each.parameter, holdings.OPTIMIZER)
         for name, value in self.inventory.whole.items():
-            yield holdings.of_tensor(name, value, *self._everywhere)
-        if self.recipe.group.rank == 0:
+            yield self._tensor(name, value, value)
+        if self.recipe.run.rank == 0:
             for name, value in self.inventory.buffers.items():
                 yield holdings.of_tensor(name, value, 0, 1)
+
+    def _tensor(
+        self, name: str, value: Tensor, parameter: Tensor, kind: str = holdings.MODEL
+    ) -> Holding:
+        """What every rank has of a tensor of `parameter`'s."""
+        shard = self.recipe.shard_of(parameter)
+        copies = self._everywhere[shard is not None]
+        return holdings.of_tensor(name, value, *copies, kind, shard)
 
     def out_of_order(self, told: Told) -> set[tuple[str, str]]:
         """Set and name of what lies in memory in another order than that of its elements."""
@@ -181,7 +201,7 @@ class Lending:
 
     def reordered(self, told: Told) -> Iterator[Holding]:
         """The same, in the order of its elements. Collective."""
-        copies = self._everywhere
+        copies = self._everywhere[False]  # a part of a tensor always lies in order
         for kind, name, value in self.trained.reordered(told):
             yield holdings.of_tensor(name, value, *copies, kind)
         for slab in self.states.parameters.frozen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardwise.engine.assembly import States
 from shardwise.engine.inventory import Lending
 from shardwise.engine.optimizer_numbers import Numbers
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
+from shardwise.shards import Shard
 from shardwise.states import holdings
 from shardwise.states.holdings import AVERAGE, MODEL, OPTIMIZER, Holding
 from shardwise.states.optimizer_state import Blank
@@ -167,7 +169,8 @@ def _fill_whole(lending: Lending, source: Source) -> None:
     for name, value in [*inventory.buffers.items(), *inventory.whole.items()]:
         if name in source.names:
             read = source.sets[MODEL].whole(source.names[name])
-            value.detach().copy_(read.view(value.shape))
+            shard = lending.recipe.shard_of(value)
+            value.detach().copy_(read.view(value.shape) if shard is None else part_of(read, shard))
 
 
 def fill_optimizers(lending: Lending, source: Source, numbers: Numbers) -> None:
@@ -183,7 +186,18 @@ def fill_optimizers(lending: Lending, source: Source, numbers: Numbers) -> None:
             if not _is_of_model(holding):
                 _fill(holding, source, apart)
     for each in lending.idle:
-        each.take(_whole_state(source, numbers, each.name))
+        state = _whole_state(source, numbers, each.name)
+        shard = lending.recipe.shard_of(each.parameter)
+        if shard is not None:
+            state = {key: part_of(value, shard) for key, value in state.items()}
+        each.take(state)
+
+
+def part_of(value: Any, shard: Shard) -> Any:
+    """What a rank has of a tensor of the parameter's size; anything else as it is."""
+    if isinstance(value, Tensor) and value.ndim and value.numel() == prod(shard.shape):
+        return shard.of(value.view(shard.shape))
+    return value
 
 
 def _whole_state(source: Source, numbers: Numbers, name: str) -> dict[str, Any]:

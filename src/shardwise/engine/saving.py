@@ -51,7 +51,7 @@ def plan(lending: Lending, limit: int) -> Plan:
     told = lending.trained.told()
     buffers = {name: spec_of(name, value) for name, value in inventory.buffers.items()}
     # Ranks may differ in the shape of a buffer that grows; rank 0's is the one that is written.
-    theirs: dict[str, TensorSpec] = lending.recipe.group.gather_objects(buffers)[0]
+    theirs: dict[str, TensorSpec] = lending.recipe.run.gather_objects(buffers)[0]
     specs = {
         MODEL: [
             inventory.parameters[name] if name in inventory.parameters else theirs[name]
@@ -140,7 +140,7 @@ def write(lending: Lending, made: Plan, draft: Draft) -> Sums:
 
     Raises CheckpointNotWritten on all ranks alike.
     """
-    group = lending.recipe.group
+    group = lending.recipe.run
     writer = Writer(draft.path, made.sets)
     sums: Sums = {}
 

@@ -6,6 +6,7 @@ import math
 
 from torch import nn
 
+from shardwise.engine import splitting
 from shardwise.engine.assembly import Recipe, States
 from shardwise.engine.figures import in_bytes, in_short, many
 from shardwise.model import units
@@ -21,11 +22,14 @@ _NAMES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "op
 
 def announce_engine(world: World, recipe: Recipe, states: States) -> None:
     """Two lines: the workers, transport, row and precision; the model, the bytes of its states,
-    and which of them rest on another tier. A third where the exact mode is on."""
+    and which of them rest on another tier. A third where layers are split, or the exact mode is
+    on."""
     if recipe.settings.quiet:
         return
     world.print(_run_line(world, recipe))
     world.print(_model_line(recipe, states))
+    if recipe.split is not None:
+        world.print(f"  split over {world.tensor_size}: {splitting.in_words(recipe.split)}")
     if recipe.shards is not None:
         world.print(_exact_line(recipe.shards))
 
@@ -49,7 +53,8 @@ def announce_batch(world: World, recipe: Recipe) -> None:
 
 def _run_line(world: World, recipe: Recipe) -> str:
     some = "" if world.local_size == world.size else f", {world.local_size} of them"
-    workers = f"{many(world.size, 'worker')}{some} on {world.host} ({world.device.type})"
+    mesh = "" if world.mesh.is_flat else f" = {world.mesh.in_words()}"
+    workers = f"{many(world.size, 'worker')}{mesh}{some} on {world.host} ({world.device.type})"
     transport = f"over {world.collectives.name}, " if world.size > 1 else ""
     row = f"{recipe.placement.name} ({sharded_states(recipe.placement)})"
     return f"shardwise: {workers}, {transport}{row}, {recipe.settings.precision}"
@@ -68,7 +73,7 @@ def sharded_states(placement: Placement) -> str:
 
 
 def _model_line(recipe: Recipe, states: States) -> str:
-    count = sum(tracked.shape.numel() for tracked in states.parameters.tracked)
+    count = sum(tracked.whole_shape.numel() for tracked in states.parameters.tracked)
     line = f"  model: {in_short(count)} parameters in {many(_unit_count(recipe, states), 'unit')}"
     line += f", state {in_bytes(states.expected_bytes())} per worker"
     if recipe.placement.level:
@@ -123,9 +128,10 @@ def _batch_line(world: World) -> str:
     plan = streams[-1].plan if streams else None
     if plan is None or plan.batch_size is None:
         return _unknown_batch(world)
-    each = math.ceil(plan.batch_size / (world.size * plan.micro_batches))
-    parts = [many(world.size, "worker"), many(plan.micro_batches, "micro-batch", "es")]
-    up_to = "" if each * world.size * plan.micro_batches == plan.batch_size else "up to "
+    each = math.ceil(plan.batch_size / (world.data_size * plan.micro_batches))
+    replicas = many(world.data_size, "worker" if world.mesh.is_flat else "replica")
+    parts = [replicas, many(plan.micro_batches, "micro-batch", "es")]
+    up_to = "" if each * world.data_size * plan.micro_batches == plan.batch_size else "up to "
     line = f"  batch: {plan.batch_size} = {' x '.join(parts)} x {up_to}{each}"
     if plan.steps_per_epoch is not None:
         line += f", {plan.steps_per_epoch:,} steps per epoch"

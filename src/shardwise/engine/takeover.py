@@ -9,14 +9,15 @@ from weakref import WeakMethod
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.engine import alike, assembly, habits, starting
+from shardwise.engine import alike, assembly, habits, splitting, starting
 from shardwise.engine.assembly import Recipe
-from shardwise.errors import UsageError
+from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.activations import Activations
 from shardwise.model.buffers import Buffers
 from shardwise.model.forwards import Forwards
 from shardwise.model.micro_shard_buffers import MicroShardBuffers
+from shardwise.parallel.plan import Plan
 from shardwise.world import World
 
 
@@ -24,21 +25,31 @@ class Takeover:
     """What an engine holds: `states`, laid over what `recipe` names, `buffers`, `activations`.
 
     States are laid out anew when parameter groups or requires_grad change between steps;
-    `in_step` tells whether a step is under way. Making it is collective.
+    `in_step` tells whether a step is under way; `plan` is the user's for what is to be split.
+    Making it is collective.
     """
 
-    def __init__(self, world: World, recipe: Recipe, in_step: Callable[[], bool]) -> None:
+    def __init__(
+        self, world: World, recipe: Recipe, in_step: Callable[[], bool], plan: Plan | None = None
+    ) -> None:
         self.recipe = recipe
         self._world = world
         self._in_step = in_step
         self._fresh: dict[nn.Parameter, Tensor] = {}
         alike.check_same_model(recipe)
         self._give_memory()
-        starting.make_alike(alike.everything(recipe), recipe.group)
+        starting.make_alike(alike.everything(recipe), recipe.run)
         alike.make_state_alike(recipe)
-        self._prepare_modules()
-        self.buffers = self._all_buffers()
-        self._lay({}, None)
+        if recipe.split is not None:
+            splitting.split(recipe, recipe.split, plan)
+        try:
+            self._prepare_modules()
+            self.buffers = self._all_buffers()
+            self._lay({}, None)
+        except (ConfigError, ModelError):  # raised by all ranks alike: the model stays plain
+            if recipe.split is not None:
+                recipe.split.undo(recipe.optimizers)
+            raise
         self._handles = self._enter_precision()
         if recipe.settings.compile and recipe.settings.activations == "kept":
             self._compile_units()
@@ -75,7 +86,7 @@ class Takeover:
                 f"({by_reset[0]} ...): they start from reset_parameters, not from the values of "
                 "a plain build. Build the model inside with sw.on_meta() for those."
             )
-        if not self.recipe.placement.is_sharded("parameters"):
+        if self.recipe.split is not None or not self.recipe.placement.is_sharded("parameters"):
             starting.make_all_real(self.recipe.located(), self.recipe.device)
 
     def _prepare_modules(self) -> None:
@@ -84,12 +95,12 @@ class Takeover:
         cast = precision.PRESETS[settings.precision].cast
         if cast is not None:
             self._fresh |= precision.cast_models(models, cast)
-        if settings.sync_batch_norm and self._world.size > 1:
+        if settings.sync_batch_norm and self._world.data_size > 1:
             sync_batch_norm.convert(models, self._world.side_channel, self._world.feed)
 
     def _all_buffers(self) -> Buffers:
         """The models' buffers, over every layout of the states."""
-        models, group, shards = self.recipe.models, self.recipe.group, self.recipe.shards
+        models, group, shards = self.recipe.models, self.recipe.run, self.recipe.shards
         found = (
             Buffers(models, group, self._synchronised)
             if shards is None
@@ -123,7 +134,7 @@ class Takeover:
         shown = self.states.shown
         resting = [] if shown is None else shown.residency.resting()
         new = [p for p in group["params"] if not any(p is known for known in resting)]
-        starting.make_alike(new, self.recipe.group)
+        starting.make_alike(new, self.recipe.run)
         self._prepare_modules()
         self.buffers.meet(self._synchronised)
 
@@ -162,6 +173,8 @@ class Takeover:
     def end(self) -> None:
         """Give everything back as it was, trained. Collective."""
         assembly.disassemble(self.recipe, self.states)
+        if self.recipe.split is not None:
+            self.recipe.split.undo(self.recipe.optimizers)
         self.recipe.leave_groups()
         self.activations.close()
         self.recipe.doors.remove()

@@ -21,7 +21,7 @@ and all ranks reduce it together in `step`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from weakref import ref
 
@@ -51,7 +51,8 @@ class Gradients:
     """The gradients of all buckets through one step; see the module's docstring.
 
     `used` says by parameter whether it had a gradient in this step, `late` by bucket which came
-    too late for it. `stray` makes the error for a backward that the engine does not know of.
+    too late for it. `stray` makes the error for a backward that the engine does not know of. The
+    squares of the buckets `elsewhere` are counted by another rank of the replica.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Gradients:
         overlap: bool,
         exact_sum: bool,
         stray: Callable[[str], Exception],
+        elsewhere: Set[int] = frozenset(),
     ) -> None:
         self._parameters = parameters
         self._params = [tracked.parameter for tracked in parameters.tracked]
@@ -77,7 +79,7 @@ class Gradients:
         self.reduction = Reduction(
             parameters, placement, group, shelf, summation, exact_sum=exact_sum
         )
-        self.norms = Norms(self.reduction.rests, summation, group.rank)
+        self.norms = Norms(self.reduction.rests, summation, group.rank, elsewhere)
         self._collectors = [
             Collector(rest, self.reduction, parameters.tracked) for rest in self.reduction.rests
         ]
@@ -294,6 +296,8 @@ class Gradients:
         be told, since only small tensors are looked at."""
         if not all(bool(torch.isfinite(norm)) for norm in self._own_norms):
             return True
+        if self._alone:
+            return None  # not looked at: what it makes is the sum
         used = [p for p, used in zip(self._params, self.used, strict=True) if used]
         return None if any(p.numel() > SMALL for p in used) or self._had_late else False
 

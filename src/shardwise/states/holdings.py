@@ -6,16 +6,17 @@ rank has some elements: a checkpoint is written from, and read into, what stands
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.byte_ranges import Extent, extents
+from shardwise.checkpoint.byte_ranges import Extent, extents, of_whole
 from shardwise.collectives import Collectives
 from shardwise.layout import Bucket, Slot
+from shardwise.shards import Shard
 from shardwise.states.averages import Averages
 from shardwise.states.held import Held, InMemory
 from shardwise.states.optimizer_state import Blank, OptimizerState
@@ -63,7 +64,8 @@ def state_name(name: str, key: str) -> str:
 class Holdings:
     """The holdings of one rank in the trained parameters, their masters, state and averages.
 
-    `group` shards them where `scattered`; `copy` of `copies` says who else has the same.
+    `group` shards them where `scattered`. `among`: this rank's number, and of how many that have
+    the same, of what is whole here and (True) of what is a part.
     """
 
     def __init__(
@@ -74,15 +76,19 @@ class Holdings:
         group: Collectives,
         *,
         scattered: bool,
-        copy: int,
-        copies: int,
+        among: Mapping[bool, tuple[int, int]],
     ) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
         self._averages = averages
         self._group = group
         self._scattered = scattered
-        self._copy, self._copies = copy, copies
+        self._among = among
+        self._shards = {
+            number: tracked.shard
+            for number, tracked in enumerate(parameters.tracked)
+            if tracked.shard is not None
+        }
 
     def told(self) -> Told:
         """What state there is, on all ranks. Collective."""
@@ -107,7 +113,7 @@ class Holdings:
         if not self._optimizer.is_tensor(index, key, value):
             return value.detach().cpu() if isinstance(value, Tensor) else value
         flat = self._optimizer.is_flat(index, key)
-        shape = self._parameters.tracked[number].shape if flat else value.shape
+        shape = self._parameters.tracked[number].whole_shape if flat else value.shape
         return Blank(tuple(shape), value.dtype)
 
     def _own_borders(self) -> set[int]:
@@ -123,7 +129,7 @@ class Holdings:
         """All of it, bucket by bucket, in intervals as they lie."""
         for index in range(len(self._optimizer.parts)):
             for kind, key, held in self._intervals(index):
-                yield self._holding(kind, held, self._extents(index, key))
+                yield self._holding(index, kind, held, self._extents(index, key))
             yield from self._states(index)
 
     def _intervals(self, index: int) -> Iterator[tuple[str, str | None, Held]]:
@@ -144,17 +150,17 @@ class Holdings:
                 if key in state
                 for piece in segment.pieces
             }
-            yield self._holding(OPTIMIZER, held, self._extents(index, key, numbers))
+            yield self._holding(index, OPTIMIZER, held, self._extents(index, key, numbers))
         for segment, state in self._optimizer.state_of(index):
             for key, value in state.items():
                 if key in part.moments or not self._optimizer.is_tensor(index, key, value):
                     continue
                 names = {p.parameter: self._name(p.parameter, key) for p in segment.pieces}
                 if flat := self._optimizer.is_flat(index, key):
-                    found = extents(segment.pieces, segment.first, names)
+                    found = extents(segment.pieces, segment.first, names, self._shards)
                 else:
                     found = [Extent(next(iter(names.values())), 0, value.numel(), 0)]
-                holding = self._holding(OPTIMIZER, InMemory(_flat(value)), found)
+                holding = self._holding(index, OPTIMIZER, InMemory(_flat(value)), found)
                 yield replace(holding, as_counted=not flat)
 
     def _extents(
@@ -167,14 +173,17 @@ class Holdings:
             for slot in part.bucket.slots
             if numbers is None or slot.parameter in numbers
         }
-        return extents(part.bucket.pieces(*part.own), part.own[0], names)
+        return extents(part.bucket.pieces(*part.own), part.own[0], names, self._shards)
 
     def _name(self, number: int, key: str | None) -> str:
         name = self._parameters.tracked[number].name
         return name if key is None else state_name(name, key)
 
-    def _holding(self, kind: str, held: Held, found: Sequence[Extent]) -> Holding:
-        return Holding(kind, held, found, self._copy, self._copies)
+    def _holding(self, index: int, kind: str, held: Held, found: Sequence[Extent]) -> Holding:
+        # A bucket holds parts of tensors only, or none.
+        slots = self._optimizer.parts[index].bucket.slots
+        copy, copies = self._among[slots[0].parameter in self._shards]
+        return Holding(kind, held, found, copy, copies)
 
     # -- tensors whose memory is not in the order of their elements -------------------------
 
@@ -244,18 +253,28 @@ class Holdings:
         return self._group if self._scattered else None
 
 
-def of_slab(slab: Slab, copy: int, copies: int) -> Holding:
-    """A bucket of frozen parameters that is sharded."""
-    slots = zip(slab.bucket.slots, slab.tracked, strict=True)
+def of_slab(slab: Slab, among: Mapping[bool, tuple[int, int]]) -> Holding:
+    """A bucket of frozen parameters that is sharded; `among` is as in Holdings."""
+    slots = list(zip(slab.bucket.slots, slab.tracked, strict=True))
     names = {slot.parameter: tracked.name for slot, tracked in slots}
-    found = extents(slab.bucket.pieces(*slab.own), slab.own[0], names)
-    return Holding(MODEL, slab.held, found, copy, copies)
+    shards = {slot.parameter: t.shard for slot, t in slots if t.shard is not None}
+    found = extents(slab.bucket.pieces(*slab.own), slab.own[0], names, shards)
+    return Holding(MODEL, slab.held, found, *among[bool(shards)])
 
 
-def of_tensor(name: str, value: Tensor, copy: int, copies: int, kind: str = MODEL) -> Holding:
-    """A whole tensor that `copies` ranks hold, in the order of its elements."""
+def of_tensor(
+    name: str,
+    value: Tensor,
+    copy: int,
+    copies: int,
+    kind: str = MODEL,
+    shard: Shard | None = None,
+) -> Holding:
+    """A whole tensor that `copies` ranks hold, or the part of it that `shard` tells, in the order
+    of its elements."""
     whole = Extent(name, 0, value.numel(), 0)
-    return Holding(kind, InMemory(_flat(value)), [whole], copy, copies)
+    found = [whole] if shard is None else of_whole(whole, shard)
+    return Holding(kind, InMemory(_flat(value)), found, copy, copies)
 
 
 def gathered(

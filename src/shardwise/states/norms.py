@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -14,10 +14,21 @@ from shardwise.states.summation import Summation
 
 
 class Norms:
-    """Of the sums that `rests` hold on rank `rank`, each squared once."""
+    """Of the sums that `rests` hold on rank `rank`, each squared once.
 
-    def __init__(self, rests: Sequence[Rest], summation: Summation, rank: int) -> None:
+    The squares of the buckets `elsewhere` are told by another rank that has the same.
+    """
+
+    def __init__(
+        self,
+        rests: Sequence[Rest],
+        summation: Summation,
+        rank: int,
+        elsewhere: Set[int] = frozenset(),
+    ) -> None:
         self._rests = rests
+        self._told = [rest for rest in rests if rest.index not in elsewhere]
+        self._elsewhere = elsewhere
         self._measure = summation.measure
         self._rank = rank
         self._squares: dict[int, Tensor] = {}
@@ -25,7 +36,7 @@ class Norms:
     def follow(self, came: Iterable[Rest]) -> None:
         """Square each sum as it comes, while others are still on their way."""
         for rest in came:
-            if rest.tally.complete:
+            if rest.tally.complete and rest.index not in self._elsewhere:
                 self._squares[rest.index] = self._square(rest)
 
     def forget(self, numbers: Iterable[int]) -> None:
@@ -42,13 +53,16 @@ class Norms:
         what the summation tells of it."""
         parts = [
             self._square(rest) if (known := self._squares.get(rest.index)) is None else known
-            for rest in self._rests
+            for rest in self._told
         ]
+        if not parts:
+            return torch.zeros((), dtype=torch.float64)
         return torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
 
     def squared_in_fp64(self) -> Tensor:
         """The same where squares of fp32 numbers overflow; slower."""
-        return torch.stack([self._square_in_fp64(rest).cpu() for rest in self._rests]).sum(0)
+        parts = [self._square_in_fp64(rest).cpu() for rest in self._told]
+        return torch.stack(parts).sum(0) if parts else torch.zeros((), dtype=torch.float64)
 
     def _square(self, rest: Rest) -> Tensor:
         first, end = rest.bucket.interval(self._rank)

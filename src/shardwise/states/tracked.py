@@ -9,24 +9,32 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
+from shardwise.shards import Shard
+
 
 @dataclass(eq=False)
 class Tracked:
     """A parameter: its name, itself, every place in the models that holds it, and its form.
 
     `shape`, `strides`, `dtype` and `device` are those it had when it was found: what it rests on
-    may change.
+    may change. `shard` says which part of a tensor it is, where layers are split over ranks.
     """
 
     name: str
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    shard: Shard | None = None
 
     def __post_init__(self) -> None:
         self.shape = self.parameter.shape
         self.dtype = self.parameter.dtype
         self.device = self.parameter.device
         self.strides = torch.empty_like(self.parameter, device="meta").stride()
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """The shape of the tensor that it is, or is a part of."""
+        return self.shape if self.shard is None else torch.Size(self.shard.shape)
 
     @property
     def alias(self) -> str:

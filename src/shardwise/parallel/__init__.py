@@ -1,0 +1,10 @@
+"""Layers split over the ranks of a replica (tensor parallelism).
+
+cuts.py       how single modules are cut
+attention.py  attention, by heads
+plan.py       which modules, by patterns of the user's
+split.py      the models cut, put together, given back
+modules.py    what the class of a split module becomes
+regions.py    where ranks go apart and come together, in forward and backward
+replica.py    who they are, and what they draw
+"""

@@ -1,0 +1,195 @@
+"""Shapes that are found without being told: attention and feed-forward pairs of known modules,
+and those of others where a trial shows that their forward takes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import ModelError
+from shardwise.parallel import cuts
+from shardwise.parallel.attention import Attention, split_attention
+from shardwise.parallel.cuts import Group
+from shardwise.parallel.multihead import split_multihead
+from shardwise.parallel.trial import takes_to
+
+ATTENTION = {
+    "GPT2Attention": Attention(
+        qkv="c_attn", out="c_proj", heads="num_heads", widths=("split_size", "embed_dim")
+    ),
+    "LlamaAttention": Attention(
+        qkv=("q_proj", "k_proj", "v_proj"),
+        out="o_proj",
+        heads="config.num_attention_heads",
+        kv_heads="config.num_key_value_heads",
+    ),
+    "T5Attention": Attention(
+        qkv=("q", "k", "v"),
+        out="o",
+        heads="n_heads",
+        widths=("inner_dim",),
+        per_head=("relative_attention_bias",),
+    ),
+}
+"""Modules of the transformers package by class."""
+
+PAIRS = {
+    "GPT2MLP": (("c_fc",), "c_proj"),
+    "LlamaMLP": (("gate_proj", "up_proj"), "down_proj"),
+    "T5DenseActDense": (("wi",), "wo"),
+    "T5DenseGatedActDense": (("wi_0", "wi_1"), "wo"),
+    "TransformerEncoderLayer": (("linear1",), "linear2"),
+    "TransformerDecoderLayer": (("linear1",), "linear2"),
+}
+"""The layers that widen, and the one that narrows, by class."""
+
+QUERIES = ("q", "q_proj", "query", "wq", "to_q", "q_lin")
+KEYS = ("k", "k_proj", "key", "wk", "to_k", "k_lin")
+VALUES = ("v", "v_proj", "value", "wv", "to_v", "v_lin")
+FUSED = ("qkv", "qkv_proj", "c_attn", "in_proj", "to_qkv", "Wqkv", "mix", "query_key_value")
+OUT = ("out", "o", "out_proj", "o_proj", "proj", "c_proj", "to_out", "wo", "dense", "merge")
+HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
+"""What modules of others call what attention is made of; a trial has the last word."""
+
+
+def find(
+    models: Sequence[nn.Module], prefixes: Sequence[str], parts: int, taken: set[nn.Module]
+) -> list[Group]:
+    """What is known of `models`, in as many `parts`; modules of `taken` are passed over."""
+    found: list[Group] = []
+    tried: dict[object, bool] = {}
+    for model, prefix in zip(models, prefixes, strict=True):
+        carries = _carries_a_plan(model)
+        for path, module in model.named_modules():
+            name = ".".join(part for part in (prefix, path) if part).replace("_orig_mod.", "")
+            if carries and module not in taken and _is_as_llama(module):
+                groups = iter([split_attention(name, module, ATTENTION["LlamaAttention"], parts)])
+            else:
+                groups = _of(name, module, parts, taken, tried)
+            for group in groups:
+                taken |= {cut.module for cut in group.cuts}
+                found.append(group)
+    return found
+
+
+def _carries_a_plan(model: nn.Module) -> bool:
+    """Whether a model of transformers has a tp_plan of its own that splits attention by heads."""
+    plan: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    return any(
+        name.endswith(".q_proj") and "colwise" in style for name, style in plan.items()
+    ) and any(name.endswith(".o_proj") and style == "rowwise" for name, style in plan.items())
+
+
+def _is_as_llama(module: nn.Module) -> bool:
+    """Whether attention is of the four maps and nothing else: what stood between them (norms of
+    queries and keys) would have a part of its gradient only on each rank."""
+    from_transformers = type(module).__module__.startswith("transformers.")
+    trained = {name.split(".")[0] for name, _ in module.named_parameters()}
+    four = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    return from_transformers and type(module).__name__.endswith("Attention") and trained == four
+
+
+def _of(
+    name: str, module: nn.Module, parts: int, taken: set[nn.Module], tried: dict[object, bool]
+) -> Iterator[Group]:
+    if module in taken:
+        return
+    # By name only where they are the libraries' own; others may be called the same.
+    ours = type(module).__module__.split(".")[0] in ("torch", "transformers")
+    kind = type(module).__name__ if ours else ""
+    if type(module).forward is nn.MultiheadAttention.forward:
+        yield split_multihead(name, module, parts)  # type: ignore[arg-type]
+        return
+    if kind in ATTENTION and not getattr(module, "is_cross_attention", False):
+        yield split_attention(name, module, ATTENTION[kind], parts)
+        return
+    if kind in PAIRS:
+        into, out = PAIRS[kind]
+        if not {module._modules[child] for child in (*into, out)} & taken:
+            yield _pair(name, module, into, out, parts)
+        return
+    free = [
+        child
+        for child, each in module.named_children()
+        if cuts.is_linear(each) and each not in taken
+    ]
+    used: set[str] = set()
+    for group, children in _candidates(name, module, free, parts):
+        signature = (type(module), tuple(p.shape for p in module.parameters()), children)
+        if used & set(children):
+            continue
+        if signature not in tried:
+            tried[signature] = takes_to(_around(module, children), group, parts)
+        if tried[signature]:
+            used |= set(children)
+            yield group
+
+
+def _around(module: nn.Module, children: Sequence[str]) -> nn.Module:
+    """What has to take to it: of a sequence, the run from the first of `children` to the last."""
+    if type(module).forward is not nn.Sequential.forward:
+        return module
+    names = list(module._modules)
+    run = names[names.index(children[0]) : names.index(children[-1]) + 1]
+    return nn.Sequential(*(module.get_submodule(name) for name in run))
+
+
+def _candidates(
+    name: str, module: nn.Module, free: Sequence[str], parts: int
+) -> Iterator[tuple[Group, tuple[str, ...]]]:
+    """What may be attention or a pair, by the names and widths of its linear maps."""
+    if (how := _attention(module, free)) is not None:
+        children = (*((how.qkv,) if isinstance(how.qkv, str) else how.qkv), how.out)
+        try:
+            yield split_attention(name, module, how, parts), children
+        except ModelError:
+            return  # its widths are not those of attention
+    for first, second in pairwise(free):
+        one, other = (getattr(module, child) for child in (first, second))
+        if cuts.widths(one)[1] == cuts.widths(other)[0] >= parts:
+            yield _pair(name, module, (first,), second, parts), (first, second)
+    for first, gate, second in zip(free, free[1:], free[2:], strict=False):
+        several = [getattr(module, child) for child in (first, gate, second)]
+        if len({cuts.widths(several[0]), cuts.widths(several[1])}) == 1:
+            width = cuts.widths(several[0])[1]
+            if width == cuts.widths(several[2])[0] >= parts:
+                yield _pair(name, module, (first, gate), second, parts), (first, gate, second)
+
+
+def _attention(module: nn.Module, free: Sequence[str]) -> Attention | None:
+    def first(names: Sequence[str]) -> str | None:
+        return next((name for name in names if name in free), None)
+
+    heads = next((name for name in HEADS if isinstance(getattr(module, name, None), int)), None)
+    out, fused = first(OUT), first(FUSED)
+    q, k, v = first(QUERIES), first(KEYS), first(VALUES)
+    if heads is None or out is None:
+        return None
+    if q is not None and k is not None and v is not None:
+        return Attention(qkv=(q, k, v), out=out, heads=heads)
+    return None if fused is None else Attention(qkv=fused, out=out, heads=heads)
+
+
+def _pair(name: str, module: nn.Module, into: Sequence[str], out: str, parts: int) -> Group:
+    """Layers that widen by their output features, the one that narrows by its input features."""
+    last = module._modules[out]
+    assert last is not None
+    width = cuts.widths(last)[0]
+    ranges = cuts.evenly(f"{name or type(module).__name__} of width {width}", width, parts)
+    group = Group("feed-forward", name)
+    for child in into:
+        linear = module._modules[child]
+        assert linear is not None
+        group.cuts.append(cuts.colwise(_below(name, child), linear, ranges))
+    group.cuts.append(cuts.rowwise(_below(name, out), last, ranges))
+    if hasattr(module, "activation_relu_or_gelu"):
+        # torch's fused inference of the whole layer knows nothing of parts.
+        group.cuts.append(cuts.part(name, module, {}, [{"activation_relu_or_gelu": 0}] * parts))
+    return group
+
+
+def _below(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child

@@ -1,0 +1,167 @@
+"""What the class of a split module becomes; its names and what hangs on it stay as they are.
+
+Copies and pickles of a split module are of the plain class again. While parameters are whole for a
+time (`Replica.is_whole`) its forward is the plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.errors import UsageError
+from shardwise.parallel.regions import apart, gathered, together
+from shardwise.parallel.replica import Replica
+from shardwise.shards import Range
+
+
+class SplitModule(nn.Module):
+    """A module of which each rank has a part.
+
+    `_locals` are attributes that tell of its size (out_features, num_heads), by name as they are
+    of the whole and of this rank's part.
+    """
+
+    _plain: type[nn.Module]
+    _replica: Replica
+    _locals: Mapping[str, tuple[Any, Any]]
+
+    def show(self, *, whole: bool) -> None:
+        """Let the attributes tell of the whole, or of this rank's part."""
+        for name, (of_whole, of_part) in self._locals.items():
+            setattr(self, name, of_whole if whole else of_part)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse("state_dict()", "to read or copy whole tensors")
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse("load_state_dict()", "with write=True")
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _refuse(self, call: str, how: str) -> None:
+        """Raise UsageError unless parameters are whole now."""
+        if not self._replica.is_whole:
+            raise UsageError(
+                f"{call} of a split {self._plain.__name__}: this rank has a part of it only. "
+                f"Inside with engine.full_parameters(), {how}; engine.save and engine.export write "
+                "whole models."
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._refuse("A copy", "to read or copy whole tensors")
+        reduced = list(super().__reduce_ex__(protocol))
+        reduced[1] = (self._plain, *reduced[1][1:])
+        reduced[2] = {k: v for k, v in dict(reduced[2]).items() if k not in _OWN}
+        return tuple(reduced)
+
+
+_OWN = ("_replica", "_locals", "_gathers", "ranges")
+
+
+class Colwise(SplitModule):
+    """A linear map whose output features are split."""
+
+    _gathers: bool
+    """Whether the output is put together."""
+    ranges: Sequence[Range]
+    """By rank its output features."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """value: (..., in_features), alike on all ranks."""
+        replica = self._replica
+        if replica.is_whole:
+            return super().forward(value)  # type: ignore[no-any-return]
+        if self._gathers:
+            part = super().forward(apart(value, replica.group))
+            return gathered(part, replica.group, self.ranges)
+        return super().forward(replica.enter(value))  # type: ignore[no-any-return]
+
+
+class Rowwise(SplitModule):
+    """A linear map whose input features are split; its bias is added once, to the sum."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, value: Tensor) -> Tensor:
+        """value: (..., this rank's in_features)."""
+        replica = self._replica
+        if replica.is_whole:
+            return super().forward(value)  # type: ignore[no-any-return]
+        part = value @ self.weight if has_columns(self._plain) else F.linear(value, self.weight)
+        whole = replica.leave(part)
+        # In the dtype of the product, which autocast may have chosen.
+        return whole if self.bias is None else whole + self.bias.to(whole.dtype)
+
+
+class SplitEmbedding(SplitModule):
+    """An embedding of which each rank has the rows of a part of the vocabulary."""
+
+    weight: Tensor
+    padding_idx: int | None
+    ranges: Sequence[Range]
+    """By rank its rows."""
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """numbers: any shape, of the whole vocabulary, alike on all ranks."""
+        replica = self._replica
+        if replica.is_whole:
+            return super().forward(numbers)  # type: ignore[no-any-return]
+        first, end = self.ranges[replica.group.rank]
+        elsewhere = (numbers < first) | (numbers >= end)
+        padding = self.padding_idx
+        if padding is not None:
+            padding = padding - first if first <= padding < end else None
+        rows = F.embedding((numbers - first).masked_fill(elsewhere, 0), self.weight, padding)
+        return together(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), replica.group)
+
+
+class Part(SplitModule):
+    """A module inside a split region, which computes with its part as the plain one would."""
+
+
+def has_columns(plain: type[nn.Module]) -> bool:
+    """Whether `plain` keeps its weight as (in_features, out_features), as GPT-2's Conv1D does."""
+    return plain.__name__ == "Conv1D" and not issubclass(plain, nn.modules.conv._ConvNd)
+
+
+_classes: dict[tuple[type[nn.Module], type[SplitModule]], type[SplitModule]] = {}
+
+
+def _split_class(plain: type[nn.Module], style: type[SplitModule]) -> type[SplitModule]:
+    """One class for each pair, so that modules of one class stay so."""
+    if (plain, style) not in _classes:
+        fields = {"_plain": plain, "__module__": plain.__module__}
+        _classes[plain, style] = type(plain.__name__, (style, plain), fields)
+    return _classes[plain, style]
+
+
+def become(
+    module: nn.Module,
+    style: type[SplitModule],
+    replica: Replica,
+    local: Mapping[str, Any],
+    ranges: Sequence[Range] | None = None,
+    *,
+    gathers: bool = False,
+) -> None:
+    """Let `module` be of `style`; `local` are attributes as they are of this rank's part, `ranges`
+    what each rank has, which is put together where it `gathers`."""
+    pairs = {name: (getattr(module, name), value) for name, value in local.items()}
+    module.__class__ = _split_class(type(module), style)
+    module.__dict__.update({"_replica": replica, "_locals": pairs, "ranges": ranges})
+    module.__dict__["_gathers"] = gathers
+    assert isinstance(module, SplitModule)
+    module.show(whole=False)
+
+
+def restore(module: SplitModule) -> None:
+    """Undo `become`."""
+    module.show(whole=True)
+    module.__class__ = module._plain  # type: ignore[assignment]
+    for name in _OWN:
+        module.__dict__.pop(name, None)

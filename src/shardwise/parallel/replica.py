@@ -1,0 +1,87 @@
+"""The ranks that hold one copy of the model between them, and what they draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives import Collectives
+from shardwise.parallel.regions import apart, together
+from shardwise.randomness import seed_from
+
+
+class Draws:
+    """Lets each rank draw for itself where an activation is split, and all alike elsewhere.
+
+    A region of split activations begins with one draw that all ranks make alike; of it and its own
+    number each makes the seed of what is drawn inside. Where the region ends, all go on from where
+    they were. So dropout has one mask in all ranks on what all have, and another in each on its
+    part of a whole.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._device = device
+        self._outside: Tensor | None = None
+        self.active = False
+        """Whether forwards draw anything at all."""
+
+    @property
+    def _generator(self) -> torch.Generator:
+        if self._device.type == "cuda":
+            return torch.cuda.default_generators[self._device.index or 0]
+        return torch.default_generator
+
+    def enter(self) -> None:
+        """What follows is this rank's own."""
+        if self.active and self._outside is None:
+            common = int(torch.randint(2**31, (), generator=torch.default_generator))
+            self._outside = self._generator.get_state()
+            self._generator.manual_seed(seed_from("split", common, self._rank))
+
+    def leave(self) -> None:
+        """What follows is alike on all ranks."""
+        if self._outside is not None:
+            self._generator.set_state(self._outside)
+            self._outside = None
+
+    def forget(self) -> None:
+        """All generators are set anew: nothing is to go on from."""
+        self._outside = None
+
+
+@dataclass(eq=False)
+class Replica:
+    """The ranks of `group`, which split layers between them."""
+
+    group: Collectives
+    draws: Draws
+    is_whole: bool = False
+    """Whether every rank has whole parameters for now, so that forwards are the plain ones."""
+    _taken: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def enter(self, value: Tensor) -> Tensor:
+        """`value`, alike on all ranks, for a region in which each uses it in its own way.
+
+        Layers of one region that take the same value (queries, keys, values) share it, so that
+        its gradient is summed once.
+        """
+        self.draws.enter()
+        known = self._taken.get(id(value))
+        if known is None:
+            known = self._taken[id(value)] = value, apart(value, self.group)
+        return known[1]
+
+    def leave(self, part: Tensor) -> Tensor:
+        """The sum of the ranks' `part`s, with which the region ends."""
+        self._taken.clear()
+        whole = together(part, self.group)
+        self.draws.leave()
+        return whole
+
+    def forget(self) -> None:
+        """A step has ended: no region is open."""
+        self._taken.clear()
+        self.draws.forget()

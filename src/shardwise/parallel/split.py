@@ -1,0 +1,174 @@
+"""Models whose layers are split over the ranks of a replica: cut, put together, given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from shardwise.collectives import Collectives
+from shardwise.errors import ModelError
+from shardwise.parallel import modules
+from shardwise.parallel.cuts import Cut, Group
+from shardwise.parallel.modules import SplitModule
+from shardwise.parallel.replica import Draws, Replica
+from shardwise.shards import Shard
+
+
+class Split:
+    """What of some models is split over the ranks of `group`, and what each rank has of it."""
+
+    def __init__(self, group: Collectives, device: torch.device) -> None:
+        self.replica = Replica(group, Draws(group.rank, device))
+        self.shards: dict[nn.Parameter, Shard] = {}
+        self.groups: list[Group] = []
+        self._modules: list[SplitModule] = []
+
+    @property
+    def group(self) -> Collectives:
+        """The ranks of the replica."""
+        return self.replica.group
+
+    # -- cutting --------------------------------------------------------------------------
+
+    def cut(self, groups: Sequence[Group], optimizers: Iterable[optim.Optimizer]) -> None:
+        """Let this rank have its part of what `groups` name, the optimizers' state of it too.
+
+        Raises ModelError for a parameter that several modules share and do not split alike.
+        """
+        self.groups = list(groups)
+        cuts = [cut for group in groups for cut in group.cuts]
+        names: dict[nn.Parameter, str] = {}
+        for cut in cuts:
+            for key, (dim, ranges) in cut.tensors.items():
+                parameter = cut.module._parameters[key]
+                assert parameter is not None
+                shard = Shard(tuple(parameter.shape), dim, tuple(ranges), self.group.rank)
+                if self.shards.setdefault(parameter, shard) != shard:
+                    raise ModelError(
+                        f"{cut.name}.{key} is also {names[parameter]}, and the two are split in "
+                        "different ways. Split both alike (an embedding by its vocabulary, the "
+                        "head tied to it colwise_rep), or leave both whole."
+                    )
+                names[parameter] = f"{cut.name}.{key}"
+        for optimizer in optimizers:
+            state: dict[Any, Any] = optimizer.state
+            for held in [p for p in state if p in self.shards]:
+                mine = self.shards[held]
+                state[held] = _of_each(state[held], mine.shape, mine.of)
+        with torch.no_grad():
+            for parameter, shard in self.shards.items():
+                parameter.data = shard.of(parameter.detach())
+        for cut in cuts:
+            self._become(cut)
+
+    def _become(self, cut: Cut) -> None:
+        local: Mapping[str, Any] = cut.local[self.group.rank] if cut.local else {}
+        modules.become(cut.module, cut.style, self.replica, local, cut.ranges, gathers=cut.gathers)
+        assert isinstance(cut.module, SplitModule)
+        self._modules.append(cut.module)
+
+    def check_shared(self, models: Iterable[nn.Module]) -> None:
+        """Raise ModelError for a split parameter that a module which is not split has too."""
+        for model in models:
+            for path, module in model.named_modules():
+                for key, parameter in module._parameters.items():
+                    if parameter in self.shards and not isinstance(module, SplitModule):
+                        raise ModelError(
+                            f"{path}.{key} is shared with a module that is split, and {path} is "
+                            "not. Split both alike (an embedding by its vocabulary, the head tied "
+                            "to it colwise_rep), or leave both whole."
+                        )
+
+    # -- putting together -----------------------------------------------------------------
+
+    def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """The whole of which every rank has its `part`, cut as `parameter` is. Collective."""
+        shard = self.shards[parameter]
+        shapes = [shard.part_shape(rank) for rank in range(self.group.size)]
+        edges = [0]
+        for shape in shapes:
+            edges.append(edges[-1] + torch.Size(shape).numel())
+        rank = self.group.rank
+        near = part.detach() if part.device.type != "cpu" else part.detach().to(self._reached)
+        flat = near.new_empty(edges[-1])
+        flat[edges[rank] : edges[rank + 1]] = near.reshape(-1)
+        self.group.all_gather(flat, edges).wait()
+        several = [flat[edges[r] : edges[r + 1]].view(shape) for r, shape in enumerate(shapes)]
+        return shard.joined(several).to(part.device)
+
+    @property
+    def _reached(self) -> torch.device:
+        return self.group.small_device
+
+    @contextmanager
+    def wholes(
+        self, chosen: Iterable[nn.Parameter], *, write: Collectives | None
+    ) -> Iterator[None]:
+        """Inside the block the split parameters among `chosen` are whole, and forwards plain.
+
+        With `write`, a group of ranks, its first one's values are cut anew on leaving. Collective.
+        """
+        parts = {p: p.data for p in dict.fromkeys(chosen) if p in self.shards}
+        with torch.no_grad():
+            for parameter in parts:
+                parameter.data = self.whole(parameter, parameter.data)
+        self._show(whole=True)
+        try:
+            yield
+            if write is not None:
+                self._take(parts, write)
+        finally:
+            self._show(whole=False)
+            for parameter, part in parts.items():
+                parameter.data = part
+
+    def _take(self, parts: Mapping[nn.Parameter, Tensor], group: Collectives) -> None:
+        with torch.no_grad():
+            for parameter, part in parts.items():
+                value = parameter.data.contiguous()
+                group.broadcast(value.view(-1)).wait()
+                part.copy_(self.shards[parameter].of(value))
+
+    def _show(self, *, whole: bool) -> None:
+        self.replica.is_whole = whole
+        for module in self._modules:
+            module.show(whole=whole)
+
+    def whole_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state of a parameter as it would be of the whole. Collective."""
+        shard = self.shards.get(parameter)
+        if shard is None:
+            return state
+        shape = shard.part_shape(self.group.rank)
+        return _of_each(state, shape, lambda value: self.whole(parameter, value))
+
+    # -- giving back ----------------------------------------------------------------------
+
+    def undo(self, optimizers: Iterable[optim.Optimizer]) -> None:
+        """Give every rank the whole models, plain ones. Collective."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter in self.shards and parameter in optimizer.state:
+                        state = optimizer.state[parameter]
+                        optimizer.state[parameter] = self.whole_state(parameter, state)
+        with torch.no_grad():
+            for parameter in self.shards:
+                parameter.data = self.whole(parameter, parameter.data)
+        for module in self._modules:
+            modules.restore(module)
+        self.shards, self._modules = {}, []
+
+
+def _of_each(state: Mapping[str, Any], shape: tuple[int, ...], change: Any) -> dict[str, Any]:
+    """`state` with every tensor of `shape` changed."""
+    return {
+        key: change(value)
+        if isinstance(value, Tensor) and value.ndim and tuple(value.shape) == tuple(shape)
+        else value
+        for key, value in state.items()
+    }

@@ -1,0 +1,105 @@
+"""The part of a tensor that each rank of a replica has: pure arithmetic.
+
+A tensor is split along one dimension. A rank has one range of it, or several: of a matrix that
+makes queries, keys and values at once, its heads' rows of each.
+
+    whole, dim 0   | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |
+    rank 1 of 2    |       q2 q3         k2 k3         v2 v3 |    three ranges
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+Range = tuple[int, int]
+"""Elements [first, end) of a dimension."""
+
+Ranges = tuple[Range, ...]
+
+
+def even_ranges(length: int, parts: int, *, grain: int = 1, blocks: int = 1) -> list[Ranges]:
+    """By part, its ranges of a dimension of `length`, as equal as can be; none is empty.
+
+    The dimension is `blocks` blocks of equal length, each cut alike, between multiples of `grain`
+    only. Raises ValueError where there is less than one grain for each part.
+    """
+    block = length // blocks
+    grains = block // grain
+    if block * blocks != length or grains * grain != block or grains < parts:
+        raise ValueError(f"{grains} cannot be spread over {parts}")
+    # The first parts have one grain more, as torch.tensor_split cuts.
+    each, more = divmod(grains, parts)
+    edges = [grain * (each * part + min(part, more)) for part in range(parts + 1)]
+    return [
+        tuple((number * block + first, number * block + end) for number in range(blocks))
+        for first, end in pairwise(edges)
+    ]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank`'s part of a tensor of `shape`; `ranges` are by rank, along `dim`."""
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[Ranges, ...]
+    rank: int
+
+    @property
+    def own(self) -> Ranges:
+        """This rank's."""
+        return self.ranges[self.rank]
+
+    @property
+    def most(self) -> int:
+        """The elements of the largest part."""
+        rest = prod(self.shape) // max(self.shape[self.dim], 1)
+        return rest * max(sum(end - first for first, end in each) for each in self.ranges)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's part of `whole`, in memory of its own."""
+        return self._part(whole, self.own)
+
+    def _part(self, whole: Tensor, ranges: Ranges) -> Tensor:
+        pieces = [whole.narrow(self.dim, first, end - first) for first, end in ranges]
+        return torch.cat(pieces, self.dim).contiguous()
+
+    def part_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the part that `rank` has."""
+        length = sum(end - first for first, end in self.ranges[rank])
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from all ranks' parts."""
+        whole = parts[0].new_empty(self.shape)
+        for part, ranges in zip(parts, self.ranges, strict=True):
+            start = 0
+            for first, end in ranges:
+                piece = part.narrow(self.dim, start, end - first)
+                whole.narrow(self.dim, first, end - first).copy_(piece)
+                start += end - first
+        return whole
+
+    def runs(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Elements [first, end) of this rank's flattened part, as runs (start, end, offset).
+
+        Those from `start` on are elements from `offset` on of the flattened whole.
+        """
+        inner = prod(self.shape[self.dim + 1 :])
+        edges = [0]
+        for a, b in self.own:
+            edges.append(edges[-1] + (b - a) * inner)
+        row, low = edges[-1], first
+        while low < end:
+            number, within = divmod(low, row)
+            which = next(n for n, edge in enumerate(edges[1:]) if within < edge)
+            high = min(end, number * row + edges[which + 1])
+            begin = (number * self.shape[self.dim] + self.own[which][0]) * inner
+            yield low, high, begin + within - edges[which]
+            low = high

@@ -1,0 +1,529 @@
+"""Split layers beside parity: checkpoints across meshes, whole tensors, modules of others, what is
+refused."""
+
+import copy
+import os
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.parallel import known
+from tests.parity.problems import SplittableGPT, loss_of
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+TIED = {"tokens": "embedding", "head": "colwise_rep"}
+
+
+def gpt(seed=5):
+    torch.manual_seed(seed)
+    return SplittableGPT().double()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def batch(step, rows=8):
+    draw = torch.Generator().manual_seed(step)
+    return torch.randint(24, (rows, 8), generator=draw)
+
+
+def train(world, engine, model, steps):
+    losses = []
+    for step in steps:
+        x = world.share(batch(step))
+        engine.backward(loss_of(model, x, (x * 5 + 1) % 24))
+        losses.append(engine.step(max_norm=0.5).loss)
+    return losses
+
+
+def whole(engine, model):
+    with engine.full_parameters():
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def plain_losses(steps):
+    model = gpt()
+    optimizer = adamw(model)
+    losses = []
+    for step in range(steps):
+        x = batch(step)
+        loss = loss_of(model, x, (x * 5 + 1) % 24)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# -- checkpoints ------------------------------------------------------------------------------
+
+
+def saves(world, folder, row, plan, background):
+    model = gpt(seed=5 + world.rank)
+    model.places.requires_grad_(False)
+    model.blocks[1].widen.requires_grad_(False)  # a part that is not trained
+    engine = sw.Engine(model, adamw(model), zero=row, tensor_plan=plan, ema_decay=0.9)
+    train(world, engine, model, range(3))
+    path = engine.save(folder, background=background)
+    values, state = whole(engine, model), engine.optimizer_state_dict()
+    with engine.ema():
+        average = whole(engine, model)
+    engine.export(folder / "whole.safetensors")
+    after = train(world, engine, model, [3, 4])
+    engine.close()
+    return str(path), values, average, state, after
+
+
+def goes_on(world, path, row, plan):
+    model = gpt(seed=9)
+    model.places.requires_grad_(False)
+    model.blocks[1].widen.requires_grad_(False)
+    engine = sw.Engine(model, adamw(model), zero=row, tensor_plan=plan, ema_decay=0.9)
+    engine.load(path)
+    values, state = whole(engine, model), engine.optimizer_state_dict()
+    with engine.ema():
+        average = whole(engine, model)
+    after = train(world, engine, model, [3, 4])
+    engine.close()
+    return values, average, state, after
+
+
+MESHES = [
+    ({"size": 4, "tensor": 2, "row": 2}, {"size": 2, "tensor": 1, "row": 3}),
+    ({"size": 2, "tensor": 1, "row": 3}, {"size": 4, "tensor": 2, "row": 3}),
+    ({"size": 3, "tensor": 3, "row": 0}, {"size": 2, "tensor": 2, "row": 1}),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), MESHES)
+def test_a_checkpoint_goes_on_on_another_mesh(group, tmp_path, first, second):
+    plan = TIED if first["tensor"] > 1 else None
+    background = first["tensor"] == 3
+    told = group(first["size"], tensor=first["tensor"])(
+        saves, tmp_path, first["row"], plan, background, limit=120
+    )
+    path, values, average, state, after = told[0]
+    stock = safetensors.torch.load_file(Path(path) / "model.safetensors")
+    assert all(torch.equal(stock[name], value) for name, value in values.items() if name in stock)
+    exported = safetensors.torch.load_file(tmp_path / "whole.safetensors")
+    assert all(torch.equal(value, values[name]) for name, value in exported.items())
+    plan = TIED if second["tensor"] > 1 else None
+    results = group(second["size"], tensor=second["tensor"])(
+        goes_on, path, second["row"], plan, limit=120
+    )
+    for mine, mean, kept, losses in results:
+        assert all(torch.equal(mine[name], value) for name, value in values.items())
+        assert all(torch.equal(mean[name], value) for name, value in average.items())
+        for number, entries in state["state"].items():
+            for key, value in entries.items():
+                assert torch.equal(kept["state"][number][key], value), (number, key)
+        assert losses == pytest.approx(after, rel=1e-9)
+
+
+# -- whole tensors ----------------------------------------------------------------------------
+
+
+def writes(world, row):
+    model = gpt()
+    engine = sw.Engine(model, adamw(model), zero=row, tensor_plan=TIED)
+    train(world, engine, model, [0])
+    x = batch(7)
+    before = model(x).detach()
+    for copies in (model.state_dict, lambda: copy.deepcopy(model.blocks)):
+        with pytest.raises(UsageError, match=r"a part of it only.*full_parameters"):
+            copies()
+    with engine.full_parameters():
+        twin = copy.deepcopy(model)
+    assert type(twin.head) is nn.Linear
+    assert twin.head.weight.shape == (25, 16)
+    with engine.full_parameters(), torch.no_grad():
+        assert torch.allclose(model(x), before, rtol=1e-10)  # the plain forward
+        assert model.blocks[0].attend.n_head == 4
+    with engine.full_parameters(write=True), torch.no_grad():
+        if world.is_main:
+            model.blocks[0].widen.weight.mul_(2.0)
+            model.norm.weight.mul_(3.0)
+    values = whole(engine, model)
+    train(world, engine, model, [1])
+    engine.close()
+    assert type(model.head) is nn.Linear
+    assert type(model.blocks[0].attend.qkv) is nn.Linear
+    return values
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_whole_tensors_are_read_and_written(group, row):
+    first, *others = group(4, tensor=2)(writes, row)
+    plain = group(1)(writes_plain)[0]
+    for values in (first, *others):
+        for name, value in plain.items():
+            assert torch.allclose(values[name], value, rtol=1e-9, atol=1e-12), name
+
+
+def writes_plain(world):
+    model = gpt()
+    engine = sw.Engine(model, adamw(model))
+    train(world, engine, model, [0])
+    with engine.full_parameters(write=True), torch.no_grad():
+        model.blocks[0].widen.weight.mul_(2.0)
+        model.norm.weight.mul_(3.0)
+    values = whole(engine, model)
+    engine.close()
+    return values
+
+
+# -- what is tried ----------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Two linear maps with something between them."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.between = between
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x + self.down(BETWEEN[self.between](self, self.up(x)))
+
+
+BETWEEN = {
+    "an activation": lambda pair, h: h.tanh(),
+    "a norm over all features": lambda pair, h: nn.functional.layer_norm(h, h.shape[-1:]),
+    "a softmax": lambda pair, h: h.softmax(-1),
+    "a width": lambda pair, h: h.view(*h.shape[:-1], 2, 4).flatten(-2),
+    "a parameter that is not split": lambda pair, h: h * pair.scale,
+    "half of the features": lambda pair, h: h.roll(1, -1),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_only_what_computes_the_same_is_found(between):
+    model = nn.Sequential(nn.Embedding(5, 6), Pair(between), nn.Flatten())
+    found = known.find([model], [""], 2, set())
+    wanted = ["1"] if between == "an activation" else []
+    assert [group.name for group in found] == wanted
+
+
+def test_a_pair_in_a_sequence_that_begins_with_an_embedding_is_found():
+    model = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))
+    (group,) = known.find([model], [""], 2, set())
+    assert [cut.name for cut in group.cuts] == ["1", "3"]
+
+
+# -- modules of others ------------------------------------------------------------------------
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(12, 3, 18, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model.append = nn.MultiheadAttention(12, 3, dropout=0.0, kdim=5, vdim=7)
+    return model
+
+
+def encoder_loss(model, x):
+    padding = torch.zeros(x.shape[:2], dtype=torch.double)
+    padding[:, -1] = float("-inf")
+    out = model(x, mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1]).double(),
+                src_key_padding_mask=padding)  # fmt: skip
+    draw = torch.Generator().manual_seed(0)
+    masks = torch.randn(3, 6, 6, generator=draw, dtype=torch.double).repeat(
+        x.shape[0], 1, 1
+    )  # one for each head
+    mixed, weights = model.append(
+        *(part.transpose(0, 1) for part in (out, x[..., :5], x[..., :7])), attn_mask=masks
+    )
+    return mixed.square().mean() + weights.square().mean()
+
+
+def torch_modules(world):
+    """TransformerEncoderLayer and MultiheadAttention, training and in torch's fast inference."""
+    torch.manual_seed(3)
+    model, plain = encoder().double(), encoder().double()
+    plain.load_state_dict(model.state_dict())
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    assert model.layers[0].self_attn.num_heads < 3
+    for step in range(3):
+        draw = torch.Generator().manual_seed(step)
+        x = torch.randn(4, 6, 12, generator=draw, dtype=torch.double)
+        rows = world.share(x)
+        engine.backward(encoder_loss(model, rows))
+        stats = engine.step()
+        optimizer.zero_grad()
+        loss = encoder_loss(plain, x)
+        loss.backward()
+        optimizer.step()
+        assert stats.loss == pytest.approx(loss.item(), rel=1e-9)
+    for each in (model, plain):
+        each.eval()
+    with torch.no_grad():
+        assert torch.allclose(model(x), plain(x), rtol=1e-8)
+    engine.close()
+    return True
+
+
+def test_modules_of_torch(group):
+    assert all(group(2, tensor=2)(torch_modules))
+
+
+def mistral():
+    """A model that is in no table here; its attention is split as its own tp_plan says."""
+    import transformers
+
+    config = transformers.MistralConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.MistralForCausalLM(config), "model.layers.0"
+
+
+def hugging(world, make):
+    from tests.distributed import test_sharded_transformers as others
+
+    make = mistral if make == "mistral" else getattr(others, make)
+    (model, _), (plain, _) = (others.built(make) for _ in range(2))
+    for each in (model, plain):
+        each.train()
+    engine, optimizer = sw.Engine(model, others.sgd(model), zero=3), others.sgd(plain)
+    cut = [p for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+           if p.shape != q.shape]  # fmt: skip
+    assert len(cut) >= 8
+    for step in range(2):
+        x = others.text(step)
+        rows = world.share(x)
+        engine.backward(model(input_ids=rows, labels=rows, use_cache=False).loss)
+        stats = engine.step()
+        optimizer.zero_grad()
+        loss = plain(input_ids=x, labels=x, use_cache=False).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), float("inf"))
+        optimizer.step()
+        # These models compute norms and the loss in fp32, whatever they are cast to.
+        assert stats.loss == pytest.approx(loss.item(), rel=1e-5)
+        assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    engine.close()
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5), name
+    return True
+
+
+@pytest.mark.parametrize("make", ["gpt2", "llama", "t5", "mistral"])
+def test_transformers(group, make):
+    pytest.importorskip("transformers")
+    assert all(group(2, tensor=2)(hugging, make, limit=120))
+
+
+# -- the loss over a split vocabulary ---------------------------------------------------------
+
+
+def split_loss(world, row):
+    """As torch's, with targets that do not count, by each reduction."""
+    plan = {"tokens": "embedding", "head": "colwise"}
+    model, plain = gpt(), gpt()
+    engine = sw.Engine(model, adamw(model), zero=row, tensor_plan=plan)
+    optimizer = adamw(plain)
+    for step, reduction in enumerate(["mean", "sum", "none"]):
+        x = batch(step)
+        y = ((x * 5 + 1) % 24).masked_fill(x % 3 == 0, -1)
+        rows, targets = world.share(x), world.share(y)
+        scores = model(rows).transpose(1, 2)
+        assert scores.shape[-1] < 25
+        options = {"ignore_index": -1, "reduction": reduction}
+        loss = sw.cross_entropy(scores, targets, model.head, **options)
+        assert loss.shape == (targets.shape if reduction == "none" else ())
+        count = int((targets != -1).sum())
+        weight = count if reduction == "mean" else len(rows)
+        engine.backward(loss.sum() if reduction != "none" else loss.sum(1).mean(), weight=weight)
+        stats = engine.step()
+        theirs = sw.cross_entropy(plain(x).transpose(1, 2), y, plain.head, **options)
+        theirs = theirs.sum(1).mean() if reduction == "none" else theirs
+        theirs.backward()
+        if reduction == "sum":  # of each replica: the mean over rows of the replicas' sums
+            theirs = theirs / world.data_size
+            for parameter in plain.parameters():
+                parameter.grad /= world.data_size
+        optimizer.step()
+        optimizer.zero_grad()
+        assert stats.loss == pytest.approx(theirs.item(), rel=1e-9)
+    with pytest.raises(UsageError, match="takes scores as the head gave them"):
+        sw.cross_entropy(torch.zeros(2, 25).double(), torch.zeros(2).long(), model.head)
+    x = batch(9)
+    with engine.full_parameters(), torch.no_grad():
+        assert torch.allclose(model(x), plain(x), rtol=1e-8)
+    engine.close()
+    return True
+
+
+@pytest.mark.parametrize(("size", "row"), [(4, 1), (2, 3)])
+def test_loss_over_a_split_vocabulary(group, size, row):
+    assert all(group(size, tensor=2)(split_loss, row))
+
+
+# -- data -------------------------------------------------------------------------------------
+
+
+def reads(world):
+    """A replica's ranks get the same share, and count once in a mean."""
+    loader = sw.Loader(list(range(7)), batch_size=7)
+    metrics = sw.Metrics()
+    with torch.no_grad():
+        batches = [x.tolist() for x in loader]
+        metrics.add(n=len(batches[0]), mean=sum(batches[0]) / len(batches[0]))
+    assert metrics.compute() == {"mean": 3.0}
+    place = (world.data_rank, world.data_size, world.tensor_rank, world.tensor_size)
+    return place, batches, world.share(torch.arange(5)).tolist()
+
+
+def test_data_goes_by_the_replica(group):
+    rows = [([[0, 1, 2]], [0, 1]), ([[3, 4, 5, 6]], [2, 3, 4])]
+    assert group(4, tensor=2)(reads) == [
+        ((data, 2, part, 2), *rows[data]) for data in range(2) for part in range(2)
+    ]
+
+
+# -- randomness -------------------------------------------------------------------------------
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+        self.inner, self.outer = nn.Dropout(0.5), nn.Dropout(0.5)
+        self.masks = []
+
+    def forward(self, x):
+        hidden = self.inner(torch.ones_like(self.up(x)))
+        out = self.outer(torch.ones_like(self.down(hidden)))
+        self.masks += [hidden.detach() != 0, out.detach() != 0]
+        return out.sum() + self.down.bias.sum() + self.up.weight.sum()
+
+
+def masks(world):
+    model = Dropped()
+    plan = {"up": "colwise", "down": "rowwise"}
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), tensor_plan=plan)
+    for _ in range(2):
+        engine.backward(model(torch.ones(4, 8)))
+        engine.step()
+    engine.close()
+    return model.masks
+
+
+def test_dropout_is_alike_where_activations_are(group):
+    told = group(4, tensor=2)(masks)
+    inner, outer = ([each[0] for each in told], [each[1] for each in told])
+    for replica in (0, 2):
+        assert torch.equal(outer[replica], outer[replica + 1])
+        assert not torch.equal(inner[replica], inner[replica + 1])
+        assert not torch.equal(told[replica][1], told[replica][3])  # step by step anew
+    assert not torch.equal(outer[0], outer[2])
+
+
+# -- not finite -------------------------------------------------------------------------------
+
+
+def skipped(world, row):
+    """A NaN in a part that one rank has stops all; skipping leaves all as they were."""
+    model = gpt()
+    engine = sw.Engine(model, adamw(model), zero=row, tensor_plan=TIED, nonfinite="skip")
+    before = whole(engine, model)
+    x = world.share(batch(0))
+
+    def spoil(grad):
+        return grad.index_fill(1, torch.tensor([0]), float("nan")) if world.rank == 3 else grad
+
+    handle = model.blocks[0].widen.register_forward_hook(
+        lambda module, args, out: (
+            out.register_hook(lambda g: spoil(g.flatten(0, 1)).view_as(g)) and None
+        )
+    )
+    engine.backward(loss_of(model, x, (x * 5 + 1) % 24))
+    stats = engine.step()
+    assert stats.skipped
+    after = whole(engine, model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    handle.remove()
+    losses = train(world, engine, model, [0])
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("row", [0, 2])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(group, row):
+    for losses in group(4, tensor=2)(skipped, row):
+        assert losses == pytest.approx(plain_losses(1), rel=1e-9)
+
+
+def half(world, precision):
+    model = gpt().float()
+    engine = sw.Engine(model, adamw(model), zero=2, precision=precision)
+    losses = train(world, engine, model, range(4))
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16", "fp16-mixed"])
+def test_sixteen_bits(group, precision):
+    for losses in group(4, tensor=2)(half, precision):
+        assert losses == pytest.approx(plain_losses(4), rel=3e-2)
+
+
+# -- refused ----------------------------------------------------------------------------------
+
+
+def refused(world, plan, make, text, error=ModelError, **settings):
+    model = make()
+    with pytest.raises(error, match=text):
+        sw.Engine(model, adamw(model), tensor_plan=plan, **settings)
+    return True
+
+
+def small():
+    return nn.Sequential(nn.Linear(4, 1), nn.Tanh(), nn.Linear(1, 4))
+
+
+REFUSED = [
+    ({"blocks.*.nothing": "colwise"}, gpt, r"no module is called 'blocks\.\*\.nothing'.*tokens"),
+    ({"blocks.*.widen": "colwise", "blocks.0.*": "whole"}, gpt, r"widen is named by .* and by"),
+    ({"head": "sideways"}, gpt, r"style 'sideways'.*colwise: .*rowwise"),
+    ({"head": "colwise_rep"}, gpt, r"shared with a module that is split.*Split both alike"),
+    ({"norm": "colwise"}, gpt, r"norm is a LayerNorm"),
+    (None, small, r"found nothing to split in Sequential"),
+    ({"0": "colwise"}, small, r"0 of 1 output features.*cannot be spread over 2"),
+    ({"*": "whole"}, gpt, "found nothing to split in SplittableGPT"),
+    ({"blocks.*.attend": sw.Attention(qkv="up", out="proj", heads="n_head")}, gpt, "no linear map"),
+]
+
+
+@pytest.mark.parametrize(("plan", "make", "text"), REFUSED)
+def test_what_cannot_be_split_is_named(group, plan, make, text):
+    assert all(group(2, tensor=2)(refused, plan, make, text))
+
+
+def test_settings_that_cannot_be_had_with_it(group):
+    text = "--tensor 2 and --compile"
+    assert all(group(2, tensor=2)(refused_setting, text))
+
+
+def refused_setting(world, text):
+    model = gpt()
+    with pytest.raises(ConfigError, match=text):
+        sw.Engine(model, adamw(model), compile=True)
+    model = gpt()
+    muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.1)
+    rest = torch.optim.SGD([p for p in model.parameters() if p.ndim != 2], lr=0.1)
+    with pytest.raises(ModelError, match="Muon needs whole tensors, and --tensor 2"):
+        sw.Engine(model, [muon, rest])
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), gpt().parameters()))  # noqa: B905
+    assert type(model.blocks[0].attend.qkv) is nn.Linear
+    return True

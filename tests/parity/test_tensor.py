@@ -1,0 +1,109 @@
+"""Promise 1 where layers are split: as one plain PyTorch process, on any mesh, in every row."""
+
+import hashlib
+
+import pytest
+import torch
+
+import shardwise as sw
+from tests.disk import on_a_disk
+from tests.parity.plain import Trained
+from tests.parity.problems import MODELS, Problem, loss_of
+from tests.parity.test_rows import _assert_close, _assert_same, _from_loader
+
+TOLERANCE = 1e-8
+
+
+def _train(world, problem, plan, found, options) -> tuple[str, Trained]:
+    model, optimizer, scheduler = problem.model_and_optimizer(seed=world.rank)
+    before = dict(model.named_parameters())
+    engine = sw.Engine(model, optimizer, tensor_plan=plan, bucket_mb=0.002, **options)
+    split = [name for name, cut in _cut(problem, model).items() if cut]
+    assert len(split) >= found, f"only {split} were split"
+    losses, norms = [], []
+    for window in _from_loader(world, {}, problem):
+        for (x, y), told in window:
+            engine.backward(loss_of(model, x, y), **told)
+        stats = engine.step(max_norm=problem.clip)
+        scheduler.step()
+        losses.append(stats.loss)
+        norms.append(stats.grad_norm)
+    with engine.full_parameters():
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+    kept = engine.optimizer_state_dict()
+    engine.close()
+    assert dict(model.named_parameters()) == before
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
+    return digest, Trained(losses=losses, norms=norms, model=state, optimizer=kept)
+
+
+def _cut(problem, model):
+    """By name, whether a parameter is another shape than that of the plain model."""
+    plain = MODELS[problem.model]().named_parameters()
+    return {name: model.get_parameter(name).numel() not in (0, p.numel()) for name, p in plain}
+
+
+def _problem(model, **changed):
+    fields = {
+        "optimizer": "adamw",
+        "micro": "3",
+        "dtype": torch.float64,
+        "clip": 0.3,
+        "schedule": "cosine",
+        "groups": 2,
+        "workers": 1,
+    }
+    return Problem(model=model, **fields | changed)
+
+
+def _compare(group, plain, problem, plan, size, tensor, found=2, apart=None, **options):
+    wanted = plain(problem)
+    results = group(size, tensor=tensor, **(apart or {}))(
+        _train, problem, plan, found, options, limit=120
+    )
+    assert len({digest for digest, _ in results}) == 1, "ranks end with different models"
+    ours = results[0][1]
+    _assert_close("losses", torch.tensor(ours.losses), torch.tensor(wanted.losses), TOLERANCE)
+    _assert_close("norms", torch.tensor(ours.norms), torch.tensor(wanted.norms), TOLERANCE)
+    assert problem.clip is None or max(wanted.norms) > problem.clip, "clipping was never on"
+    _assert_same("model", ours.model, wanted.model, TOLERANCE)
+    _assert_same("optimizer", ours.optimizer, wanted.optimizer, TOLERANCE)
+
+
+MLP = {"0": "colwise", "2": "rowwise"}
+TIED = {"tokens": "embedding", "head": "colwise_rep"}
+
+
+@pytest.mark.parametrize(
+    ("size", "tensor", "row"), [*((4, 2, row) for row in range(4)), (2, 2, 0), (3, 3, 3)]
+)
+def test_an_mlp_by_plan_in_every_row(group, plain, size, tensor, row):
+    _compare(group, plain, _problem("odd_mlp"), MLP, size, tensor, zero=row)
+
+
+@pytest.mark.parametrize(("size", "tensor"), [(2, 2), (3, 3), (4, 4)])
+def test_a_gpt_as_it_is_found(group, plain, size, tensor):
+    problem = _problem("splittable_gpt")
+    _compare(group, plain, problem, None, size, tensor, found=6, zero=tensor % 4)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_a_gpt_with_a_split_vocabulary_in_every_row(group, plain, row):
+    problem = _problem("splittable_gpt", micro="short")
+    _compare(group, plain, problem, TIED, 4, 2, found=8, zero=row)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero": 3, "activations": "recomputed"},
+        {"zero": 3, "offload_optimizer": "nvme", "offload_params": "nvme"},
+        {"zero": 3, "apart": {"transport": "gloo"}},
+        pytest.param({"zero": 2, "apart": {"transport": "gloo"}}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_what_it_can_be_had_with(group, plain, options):
+    options = {k: f"nvme:{on_a_disk()}" if v == "nvme" else v for k, v in options.items()}
+    _compare(group, plain, _problem("splittable_gpt"), TIED, 4, 2, found=8, **options)

@@ -1,0 +1,84 @@
+"""The mesh of a run, and the parts of a tensor: pure arithmetic."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.checkpoint.byte_ranges import Extent, of_whole
+from shardwise.errors import ConfigError
+from shardwise.mesh import Mesh
+from shardwise.shards import Shard, even_ranges
+
+
+def test_tensor_ranks_are_neighbours():
+    mesh = Mesh(6, tensor=3)
+    assert (mesh.data, mesh.in_words()) == (2, "2 data x 3 tensor")
+    assert mesh.tensor_groups == [[0, 1, 2], [3, 4, 5]]
+    assert mesh.data_groups == [[0, 3], [1, 4], [2, 5]]
+    assert [(mesh.data_of(r), mesh.tensor_of(r)) for r in (0, 2, 3, 5)] == [
+        (0, 0), (0, 2), (1, 0), (1, 2)
+    ]  # fmt: skip
+    assert Mesh(4).is_flat
+
+
+@pytest.mark.parametrize(
+    ("size", "tensor", "hint"),
+    [
+        (6, 4, "Start 4 or 8 workers, or write --tensor with one of 1, 2, 3, 6"),
+        (2, 3, "Start 3 workers, or write --tensor with one of 1, 2."),
+    ],
+)
+def test_an_impossible_product_names_what_would_fit(size, tensor, hint):
+    with pytest.raises(ConfigError, match=f"--tensor {tensor} does not divide {size}.*{hint}"):
+        Mesh(size, tensor=tensor)
+
+
+def test_ranges():
+    assert even_ranges(7, 3) == [((0, 3),), ((3, 5),), ((5, 7),)]
+    assert even_ranges(12, 2, grain=2, blocks=3) == [
+        ((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12))
+    ]  # fmt: skip
+    for bad in ({"length": 2, "parts": 3}, {"length": 8, "parts": 3, "grain": 4}):
+        with pytest.raises(ValueError, match="cannot be spread over 3"):
+            even_ranges(**bad)
+
+
+@st.composite
+def split_tensors(draw):
+    parts, blocks, grain = (draw(st.integers(1, 3)) for _ in range(3))
+    length = draw(st.integers(parts, 5)) * grain * blocks
+    shape = draw(st.lists(st.integers(1, 4), max_size=2))
+    dim = draw(st.integers(0, len(shape)))
+    shape.insert(dim, length)
+    return tuple(shape), dim, even_ranges(length, parts, grain=grain, blocks=blocks)
+
+
+@given(split_tensors(), st.data())
+def test_parts_make_up_the_whole(problem, data):
+    shape, dim, ranges = problem
+    whole = torch.arange(prod(shape)).view(shape)
+    shards = [Shard(shape, dim, tuple(ranges), rank) for rank in range(len(ranges))]
+    parts = [shard.of(whole) for shard in shards]
+    assert [tuple(part.shape) for part in parts] == [
+        shards[0].part_shape(r) for r in range(len(parts))
+    ]
+    assert torch.equal(shards[0].joined(parts), whole)
+    assert shards[0].most == max(part.numel() for part in parts)
+    for shard, part in zip(shards, parts, strict=True):
+        first = data.draw(st.integers(0, part.numel()))
+        end = data.draw(st.integers(first, part.numel()))
+        flat = part.reshape(-1)
+        covered = []
+        for low, high, offset in shard.runs(first, end):
+            assert torch.equal(flat[low:high], torch.arange(offset, offset + high - low))
+            covered += range(low, high)
+        assert covered == list(range(first, end))
+
+
+def test_an_extent_of_a_part():
+    columns = Shard((2, 4), 1, (((0, 2),), ((2, 4),)), 1)
+    found = of_whole(Extent("w", 10, 13, 1), columns)
+    assert found == [Extent("w", 10, 11, 3), Extent("w", 11, 13, 6)]
