@@ -34,8 +34,8 @@ def start(path: Path, lookout: Lookout) -> None:
     path = path if at_home else sibling(path, host)
     encoder = Encoder(lookout.rank, host)
     try:
-        # What it is called and where, whatever becomes of the working directory.
-        file = TimelineFile(path.absolute(), lookout.run, lookout.rank, _about(lookout))
+        # Where it is, whatever becomes of the working directory.
+        file = TimelineFile(path.resolve(), lookout.run, lookout.rank, _about(lookout))
         file.write(encoder.opening())
     except OSError as error:
         why = error.strerror or error
@@ -67,8 +67,8 @@ def _about(lookout: Lookout) -> dict[str, object]:
     return {"ranks": lookout.size, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
-def _give_up(rank: int, path: Path, error: OSError) -> None:
-    why = error.strerror or error
+def _give_up(rank: int, path: Path, error: Exception) -> None:
+    why = getattr(error, "strerror", None) or error
     line = f"shardwise: rank {rank} records no timeline in {path} any more: {why}."
     print(line, file=sys.stderr, flush=True)
 

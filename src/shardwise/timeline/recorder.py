@@ -70,7 +70,7 @@ class Recorder:
     `on_failure` is told once why a write failed; nothing is recorded from then on.
     """
 
-    def __init__(self, sink: Sink, on_failure: Callable[[OSError], None]) -> None:
+    def __init__(self, sink: Sink, on_failure: Callable[[Exception], None]) -> None:
         self.notes: deque[Note] = deque()
         self._sink = sink
         self._on_failure = on_failure
@@ -107,7 +107,7 @@ class Recorder:
                 self._sink.write(self._taken())
             self._sink.write(self._taken())
             self._sink.close()
-        except OSError as error:
+        except Exception as error:  # mostly a disk's; nobody else would hear of it
             _leave(self)  # hooks stay, and do nothing: a forward may be going through them
             self._on_failure(error)
 
