@@ -98,7 +98,7 @@ def _measured(config: str, zero: int, options: argparse.Namespace) -> Pair:
             for one in (off, on)
         ]
         before = [crew.take(WARM_UP).told for crew in crews]
-        written = crews[1].file(FILE).stat().st_size
+        written = _length(crews[1].file(FILE))
         for number in range(options.rounds):
             ms, cpu = [0.0, 0.0], [0.0, 0.0]
             for which in (0, 1) if number % 2 == 0 else (1, 0):
@@ -112,9 +112,14 @@ def _measured(config: str, zero: int, options: argparse.Namespace) -> Pair:
                 before[which] = stint.told
             pair.ms.append((ms[0], ms[1]))
             pair.cpu.append((cpu[0], cpu[1]))
-        grown = crews[1].file(FILE).stat().st_size - written
+        grown = _length(crews[1].file(FILE)) - written
         pair.nbytes = grown // (options.rounds * (options.steps + 1))
     return pair
+
+
+def _length(path: Path) -> int:
+    """Bytes of a file without the room that it has taken ahead."""
+    return len(path.read_bytes().replace(b"  ", b""))
 
 
 def _cpu(told: Sequence[Mapping[str, Any]]) -> float:

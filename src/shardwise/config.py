@@ -246,6 +246,7 @@ class Settings:
         "recover",
         "no room for a checkpoint: stop, or train on",
         "stop|continue",
+        rare=True,
     )
     seed: int | None = _setting(None, _integer(0), "recover", "overrides the script's seed", "S")
     timeout: float = _setting(

@@ -19,6 +19,9 @@ from shardwise.watch.lookout import Lookout
 MEASURED_EVERY = 30.0
 """Seconds between two looks at rank 0's clock: quartz drifts by some 10 microseconds a second."""
 
+AT_ONCE = 32
+"""Notes that are written down in one go: a tenth of a millisecond."""
+
 
 def start(path: Path, lookout: Lookout) -> None:
     """Record into `path`, on a host that is not rank 0's into one beside it with the host's name.
@@ -31,8 +34,8 @@ def start(path: Path, lookout: Lookout) -> None:
     path = path if at_home else sibling(path, host)
     encoder = Encoder(lookout.rank, host)
     try:
-        # What it is called and where, whatever becomes of the working directory.
-        file = TimelineFile(path.absolute(), lookout.run, lookout.rank, _about(lookout))
+        # Where it is, whatever becomes of the working directory.
+        file = TimelineFile(path.resolve(), lookout.run, lookout.rank, _about(lookout))
         file.write(encoder.opening())
     except OSError as error:
         why = error.strerror or error
@@ -64,8 +67,8 @@ def _about(lookout: Lookout) -> dict[str, object]:
     return {"ranks": lookout.size, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
-def _give_up(rank: int, path: Path, error: OSError) -> None:
-    why = error.strerror or error
+def _give_up(rank: int, path: Path, error: Exception) -> None:
+    why = getattr(error, "strerror", None) or error
     line = f"shardwise: rank {rank} records no timeline in {path} any more: {why}."
     print(line, file=sys.stderr, flush=True)
 
@@ -89,10 +92,12 @@ class _ToFile:
         """Write them, and how much memory is in use."""
         self._measure()
         lines: list[str] = []
-        for note in notes:
+        for number, note in enumerate(notes):
             lines += self._encoder.lines([note])
             if note.row is Row.STEPS:  # in between, what stands inside another would stick out
                 self._encoder.ahead = self._ahead
+            if number % AT_ONCE == 0:
+                time.sleep(0)  # the interpreter is for the thread that trains
         lines.append(self._encoder.counter(time.monotonic_ns(), memory.in_use()))
         self._file.write(lines)
 

@@ -99,6 +99,17 @@ def test_the_hot_path(tmp_path: Path) -> None:
     assert "page faults" in shown
 
 
+@pytest.mark.full
+def test_the_cost_of_a_timeline(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    once = ["--config", "small", "--ranks", "1", "--rows", "0", "--rounds", "2", "--steps", "2"]
+    shown = run("timeline.py", *once, "--json", path)
+    (line,) = json.loads(path.read_text())["lines"]
+    assert len(line["rounds_ms"]) == 2
+    assert line["ratio"] > 0
+    assert "The target is 1.02." in shown
+
+
 def test_primitives() -> None:
     shown = run("collectives.py", "--ranks", "2", "--mb", "1", "--repeats", "2")
     for name in ("reduce_scatter_single", "isend/irecv", "Gloo.barrier", "Shared.all_gather"):

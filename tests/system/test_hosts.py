@@ -1,5 +1,6 @@
 """`shardwise run` over several hosts: real ssh, between network namespaces."""
 
+import json
 import os
 import re
 import signal
@@ -312,3 +313,22 @@ class TestFaults:
             "shardwise: SIGTERM: stopping 2 ranks.\n"
             "shardwise: SIGTERM: ranks save after this step first. Once more kills them at once.\n"
         )
+
+
+def test_a_timeline_of_two_hosts(shardwise: Launcher, hosts: Lab) -> None:
+    """A file for each, in one time; read together, and merged."""
+    words = over(hosts, "-H", "node1,node2")
+    path = shardwise.folder / "t.json"
+    asked = {"HOROVOD_TIMELINE": "t.json"}
+    ran = shardwise.run(*words, script("timed"), "12", "0.05", env=asked)
+    assert ran.code == 0, ran.err
+    assert "each other host writes t.HOST.json" in ran.err
+    assert sorted(shardwise.folder.glob("t*.json")) == [path, path.with_name("t.node2.json")]
+    said = shardwise.run("timeline", "t.json", "--json", "--merge", "whole.json")
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
+    assert [each["rank"] for each in found["ranks"]] == [0, 1]
+    assert (found["slowest"]["rank"], found["slowest"]["kind"]) == (1, "other")
+    whole = json.loads((shardwise.folder / "whole.json").read_text())
+    for rank in (0, 1):
+        assert sum(e["name"] == "backward" and e["pid"] == rank for e in whole) == 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.model.units import find_units
 from shardwise.timeline import recorder
-from shardwise.timeline.recorder import Span
+from shardwise.timeline.recorder import Note
 from shardwise.timeline.rows import Row
 
 FORWARD = "forward"
@@ -61,20 +62,21 @@ class _Noted:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._open: list[Span] = []
+        self._open: list[int] = []  # when those under way began
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Before forward."""
         del module, args
-        if (recording := recorder.active) is not None:
-            self._open.append(Span(recording, self._name, Row.COMPUTE, None))
-            self._open[-1].__enter__()
+        self._open.append(time.monotonic_ns())
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """After forward, also after one that failed."""
         del module, args, output
-        if self._open:
-            self._open.pop().__exit__()
+        recording = recorder.active
+        began = self._open.pop() if self._open else None  # hooked on inside a forward
+        if recording is not None and began is not None:
+            note = Note(Row.COMPUTE, self._name, began, time.monotonic_ns())
+            recording.notes.append(note)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Noted:
         return _Noted(self._name)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,7 @@ NAME = "shardwise timeline"
 
 
 class NoTimeline(OSError):
-    """A file that is there and was not written by a run of ours."""
+    """What is there already and was not written by a run of ours."""
 
 
 class TimelineFile:
@@ -97,6 +98,8 @@ class TimelineFile:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
             held = _Held(self.path, fd)
             try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise NoTimeline(f"{self.path} is no plain file")
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 if os.path.samestat(os.fstat(fd), os.stat(self.path)):
                     yield held

@@ -70,7 +70,7 @@ class Recorder:
     `on_failure` is told once why a write failed; nothing is recorded from then on.
     """
 
-    def __init__(self, sink: Sink, on_failure: Callable[[OSError], None]) -> None:
+    def __init__(self, sink: Sink, on_failure: Callable[[Exception], None]) -> None:
         self.notes: deque[Note] = deque()
         self._sink = sink
         self._on_failure = on_failure
@@ -107,8 +107,8 @@ class Recorder:
                 self._sink.write(self._taken())
             self._sink.write(self._taken())
             self._sink.close()
-        except OSError as error:
-            stop(self)
+        except Exception as error:  # mostly a disk's; nobody else would hear of it
+            _leave(self)  # hooks stay, and do nothing: a forward may be going through them
             self._on_failure(error)
 
     def _taken(self) -> list[Note]:
@@ -182,10 +182,9 @@ def launched(what: str, buffer: Tensor, bucket: int | None = None) -> Launched |
     """A collective over `buffer` that begins now; None where nothing is recorded."""
     if active is None:
         return None
-    about = {"bytes": buffer.nbytes, "dtype": str(buffer.dtype).removeprefix("torch.")}
-    if bucket is None:
-        return Launched(active, what, about)
-    return Launched(active, f"{what} of bucket {bucket}", {"bucket": bucket} | about)
+    about: dict[str, int | str] = {} if bucket is None else {"bucket": bucket}
+    about |= {"bytes": buffer.nbytes, "dtype": str(buffer.dtype).removeprefix("torch.")}
+    return Launched(active, what if bucket is None else f"{what} of bucket {bucket}", about)
 
 
 def watch(watcher: Watcher) -> None:
@@ -210,11 +209,15 @@ def start(recorder: Recorder) -> None:
 
 def stop(recorder: Recorder) -> None:
     """Record by it no longer; what it has is still written."""
+    _leave(recorder)
+    for watcher in list(_watchers):
+        watcher.detach()
+
+
+def _leave(recorder: Recorder) -> None:
     global active
     if active is recorder:
         active = None
-        for watcher in list(_watchers):
-            watcher.detach()
 
 
 def _in_forked_child() -> None:

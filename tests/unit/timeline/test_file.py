@@ -88,6 +88,14 @@ def test_no_other_file_is_lost(tmp_path: Path, text: str) -> None:
     assert path.read_text() == text
 
 
+def test_a_device_is_left_alone(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(NoTimeline, match="is no plain file"):
+        joined(pipe)
+    assert pipe.is_fifo()
+
+
 def test_hosts_have_files_of_their_own() -> None:
     assert sibling(Path("a/run.json"), "node2.lan:1") == Path("a/run.node2.lan_1.json")
 
