@@ -11,6 +11,9 @@ from shardwise.watch.roots import named
 Key = tuple[int, str]
 """A process set and a name: what operations are told apart by."""
 
+JOIN = "join"
+"""The kind, and the name, of saying that a rank has no more data."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
