@@ -174,7 +174,7 @@ def _order(world):
         optimizer.synchronize()
         assert extra.grad.tolist() == [float(world.size - 1)] * 3
         for wrong, words in (
-            ({"named_parameters": [("a", extra)]}, "lacks 10 of the optimizer's"),
+            ({"named_parameters": [("a", extra)]}, "lacks 9 of the optimizer's"),
             ({"named_parameters": [("a", p) for p in model.parameters()]}, "names twice: a"),
             ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "is for op=hvd.Average"),
             ({"backward_passes_per_step": 0}, "is 1 or more, not 0"),

@@ -66,26 +66,30 @@ def test_the_elastic_example_under_mpirun(here: Launcher) -> None:
     assert "after 180 steps: y = 3.00 x -1.00\n" in ran.out
 
 
+BROADCAST = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+SHARD = "sampler = torch.utils.data.distributed.DistributedSampler(dataset"
+SCALE = "lr=args.lr * hvd.size()"
+SAVE = "ranks 0, 1 all write "
+WRAP = "hvd.DistributedOptimizer(optimizer, named_parameters="
+
+
 @pytest.mark.parametrize(
     ("left_out", "said"),
     [
         ("", []),
-        ("broadcast", ["hvd.broadcast_parameters(model.state_dict(), root_rank=0)"]),
-        ("shard", ["sampler = torch.utils.data.distributed.DistributedSampler(dataset"]),
-        ("scale", ["lr=args.lr * hvd.size()"]),
-        ("wrap", ["hvd.DistributedOptimizer(optimizer, named_parameters="]),
-        ("save", ["ranks 0, 1 all write ", "Write if hvd.rank() == 0: before it."]),
+        ("broadcast shard scale save", [BROADCAST, SHARD, SCALE, SAVE]),
+        ("wrap", [WRAP]),
     ],
 )
-def test_a_step_that_is_left_out_is_told_of_once(
+def test_steps_that_are_left_out_are_told_of_once(
     here: Launcher, left_out: str, said: list[str]
 ) -> None:
     words = started_by("shardwise")
     ran = run(here, *words, script("horovod_careless"), *left_out.split())
     assert ran.code == 0, ran.err
     lines = [line for line in ran.err.splitlines() if "shardwise: " in line]
-    assert len(lines) == bool(said), ran.err
-    assert all(words in ran.err for words in said), ran.err
+    assert len(lines) == len(said), ran.err
+    assert all(any(words in line for line in lines) for words in said), ran.err
 
 
 def test_a_rank_that_does_not_ask_is_told_of(here: Launcher) -> None:

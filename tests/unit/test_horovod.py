@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from shardwise.horovod import adasum, habits
-from shardwise.horovod.coordinator import ADD, JOIN, REMOVE, Coordinator, Verdict
+from shardwise.horovod.coordinator import ADD, REMOVE, Coordinator, Verdict
 from shardwise.horovod.habits import Comparison
 from shardwise.horovod.operations import shares
-from shardwise.horovod.requests import Request
+from shardwise.horovod.requests import JOIN, Request
 
 
 def reduction(name, members=0, **more):
@@ -39,6 +39,7 @@ def test_joined_ranks_need_not_ask():
     (verdict,) = table.ask(2, gather, 0.0)
     assert verdict.to == (0, 2)
     assert "cannot be done while rank 1 has joined" in verdict.error
+    assert table.oldest is None  # who has joined may wait for as long as others have data
     table.ask(0, reduction("b"), 0.0)
     assert said(table.ask(2, Request(name=JOIN, kind=JOIN), 0.0)) == [("b", (0, 1, 2), "")]
     (last,) = table.ask(0, Request(name=JOIN, kind=JOIN), 0.0)

@@ -9,7 +9,8 @@ from ipaddress import ip_address
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous as rendezvous_of_torch
 
 from shardwise.collectives import meeting
 from shardwise.collectives.base import Collectives, Solo
@@ -23,6 +24,7 @@ from shardwise.launch.identity import Identity
 
 OnMeeting = Callable[[Identity, Store], None]
 
+STARTS = "TORCHELASTIC_RESTART_COUNT"
 LOOPBACK = "127.0.0.1"
 OUTSIDE = "192.0.2.1"
 """An address that no host has: the route there is that of the whole network."""
@@ -109,7 +111,10 @@ def _join(
     limit = timedelta(seconds=timeout)
     try:
         if identity.launcher == "torchrun":
-            dist.init_process_group(backend, timeout=limit)
+            # The agent's store outlives a start of the ranks, and what they have left there.
+            found, rank, size = next(rendezvous_of_torch("env://", timeout=limit))
+            own = PrefixStore(f"start {os.environ.get(STARTS, 0)}", found)
+            dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
         else:
             store = meeting.store(identity, timeout, rendezvous)
             if on_meeting is not None:

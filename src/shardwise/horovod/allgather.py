@@ -72,4 +72,5 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """`allgather` of several tensors in one operation."""
-    return list(_Allgather.apply(name, process_set, *several("allgather", tensors)))  # type: ignore[no-untyped-call]
+    check_rows("allgather", tensors := several("allgather", tensors))
+    return list(_Allgather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]

@@ -25,12 +25,12 @@ import torch
 from shardwise.collectives import Collectives
 from shardwise.errors import BadCall, HorovodInternalError
 from shardwise.horovod import stall
-from shardwise.horovod.coordinator import ADD, JOIN, REMOVE, Coordinator, Verdict
+from shardwise.horovod.coordinator import ADD, REMOVE, Coordinator, Verdict
 from shardwise.horovod.habits import Comparison, warn
 from shardwise.horovod.handles import Handle
 from shardwise.horovod.links import Link, Message
 from shardwise.horovod.operations import Job, perform, zeros_of
-from shardwise.horovod.requests import Key, Request
+from shardwise.horovod.requests import JOIN, Key, Request
 from shardwise.horovod.streams import Moment, Side
 
 T = TypeVar("T")

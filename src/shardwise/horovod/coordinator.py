@@ -16,10 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.horovod.requests import Key, Request, difference
+from shardwise.horovod.requests import JOIN, Key, Request, difference
 from shardwise.watch.roots import named
 
-JOIN = "join"
 ADD = "process set to add"
 REMOVE = "process set to remove"
 
@@ -89,7 +88,7 @@ class Coordinator:
 
     def overdue(self, now: float, patience: float) -> list[Verdict]:
         """What has waited for longer than `patience` seconds is given up."""
-        late = [key for key, pending in self._pending.items() if now - pending.since > patience]
+        late = [key for key, since in self._waits() if now - since > patience]
         return [
             self._refuse(
                 key,
@@ -102,8 +101,9 @@ class Coordinator:
     def stalled(self, now: float, after: float) -> list[tuple[Request, list[int]]]:
         """What has waited for longer than `after` seconds, and for whom; each is told once."""
         found = []
-        for key, pending in self._pending.items():
-            if not pending.warned and now - pending.since > after:
+        for key, since in self._waits():
+            pending = self._pending[key]
+            if not pending.warned and now - since > after:
                 pending.warned = True
                 found.append((next(iter(pending.asked.values())), self._missing(key)))
         return found
@@ -111,7 +111,11 @@ class Coordinator:
     @property
     def oldest(self) -> float | None:
         """Since when the longest wait lasts; None where nobody waits."""
-        return min((pending.since for pending in self._pending.values()), default=None)
+        return min((since for _, since in self._waits()), default=None)
+
+    def _waits(self) -> list[tuple[Key, float]]:
+        """What waits, and since when. Who has joined may wait for as long as others have data."""
+        return [(key, pending.since) for key, pending in self._pending.items() if key != (0, JOIN)]
 
     def _missing(self, key: Key) -> list[int]:
         asked = self._pending[key].asked

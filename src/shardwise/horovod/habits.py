@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
 from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -150,10 +151,18 @@ def _samples() -> str:
 def _ends(dataset: Any) -> str:
     with _same_randomness():
         try:
-            ends = pickle.dumps([len(dataset), dataset[0], dataset[len(dataset) - 1]])
+            leaves = pytree.tree_leaves([len(dataset), dataset[0], dataset[len(dataset) - 1]])
+            ends = [_contents(leaf) for leaf in leaves]
         except Exception:  # a dataset of the user's own that cannot be read so tells nothing
             return ""
-    return hashlib.sha256(ends).hexdigest()[:16]
+    return hashlib.sha256(b"|".join(ends)).hexdigest()[:16]
+
+
+def _contents(leaf: Any) -> bytes:
+    """Bytes that are equal for equal values; a tensor's pickle has addresses in it."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return pickle.dumps(leaf)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.errors import HorovodInternalError
-from shardwise.horovod.requests import Request
+from shardwise.horovod.requests import JOIN, Request
 from shardwise.horovod.streams import Moment
 
 MARGIN = 10.0
@@ -45,6 +45,11 @@ class Handle:
         self._error: str | None = None
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether rank 0 ends it in time; who joins waits for as long as others have data."""
+        return self.request.kind != JOIN
+
+    @property
     def is_done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         return self._done.is_set()
@@ -62,7 +67,7 @@ class Handle:
 
     def wait(self, timeout: float) -> Any:
         """The result, once it has come. Raises HorovodInternalError where it does not."""
-        if not self._done.wait(timeout + MARGIN):
+        if not self._done.wait(timeout + MARGIN if self.is_bounded else None):
             raise HorovodInternalError(
                 f"{self.request.kind} {self.request.name!r}: rank 0, which coordinates, has not "
                 f"answered for {timeout + MARGIN:g} s. Is it stopped, or cut off?"

@@ -11,6 +11,9 @@ from shardwise.watch.roots import named
 Key = tuple[int, str]
 """A process set and a name: what operations are told apart by."""
 
+JOIN = "join"
+"""The kind, and the name, of saying that a rank has no more data."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -65,7 +68,7 @@ UNEVEN = ("allgather", "alltoall")
 def difference(asked: Mapping[int, Request]) -> str:
     """Why what ranks ask for under one name cannot be one operation; "" where it can."""
     for words in (_kind, _tensors, _op, _root, _splits, _layout):
-        said = {rank: words(request) for rank, request in asked.items()}
+        said = {rank: words(asked[rank]) for rank in sorted(asked)}
         if len(set(said.values())) > 1:
             name = next(iter(asked.values())).name
             return f"{name!r} is {_by_rank(said)}: it must be the same on all ranks."

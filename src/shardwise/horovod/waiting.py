@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shardwise.horovod.asking import ask, wait
 from shardwise.horovod.context import current
-from shardwise.horovod.coordinator import JOIN
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
+from shardwise.horovod.requests import JOIN
 
 
 def join(device: int = -1) -> int:
