@@ -239,6 +239,7 @@ class Settings:
         "recover",
         "a NaN gradient stops the run, or skips the step",
         "stop|skip",
+        rare=True,
     )
     save_failure: str = _setting(
         "stop",

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from torch.utils.data import Subset
+
 from shardwise.data import order
 from shardwise.data.source import seed_cpu
 from shardwise.errors import DataError
@@ -113,7 +115,7 @@ def _check_same_dataset(world: World, dataset: Any) -> None:
     """
     if world.size == 1:
         return
-    chosen = [_plain(index) for index in getattr(dataset, "indices", ())]
+    chosen = [_plain(index) for index in dataset.indices] if isinstance(dataset, Subset) else []
     digest = hashlib.blake2b(repr(chosen).encode(), digest_size=16).hexdigest()
     told = world.gather((type(dataset).__name__, len(dataset), digest))
     for rank, theirs in enumerate(told):

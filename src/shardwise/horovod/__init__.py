@@ -8,6 +8,7 @@ operations.py    how each operation is done with a transport's verbs; adasum.py
 handles.py       operations on their way; streams.py on an accelerator; stall.py waits too long
 
 context.py       init, shutdown; queries.py  who a rank is; process_sets.py
+timelines.py     started and stopped by a script
 asking.py        from a call to a handle
 allreduce.py allgather.py broadcast.py alltoall.py reducescatter.py waiting.py objects.py
 """
@@ -77,6 +78,7 @@ from shardwise.horovod.reducescatter import (
     reducescatter_async,
 )
 from shardwise.horovod.sync_batch_norm import SyncBatchNorm
+from shardwise.horovod.timelines import start_timeline, stop_timeline
 from shardwise.horovod.waiting import barrier, join
 
 __all__ = [
@@ -146,6 +148,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 
