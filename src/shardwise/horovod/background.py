@@ -76,6 +76,9 @@ class Background:
             self._selector.register(link.socket, link.events, rank)
         # A daemon, since the end of a process must not wait for ranks that never come.
         self._thread = threading.Thread(target=self._run, name="shardwise-horovod", daemon=True)
+        for rank, link in links.items():
+            self._told.put(partial(self._hear, rank, link))  # what has come with the hello
+        self._tell(lambda: None)
         self._thread.start()
 
     # -- for other threads ----------------------------------------------------------------
@@ -177,6 +180,8 @@ class Background:
                 return
 
     def _hear(self, rank: int, link: Link) -> None:
+        if not link.is_open:
+            return
         for message in link.read():
             self._mind(rank, message)
         if not link.is_open:

@@ -28,15 +28,15 @@ _living: WeakSet[Link] = WeakSet()
 
 
 class Link:
-    """One end of a connection; what cannot be sent yet is kept."""
+    """One end of a connection; what cannot be sent yet is kept. `received` has come already."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, received: bytes = b"") -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.is_open = True
         self._unsent = bytearray()
-        self._received = bytearray()
+        self._received = bytearray(received)
         _living.add(self)
 
     @property
@@ -99,9 +99,10 @@ def accept(listener: socket.socket, secret: str, size: int, timeout: float) -> d
             ) from None
         connection.settimeout(HELLO)
         with suppress(OSError, ValueError):
-            given, _, rank = _line(connection).partition(b" ")
+            hello, more = _hello(connection)
+            given, _, rank = hello.partition(b" ")
             if hmac.compare_digest(given, secret.encode()):
-                found[int(rank)] = Link(connection)
+                found[int(rank)] = Link(connection, more)
                 continue
         connection.close()
     return found
@@ -124,14 +125,16 @@ def listen(address: str) -> socket.socket:
     return questions.listen(address)
 
 
-def _line(connection: socket.socket) -> bytes:
+def _hello(connection: socket.socket) -> tuple[bytes, bytes]:
+    """The first line, and what has come after it: a rank asks as soon as it has connected."""
     data = b""
-    while not data.endswith(b"\n"):
+    while b"\n" not in data:
         more = connection.recv(256)
         if not more or len(data) > 256:
             raise ValueError("no hello")
         data += more
-    return data
+    line, _, rest = data.partition(b"\n")
+    return line, rest
 
 
 def _in_forked_child() -> None:
