@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
 
+import shardwise as sw
 from shardwise.data import Loader
 
 SIZES = (1, 2, 3, 4)
@@ -307,3 +308,11 @@ def test_a_part_without_samples_is_named_on_all_ranks(group):
     assert len(set(errors)) == 1
     assert errors[0][0] == "DataError"
     assert "on rank(s) 1 of 3 holds no sample" in errors[0][1]
+
+
+def rows_case(world):
+    return [batch.tolist() for batch in sw.Loader(torch.arange(8), batch_size=4)]
+
+
+def test_a_tensor_is_a_dataset(group):
+    assert group(2)(rows_case) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]

@@ -14,7 +14,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -32,6 +32,7 @@ from shardwise.horovod.links import Link, Message
 from shardwise.horovod.operations import Job, perform, zeros_of
 from shardwise.horovod.requests import JOIN, Key, Request
 from shardwise.horovod.streams import Moment, Side
+from shardwise.timeline import Row, span
 
 T = TypeVar("T")
 
@@ -266,7 +267,8 @@ class Background:
         request, number = verdict.request, verdict.request.members
         tensors = zeros_of(request, self._device) if handle is None else handle.tensors
         try:
-            with self._side.after(Moment() if handle is None else handle.ready):
+            noted = span(f"{request.kind} {request.name}", Row.COMMUNICATION, _about(tensors))
+            with noted, self._side.after(Moment() if handle is None else handle.ready):
                 self._side.lend(tensors)
                 job = Job(
                     request,
@@ -344,3 +346,9 @@ class Background:
         for handle in handles:
             request = handle.request
             handle.fail(f"{request.kind} {request.name!r} cannot be done: {why}")
+
+
+def _about(tensors: Sequence[torch.Tensor]) -> dict[str, int | str]:
+    """What a timeline shows beside an operation."""
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+    return {"bytes": sum(tensor.nbytes for tensor in tensors), "dtype": ", ".join(dtypes)}

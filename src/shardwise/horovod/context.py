@@ -19,6 +19,7 @@ from shardwise.errors import BadCall, UsageError
 from shardwise.horovod import links
 from shardwise.horovod.background import Background
 from shardwise.horovod.habits import Eyes
+from shardwise.timeline import recorder
 from shardwise.world import World
 
 _current: Context | None = None
@@ -49,6 +50,8 @@ class Context:
         """A DistributedOptimizer has made a step: what a restart may lose."""
         self.steps += 1
         self.world.telling.stepped(0, self.steps)
+        if (recording := recorder.active) is not None:
+            recording.stepped(0, self.steps)
 
     def close(self) -> None:
         """End the thread, and look no longer."""

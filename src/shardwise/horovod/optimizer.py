@@ -21,6 +21,7 @@ from shardwise.horovod.context import current
 from shardwise.horovod.gradients import Gradients
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.states.tracked import Tracked
+from shardwise.timeline import span
 
 Named = Iterable[tuple[str, nn.Parameter]]
 Groups = int | Sequence[Sequence[nn.Parameter]] | None
@@ -40,7 +41,8 @@ class ReducedSteps(optim.Optimizer):
         """Return when every `param.grad` is reduced over all ranks: for clipping by hand, before
         `with optimizer.skip_synchronize(): optimizer.step()`."""
         if self._gradients is not None:
-            self._gradients.synchronize()
+            with span("synchronize"):
+                self._gradients.synchronize()
         self._synchronized = True
 
     @contextmanager
@@ -67,8 +69,10 @@ class ReducedSteps(optim.Optimizer):
         elif not self._skips:
             self.synchronize()
         self._synchronized = False
+        with span("update"):
+            super().step()
         current().stepped()
-        return super().step()
+        return None
 
     # LRScheduler would wrap `step` on the instance, where it would hide a class set later.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
