@@ -55,6 +55,11 @@ class StepLog:
         self._samples = 0  # given to train on since the last step
         self._last = time.perf_counter()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody wants to know."""
+        return self._file is not None or self._stop_after is not None
+
     def asked(self) -> None:
         """The data of a step to train on is asked for."""
         if self._begin is None:
@@ -76,7 +81,7 @@ class StepLog:
 
         Raises SystemExit when the run is to end.
         """
-        if engine or (self._file is None and self._stop_after is None):
+        if engine or not self.is_on:
             return
         if self._file is not None:
             self._add(steps, outcome)

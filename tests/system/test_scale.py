@@ -42,6 +42,15 @@ def test_weak_scaling_of_a_few_steps_with_settings_of_the_run(shardwise: Launche
     assert "ZERO_1" in (shardwise.folder / "out/runs/weak-2/output.txt").read_text()
 
 
+def test_a_script_in_horovods_style(shardwise: Launcher) -> None:
+    flags = ("-n", "2", "--kind", "weak", "--warmup", "1", "--steps", "5", "--out", "out")
+    ran = shardwise.run("scale", *flags, script("horovod_measured"), env=QUICK)
+    assert ran.code == 0, ran.out + ran.err
+    (found,) = json.loads((shardwise.folder / "out" / "scaling.json").read_text())["results"]
+    assert (found["batch"], found["steps"], found["error"]) == (2 * 4, 6, None)
+    assert found["samples_per_second"] > 0
+
+
 def test_asked_to_end_it_leaves_nothing_behind(shardwise: Launcher) -> None:
     process = shardwise.start(
         "scale", "-n", "2", "--out", "out", script("measured"), "linger", env=QUICK

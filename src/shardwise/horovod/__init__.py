@@ -8,7 +8,7 @@ operations.py    how each operation is done with a transport's verbs; adasum.py
 handles.py       operations on their way; streams.py on an accelerator; stall.py waits too long
 
 context.py       init, shutdown; queries.py  who a rank is; process_sets.py
-timelines.py     started and stopped by a script
+timelines.py     started and stopped by a script; samples.py  counted for `shardwise scale`
 asking.py        from a call to a handle
 allreduce.py allgather.py broadcast.py alltoall.py reducescatter.py waiting.py objects.py
 """

@@ -19,6 +19,7 @@ from shardwise.errors import BadCall, UsageError
 from shardwise.horovod import links
 from shardwise.horovod.background import Background
 from shardwise.horovod.habits import Eyes
+from shardwise.horovod.samples import Samples
 from shardwise.timeline import recorder
 from shardwise.world import World
 
@@ -45,6 +46,7 @@ class Context:
         self.eyes: Eyes | None = None
         if world.size > 1:
             self.eyes = Eyes(world.rank, self.background.see, lambda: self.reduces)
+        self.samples = Samples(world.step_log) if world.step_log.is_on else None
 
     def stepped(self) -> None:
         """A DistributedOptimizer has made a step: what a restart may lose."""
@@ -52,11 +54,15 @@ class Context:
         self.world.telling.stepped(0, self.steps)
         if (recording := recorder.active) is not None:
             recording.stepped(0, self.steps)
+        if self.samples is not None:
+            self.samples.stepped(self.steps)
 
     def close(self) -> None:
         """End the thread, and look no longer."""
         if self.eyes is not None:
             self.eyes.close()
+        if self.samples is not None:
+            self.samples.close()
         self.background.close()
 
 

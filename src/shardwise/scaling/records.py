@@ -44,8 +44,8 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
     made = min(map(len, own))
     if made == 0:
         raise TooFew(
-            "it made no engine.step that was recorded: the script trains with sw.Loader and "
-            "sw.Engine?"
+            "it made no step that was recorded: does the script train with sw.Loader and "
+            "sw.Engine, or with shardwise.horovod and torch's DataLoader?"
         )
     if made <= warmup:
         raise TooFew(
