@@ -2,6 +2,7 @@
 
 engine.py       the algorithm: backward seeds autograd, step reduces, exchanges, updates
 takeover.py     models and optimizers made ready, followed, given back
+recipe.py       what an engine is made from
 assembly.py     from models and optimizers to the three states, and back for a rebuild
 sectioning.py   which unit each parameter belongs to
 starting.py     the values that training starts from

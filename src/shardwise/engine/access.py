@@ -11,7 +11,8 @@ import torch
 from torch import nn, optim
 
 from shardwise.engine import alike, sectioning, starting
-from shardwise.engine.assembly import Recipe, States
+from shardwise.engine.assembly import States
+from shardwise.engine.recipe import Recipe
 from shardwise.errors import UsageError
 from shardwise.model.export import write_safetensors
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, optim
 
 from shardwise.engine import starting
-from shardwise.engine.assembly import Recipe
+from shardwise.engine.recipe import Recipe
 from shardwise.errors import ModelMismatch
 
 

@@ -7,8 +7,9 @@ from typing import Literal
 
 from rich.table import Table
 
-from shardwise.engine.assembly import Recipe, States
+from shardwise.engine.assembly import States
 from shardwise.engine.figures import in_bytes
+from shardwise.engine.recipe import Recipe
 from shardwise.placement import STATES, Placement
 
 

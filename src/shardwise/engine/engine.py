@@ -25,12 +25,13 @@ from shardwise import config, randomness
 from shardwise import world as world_module
 from shardwise.collectives import Handle
 from shardwise.engine import access, describe, diagnosis, exact_mode, habits, splitting, start_lines
-from shardwise.engine.assembly import Recipe, States
+from shardwise.engine.assembly import States
 from shardwise.engine.checkpoints import Checkpoints
 from shardwise.engine.exact_mean import Seeds, weight_of
 from shardwise.engine.exchange import exchange
 from shardwise.engine.options import Options
 from shardwise.engine.parts import ExactParts, Parts
+from shardwise.engine.recipe import Recipe
 from shardwise.engine.resumable import Resumable
 from shardwise.engine.takeover import Takeover
 from shardwise.engine.window import StepStats, Totals, Window

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn, optim
 
-from shardwise.engine.assembly import Recipe, States
+from shardwise.engine.assembly import States
+from shardwise.engine.recipe import Recipe
 from shardwise.states.optimizer_trial import Kind, examine, placed
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.dtypes import name_of
 from shardwise.checkpoint.format import TensorSpec
-from shardwise.engine.assembly import Recipe, States
+from shardwise.engine.assembly import States
 from shardwise.engine.idle import idle
+from shardwise.engine.recipe import Recipe
 from shardwise.shards import Shard
 from shardwise.states import holdings
 from shardwise.states.holdings import Holding, Holdings, Told

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shardwise.config import Settings
-from shardwise.engine.assembly import Recipe
+from shardwise.engine.recipe import Recipe
 from shardwise.errors import ConfigError, ModelError
 from shardwise.parallel import known
 from shardwise.parallel import plan as plans

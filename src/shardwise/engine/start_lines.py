@@ -7,8 +7,9 @@ import math
 from torch import nn
 
 from shardwise.engine import splitting
-from shardwise.engine.assembly import Recipe, States
+from shardwise.engine.assembly import States
 from shardwise.engine.figures import in_bytes, in_short, many
+from shardwise.engine.recipe import Recipe
 from shardwise.model import units
 from shardwise.model.activations import Activations
 from shardwise.model.precision import NARROW

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.engine import alike, assembly, habits, splitting, starting
-from shardwise.engine.assembly import Recipe
+from shardwise.engine.recipe import Recipe
 from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.activations import Activations

@@ -1,0 +1,138 @@
+"""What an engine is made from: the user's models and optimizers, and the ranks that share them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn, optim
+
+from shardwise.collectives import Collectives, within_hosts
+from shardwise.config import Settings
+from shardwise.model.precision import PRESETS, is_cast
+from shardwise.model.regions import Doors
+from shardwise.parallel.split import Split
+from shardwise.placement import Placement
+from shardwise.shards import Shard
+from shardwise.states.summation import Summation, in_tree
+from shardwise.states.tracked import Census, Tracked, locate
+from shardwise.tree import MicroShards
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the states are made from; the same after a rebuild."""
+
+    models: tuple[nn.Module, ...]
+    optimizers: tuple[optim.Optimizer, ...]
+    placement: Placement
+    settings: Settings
+    run: Collectives
+    """All ranks."""
+    group: Collectives
+    """The data-parallel ones: those with the same part of the model, or all."""
+    device: torch.device
+    shards: MicroShards | None = None
+    """How a step is cut in the exact mode."""
+    split: Split | None = None
+    """What each rank of a replica has of the models, where layers are split."""
+
+    @property
+    def part(self) -> int:
+        """Which part of split layers this rank has."""
+        return 0 if self.split is None else self.split.group.rank
+
+    def shard_of(self, parameter: Tensor) -> Shard | None:
+        """Which part of a whole tensor `parameter` is, where it is one."""
+        if self.split is None or not isinstance(parameter, nn.Parameter):
+            return None
+        return self.split.shards.get(parameter)
+
+    @cached_property
+    def summation(self) -> Summation:
+        """How gradients become one sum."""
+        return Summation() if self.shards is None else in_tree(self.shards)
+
+    @cached_property
+    def prefixes(self) -> tuple[str, ...]:
+        """What stands before the names of each model: nothing when there is one."""
+        several = len(self.models) > 1
+        return tuple(f"models[{i}]" if several else "" for i in range(len(self.models)))
+
+    @cached_property
+    def sharding(self) -> Collectives:
+        """The ranks over which states are sharded: all, or those of a host."""
+        within = self.settings.shard_within == "host" and self.placement.level > 0
+        return within_hosts(self.group) if within else self.group
+
+    @cached_property
+    def gather_group(self) -> Collectives:
+        """The same ranks for gathers, whose order against other collectives may differ."""
+        return self.sharding.second_group()
+
+    def leave_groups(self) -> None:
+        """Close the groups of ranks that were made for this engine alone. Collective."""
+        self.run.barrier()  # nobody is in one of them any more
+        made = [vars(self).pop(name, self.group) for name in ("gather_group", "sharding")]
+        for group in made:
+            if group is not self.group:
+                group.close()
+
+    @cached_property
+    def doors(self) -> Doors:
+        """Where forwards tell which sharded parameters they need."""
+        return Doors()
+
+    def located(self) -> list[Tracked]:
+        """Every parameter of the models, and those that only an optimizer knows."""
+        found = locate(self.models, self.prefixes)
+        known = {tracked.parameter for tracked in found}
+        for number, optimizer in enumerate(self.optimizers):
+            for group in optimizer.param_groups:
+                for index, parameter in enumerate(group["params"]):
+                    if parameter not in known:
+                        known.add(parameter)
+                        found.append(Tracked(f"optimizers[{number}].params[{index}]", parameter))
+        for tracked in found:
+            self._foresee(tracked)
+            tracked.shard = self.shard_of(tracked.parameter)
+        return found
+
+    def _foresee(self, tracked: Tracked) -> None:
+        """Say where a parameter without memory will be, and as what."""
+        if not tracked.parameter.is_meta:
+            return
+        tracked.device = self.device
+        cast = PRESETS[self.settings.precision].cast
+        if cast is not None and is_cast(tracked.places):
+            tracked.dtype = cast
+
+    @cached_property
+    def _census(self) -> Census:
+        return Census(self.models)
+
+    def shape(self) -> Shape:
+        """What the states are laid out for."""
+        return Shape(
+            [len(g["params"]) for o in self.optimizers for g in o.param_groups],
+            [p.requires_grad for p in self._census.parameters()],
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The lengths of the parameter groups, and by parameter whether it is trained."""
+
+    groups: list[int]
+    trained: list[bool]
+
+    def fits(self, now: Shape) -> bool:
+        """Whether states laid out for this serve `now` too.
+
+        A parameter that is frozen on the way stays where it is, without a gradient: a GAN freezes
+        its discriminator in every step.
+        """
+        if (self.groups, len(self.trained)) != (now.groups, len(now.trained)):
+            return False
+        return all(was or not is_ for was, is_ in zip(self.trained, now.trained, strict=True))
