@@ -193,6 +193,8 @@ def _train(
     counts: Counts,
 ) -> str:
     """Train once, with `faults` on the way; the hash of what it came to."""
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="faults-") as name:
         run = Run(row, options, Path(name))
         try:
