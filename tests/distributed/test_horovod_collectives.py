@@ -300,7 +300,7 @@ def _joined(world):
         last = hvd.join()
         equal(hvd.allreduce(torch.ones(3)), torch.ones(3))
         if world.rank == 0:
-            assert hvd.join() == world.size - 1 or world.size == 1
+            assert hvd.join() > 0 or world.size == 1  # which of the others is last is a race
         else:
             with pytest.raises(RuntimeError, match=r"cannot be done while rank 0 has joined: allg"):
                 hvd.allgather(torch.ones(1))
