@@ -226,7 +226,7 @@ def test_a_state_that_is_not_its_formula_shows(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--peers", "horovod"], "No such peer: horovod. There are ddp, zro"),
+        (["--peers", "megatron"], "No such peer: megatron. There are apart, ddp, zro"),
         (["--config", "B"], "No such configuration: B. There are A, C, R."),
         (["--config", "R", "--heads", "2"], "No chosen configuration has a --heads."),
         (["--ranks", "3"], "A batch of 8 rows cannot be cut into 3 equal shares"),
