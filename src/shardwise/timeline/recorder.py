@@ -175,16 +175,18 @@ def span(
     name: str, row: Row = Row.COMPUTE, about: Mapping[str, int | str] | None = None
 ) -> AbstractContextManager[None]:
     """A context that is noted as `name` on a row; `about` is shown beside it."""
-    return _OFF if active is None else Span(active, name, row, about)
+    recorder = active  # read once: the thread that writes may end it at any moment
+    return _OFF if recorder is None else Span(recorder, name, row, about)
 
 
 def launched(what: str, buffer: Tensor, bucket: int | None = None) -> Launched | None:
     """A collective over `buffer` that begins now; None where nothing is recorded."""
-    if active is None:
+    recorder = active
+    if recorder is None:
         return None
     about: dict[str, int | str] = {} if bucket is None else {"bucket": bucket}
     about |= {"bytes": buffer.nbytes, "dtype": str(buffer.dtype).removeprefix("torch.")}
-    return Launched(active, what if bucket is None else f"{what} of bucket {bucket}", about)
+    return Launched(recorder, what if bucket is None else f"{what} of bucket {bucket}", about)
 
 
 def watch(watcher: Watcher) -> None:

@@ -1,12 +1,17 @@
 """Notes, the lines that they become, and the files that are read again."""
 
+import itertools
 import json
 import os
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise import recording
 from shardwise.errors import ConfigError
@@ -77,6 +82,48 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else() -> None:
     assert [error.strerror for error in failures] == ["No space left on device"]
     with span("goes on"):
         pass
+
+
+def note_a_collective() -> None:
+    if (sent := recorder.launched("all-reduce", torch.ones(2))) is not None:
+        sent.done()
+
+
+def note_a_span() -> None:
+    with span("goes on"):
+        pass
+
+
+@pytest.mark.parametrize("noted", [note_a_span, note_a_collective])
+def test_a_timeline_may_end_at_any_moment_of_a_note(
+    noted: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each of its instructions in turn, as the thread that writes does on a full disk."""
+    recording = Recorder(Kept(), lambda error: None)
+    kept: list[bool] = []
+
+    def trace(frame: FrameType, event: str, about: Any) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = frame.f_code.co_filename == recorder.__file__
+        left -= event == "opcode"
+        if left == 0:
+            recorder._leave(recording)
+        return trace
+
+    for moment in itertools.count(1):
+        left = moment
+        monkeypatch.setattr(recorder, "active", recording)
+        before, outer = len(recording.notes), sys.gettrace()
+        sys.settrace(trace)
+        try:
+            noted()
+        finally:
+            sys.settrace(outer)
+        kept.append(len(recording.notes) > before)
+        if left > 0:
+            break
+    recording.stop()
+    assert {True, False} == set(kept)
 
 
 def test_a_forked_process_records_nothing() -> None:
