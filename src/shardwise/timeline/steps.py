@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from shardwise.timeline.intervals import Intervals, clipped, length, minus, union
@@ -70,6 +72,9 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[Step]:
     waits = union(_ends(event) for event in events if event["cat"] == WAIT)
     launched = [event for event in events if event["cat"] == _LAUNCHED]
     under_way = minus(union(map(_ends, launched)), kinds[EXPOSED])
+    ended = sorted((_ends(event)[1], event["args"]["bytes"]) for event in launched)
+    ends = [end for end, _ in ended]
+    sent = [0, *accumulate(nbytes for _, nbytes in ended)]
     found = []
     for mark in sorted(marks, key=lambda mark: mark["ts"]):
         begin, end = _ends(mark)
@@ -84,7 +89,7 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[Step]:
                 spent={kind: spent[kind] for kind in KINDS},
                 hidden=_seconds(under_way, begin, end),
                 waited=_seconds(waits, begin, end),
-                nbytes=sum(e["args"]["bytes"] for e in launched if begin < _ends(e)[1] <= end),
+                nbytes=sent[bisect_right(ends, end)] - sent[bisect_right(ends, begin)],
             )
         )
     return found

@@ -96,6 +96,25 @@ def test_what_stands_over_two_steps_is_cut_and_other_engines_are_left_out() -> N
     assert (first.spent["data"], second.spent["data"]) == pytest.approx((0.010, 0.020))
 
 
+class Counted(dict[str, Any]):
+    """An event that counts how often anything of it is read."""
+
+    reads = 0
+
+    def __getitem__(self, key: str) -> Any:
+        Counted.reads += 1
+        return super().__getitem__(key)
+
+
+def test_a_long_trace_is_read_in_passes_not_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "reads", 0)
+    events = [Counted(one) for n in range(400) for one in one_step(0, 100 * n, number=n)]
+    found = steps_of(events)[0]
+    assert {step.nbytes for step in found} == {4000}
+    assert len(found) == 400
+    assert Counted.reads < 20 * len(events)
+
+
 def trace(late: dict[int, int], steps: int = 4) -> list[Event]:
     """Ranks that wait for the latest of them, each `late` by so many ms per step."""
     events, worst = [], max(late.values())
