@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -245,6 +246,8 @@ class TestReading:
         whole = tmp_path / "whole.json"
         reading.merge(reading.read([path]), whole)
         assert self.names(whole) == ["here", "there"]
+        alone = shutil.move(whole, tmp_path / "elsewhere.json")
+        assert self.names(alone) == ["here", "there"]
 
     def test_files_of_two_runs_are_refused(self, tmp_path: Path) -> None:
         one = self.written(tmp_path / "1.json", "a", "x")
@@ -255,15 +258,31 @@ class TestReading:
     @pytest.mark.parametrize(
         "text",
         [
-            '[\n{"name": "x", "ph": "X"},\n{"name": "y", "ph": "X"}\n',
-            '[\n{"name": "x", "ph": "X"},\n{"name": "y", "ph": "X"},\n{"na',
-            '{"traceEvents": [{"name": "x", "ph": "X"}, {"name": "y", "ph": "X"}]}',
+            '[\n%s,\n{"name": "x", "ph": "X"},\n{"name": "y", "ph": "X"}\n',
+            '[\n%s,\n{"name": "x", "ph": "X"},\n{"name": "y", "ph": "X"},\n{"na',
+            '{"traceEvents": [{"name": "x", "ph": "X"}, %s, {"name": "y", "ph": "X"}]}',
         ],
     )
     def test_what_other_tools_leave(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "t.json"
-        path.write_text(text)
+        path.write_text(text % '{"name": "shardwise timeline", "ph": "M", "args": {"run": "a"}}')
         assert self.names(path) == ["x", "y"]
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            '{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": "7"}]}',
+            '[{"name": "step 1", "ph": "X", "cat": "steps", "pid": 0, "ts": 0, "dur": 1}]',
+            '[{"name": "shardwise timeline", "ph": "M"}]',
+            "[]",
+        ],
+    )
+    def test_what_another_tool_wrote(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "t.json"
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"t\.json is no timeline of ours"):
+            reading.read([path])
+        assert self.names(self.written(tmp_path / "t", "a", "ours")) == ["ours"]
 
     @pytest.mark.parametrize("text", ["", "{}", "[1]", "[[", "\xff"])
     def test_what_is_no_timeline(self, tmp_path: Path, text: str) -> None:
