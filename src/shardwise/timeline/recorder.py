@@ -82,10 +82,11 @@ class Recorder:
         self._thread.start()
 
     def stepped(self, engine: int, number: int) -> None:
-        """Step `number` of an engine is over; it began when the one before was over."""
+        """Step `number` of an engine is over; it began when the one before was over, an engine's
+        first one when another engine's last."""
         now = time.monotonic_ns()
         about = {"step": number, "engine": engine}
-        began = self._stepped.get(engine, self._began)
+        began = self._stepped.get(engine, max(self._stepped.values(), default=self._began))
         self._stepped[engine] = now
         self.notes.append(Note(Row.STEPS, f"step {number}", began, now, about))
 

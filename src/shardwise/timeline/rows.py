@@ -38,3 +38,6 @@ LANES = (Row.COMMUNICATION, Row.TIERS)
 
 WIDEST = 30
 """Rows that one of `LANES` may take; what overlaps more stands on the last of them."""
+
+FURTHER_STEPS = 70
+"""The row of the second engine's steps, on which those of further ones follow, `WIDEST` in all."""

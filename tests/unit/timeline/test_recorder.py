@@ -173,6 +173,25 @@ def test_collectives_that_overlap_stand_on_rows_of_their_own() -> None:
     assert flows[:4] == [("s", 2, "0-1"), ("f", 10, "0-1"), ("s", 2, "0-2"), ("f", 11, "0-2")]
 
 
+def test_the_steps_of_several_engines_stand_on_a_row_each() -> None:
+    """Two that take turns, and a third one after them."""
+    kept = Kept()
+    recording = Recorder(kept, lambda error: None)
+    for engine, number in [(4, 1), (7, 1), (4, 2), (7, 2), (9, 1)]:
+        recording.stepped(engine, number)
+    recording.stop()
+    one, two, *_, last, third = kept.notes
+    assert (two.began, third.began) == (one.ended, last.ended)
+    found = lines(Encoder(0, "here"), *kept.notes)
+    assert [e["tid"] for e in found if e["ph"] == "X"] == [1, 70, 1, 70, 71]
+    named = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    assert named == {1: "steps", 70: "steps 2", 71: "steps 3"}
+    order = {e["tid"]: e["args"]["sort_index"] for e in found if e["name"] == "thread_sort_index"}
+    assert set(order.values()) == {1}  # beside each other, above all else
+    many = [Note(Row.STEPS, "step 1", n, n + 1, {"step": 1, "engine": n}) for n in range(99)]
+    assert {e["tid"] for e in lines(Encoder(0, ""), *many)} == {1, *range(70, 100)}
+
+
 def test_every_line_fits_into_a_page() -> None:
     note = Note(Row.TIERS, "\U0001f600" * 9000, 0, 1, {"of": "\U0001f600" * 9000, "bytes": 1 << 60})
     assert max(map(len, Encoder(1 << 20, "h" * 9000).lines([note]))) < PAGE - 2
