@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import shutil
 import sys
@@ -223,6 +224,56 @@ def test_a_clock_is_known_to_half_a_round_trip(which: Any) -> None:
     assert found.error >= 1_000_000
     assert clocks.ahead(Lookout(0, 2), 0, which) == clocks.Ahead(0, 0)
     assert clocks.ahead(Lookout(1, 2), 0, which) is None  # it has met nobody
+
+
+class Late(Answering):
+    """On another host, and silent at its first `silent` looks."""
+
+    def __init__(self, behind: int, silent: float) -> None:
+        super().__init__(behind)
+        self._ways = [0.0] * clocks.ROUNDS
+        self._silent = silent
+
+    def shares_host(self, rank: int) -> bool:
+        return rank == self.rank
+
+    def ask_clock(self, rank: int) -> dict[str, int] | None:
+        self._silent -= 1
+        return None if self._silent >= 0 else super().ask_clock(rank)
+
+
+def recorded_by(lookout: Lookout, path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The events of a step recorded in three writes."""
+    monkeypatch.setattr(recorder, "PERIOD", 0.02)
+    recording.start(path, lookout)
+    assert recorder.active is not None
+    with span("in the first write"):
+        pass
+    time.sleep(0.1)
+    recorder.active.stepped(0, 1)
+    recording.stop()
+    (written,) = path.parent.glob("*.json")
+    return json.loads(written.read_text())
+
+
+def test_notes_wait_until_rank_0s_clock_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind, began = 10**15, time.monotonic_ns()
+    events = recorded_by(Late(behind, silent=2), tmp_path / "t.json", monkeypatch)
+    times = [event["ts"] for event in events if "ts" in event]
+    assert len(times) > 3
+    for ts in times:  # counters of memory as well
+        assert 0 <= ts * 1000 + behind - began < 10**10
+    assert "in the first write" in [event["name"] for event in events]
+
+
+def test_times_that_fit_nobodys_are_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = recorded_by(Late(0, silent=math.inf), tmp_path / "t.json", monkeypatch)
+    assert not [event for event in events if "ts" in event]
+    assert "any more: rank 0 has not answered what its clock shows" in capsys.readouterr().err
 
 
 def test_a_run_of_one_rank_from_start_to_stop(tmp_path: Path) -> None:
