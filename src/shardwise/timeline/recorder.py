@@ -33,6 +33,10 @@ WAIT = "wait"
 """The category of what a rank waits for others; else a category is the title of the row."""
 
 
+WAIT_BESIDE = "wait beside"
+"""The category of what a thread waits for that communicates beside the one that computes."""
+
+
 class Note(NamedTuple):
     """Something that began and ended, in ns of the monotonic clock of this host."""
 
@@ -90,12 +94,15 @@ class Recorder:
         self._stepped[engine] = now
         self.notes.append(Note(Row.STEPS, f"step {number}", began, now, about))
 
-    def waited(self, call: str, since: float, missing: tuple[int, ...]) -> None:
-        """The thread that computes has waited in `call`, `since` seconds of the monotonic clock;
-        the ranks `missing` had not come when it began."""
+    def waited(
+        self, call: str, since: float, missing: tuple[int, ...], beside: bool = False
+    ) -> None:
+        """A thread, the one that computes or one `beside` it, has waited in `call`, `since` seconds
+        of the monotonic clock; the ranks `missing` had not come when it began."""
         began, now = int(since * 1e9), time.monotonic_ns()
         about = {"for": _listed(missing)} if missing else None
-        self.notes.append(Note(Row.COMPUTE, f"wait: {call}", began, now, about, WAIT))
+        row, category = (Row.BESIDE, WAIT_BESIDE) if beside else (Row.COMPUTE, WAIT)
+        self.notes.append(Note(row, f"wait: {call}", began, now, about, category))
 
     def stop(self) -> None:
         """Write what is left, and end."""

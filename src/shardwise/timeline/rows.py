@@ -14,6 +14,7 @@ class Row(IntEnum):
     DATA = 3
     CHECKPOINT = 4
     BACKGROUND = 5
+    BESIDE = 6
     COMMUNICATION = 10
     TIERS = 40
 
@@ -29,6 +30,7 @@ _TITLES = {
     Row.DATA: "data",
     Row.CHECKPOINT: "checkpoint",
     Row.BACKGROUND: "checkpoint, in the background",
+    Row.BESIDE: "waits beside",
     Row.COMMUNICATION: "communication",
     Row.TIERS: "tiers",
 }
