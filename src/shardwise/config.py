@@ -421,8 +421,8 @@ _NOT_SETTINGS = {"FLAGS", "CONFIG"}
 HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
 """Horovod's variable for the same, understood as well."""
 
-_ON_CALL = "DYNAMIC"
-"""What Horovod takes there for a timeline that the script starts itself."""
+_NO_FILE = ("", "DYNAMIC")
+"""What Horovod takes there for none, and for a timeline that the script starts itself."""
 _LAUNCH_PREFIX = PREFIX + "LAUNCH_"
 
 
@@ -430,7 +430,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """SHARDWISE_<NAME> variables, but for those that the launcher itself sets (_LAUNCH_), and what
     Horovod has a variable for."""
     values = {}
-    if environ.get(HOROVOD_TIMELINE, _ON_CALL) != _ON_CALL:
+    if environ.get(HOROVOD_TIMELINE, "") not in _NO_FILE:
         values["timeline"] = environ[HOROVOD_TIMELINE]
     for variable, value in environ.items():
         if not variable.startswith(PREFIX) or variable.startswith(_LAUNCH_PREFIX):

@@ -19,6 +19,9 @@ from shardwise.watch.lookout import Lookout
 MEASURED_EVERY = 30.0
 """Seconds between two looks at rank 0's clock: quartz drifts by some 10 microseconds a second."""
 
+HELD = 200_000
+"""Notes that are held at most until rank 0's clock is known: some 50 MB."""
+
 AT_ONCE = 32
 """Notes that are written down in one go: a tenth of a millisecond."""
 
@@ -76,21 +79,32 @@ def _give_up(rank: int, path: Path, error: Exception) -> None:
 class _ToFile:
     """Notes and memory in use, as lines of a file in rank 0's time.
 
-    `distant` is asked for rank 0's clock, None where it is the clock of this host.
+    `distant` is asked for rank 0's clock, None where it is the clock of this host. Until it has
+    answered, notes are held: times of this host would be in order with nobody's.
     """
 
     def __init__(self, file: TimelineFile, encoder: Encoder, distant: Lookout | None) -> None:
         self._file = file
         self._encoder = encoder
         self._distant = distant
-        self._ahead = self._encoder.ahead = 0
-        self._measured = -MEASURED_EVERY
+        self._held: list[Note] = []
+        self._ahead: int | None = 0 if distant is None else None
+        self._measured = 0.0
         self._measure()
-        encoder.ahead = self._ahead
+        encoder.ahead = self._ahead or 0
 
     def write(self, notes: list[Note]) -> None:
-        """Write them, and how much memory is in use."""
+        """Write them, and how much memory is in use. Raises OSError."""
+        first = self._ahead is None
         self._measure()
+        self._held += notes
+        if self._ahead is None:
+            if len(self._held) > HELD:
+                raise _unanswered()
+            return
+        if first:
+            self._encoder.ahead = self._ahead
+        notes, self._held = self._held, []
         lines: list[str] = []
         for number, note in enumerate(notes):
             lines += self._encoder.lines([note])
@@ -102,14 +116,23 @@ class _ToFile:
         self._file.write(lines)
 
     def close(self) -> None:
-        """Let the file be, whole."""
+        """Let the file be, whole. Raises OSError, also where notes are held to the end."""
         self._file.close()
+        if self._held:
+            raise _unanswered()
 
     def _measure(self) -> None:
+        """Look at rank 0's clock: until it was seen once at every write, then now and then."""
         now = time.monotonic()
-        if self._distant is None or now - self._measured < MEASURED_EVERY:
+        if self._distant is None:
+            return
+        if self._ahead is not None and now - self._measured < MEASURED_EVERY:
             return
         self._measured = now
         found = clocks.ahead(self._distant, 0, "monotonic")
         if found is not None:
             self._ahead = found.ns
+
+
+def _unanswered() -> OSError:
+    return TimeoutError("rank 0 has not answered what its clock shows, whose time is in the file")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shardwise.horovod as hvd
+from shardwise.timeline import Row
 from tests.distributed.horovod import initialized
 
 
@@ -20,6 +21,7 @@ def recorded_case(world, path):
             model(torch.ones(4, 8)).sum().backward()
             optimizer.step()
         hvd.allreduce(torch.ones(3), name="accuracy")
+        hvd.allreduce(torch.ones(1 << 22), name="large enough to be slept for")
         hvd.stop_timeline()
         with pytest.warns(UserWarning, match="mark_cycles marks nothing"):
             hvd.start_timeline(path, mark_cycles=True)
@@ -42,5 +44,8 @@ def test_steps_and_named_operations(group, tmp_path, size):
             "step 3",
         ]
         assert names.count("update") == names.count("synchronize") == 3
+        # The thread that communicates sleeps; the one that computes is where its spans say.
+        assert {e["tid"] for e in of_rank if e["cat"] == "wait beside"} <= {Row.BESIDE}
+        assert "wait" not in {e["cat"] for e in of_rank}
         metric = next(event for event in of_rank if event["name"] == "allreduce accuracy")
         assert (metric["args"]["bytes"], metric["args"]["dtype"]) == (12, "float32")

@@ -169,6 +169,7 @@ class TestTimeline:
     def test_horovods_variable_is_understood(self) -> None:
         assert resolve({"HOROVOD_TIMELINE": "a.json"})[0].timeline == Path("a.json")
         assert resolve({"HOROVOD_TIMELINE": "DYNAMIC"})[0].timeline is None
+        assert resolve({"HOROVOD_TIMELINE": ""})[0].timeline is None
         ours = {"HOROVOD_TIMELINE": "a.json", "SHARDWISE_TIMELINE": "b.json"}
         assert resolve(ours)[0].timeline == Path("b.json")
 

@@ -148,7 +148,7 @@ class Background:
     # -- the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), self._groups[0].lookout.waits.beside():
             try:
                 while not self._ends:
                     self._look()

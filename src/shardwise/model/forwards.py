@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ class Forwards:
         self._models = models
         self._patterns = patterns
         self._handles: list[RemovableHandle] = []
+        # An engine may be dropped without close(), or fail while it is made; the models stay.
+        weakref.finalize(self, _remove, self._handles)
         recorder.watch(self)
 
     def attach(self) -> None:
@@ -52,9 +55,12 @@ class Forwards:
 
     def detach(self) -> None:
         """Note no more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        _remove(self._handles)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 class _Noted:

@@ -13,7 +13,7 @@ from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from shardwise.timeline.recorder import Note
-from shardwise.timeline.rows import LANES, WIDEST, Row
+from shardwise.timeline.rows import FURTHER_STEPS, LANES, WIDEST, Row
 
 LONGEST = 100
 """Characters of a text, so that every line fits into a page of the file."""
@@ -32,6 +32,7 @@ class Encoder:
         self._host = host
         self._named: set[int] = set()
         self._ends: dict[Row, list[int]] = {row: [] for row in LANES}
+        self._engines: list[int | str] = []
         self._flows = 0
 
     def opening(self) -> list[str]:
@@ -46,7 +47,7 @@ class Encoder:
         """Each note as a line, or some."""
         for note in notes:
             row = note.row
-            thread = int(row) if row not in self._ends else self._lane(note)
+            thread = self._thread(note)
             if thread not in self._named:
                 self._named.add(thread)
                 yield from self._name(row, thread)
@@ -70,6 +71,19 @@ class Encoder:
             f'"dur":{lasted:.3f},"pid":{self._rank},"tid":{thread}{about}}}'
         )
 
+    def _thread(self, note: Note) -> int:
+        if note.row in self._ends:
+            return self._lane(note)
+        return self._of_engine(note) if note.row is Row.STEPS else int(note.row)
+
+    def _of_engine(self, note: Note) -> int:
+        """Engines that take turns are in each other's steps, so each has a row."""
+        engine = (note.about or {}).get("engine", 0)
+        if engine not in self._engines:
+            self._engines.append(engine)
+        number = min(self._engines.index(engine), WIDEST)
+        return int(Row.STEPS) if number == 0 else FURTHER_STEPS + number - 1
+
     def _lane(self, note: Note) -> int:
         """The first thread of the row on which nothing overlaps it; notes come as they end."""
         ends = self._ends[note.row]
@@ -81,10 +95,12 @@ class Encoder:
         return note.row + lane
 
     def _name(self, row: Row, thread: int) -> Iterator[str]:
-        number = thread - row + 1
+        further = row is Row.STEPS and thread >= FURTHER_STEPS
+        number = thread - FURTHER_STEPS + 2 if further else thread - row + 1
+        order = int(row) if further else thread
         title = row.title if number == 1 else f"{row.title} {number}"
         yield self._metadata("thread_name", thread, {"name": title})
-        yield self._metadata("thread_sort_index", thread, {"sort_index": thread})
+        yield self._metadata("thread_sort_index", thread, {"sort_index": order})
 
     def _flow(self, note: Note, thread: int) -> Iterator[str]:
         self._flows += 1

@@ -176,8 +176,12 @@ class _Held:
         self._fd = fd
 
     def close(self) -> None:
-        """Let others have it."""
-        os.close(self._fd)
+        """Let others have it, though a process that was forked meanwhile keeps it open: a lock is
+        of the open file, which both share, and would stay until that one ends too."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            os.close(self._fd)
 
 
 def packed(lines: Iterable[str], page: bytes = b"") -> Iterator[bytes]:

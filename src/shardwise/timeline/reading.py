@@ -16,15 +16,15 @@ Event = dict[str, Any]
 def read(paths: Sequence[Path]) -> list[Event]:
     """The events of `paths`, and of files beside them that other hosts wrote of the same run.
 
-    Raises ConfigError for what is no timeline, or where files are of different runs.
+    Raises ConfigError for what is no timeline of ours, or where files are of different runs.
     """
     found = {path.resolve(): _events(path) for path in paths}
-    runs = {_run(events) for events in found.values()} - {None}
+    runs = {_run(path, found[path.resolve()]) for path in paths}
     if len(runs) > 1:
         names = ", ".join(map(str, paths))
         raise ConfigError(f"{names} are of different runs: give the files of one.")
     for beside in [other for path in paths for other in siblings(path)]:
-        if beside.resolve() not in found and runs and _run_of(beside) in runs:
+        if beside.resolve() not in found and _run_of(beside) in runs:
             found[beside.resolve()] = _events(beside)
     return [event for events in found.values() for event in events]
 
@@ -65,14 +65,20 @@ def _cut_off(text: str) -> object:
     return None
 
 
-def _run(events: Sequence[Event]) -> str | None:
-    if events and events[0].get("name") == NAME:
-        return str(events[0]["args"]["run"])
-    return None
+def _run(path: Path, events: Sequence[Event]) -> str:
+    """The run that its header names, wherever another tool has put that."""
+    headers = (event for event in events if event.get("name") == NAME)
+    match next(headers, None):
+        case {"args": {"run": str(run)}}:
+            return run
+    raise ConfigError(
+        f"{path} is no timeline of ours: it does not say which run it is of. Give what shardwise "
+        "run --timeline FILE, or shardwise timeline --merge FILE, wrote."
+    )
 
 
 def _run_of(path: Path) -> str | None:
     try:
-        return _run(_events(path))
+        return _run(path, _events(path))
     except ConfigError:  # another file, of a similar name
         return None

@@ -33,6 +33,10 @@ WAIT = "wait"
 """The category of what a rank waits for others; else a category is the title of the row."""
 
 
+WAIT_BESIDE = "wait beside"
+"""The category of what a thread waits for that communicates beside the one that computes."""
+
+
 class Note(NamedTuple):
     """Something that began and ended, in ns of the monotonic clock of this host."""
 
@@ -82,19 +86,23 @@ class Recorder:
         self._thread.start()
 
     def stepped(self, engine: int, number: int) -> None:
-        """Step `number` of an engine is over; it began when the one before was over."""
+        """Step `number` of an engine is over; it began when the one before was over, an engine's
+        first one when another engine's last."""
         now = time.monotonic_ns()
         about = {"step": number, "engine": engine}
-        began = self._stepped.get(engine, self._began)
+        began = self._stepped.get(engine, max(self._stepped.values(), default=self._began))
         self._stepped[engine] = now
         self.notes.append(Note(Row.STEPS, f"step {number}", began, now, about))
 
-    def waited(self, call: str, since: float, missing: tuple[int, ...]) -> None:
-        """The thread that computes has waited in `call`, `since` seconds of the monotonic clock;
-        the ranks `missing` had not come when it began."""
+    def waited(
+        self, call: str, since: float, missing: tuple[int, ...], beside: bool = False
+    ) -> None:
+        """A thread, the one that computes or one `beside` it, has waited in `call`, `since` seconds
+        of the monotonic clock; the ranks `missing` had not come when it began."""
         began, now = int(since * 1e9), time.monotonic_ns()
         about = {"for": _listed(missing)} if missing else None
-        self.notes.append(Note(Row.COMPUTE, f"wait: {call}", began, now, about, WAIT))
+        row, category = (Row.BESIDE, WAIT_BESIDE) if beside else (Row.COMPUTE, WAIT)
+        self.notes.append(Note(row, f"wait: {call}", began, now, about, category))
 
     def stop(self) -> None:
         """Write what is left, and end."""
@@ -175,16 +183,18 @@ def span(
     name: str, row: Row = Row.COMPUTE, about: Mapping[str, int | str] | None = None
 ) -> AbstractContextManager[None]:
     """A context that is noted as `name` on a row; `about` is shown beside it."""
-    return _OFF if active is None else Span(active, name, row, about)
+    recorder = active  # read once: the thread that writes may end it at any moment
+    return _OFF if recorder is None else Span(recorder, name, row, about)
 
 
 def launched(what: str, buffer: Tensor, bucket: int | None = None) -> Launched | None:
     """A collective over `buffer` that begins now; None where nothing is recorded."""
-    if active is None:
+    recorder = active
+    if recorder is None:
         return None
     about: dict[str, int | str] = {} if bucket is None else {"bucket": bucket}
     about |= {"bytes": buffer.nbytes, "dtype": str(buffer.dtype).removeprefix("torch.")}
-    return Launched(active, what if bucket is None else f"{what} of bucket {bucket}", about)
+    return Launched(recorder, what if bucket is None else f"{what} of bucket {bucket}", about)
 
 
 def watch(watcher: Watcher) -> None:

@@ -14,6 +14,7 @@ class Row(IntEnum):
     DATA = 3
     CHECKPOINT = 4
     BACKGROUND = 5
+    BESIDE = 6
     COMMUNICATION = 10
     TIERS = 40
 
@@ -29,6 +30,7 @@ _TITLES = {
     Row.DATA: "data",
     Row.CHECKPOINT: "checkpoint",
     Row.BACKGROUND: "checkpoint, in the background",
+    Row.BESIDE: "waits beside",
     Row.COMMUNICATION: "communication",
     Row.TIERS: "tiers",
 }
@@ -38,3 +40,6 @@ LANES = (Row.COMMUNICATION, Row.TIERS)
 
 WIDEST = 30
 """Rows that one of `LANES` may take; what overlaps more stands on the last of them."""
+
+FURTHER_STEPS = 70
+"""The row of the second engine's steps, on which those of further ones follow, `WIDEST` in all."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from shardwise.timeline.intervals import Intervals, clipped, length, minus, union
-from shardwise.timeline.recorder import WAIT
+from shardwise.timeline.recorder import WAIT, WAIT_BESIDE
 from shardwise.timeline.rows import Row
 
 EXPOSED = "communication"
@@ -16,7 +18,10 @@ OTHER = "other"
 KINDS = ("data", "forward", "backward", EXPOSED, "update", "checkpoint", OTHER)
 """Where the time of a step goes; together they are the step."""
 
-_BLOCKING = {"reduce", "exchange", "publish", "gather"}
+_SYNCHRONIZE = "synchronize"
+"""A span in which a rank waits for the thread that communicates, in a script of Horovod's style."""
+
+_BLOCKING = {"reduce", "exchange", "publish", "gather", _SYNCHRONIZE}
 """Spans in which a rank sees to communication and to nothing else."""
 
 _FIRST = (EXPOSED, "checkpoint", "data", "update", "backward", "forward")
@@ -67,9 +72,12 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[Step]:
     first = min((mark["args"]["engine"] for mark in marks), default=0)
     marks = [mark for mark in marks if mark["args"]["engine"] == first]
     kinds = _kinds(events)
-    waits = union(_ends(event) for event in events if event["cat"] == WAIT)
+    waits = _waits(events)
     launched = [event for event in events if event["cat"] == _LAUNCHED]
     under_way = minus(union(map(_ends, launched)), kinds[EXPOSED])
+    ended = sorted((_ends(event)[1], event["args"]["bytes"]) for event in launched)
+    ends = [end for end, _ in ended]
+    sent = [0, *accumulate(nbytes for _, nbytes in ended)]
     found = []
     for mark in sorted(marks, key=lambda mark: mark["ts"]):
         begin, end = _ends(mark)
@@ -84,7 +92,7 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[Step]:
                 spent={kind: spent[kind] for kind in KINDS},
                 hidden=_seconds(under_way, begin, end),
                 waited=_seconds(waits, begin, end),
-                nbytes=sum(e["args"]["bytes"] for e in launched if begin < _ends(e)[1] <= end),
+                nbytes=sent[bisect_right(ends, end)] - sent[bisect_right(ends, begin)],
             )
         )
     return found
@@ -103,6 +111,17 @@ def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, f
         found[kind] = minus(whole, taken)
         taken = union([*taken, *whole])
     return found
+
+
+def _waits(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """When a rank slept until others came; what a thread waits beside it counts where the rank
+    waits for that thread."""
+    found = [_ends(event) for event in events if event["cat"] == WAIT]
+    beside = union(_ends(event) for event in events if event["cat"] == WAIT_BESIDE)
+    for event in events:
+        if event["cat"] == Row.COMPUTE.title and event["name"] == _SYNCHRONIZE:
+            found += clipped(beside, *_ends(event))
+    return union(found)
 
 
 def _kind(event: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from shardwise.timeline import recorder
 
@@ -55,7 +55,8 @@ class Wait:
             self._waits._open[self._thread] = self._outer
         recording = recorder.active
         if recording is not None and self._thread not in self._waits._helpers:
-            recording.waited(self.call, self.since, self._whom)
+            beside = self._thread in self._waits._beside
+            recording.waited(self.call, self.since, self._whom, beside)
         # Whoever still looks at this wait must not keep alive what it was for.
         self.missing, self.compare, self._outer = _nobody, None, None
 
@@ -66,6 +67,7 @@ class Waits:
     def __init__(self) -> None:
         self._open: dict[int, Wait] = {}
         self._helpers: set[int] = set()
+        self._beside: set[int] = set()
 
     def noted(self, call: str, missing: Missing, compare: Compare | None = None) -> Wait:
         """A context in which this thread waits."""
@@ -75,15 +77,14 @@ class Waits:
         """Those of all threads."""
         return list(self._open.values())
 
-    @contextmanager
-    def helping(self) -> Iterator[None]:
+    def helping(self) -> AbstractContextManager[None]:
         """This thread waits for others of this process, which may be busy meanwhile."""
-        thread = threading.get_ident()
-        self._helpers.add(thread)
-        try:
-            yield
-        finally:
-            self._helpers.discard(thread)
+        return _among(self._helpers)
+
+    def beside(self) -> AbstractContextManager[None]:
+        """This thread waits in place of the one that computes, which goes on until it needs what
+        comes: its waits are of the rank, and not in that one's row of a timeline."""
+        return _among(self._beside)
 
     def of(self, thread: int | None) -> Wait | None:
         """What a thread waits in."""
@@ -93,3 +94,13 @@ class Waits:
         """The oldest wait that keeps this rank from going on."""
         found = [wait for thread, wait in list(self._open.items()) if thread not in self._helpers]
         return min(found, key=lambda wait: wait.since, default=None)
+
+
+@contextmanager
+def _among(threads: set[int]) -> Iterator[None]:
+    thread = threading.get_ident()
+    threads.add(thread)
+    try:
+        yield
+    finally:
+        threads.discard(thread)

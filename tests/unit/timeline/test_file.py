@@ -1,5 +1,6 @@
 """The file of a timeline: many writers, valid JSON whatever happens to them."""
 
+import fcntl
 import json
 import os
 import random
@@ -98,6 +99,31 @@ def test_a_device_is_left_alone(tmp_path: Path) -> None:
 
 def test_hosts_have_files_of_their_own() -> None:
     assert sibling(Path("a/run.json"), "node2.lan:1") == Path("a/run.node2.lan_1.json")
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_process_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path, anew: bool) -> None:
+    """As a worker of a DataLoader may be while the thread writes."""
+    path = tmp_path / "t.json"
+    file = joined(path)
+    read, write = os.pipe()
+    with path.open() as old:
+        with file._locked() as held:
+            if (pid := os.fork()) == 0:
+                os.close(write)
+                os.read(read, 1)  # until the other end is closed
+                os._exit(0)
+            if anew:
+                held.replace(held.pages(held.used()), 1, tmp_path / "aside")
+        try:
+            with path.open() as now:
+                for other in (old, now):
+                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(other, fcntl.LOCK_UN)
+        finally:
+            os.close(read)
+            os.close(write)
+            os.waitpid(pid, 0)
 
 
 WRITER = """

@@ -1,12 +1,19 @@
 """Notes, the lines that they become, and the files that are read again."""
 
+import itertools
 import json
+import math
 import os
+import shutil
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise import recording
 from shardwise.errors import ConfigError
@@ -79,6 +86,48 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else() -> None:
         pass
 
 
+def note_a_collective() -> None:
+    if (sent := recorder.launched("all-reduce", torch.ones(2))) is not None:
+        sent.done()
+
+
+def note_a_span() -> None:
+    with span("goes on"):
+        pass
+
+
+@pytest.mark.parametrize("noted", [note_a_span, note_a_collective])
+def test_a_timeline_may_end_at_any_moment_of_a_note(
+    noted: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each of its instructions in turn, as the thread that writes does on a full disk."""
+    recording = Recorder(Kept(), lambda error: None)
+    kept: list[bool] = []
+
+    def trace(frame: FrameType, event: str, about: Any) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = frame.f_code.co_filename == recorder.__file__
+        left -= event == "opcode"
+        if left == 0:
+            recorder._leave(recording)
+        return trace
+
+    for moment in itertools.count(1):
+        left = moment
+        monkeypatch.setattr(recorder, "active", recording)
+        before, outer = len(recording.notes), sys.gettrace()
+        sys.settrace(trace)
+        try:
+            noted()
+        finally:
+            sys.settrace(outer)
+        kept.append(len(recording.notes) > before)
+        if left > 0:
+            break
+    recording.stop()
+    assert {True, False} == set(kept)
+
+
 def test_a_forked_process_records_nothing() -> None:
     recording = Recorder(Kept(), lambda error: None)
     recorder.start(recording)
@@ -125,6 +174,25 @@ def test_collectives_that_overlap_stand_on_rows_of_their_own() -> None:
     assert flows[:4] == [("s", 2, "0-1"), ("f", 10, "0-1"), ("s", 2, "0-2"), ("f", 11, "0-2")]
 
 
+def test_the_steps_of_several_engines_stand_on_a_row_each() -> None:
+    """Two that take turns, and a third one after them."""
+    kept = Kept()
+    recording = Recorder(kept, lambda error: None)
+    for engine, number in [(4, 1), (7, 1), (4, 2), (7, 2), (9, 1)]:
+        recording.stepped(engine, number)
+    recording.stop()
+    one, two, *_, last, third = kept.notes
+    assert (two.began, third.began) == (one.ended, last.ended)
+    found = lines(Encoder(0, "here"), *kept.notes)
+    assert [e["tid"] for e in found if e["ph"] == "X"] == [1, 70, 1, 70, 71]
+    named = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    assert named == {1: "steps", 70: "steps 2", 71: "steps 3"}
+    order = {e["tid"]: e["args"]["sort_index"] for e in found if e["name"] == "thread_sort_index"}
+    assert set(order.values()) == {1}  # beside each other, above all else
+    many = [Note(Row.STEPS, "step 1", n, n + 1, {"step": 1, "engine": n}) for n in range(99)]
+    assert {e["tid"] for e in lines(Encoder(0, ""), *many)} == {1, *range(70, 100)}
+
+
 def test_every_line_fits_into_a_page() -> None:
     note = Note(Row.TIERS, "\U0001f600" * 9000, 0, 1, {"of": "\U0001f600" * 9000, "bytes": 1 << 60})
     assert max(map(len, Encoder(1 << 20, "h" * 9000).lines([note]))) < PAGE - 2
@@ -156,6 +224,56 @@ def test_a_clock_is_known_to_half_a_round_trip(which: Any) -> None:
     assert found.error >= 1_000_000
     assert clocks.ahead(Lookout(0, 2), 0, which) == clocks.Ahead(0, 0)
     assert clocks.ahead(Lookout(1, 2), 0, which) is None  # it has met nobody
+
+
+class Late(Answering):
+    """On another host, and silent at its first `silent` looks."""
+
+    def __init__(self, behind: int, silent: float) -> None:
+        super().__init__(behind)
+        self._ways = [0.0] * clocks.ROUNDS
+        self._silent = silent
+
+    def shares_host(self, rank: int) -> bool:
+        return rank == self.rank
+
+    def ask_clock(self, rank: int) -> dict[str, int] | None:
+        self._silent -= 1
+        return None if self._silent >= 0 else super().ask_clock(rank)
+
+
+def recorded_by(lookout: Lookout, path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The events of a step recorded in three writes."""
+    monkeypatch.setattr(recorder, "PERIOD", 0.02)
+    recording.start(path, lookout)
+    assert recorder.active is not None
+    with span("in the first write"):
+        pass
+    time.sleep(0.1)
+    recorder.active.stepped(0, 1)
+    recording.stop()
+    (written,) = path.parent.glob("*.json")
+    return json.loads(written.read_text())
+
+
+def test_notes_wait_until_rank_0s_clock_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind, began = 10**15, time.monotonic_ns()
+    events = recorded_by(Late(behind, silent=2), tmp_path / "t.json", monkeypatch)
+    times = [event["ts"] for event in events if "ts" in event]
+    assert len(times) > 3
+    for ts in times:  # counters of memory as well
+        assert 0 <= ts * 1000 + behind - began < 10**10
+    assert "in the first write" in [event["name"] for event in events]
+
+
+def test_times_that_fit_nobodys_are_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = recorded_by(Late(0, silent=math.inf), tmp_path / "t.json", monkeypatch)
+    assert not [event for event in events if "ts" in event]
+    assert "any more: rank 0 has not answered what its clock shows" in capsys.readouterr().err
 
 
 def test_a_run_of_one_rank_from_start_to_stop(tmp_path: Path) -> None:
@@ -198,6 +316,8 @@ class TestReading:
         whole = tmp_path / "whole.json"
         reading.merge(reading.read([path]), whole)
         assert self.names(whole) == ["here", "there"]
+        alone = shutil.move(whole, tmp_path / "elsewhere.json")
+        assert self.names(alone) == ["here", "there"]
 
     def test_files_of_two_runs_are_refused(self, tmp_path: Path) -> None:
         one = self.written(tmp_path / "1.json", "a", "x")
@@ -208,15 +328,31 @@ class TestReading:
     @pytest.mark.parametrize(
         "text",
         [
-            '[\n{"name": "x", "ph": "X"},\n{"name": "y", "ph": "X"}\n',
-            '[\n{"name": "x", "ph": "X"},\n{"name": "y", "ph": "X"},\n{"na',
-            '{"traceEvents": [{"name": "x", "ph": "X"}, {"name": "y", "ph": "X"}]}',
+            '[\n%s,\n{"name": "x", "ph": "X"},\n{"name": "y", "ph": "X"}\n',
+            '[\n%s,\n{"name": "x", "ph": "X"},\n{"name": "y", "ph": "X"},\n{"na',
+            '{"traceEvents": [{"name": "x", "ph": "X"}, %s, {"name": "y", "ph": "X"}]}',
         ],
     )
     def test_what_other_tools_leave(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "t.json"
-        path.write_text(text)
+        path.write_text(text % '{"name": "shardwise timeline", "ph": "M", "args": {"run": "a"}}')
         assert self.names(path) == ["x", "y"]
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            '{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": "7"}]}',
+            '[{"name": "step 1", "ph": "X", "cat": "steps", "pid": 0, "ts": 0, "dur": 1}]',
+            '[{"name": "shardwise timeline", "ph": "M"}]',
+            "[]",
+        ],
+    )
+    def test_what_another_tool_wrote(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "t.json"
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"t\.json is no timeline of ours"):
+            reading.read([path])
+        assert self.names(self.written(tmp_path / "t", "a", "ours")) == ["ours"]
 
     @pytest.mark.parametrize("text", ["", "{}", "[1]", "[[", "\xff"])
     def test_what_is_no_timeline(self, tmp_path: Path, text: str) -> None:

@@ -85,6 +85,25 @@ def test_a_moment_belongs_to_one_kind() -> None:
     assert sum(step.spent.values()) == pytest.approx(step.seconds)
 
 
+def test_a_thread_that_communicates_beside_hides_what_the_rank_does_not_wait_for() -> None:
+    """As in a script of Horovod's style: its thread waits while the rank is in backward."""
+    events = [
+        event(0, "steps", "step 1", 0, 100, step=1, engine=0),
+        event(0, "compute", "backward", 0, 60),
+        event(0, "communication", "allreduce grad", 20, 80, bytes=8),
+        event(0, "wait beside", "wait: all-reduce (call 1)", 30, 50),
+        event(0, "wait beside", "wait: all-reduce (call 1)", 55, 75),
+        event(0, "compute", "synchronize", 60, 85),
+        event(0, "compute", "update", 85, 90),
+    ]
+    (step,) = steps_of(events)[0]
+    assert step.spent["backward"] == pytest.approx(0.060)
+    assert step.exposed == pytest.approx(0.025)
+    assert step.hidden == pytest.approx(0.040)  # 20-60
+    assert step.waited == pytest.approx(0.015)  # 60-75
+    assert step.spent["other"] == pytest.approx(0.010)
+
+
 def test_what_stands_over_two_steps_is_cut_and_other_engines_are_left_out() -> None:
     events = [
         event(0, "steps", "step 1", 0, 50, step=1, engine=0),
@@ -94,6 +113,25 @@ def test_what_stands_over_two_steps_is_cut_and_other_engines_are_left_out() -> N
     ]
     first, second = steps_of(events)[0]
     assert (first.spent["data"], second.spent["data"]) == pytest.approx((0.010, 0.020))
+
+
+class Counted(dict[str, Any]):
+    """An event that counts how often anything of it is read."""
+
+    reads = 0
+
+    def __getitem__(self, key: str) -> Any:
+        Counted.reads += 1
+        return super().__getitem__(key)
+
+
+def test_a_long_trace_is_read_in_passes_not_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "reads", 0)
+    events = [Counted(one) for n in range(400) for one in one_step(0, 100 * n, number=n)]
+    found = steps_of(events)[0]
+    assert {step.nbytes for step in found} == {4000}
+    assert len(found) == 400
+    assert Counted.reads < 20 * len(events)
 
 
 def trace(late: dict[int, int], steps: int = 4) -> list[Event]:
