@@ -62,11 +62,11 @@ def step(number: int, **changed: Any) -> dict[str, Any]:
 def test_records_of_all_ranks_are_put_together(tmp_path: Path) -> None:
     mean = {"epoch": 1, "training": False, "means": {"accuracy": 0.75}}
     record(tmp_path, 0, [step(n) for n in range(8)] + [mean])
-    slower = [step(n, seconds=2.0, samples=4) for n in range(9)]
-    record(tmp_path, 1, slower, end='{"step": 9, "ep')
+    waiting = [step(n, seconds=2.0, samples=4) for n in range(9)]
+    record(tmp_path, 1, waiting, end='{"step": 9, "ep')
     found = records.read(tmp_path, ranks=2, warmup=2)
-    assert (found.steps, found.dropped, found.batch, found.seconds) == (8, 2, 12, 2.0)
-    assert found.rate == Rate(6.0, 6.0, 6.0), "12 samples in the 2 s of the slower rank"
+    assert (found.steps, found.dropped, found.batch, found.seconds) == (8, 2, 12, 1.0)
+    assert found.rate == Rate(12.0, 12.0, 12.0), "12 samples in the 1 s since rank 0 asked too"
     assert found.loss == {0: 1.8125, 1: 1.3125}
     assert found.means == {"evaluation accuracy": {1: 0.75}}
     assert records.steps_made(tmp_path) == 8

@@ -54,8 +54,9 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
         )
     steps = list(zip(*(of_rank[:made] for of_rank in own), strict=True))
     samples = [sum(row["samples"] for row in step) for step in steps]
-    # The ranks begin and end a step together; who came first has waited for the others.
-    seconds = [max(row["seconds"] for row in step) for step in steps]
+    # The ranks end a step together. Who asked first has waited in it for those who were still at
+    # something else, such as an evaluation by rank 0 alone: it begins when the last one asks.
+    seconds = [min(row["seconds"] for row in step) for step in steps]
     return Measured(
         steps=made,
         dropped=warmup,

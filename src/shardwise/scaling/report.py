@@ -77,9 +77,9 @@ class Report:
         cores, most = usable_cores(), max(self.plan.sizes)
         found = [
             f"The first {self.plan.warmup} steps of each run are dropped. A rate is that of all "
-            "workers together: their samples over the time of the steps, each as long as it took "
-            "on the slowest; evaluations and checkpoints between steps do not count. ± is half "
-            "of the 95 % interval."
+            "workers together: their samples over the time of the steps, each from when the last "
+            "worker asked for its data; evaluations and checkpoints between steps do not count. "
+            "± is half of the 95 % interval."
         ]
         if most > cores:
             found.append(
