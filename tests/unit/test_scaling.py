@@ -80,6 +80,12 @@ def test_a_run_of_too_few_steps_says_what_to_do(tmp_path: Path) -> None:
         records.read(tmp_path, ranks=2, warmup=0)
 
 
+def test_a_run_whose_samples_nobody_counted_says_whose_are(tmp_path: Path) -> None:
+    record(tmp_path, 0, [step(0), *(step(n, samples=0) for n in range(1, 4))])
+    with pytest.raises(TooFew, match=r"no samples were counted.*sw\.Loader"):
+        records.read(tmp_path, ranks=1, warmup=1)
+
+
 class TestRecorder:
     def train(self, world: World, folder: Path, stop_after: int | None = None) -> list[Any]:
         """What is recorded of 2 epochs of 5 samples, in batches of 2, with evaluations."""

@@ -54,6 +54,11 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
         )
     steps = list(zip(*(of_rank[:made] for of_rank in own), strict=True))
     samples = [sum(row["samples"] for row in step) for step in steps]
+    if not sum(samples[warmup:]):
+        raise TooFew(
+            "no samples were counted in its steps: they are those of sw.Loader, of world.share or, "
+            "with shardwise.horovod, of torch's DataLoader."
+        )
     # The ranks end a step together. Who asked first has waited in it for those who were still at
     # something else, such as an evaluation by rank 0 alone: it begins when the last one asks.
     seconds = [min(row["seconds"] for row in step) for step in steps]
