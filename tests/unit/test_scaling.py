@@ -76,8 +76,15 @@ def test_a_run_of_too_few_steps_says_what_to_do(tmp_path: Path) -> None:
     record(tmp_path, 0, [step(0), step(1)])
     with pytest.raises(TooFew, match="a smaller --warmup"):
         records.read(tmp_path, ranks=1, warmup=5)
-    with pytest.raises(TooFew, match="made no engine"):
+    record(tmp_path, 1, [])
+    with pytest.raises(TooFew, match="made no step"):
         records.read(tmp_path, ranks=2, warmup=0)
+
+
+def test_records_that_lie_on_another_host_are_missed(tmp_path: Path) -> None:
+    record(tmp_path, 0, [step(0), step(1)])
+    with pytest.raises(TooFew, match=r"no record of rank\(s\) 1, 2: .* all of them share"):
+        records.read(tmp_path, ranks=3, warmup=0)
 
 
 def test_a_run_whose_samples_nobody_counted_says_whose_are(tmp_path: Path) -> None:

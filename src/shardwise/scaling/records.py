@@ -39,7 +39,14 @@ class TooFew(Exception):
 
 def read(folder: Path, ranks: int, warmup: int) -> Measured:
     """What `ranks` ranks recorded in `folder`. Raises TooFew."""
-    rows = [list(_rows(folder / f"rank-{rank}.jsonl")) for rank in range(ranks)]
+    paths = [folder / f"rank-{rank}.jsonl" for rank in range(ranks)]
+    if missing := [str(rank) for rank, path in enumerate(paths) if not path.exists()]:
+        raise TooFew(
+            f"{folder} has no record of rank(s) {', '.join(missing)}: does the script call sw.init "
+            "or hvd.init? With several hosts, --out must be on a file system that all of them "
+            "share, under the same path."
+        )
+    rows = [list(_rows(path)) for path in paths]
     own = [[row for row in of_rank if "step" in row] for of_rank in rows]
     made = min(map(len, own))
     if made == 0:
@@ -83,8 +90,6 @@ def steps_made(folder: Path) -> int:
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines; one that a crash has cut is left out."""
-    if not path.exists():
-        return
     for line in path.read_text().splitlines():
         try:
             yield json.loads(line)
