@@ -5,6 +5,7 @@ import json
 import math
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.scaling import page, plots, records, report
+from shardwise.scaling import page, plots, records, report, runs
 from shardwise.scaling.estimates import Rate, rate, student
 from shardwise.scaling.records import Measured, TooFew
 from shardwise.scaling.report import Report
@@ -234,3 +235,21 @@ def test_wrong_use_is_explained(
 ) -> None:
     assert main(["scale", *words]) == 2
     assert complaint in capsys.readouterr().err
+
+
+SETTLED = """\
+import shardwise as sw
+world = sw.init(quiet=True)
+print(world.settings.batch)
+"""
+
+
+@pytest.mark.parametrize(("kind", "batch"), [("strong", "total"), ("weak", "worker")])
+def test_the_kind_says_what_a_batch_counts_whatever_else_is_set(
+    kind: str, batch: str, made: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "settled.py"
+    script.write_text(SETTLED)
+    monkeypatch.setenv("SHARDWISE_BATCH", "worker" if kind == "strong" else "total")
+    ended = runs.run(replace(made.plan, words=(str(script),)), kind, 1, lambda steps: None)
+    assert f" {batch}\n" in ended.log.read_text()
