@@ -32,7 +32,7 @@ class Outcome(Protocol):
 class StepLog:
     """The log of one rank; without a `folder` it writes nothing.
 
-    After `stop_after` steps the run ends: every rank leaves with exit code 0. A rank whose samples
+    After `stop_after` steps of this run it ends: every rank leaves with exit code 0. A rank whose samples
     another one `counts` as well, since both have a part of one model, writes none.
     """
 
@@ -50,6 +50,7 @@ class StepLog:
             self._file = (folder / f"rank-{rank}.jsonl").open("w", buffering=1)
         self._stop_after = stop_after
         self._counts = counts
+        self._made = 0  # steps of this run, which may have resumed at a later one
         self._epoch = 0
         self._begin: float | None = None
         self._samples = 0  # given to train on since the last step
@@ -85,7 +86,8 @@ class StepLog:
             return
         if self._file is not None:
             self._add(steps, outcome)
-        if self._stop_after is not None and steps >= self._stop_after:
+        self._made += 1
+        if self._stop_after is not None and self._made >= self._stop_after:
             raise SystemExit(0)
 
     def _add(self, steps: int, outcome: Outcome) -> None:

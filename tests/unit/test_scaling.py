@@ -94,6 +94,9 @@ def test_a_run_whose_samples_nobody_counted_says_whose_are(tmp_path: Path) -> No
         records.read(tmp_path, ranks=1, warmup=1)
 
 
+OUTCOME = SimpleNamespace(loss=1.0, weight=4.0)
+
+
 class TestRecorder:
     def train(self, world: World, folder: Path, stop_after: int | None = None) -> list[Any]:
         """What is recorded of 2 epochs of 5 samples, in batches of 2, with evaluations."""
@@ -136,6 +139,13 @@ class TestRecorder:
         assert ended.value.code == 0
         assert records.steps_made(tmp_path) == 4
 
+    def test_a_run_that_resumes_makes_as_many_steps_of_its_own(self, tmp_path: Path) -> None:
+        log = StepLog(tmp_path, 0, stop_after=2)
+        log.stepped(0, 201, OUTCOME)
+        with pytest.raises(SystemExit):
+            log.stepped(0, 202, OUTCOME)
+        log.close()
+
     def test_what_lies_between_steps_is_not_of_them(self, tmp_path: Path) -> None:
         log = StepLog(tmp_path, 0)
         log.asked()
@@ -143,7 +153,7 @@ class TestRecorder:
         time.sleep(0.5)
         log.asked()
         log.given(4, epoch=1)
-        log.stepped(0, 1, SimpleNamespace(loss=1.0, weight=4.0))
+        log.stepped(0, 1, OUTCOME)
         log.close()
         row = json.loads((tmp_path / "rank-0.jsonl").read_text())
         assert row["seconds"] < 0.4
