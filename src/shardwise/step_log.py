@@ -6,7 +6,8 @@ Each rank writes DIR/rank-N.jsonl, a line when something has happened:
     {"epoch": 0, "training": false, "means": {"accuracy": 0.81}}
 
 A step lasts from the moment its data is asked for to the end of engine.step, so that what lies
-between (an evaluation, a checkpoint) is not of it; `samples` are this rank's own, loss and weight
+between (an evaluation, a checkpoint) is not of it; where nobody asks, in a loop by world.share, it
+lasts from the end of the step before, with all that lies between. `samples` are this rank's own, loss and weight
 those of all. Means are what a Metrics object computed.
 """
 
@@ -54,12 +55,19 @@ class StepLog:
         self._epoch = 0
         self._begin: float | None = None
         self._samples = 0  # given to train on since the last step
+        self._left = False  # a pass ended with samples in hand that no step has trained on
         self._last = time.perf_counter()
 
     @property
     def is_on(self) -> bool:
         """Whether anybody wants to know."""
         return self._file is not None or self._stop_after is not None
+
+    def began(self) -> None:
+        """A pass over data to train on begins, and its first step is asked for."""
+        if self._left:
+            self._begin, self._samples, self._left = None, 0, False
+        self.asked()
 
     def asked(self) -> None:
         """The data of a step to train on is asked for."""
@@ -72,10 +80,13 @@ class StepLog:
         if epoch is not None:
             self._epoch = epoch
 
-    def closed(self) -> None:
-        """A pass over the data has ended; what was asked for last did not come."""
+    def closed(self, *, in_hand: bool = False) -> None:
+        """A pass over the data has ended: what was asked for last did not come or, `in_hand`, it
+        was left with samples, which count if a step comes before the next pass."""
         if not self._samples:
             self._begin = None
+        elif in_hand:
+            self._left = True
 
     def stepped(self, engine: int, steps: int, outcome: Outcome) -> None:
         """Engine number `engine` has made its step number `steps`; of several the first counts.
@@ -100,7 +111,7 @@ class StepLog:
             loss=outcome.loss,
             weight=outcome.weight,
         )
-        self._begin, self._samples, self._last = None, 0, now
+        self._begin, self._samples, self._last, self._left = None, 0, now, False
 
     def measured(self, means: Mapping[str, float], *, training: bool) -> None:
         """Means over all ranks, of what autograd recorded or of an evaluation."""

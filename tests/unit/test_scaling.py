@@ -15,6 +15,7 @@ import torch
 
 import shardwise as sw
 from shardwise.cli import main
+from shardwise.horovod.samples import Samples
 from shardwise.scaling import page, plots, records, report, runs
 from shardwise.scaling.estimates import Rate, rate, student
 from shardwise.scaling.records import Measured, TooFew
@@ -158,6 +159,32 @@ class TestRecorder:
         row = json.loads((tmp_path / "rank-0.jsonl").read_text())
         assert row["seconds"] < 0.4
 
+    @pytest.mark.parametrize("of", ["sw.Loader", "torch's DataLoader"])
+    def test_a_batch_that_a_break_left_is_not_of_the_next_step(
+        self, of: str, solo: World, tmp_path: Path
+    ) -> None:
+        solo.step_log = StepLog(tmp_path, 0)
+        data = torch.utils.data.TensorDataset(torch.ones(6, 2))
+        samples = Samples(solo.step_log) if of != "sw.Loader" else None
+        loader = torch.utils.data.DataLoader(data, 2) if samples else sw.Loader(data, batch_size=2)
+        for _ in loader:
+            break
+        time.sleep(0.5)
+        for steps, _ in enumerate(loader, 1):
+            solo.step_log.stepped(0, steps, OUTCOME)
+            if steps == 2:
+                break
+        time.sleep(0.5)
+        for _ in loader:
+            break
+        solo.step_log.stepped(0, 3, OUTCOME)  # of the batch in hand
+        if samples:
+            samples.close()
+        solo.step_log.close()
+        rows = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
+        assert [row["samples"] for row in rows] == [2, 2, 2]
+        assert max(row["seconds"] for row in rows) < 0.4
+
 
 def test_a_batch_of_each_worker(solo: World) -> None:
     solo.size = 3
@@ -262,4 +289,4 @@ def test_the_kind_says_what_a_batch_counts_whatever_else_is_set(
     script.write_text(SETTLED)
     monkeypatch.setenv("SHARDWISE_BATCH", "worker" if kind == "strong" else "total")
     ended = runs.run(replace(made.plan, words=(str(script),)), kind, 1, lambda steps: None)
-    assert f" {batch}\n" in ended.log.read_text()
+    assert ended.log.read_text().splitlines()[-1] == batch
