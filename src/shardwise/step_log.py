@@ -8,7 +8,9 @@ Each rank writes DIR/rank-N.jsonl, a line when something has happened:
 A step lasts from the moment its data is asked for to the end of engine.step, so that what lies
 between (an evaluation, a checkpoint) is not of it; where nobody asks, in a loop by world.share, it
 lasts from the end of the step before, with all that lies between. `samples` are this rank's own, loss and weight
-those of all. Means are what a Metrics object computed.
+those of all. Means are what a Metrics object computed. Of several engines the first counts: of
+trainings one after the other, each by an engine of its own, neither steps nor means of later ones
+are written.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class StepLog:
             self._file = (folder / f"rank-{rank}.jsonl").open("w", buffering=1)
         self._stop_after = stop_after
         self._counts = counts
+        self._stepped: set[int] = set()  # engines that have stepped since the last pass began
         self._made = 0  # steps of this run, which may have resumed at a later one
         self._epoch = 0
         self._begin: float | None = None
@@ -65,6 +68,7 @@ class StepLog:
 
     def began(self) -> None:
         """A pass over data to train on begins, and its first step is asked for."""
+        self._stepped.clear()
         if self._left:
             self._begin, self._samples, self._left = None, 0, False
         self.asked()
@@ -93,6 +97,7 @@ class StepLog:
 
         Raises SystemExit when the run is to end.
         """
+        self._stepped.add(engine)
         if engine or not self.is_on:
             return
         if self._file is not None:
@@ -115,6 +120,8 @@ class StepLog:
 
     def measured(self, means: Mapping[str, float], *, training: bool) -> None:
         """Means over all ranks, of what autograd recorded or of an evaluation."""
+        if self._stepped and 0 not in self._stepped:
+            return  # another training, by a later engine
         self._write(epoch=self._epoch, training=training, means=dict(means))
 
     def close(self) -> None:

@@ -159,6 +159,21 @@ class TestRecorder:
         row = json.loads((tmp_path / "rank-0.jsonl").read_text())
         assert row["seconds"] < 0.4
 
+    def test_means_of_a_later_training_are_left_out(self, tmp_path: Path) -> None:
+        log = StepLog(tmp_path, 0)
+        for engines, accuracy in ([0, 1], 0.5), ([1, 0, 1, 1], 0.6), ([1], 0.1), ([2], 0.2):
+            log.began()
+            for engine in engines:
+                log.given(4)
+                log.stepped(engine, 1, OUTCOME)
+            log.closed()
+            log.measured({"accuracy": accuracy}, training=True)
+            log.measured({"accuracy": accuracy}, training=False)
+        log.close()
+        rows = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
+        found = [row["means"]["accuracy"] for row in rows if "means" in row]
+        assert found == [0.5, 0.5, 0.6, 0.6]
+
     @pytest.mark.parametrize("of", ["sw.Loader", "torch's DataLoader"])
     def test_a_batch_that_a_break_left_is_not_of_the_next_step(
         self, of: str, solo: World, tmp_path: Path
