@@ -174,7 +174,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/mnist"), help="%(default)s")
     add_flags(parser)
     args = parser.parse_args()
-    if args.epochs < 1 or args.lr <= 0 or (args.batch_size or 1) < 1 or args.warmup_epochs < 0:
+    each = 1 if args.batch_size is None else args.batch_size
+    if min(args.epochs, each) < 1 or args.lr <= 0 or args.warmup_epochs < 0:
         parser.error("--epochs, --batch-size and --lr take numbers above 0.")
     args.out.mkdir(parents=True, exist_ok=True)
     return args

@@ -219,7 +219,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, metavar="PATH", help="a folder of each class")
     add_flags(parser)
     args = parser.parse_args()
-    if args.num_steps < 2 or min(args.batch_size or 1, args.crop or 1) < 1:
+    sizes = [size for size in (args.batch_size, args.crop) if size is not None]
+    if args.num_steps < 2 or min(sizes, default=1) < 1:
         parser.error("--num-steps is 2 or more, and other numbers are above 0.")
     return args
 

@@ -78,6 +78,19 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
         images.read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "flag"), [("mnist", "--batch-size"), ("resnet", "--batch-size"), ("resnet", "--crop")]
+)
+def test_a_size_of_nothing_is_refused(
+    name: str, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = imported(name)
+    monkeypatch.setattr("sys.argv", [name, flag, "0"])
+    with pytest.raises(SystemExit):
+        script.arguments()
+    assert "above 0" in capsys.readouterr().err
+
+
 def test_a_total_batch_is_the_same_window_of_every_lane() -> None:
     read = lanes.Lanes(torch.arange(15), lanes=3, steps=2)
     assert len(read) == 6
