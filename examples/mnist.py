@@ -25,6 +25,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import accuracy
+import batches
 import images
 import shardwise as sw
 from screen import Screen
@@ -60,6 +61,7 @@ def main() -> None:
         show(args, found)
         return
     world = sw.init(seed=0)
+    batches.refuse_those_of_each(world, "mnist", "--batch-size is of each worker already")
     try:
         data = images.read(args.data) if args.data else images.digits()
     except images.ImagesError as error:

@@ -26,6 +26,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import batches
 import shardwise as sw
 from screen import Screen
 from shardwise.scaling.estimates import rate
@@ -138,6 +139,7 @@ def main() -> None:
         show(run_each(__file__, args.workers, sys.argv[1:]))
         return
     world = sw.init(seed=0)
+    batches.refuse_those_of_each(world, "resnet", "--batch-size is of each worker already")
     on_gpu = world.device.type == "cuda"
     each = args.batch_size or (256 if on_gpu else 8)
     size = args.crop or (256 if on_gpu else 64)
