@@ -7,10 +7,10 @@ Each rank writes DIR/rank-N.jsonl, a line when something has happened:
 
 A step lasts from the moment its data is asked for to the end of engine.step, so that what lies
 between (an evaluation, a checkpoint) is not of it; where nobody asks, in a loop by world.share, it
-lasts from the end of the step before, with all that lies between. `samples` are this rank's own, loss and weight
-those of all. Means are what a Metrics object computed. Of several engines the first counts: of
-trainings one after the other, each by an engine of its own, neither steps nor means of later ones
-are written.
+lasts from the end of the step before, with all that lies between. `samples` are this rank's own,
+loss and weight those of all. Means are what a Metrics object computed. Of several engines the first
+counts: of trainings one after the other, each by an engine of its own, neither steps nor means of
+later ones are written.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Outcome(Protocol):
 class StepLog:
     """The log of one rank; without a `folder` it writes nothing.
 
-    After `stop_after` steps of this run it ends: every rank leaves with exit code 0. A rank whose samples
-    another one `counts` as well, since both have a part of one model, writes none.
+    After `stop_after` steps of this run it ends: every rank leaves with exit code 0. A rank whose
+    samples another one `counts` as well, since both have a part of one model, writes none.
     """
 
     def __init__(

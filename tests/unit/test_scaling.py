@@ -243,6 +243,12 @@ def test_efficiency_is_against_the_smallest_size_that_ran(made: Report) -> None:
     assert [(row.speedup, row.efficiency) for row in made.rows("weak")] == [(2, 1), (3, 0.75)]
 
 
+def test_what_counts_in_a_horovod_script_is_noted(made: Report) -> None:
+    assert not any("torch.no_grad()" in note for note in made.notes())
+    horovod = replace(made.runs[0], measured=measured(100, loss={}))
+    assert any("torch.no_grad()" in note for note in replace(made, runs=[horovod]).notes())
+
+
 def test_json_and_csv_have_every_run(made: Report, tmp_path: Path) -> None:
     report.write(made, tmp_path)
     found = json.loads((tmp_path / "scaling.json").read_text())
