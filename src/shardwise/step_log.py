@@ -2,15 +2,15 @@
 
 Each rank writes DIR/rank-N.jsonl, a line when something has happened:
 
-    {"step": 12, "epoch": 0, "seconds": 0.04, "samples": 64, "loss": 1.93, "weight": 256.0}
+    {"step": 12, "epoch": 0, "between": 0.001, "seconds": 0.04, "samples": 64, "loss": 1.93, ...}
     {"epoch": 0, "training": false, "means": {"accuracy": 0.81}}
 
 A step lasts from the moment its data is asked for to the end of engine.step, so that what lies
-between (an evaluation, a checkpoint) is not of it; where nobody asks, in a loop by world.share, it
-lasts from the end of the step before, with all that lies between. `samples` are this rank's own,
-loss and weight those of all. Means are what a Metrics object computed. Of several engines the first
-counts: of trainings one after the other, each by an engine of its own, neither steps nor means of
-later ones are written.
+`between` it and the step before (an evaluation, a checkpoint) is not of it; where nobody asks, in a
+loop by world.share, it lasts from the end of the step before, with all that lies between. `samples`
+are this rank's own, `loss` and `weight` those of all. Means are what a Metrics object computed. Of
+several engines the first counts: of trainings one after the other, each by an engine of its own,
+neither steps nor means of later ones are written.
 """
 
 from __future__ import annotations
@@ -108,10 +108,12 @@ class StepLog:
 
     def _add(self, steps: int, outcome: Outcome) -> None:
         now = time.perf_counter()
+        begin = self._last if self._begin is None else self._begin
         self._write(
             step=steps - 1,
             epoch=self._epoch,
-            seconds=now - (self._last if self._begin is None else self._begin),
+            between=begin - self._last if self._made else 0.0,
+            seconds=now - begin,
             samples=self._samples if self._counts else 0,
             loss=outcome.loss,
             weight=outcome.weight,

@@ -57,13 +57,13 @@ def record(folder: Path, rank: int, rows: list[dict[str, Any]], end: str = "") -
 
 
 def step(number: int, **changed: Any) -> dict[str, Any]:
-    row = {"step": number, "epoch": number // 4, "seconds": 1.0, "samples": 8}
+    row = {"step": number, "epoch": number // 4, "between": 0.0, "seconds": 1.0, "samples": 8}
     return row | {"loss": 2.0 - number / 8, "weight": 16.0} | changed
 
 
 def test_records_of_all_ranks_are_put_together(tmp_path: Path) -> None:
     mean = {"epoch": 1, "training": False, "means": {"accuracy": 0.75}}
-    record(tmp_path, 0, [step(n) for n in range(8)] + [mean])
+    record(tmp_path, 0, [step(n, between=1.0) for n in range(8)] + [mean])
     waiting = [step(n, seconds=2.0, samples=4) for n in range(9)]
     record(tmp_path, 1, waiting, end='{"step": 9, "ep')
     found = records.read(tmp_path, ranks=2, warmup=2)
@@ -72,6 +72,12 @@ def test_records_of_all_ranks_are_put_together(tmp_path: Path) -> None:
     assert found.loss == {0: 1.8125, 1: 1.3125}
     assert found.means == {"evaluation accuracy": {1: 0.75}}
     assert records.steps_made(tmp_path) == 8
+
+
+def test_jitter_in_when_ranks_end_a_step_changes_no_rate(tmp_path: Path) -> None:
+    for rank in (0, 1):  # by turns, one ends 0.1 s later than the other
+        record(tmp_path, rank, [step(n, seconds=1.1 - 0.2 * ((n + rank) % 2)) for n in range(8)])
+    assert records.read(tmp_path, ranks=2, warmup=2).rate.value == pytest.approx(16.0)
 
 
 def test_a_run_of_too_few_steps_says_what_to_do(tmp_path: Path) -> None:

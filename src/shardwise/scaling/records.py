@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from shardwise.scaling.estimates import Rate, rate
@@ -66,9 +66,7 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
             "no samples were counted in its steps: they are those of sw.Loader, of world.share or, "
             "with shardwise.horovod, of torch's DataLoader."
         )
-    # The ranks end a step together. Who asked first has waited in it for those who were still at
-    # something else, such as an evaluation by rank 0 alone: it begins when the last one asks.
-    seconds = [min(row["seconds"] for row in step) for step in steps]
+    seconds = [_seconds(step) for step in steps]
     return Measured(
         steps=made,
         dropped=warmup,
@@ -86,6 +84,18 @@ def steps_made(folder: Path) -> int:
         return (folder / "rank-0.jsonl").read_bytes().count(b'{"step"')
     except FileNotFoundError:
         return 0
+
+
+def _seconds(step: Sequence[Mapping[str, Any]]) -> float:
+    """How long a step took, from when the last rank asked for its data.
+
+    The ranks end steps together: from end to end is as long on all, but for jitter, of which the
+    mean is free. Who asked first has waited in the step for those who were still at something else,
+    such as an evaluation by rank 0 alone.
+    """
+    between: list[float] = [row["between"] for row in step]
+    whole: float = mean(row["between"] + row["seconds"] for row in step)
+    return whole - max(between)
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
