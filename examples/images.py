@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,9 @@ def read(folder: Path) -> Images:
         numbers = idx(_file(folder, labels), dims=1).long()
         if len(pixels) != len(numbers):
             raise ImagesError(f"{folder}: {len(pixels)} images, but {len(numbers)} labels ({part})")
+        height, width = pixels.shape[-2:]
+        if height != width:
+            raise ImagesError(f"{folder}: images of {height} x {width} are not square ({part})")
         pairs[part] = TensorDataset(pixels, numbers)
     return Images(folder.name, **pairs)
 
@@ -77,7 +81,7 @@ def idx(path: Path, dims: int) -> Tensor:
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if path.suffix == ".gz" else data
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ImagesError(f"{path} cannot be read: {error}") from error
     if data[:4] != bytes((0, 0, UNSIGNED_BYTES, dims)):
         raise ImagesError(

@@ -25,6 +25,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import accuracy
+import batches
 import images
 import shardwise as sw
 from screen import Screen
@@ -60,6 +61,7 @@ def main() -> None:
         show(args, found)
         return
     world = sw.init(seed=0)
+    batches.refuse_those_of_each(world, "mnist", "--batch-size is of each worker already")
     try:
         data = images.read(args.data) if args.data else images.digits()
     except images.ImagesError as error:
@@ -174,7 +176,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/mnist"), help="%(default)s")
     add_flags(parser)
     args = parser.parse_args()
-    if args.epochs < 1 or args.lr <= 0 or (args.batch_size or 1) < 1 or args.warmup_epochs < 0:
+    each = 1 if args.batch_size is None else args.batch_size
+    if min(args.epochs, each) < 1 or args.lr <= 0 or args.warmup_epochs < 0:
         parser.error("--epochs, --batch-size and --lr take numbers above 0.")
     args.out.mkdir(parents=True, exist_ok=True)
     return args

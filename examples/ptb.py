@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+import batches
 import lanes
 import shardwise as sw
 from screen import Screen
@@ -184,6 +185,9 @@ def main() -> None:
         show(args, run_each(__file__, args.workers, sys.argv[1:]))
         return
     world = sw.init(seed=0)
+    batches.refuse_those_of_each(
+        world, "ptb", "a step is one window of every lane, shared by all workers"
+    )
     changed = {name: getattr(args, name) for name in ("hidden", "steps", "epochs")}
     known = vars(CONFIGS[args.config])
     config = Config(**known | {name: value for name, value in changed.items() if value})

@@ -26,6 +26,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import batches
 import shardwise as sw
 from screen import Screen
 from shardwise.scaling.estimates import rate
@@ -138,6 +139,7 @@ def main() -> None:
         show(run_each(__file__, args.workers, sys.argv[1:]))
         return
     world = sw.init(seed=0)
+    batches.refuse_those_of_each(world, "resnet", "--batch-size is of each worker already")
     on_gpu = world.device.type == "cuda"
     each = args.batch_size or (256 if on_gpu else 8)
     size = args.crop or (256 if on_gpu else 64)
@@ -219,7 +221,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, metavar="PATH", help="a folder of each class")
     add_flags(parser)
     args = parser.parse_args()
-    if args.num_steps < 2 or min(args.batch_size or 1, args.crop or 1) < 1:
+    sizes = [size for size in (args.batch_size, args.crop) if size is not None]
+    if args.num_steps < 2 or min(sizes, default=1) < 1:
         parser.error("--num-steps is 2 or more, and other numbers are above 0.")
     return args
 

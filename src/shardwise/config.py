@@ -100,6 +100,12 @@ def _file(text: str) -> Path:
     return Path(text)
 
 
+def _folder(text: str) -> str:
+    if not text.strip():
+        raise ValueError("the name of a folder")
+    return text
+
+
 def _patterns(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
@@ -268,7 +274,12 @@ class Settings:
         None, _file, "watch", "where time goes, event by event, as Chrome trace JSON", "FILE"
     )
     record: str | None = _setting(
-        None, str, "watch", "write what each step took there, for shardwise scale", "DIR", rare=True
+        None,
+        _folder,
+        "watch",
+        "write what each step took there, for shardwise scale",
+        "DIR",
+        rare=True,
     )
     stop_after: int | None = _setting(
         None,

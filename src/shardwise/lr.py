@@ -111,8 +111,10 @@ class ScaledLR(LRScheduler):
                 group["momentum"] *= self._correction() / corrected
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it has come: {"steps", "epoch" (fractional), "multiplier", "base_lrs"}."""
-        return {
+        """How far it has come: {"steps", "epoch" (fractional), "multiplier", "base_lrs"}, and
+        "correction", by which the momentum is multiplied, where it is corrected."""
+        kept = {"correction": self._correction()} if self._corrects else {}
+        return kept | {
             "steps": self.last_epoch,
             "epoch": self.last_epoch / self._steps_per_epoch,
             "multiplier": self.multiplier,
@@ -129,6 +131,10 @@ class ScaledLR(LRScheduler):
         if (change := self.multiplier / state["multiplier"]) != 1:
             for group in self.optimizer.param_groups:
                 group["lr"] *= change
+        correction = self._correction() if self._corrects else 1.0
+        if (change := correction / state.get("correction", 1.0)) != 1:
+            for group in self.optimizer.param_groups:
+                group["momentum"] *= change
         self._last_lr = [_copied(group["lr"]) for group in self.optimizer.param_groups]
 
     def _multiplier(self, steps: int) -> float:

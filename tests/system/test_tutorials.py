@@ -178,3 +178,17 @@ class TestResNet:
             Image.new("RGB", (40, 50), color).save(tmp_path / name / "1.png")
         data = ("--data", str(tmp_path))
         assert run(1, "resnet.py", *self.SMALL, *data, folder=tmp_path)["rate"] > 0
+
+
+@pytest.mark.parametrize("words", [("mnist.py",), ("resnet.py",), ("ptb.py", "--data", ".")])
+def test_batches_of_each_worker_are_refused(tmp_path: Path, words: tuple[str, ...]) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / words[0]), *words[1:]],
+        cwd=tmp_path,
+        env=os.environ | SETTINGS | {"SHARDWISE_BATCH": "worker"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 2, ran.stderr
+    assert "leave --batch worker out" in ran.stderr

@@ -79,6 +79,7 @@ class TestTypes:
             ("zero", "two", "here: zero takes a whole number, not 'two'"),
             ("micro_batch_size", "0", "a whole number of 1 or more, not '0'"),
             ("timeout", "-1", "a number above 0"),
+            ("record", "", "here: record takes the name of a folder, not ''"),
             ("timeout", "inf", "a number above 0"),
             ("ema_decay", "1", "a number between 0 and 1"),
             ("overlap", "maybe", "on or off"),

@@ -18,11 +18,11 @@ def idx(array: torch.Tensor) -> bytes:
     return bytes((0, 0, 8, array.dim())) + sizes + array.numpy().tobytes()
 
 
-def write_images(folder: Path, *, packed: bool) -> None:
+def write_images(folder: Path, *, packed: bool, width: int = 5) -> None:
     for number, (pictures, labels) in enumerate(images.NAMES.values()):
         rows = 3 - number
         files = {
-            pictures: torch.full((rows, 5, 5), 51, dtype=torch.uint8),
+            pictures: torch.full((rows, 5, width), 51, dtype=torch.uint8),
             labels: torch.arange(rows, dtype=torch.uint8),
         }
         for name, array in files.items():
@@ -59,9 +59,36 @@ def test_files_that_are_something_else_are_refused(
         images.idx(tmp_path / "file", dims=1)
 
 
+def test_a_gzip_file_with_damaged_bytes_is_refused(tmp_path: Path) -> None:
+    data = bytearray(gzip.compress(idx(torch.arange(200, dtype=torch.uint8))))
+    data[10] = 0xFF  # the kind of the first block, which there is none of
+    (tmp_path / "file.gz").write_bytes(data)
+    with pytest.raises(images.ImagesError, match="cannot be read"):
+        images.idx(tmp_path / "file.gz", dims=1)
+
+
+def test_images_that_are_not_square_are_refused(tmp_path: Path) -> None:
+    write_images(tmp_path, packed=False, width=6)
+    with pytest.raises(images.ImagesError, match="5 x 6 are not square"):
+        images.read(tmp_path)
+
+
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(images.ImagesError, match="has no train-images-idx3-ubyte"):
         images.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"), [("mnist", "--batch-size"), ("resnet", "--batch-size"), ("resnet", "--crop")]
+)
+def test_a_size_of_nothing_is_refused(
+    name: str, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = imported(name)
+    monkeypatch.setattr("sys.argv", [name, flag, "0"])
+    with pytest.raises(SystemExit):
+        script.arguments()
+    assert "above 0" in capsys.readouterr().err
 
 
 def test_a_total_batch_is_the_same_window_of_every_lane() -> None:

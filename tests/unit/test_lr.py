@@ -130,6 +130,34 @@ def test_momentum_is_corrected_where_the_rate_is_in_the_velocity() -> None:
     assert found == pytest.approx([0.9 * 2, 0.9 * 1.5, 0.9, 0.9])
 
 
+def test_a_resume_on_more_workers_keeps_the_corrected_momentum() -> None:
+    def corrected(workers: int, steps_per_epoch: int) -> lr.ScaledLR:
+        parameter = nn.Parameter(torch.ones(2, 2))
+        parameter.grad = torch.zeros(2, 2)
+        return lr.ScaledLR(
+            Velocity([parameter], lr=BASE),
+            steps_per_epoch=steps_per_epoch,
+            workers=workers,
+            warmup_epochs=2,
+            momentum_correction=True,
+        )
+
+    def momenta(scheduler: lr.ScaledLR, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            rates(scheduler, 1)
+            found.append(scheduler.optimizer.param_groups[0]["momentum"])
+        return found
+
+    first, second = corrected(2, 20), corrected(4, 10)
+    rates(first, 20)
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.load_state_dict(first.state_dict())
+    found = momenta(second, 20)
+    assert found == pytest.approx(momenta(corrected(4, 10), 30)[10:])
+    assert found[-1] == pytest.approx(0.9)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "complaint"),
     [

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.scaling import page, plots, records, report
+from shardwise.horovod.samples import Samples
+from shardwise.scaling import page, plots, records, report, runs
 from shardwise.scaling.estimates import Rate, rate, student
 from shardwise.scaling.records import Measured, TooFew
 from shardwise.scaling.report import Report
@@ -55,29 +57,51 @@ def record(folder: Path, rank: int, rows: list[dict[str, Any]], end: str = "") -
 
 
 def step(number: int, **changed: Any) -> dict[str, Any]:
-    row = {"step": number, "epoch": number // 4, "seconds": 1.0, "samples": 8}
+    row = {"step": number, "epoch": number // 4, "between": 0.0, "seconds": 1.0, "samples": 8}
     return row | {"loss": 2.0 - number / 8, "weight": 16.0} | changed
 
 
 def test_records_of_all_ranks_are_put_together(tmp_path: Path) -> None:
     mean = {"epoch": 1, "training": False, "means": {"accuracy": 0.75}}
-    record(tmp_path, 0, [step(n) for n in range(8)] + [mean])
-    slower = [step(n, seconds=2.0, samples=4) for n in range(9)]
-    record(tmp_path, 1, slower, end='{"step": 9, "ep')
+    record(tmp_path, 0, [step(n, between=1.0) for n in range(8)] + [mean])
+    waiting = [step(n, seconds=2.0, samples=4) for n in range(9)]
+    record(tmp_path, 1, waiting, end='{"step": 9, "ep')
     found = records.read(tmp_path, ranks=2, warmup=2)
-    assert (found.steps, found.dropped, found.batch, found.seconds) == (8, 2, 12, 2.0)
-    assert found.rate == Rate(6.0, 6.0, 6.0), "12 samples in the 2 s of the slower rank"
+    assert (found.steps, found.dropped, found.batch, found.seconds) == (8, 2, 12, 1.0)
+    assert found.rate == Rate(12.0, 12.0, 12.0), "12 samples in the 1 s since rank 0 asked too"
     assert found.loss == {0: 1.8125, 1: 1.3125}
     assert found.means == {"evaluation accuracy": {1: 0.75}}
     assert records.steps_made(tmp_path) == 8
+
+
+def test_jitter_in_when_ranks_end_a_step_changes_no_rate(tmp_path: Path) -> None:
+    for rank in (0, 1):  # by turns, one ends 0.1 s later than the other
+        record(tmp_path, rank, [step(n, seconds=1.1 - 0.2 * ((n + rank) % 2)) for n in range(8)])
+    assert records.read(tmp_path, ranks=2, warmup=2).rate.value == pytest.approx(16.0)
 
 
 def test_a_run_of_too_few_steps_says_what_to_do(tmp_path: Path) -> None:
     record(tmp_path, 0, [step(0), step(1)])
     with pytest.raises(TooFew, match="a smaller --warmup"):
         records.read(tmp_path, ranks=1, warmup=5)
-    with pytest.raises(TooFew, match="made no engine"):
+    record(tmp_path, 1, [])
+    with pytest.raises(TooFew, match="made no step"):
         records.read(tmp_path, ranks=2, warmup=0)
+
+
+def test_records_that_lie_on_another_host_are_missed(tmp_path: Path) -> None:
+    record(tmp_path, 0, [step(0), step(1)])
+    with pytest.raises(TooFew, match=r"no record of rank\(s\) 1, 2: .* all of them share"):
+        records.read(tmp_path, ranks=3, warmup=0)
+
+
+def test_a_run_whose_samples_nobody_counted_says_whose_are(tmp_path: Path) -> None:
+    record(tmp_path, 0, [step(0), *(step(n, samples=0) for n in range(1, 4))])
+    with pytest.raises(TooFew, match=r"no samples were counted.*sw\.Loader"):
+        records.read(tmp_path, ranks=1, warmup=1)
+
+
+OUTCOME = SimpleNamespace(loss=1.0, weight=4.0)
 
 
 class TestRecorder:
@@ -122,6 +146,13 @@ class TestRecorder:
         assert ended.value.code == 0
         assert records.steps_made(tmp_path) == 4
 
+    def test_a_run_that_resumes_makes_as_many_steps_of_its_own(self, tmp_path: Path) -> None:
+        log = StepLog(tmp_path, 0, stop_after=2)
+        log.stepped(0, 201, OUTCOME)
+        with pytest.raises(SystemExit):
+            log.stepped(0, 202, OUTCOME)
+        log.close()
+
     def test_what_lies_between_steps_is_not_of_them(self, tmp_path: Path) -> None:
         log = StepLog(tmp_path, 0)
         log.asked()
@@ -129,10 +160,51 @@ class TestRecorder:
         time.sleep(0.5)
         log.asked()
         log.given(4, epoch=1)
-        log.stepped(0, 1, SimpleNamespace(loss=1.0, weight=4.0))
+        log.stepped(0, 1, OUTCOME)
         log.close()
         row = json.loads((tmp_path / "rank-0.jsonl").read_text())
         assert row["seconds"] < 0.4
+
+    def test_means_of_a_later_training_are_left_out(self, tmp_path: Path) -> None:
+        log = StepLog(tmp_path, 0)
+        for engines, accuracy in ([0, 1], 0.5), ([1, 0, 1, 1], 0.6), ([1], 0.1), ([2], 0.2):
+            log.began()
+            for engine in engines:
+                log.given(4)
+                log.stepped(engine, 1, OUTCOME)
+            log.closed()
+            log.measured({"accuracy": accuracy}, training=True)
+            log.measured({"accuracy": accuracy}, training=False)
+        log.close()
+        rows = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
+        found = [row["means"]["accuracy"] for row in rows if "means" in row]
+        assert found == [0.5, 0.5, 0.6, 0.6]
+
+    @pytest.mark.parametrize("of", ["sw.Loader", "torch's DataLoader"])
+    def test_a_batch_that_a_break_left_is_not_of_the_next_step(
+        self, of: str, solo: World, tmp_path: Path
+    ) -> None:
+        solo.step_log = StepLog(tmp_path, 0)
+        data = torch.utils.data.TensorDataset(torch.ones(6, 2))
+        samples = Samples(solo.step_log) if of != "sw.Loader" else None
+        loader = torch.utils.data.DataLoader(data, 2) if samples else sw.Loader(data, batch_size=2)
+        for _ in loader:
+            break
+        time.sleep(0.5)
+        for steps, _ in enumerate(loader, 1):
+            solo.step_log.stepped(0, steps, OUTCOME)
+            if steps == 2:
+                break
+        time.sleep(0.5)
+        for _ in loader:
+            break
+        solo.step_log.stepped(0, 3, OUTCOME)  # of the batch in hand
+        if samples:
+            samples.close()
+        solo.step_log.close()
+        rows = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
+        assert [row["samples"] for row in rows] == [2, 2, 2]
+        assert max(row["seconds"] for row in rows) < 0.4
 
 
 def test_a_batch_of_each_worker(solo: World) -> None:
@@ -175,6 +247,12 @@ def made(tmp_path: Path) -> Report:
 def test_efficiency_is_against_the_smallest_size_that_ran(made: Report) -> None:
     assert [(row.speedup, row.efficiency) for row in made.rows("strong")] == [(1, 1), (1.5, 0.75)]
     assert [(row.speedup, row.efficiency) for row in made.rows("weak")] == [(2, 1), (3, 0.75)]
+
+
+def test_what_counts_in_a_horovod_script_is_noted(made: Report) -> None:
+    assert not any("torch.no_grad()" in note for note in made.notes())
+    horovod = replace(made.runs[0], measured=measured(100, loss={}))
+    assert any("torch.no_grad()" in note for note in replace(made, runs=[horovod]).notes())
 
 
 def test_json_and_csv_have_every_run(made: Report, tmp_path: Path) -> None:
@@ -221,3 +299,21 @@ def test_wrong_use_is_explained(
 ) -> None:
     assert main(["scale", *words]) == 2
     assert complaint in capsys.readouterr().err
+
+
+SETTLED = """\
+import shardwise as sw
+world = sw.init(quiet=True)
+print(world.settings.batch)
+"""
+
+
+@pytest.mark.parametrize(("kind", "batch"), [("strong", "total"), ("weak", "worker")])
+def test_the_kind_says_what_a_batch_counts_whatever_else_is_set(
+    kind: str, batch: str, made: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "settled.py"
+    script.write_text(SETTLED)
+    monkeypatch.setenv("SHARDWISE_BATCH", "worker" if kind == "strong" else "total")
+    ended = runs.run(replace(made.plan, words=(str(script),)), kind, 1, lambda steps: None)
+    assert ended.log.read_text().splitlines()[-1] == batch

@@ -38,16 +38,17 @@ class Pass:
         self._stepped = stepped
         self.stream = world.feed.open(name, plan)
         self.open = True
+        self._in_hand = False  # samples to train on, since the last step was asked for
 
     def steps(self, first: int) -> Iterator[Step]:
         """The steps of this pass, numbered from `first`; each is finished before the next."""
         try:
-            self._tell_asked()
+            self._tell_asked(self._world.step_log.began)
             for number, item in enumerate(iter(self._fetched, None), first):
                 step = Step(self, item, number)
                 yield step
                 step._finish()
-                self._tell_asked()
+                self._tell_asked(self._world.step_log.asked)
         finally:
             self.close()
 
@@ -55,7 +56,8 @@ class Pass:
         """Forget the stream and let go of what reads the data; closing twice is harmless."""
         self.open = False
         self._world.feed.close(self.stream)
-        self._world.step_log.closed()
+        self._world.step_log.closed(in_hand=self._in_hand)
+        self._in_hand = False
         self._items = iter(())
 
     def hand_out(self, item: Item) -> Any:
@@ -72,6 +74,7 @@ class Pass:
         self._world.feed.give(self.stream, batch, training=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self._world.step_log.given(micro.samples, micro.epoch)
+            self._in_hand = True
         if micro.last:
             self._stepped(micro.total)
         return data
@@ -94,10 +97,11 @@ class Pass:
             self.next_item()
         self._stepped(micro.total)
 
-    def _tell_asked(self) -> None:
+    def _tell_asked(self, tell: Callable[[], None]) -> None:
         """The next step is asked for now; of those to train on the log wants to know."""
+        self._in_hand = False
         if torch.is_grad_enabled():
-            self._world.step_log.asked()
+            tell()
 
     def _check_open(self) -> None:
         if not self.open:

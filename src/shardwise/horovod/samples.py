@@ -43,17 +43,19 @@ class Samples:
         self._log.stepped(0, steps, Outcome())
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        while True:
+        in_hand = False
+        try:
             if torch.is_grad_enabled():
-                self._log.asked()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                self._log.closed()
-                return
-            if torch.is_grad_enabled():
-                self._log.given(_rows(batch))
-            yield batch
+                self._log.began()
+            for batch in batches:
+                if in_hand := torch.is_grad_enabled():
+                    self._log.given(_rows(batch))
+                yield batch
+                in_hand = False
+                if torch.is_grad_enabled():
+                    self._log.asked()
+        finally:
+            self._log.closed(in_hand=in_hand)
 
 
 def _rows(batch: Any) -> int:

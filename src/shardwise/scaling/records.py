@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from shardwise.scaling.estimates import Rate, rate
@@ -39,7 +39,14 @@ class TooFew(Exception):
 
 def read(folder: Path, ranks: int, warmup: int) -> Measured:
     """What `ranks` ranks recorded in `folder`. Raises TooFew."""
-    rows = [list(_rows(folder / f"rank-{rank}.jsonl")) for rank in range(ranks)]
+    paths = [folder / f"rank-{rank}.jsonl" for rank in range(ranks)]
+    if missing := [str(rank) for rank, path in enumerate(paths) if not path.exists()]:
+        raise TooFew(
+            f"{folder} has no record of rank(s) {', '.join(missing)}: does the script call sw.init "
+            "or hvd.init? With several hosts, --out must be on a file system that all of them "
+            "share, under the same path."
+        )
+    rows = [list(_rows(path)) for path in paths]
     own = [[row for row in of_rank if "step" in row] for of_rank in rows]
     made = min(map(len, own))
     if made == 0:
@@ -54,8 +61,12 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
         )
     steps = list(zip(*(of_rank[:made] for of_rank in own), strict=True))
     samples = [sum(row["samples"] for row in step) for step in steps]
-    # The ranks begin and end a step together; who came first has waited for the others.
-    seconds = [max(row["seconds"] for row in step) for step in steps]
+    if not sum(samples[warmup:]):
+        raise TooFew(
+            "no samples were counted in its steps: they are those of sw.Loader, of world.share or, "
+            "with shardwise.horovod, of torch's DataLoader."
+        )
+    seconds = [_seconds(step) for step in steps]
     return Measured(
         steps=made,
         dropped=warmup,
@@ -75,10 +86,20 @@ def steps_made(folder: Path) -> int:
         return 0
 
 
+def _seconds(step: Sequence[Mapping[str, Any]]) -> float:
+    """How long a step took, from when the last rank asked for its data.
+
+    The ranks end steps together: from end to end is as long on all, but for jitter, of which the
+    mean is free. Who asked first has waited in the step for those who were still at something else,
+    such as an evaluation by rank 0 alone.
+    """
+    between: list[float] = [row["between"] for row in step]
+    whole: float = mean(row["between"] + row["seconds"] for row in step)
+    return whole - max(between)
+
+
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines; one that a crash has cut is left out."""
-    if not path.exists():
-        return
     for line in path.read_text().splitlines():
         try:
             yield json.loads(line)

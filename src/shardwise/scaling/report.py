@@ -77,10 +77,16 @@ class Report:
         cores, most = usable_cores(), max(self.plan.sizes)
         found = [
             f"The first {self.plan.warmup} steps of each run are dropped. A rate is that of all "
-            "workers together: their samples over the time of the steps, each as long as it took "
-            "on the slowest; evaluations and checkpoints between steps do not count. ± is half "
-            "of the 95 % interval."
+            "workers together: their samples over the time of the steps, each from when the last "
+            "worker asked for its data; evaluations and checkpoints between steps do not count. "
+            "± is half of the 95 % interval."
         ]
+        if any(run.measured and not run.measured.loss for run in self.runs):
+            found.append(
+                "Where no loss is shown, a script of Horovod's trained on what torch's DataLoaders "
+                "gave: an evaluation that is not under torch.no_grad() is counted as training, "
+                "its samples and its time."
+            )
         if most > cores:
             found.append(
                 f"This machine gives {cores} core(s), so more than {cores} worker(s) share them: "

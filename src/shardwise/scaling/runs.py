@@ -91,8 +91,7 @@ def run(plan: Plan, kind: str, workers: int, on_step: OnStep) -> Run:
 
 def _command(plan: Plan, kind: str, workers: int, folder: Path) -> list[str]:
     flags = ["-n", str(workers), *plan.flags, "--record", str(folder.resolve())]
-    if kind == WEAK:
-        flags += ["--batch", "worker"]
+    flags += ["--batch", "worker" if kind == WEAK else "total"]  # whatever else is set
     if plan.limit is not None:
         flags += ["--stop-after", str(plan.limit)]
     return [sys.executable, "-m", "shardwise", "run", *flags, *plan.words]
