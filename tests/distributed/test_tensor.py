@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError, UsageError
@@ -427,6 +428,60 @@ def test_dropout_is_alike_where_activations_are(group):
         assert not torch.equal(inner[replica], inner[replica + 1])
         assert not torch.equal(told[replica][1], told[replica][3])  # step by step anew
     assert not torch.equal(outer[0], outer[2])
+
+
+class Rates(nn.Module):
+    """Blocks with a dropout inside the pair and one after it, another, and a head."""
+
+    def __init__(self, *, checkpointed=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 17), nn.Dropout(0.5), nn.Linear(17, 8), nn.Dropout(0.5))
+            for _ in range(3)
+        )
+        self.last, self.head = nn.Dropout(0.5), nn.Linear(8, 5)
+        self.checkpointed = checkpointed
+
+    def body(self, x):
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
+        return self.last(x)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def rates(plan, *, checkpointed=False, **settings):
+    torch.manual_seed(2)
+    model = Rates(checkpointed=checkpointed).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = sw.Engine(model, optimizer, tensor_plan=plan, **settings)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 8, generator=draw, dtype=torch.double)
+    return model, engine, x, torch.randint(5, (6,), generator=draw)
+
+
+def recomputes(world, plan, how):
+    model, engine, x, y = rates(plan, **how)
+    told = []
+    for _ in range(2):
+        for last in (False, True):
+            engine.backward(sw.cross_entropy(model(x), y, model.head), last=last)
+        stats = engine.step(max_norm=1e9)
+        told += [stats.loss, stats.grad_norm]
+    told += [value.sum().item() for value in whole(engine, model).values()]
+    engine.close()
+    return told
+
+
+@pytest.mark.parametrize("plan", [None, {"head": "colwise"}], ids=str)
+def test_what_is_recomputed_draws_as_its_forward_did(group, plan):
+    kept, ours, theirs = (
+        group(2, tensor=2)(recomputes, plan, how)[0]
+        for how in ({}, {"activations": "recomputed"}, {"checkpointed": True})
+    )
+    assert ours == pytest.approx(kept, rel=1e-9)
+    assert theirs == pytest.approx(kept, rel=1e-9)
 
 
 # -- not finite -------------------------------------------------------------------------------

@@ -92,8 +92,10 @@ class Rowwise(SplitModule):
         replica = self._replica
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
-        part = value @ self.weight if has_columns(self._plain) else F.linear(value, self.weight)
-        whole = replica.leave(part)
+        columns = has_columns(self._plain)
+        whole = replica.leave(
+            lambda: value @ self.weight if columns else F.linear(value, self.weight)
+        )
         # In the dtype of the product, which autocast may have chosen.
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)
 

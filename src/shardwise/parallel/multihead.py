@@ -71,8 +71,8 @@ class SplitAttention(SplitModule):
             mixed = weights @ v
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, drop)
-        part = F.linear(mixed.transpose(1, 2).flatten(2), self.out_proj.weight)
-        out = replica.leave(part)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        out = replica.leave(lambda: F.linear(mixed, self.out_proj.weight))
         if self.out_proj.bias is not None:
             out = out + self.out_proj.bias.to(out.dtype)
         if weights is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives
+from shardwise.model.replay import once
 from shardwise.parallel.regions import apart, together
 from shardwise.randomness import seed_from
 
@@ -19,6 +21,9 @@ class Draws:
     number each makes the seed of what is drawn inside. Where the region ends, all go on from where
     they were. So dropout has one mask in all ranks on what all have, and another in each on its
     part of a whole.
+
+    A recomputation is told where its forward's regions began and ended, and leaves none open: it
+    stops at the last tensor that backward needs, which may be inside of one.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -36,16 +41,28 @@ class Draws:
 
     def enter(self) -> None:
         """What follows is this rank's own."""
-        if self.active and self._outside is None:
-            common = int(torch.randint(2**31, (), generator=torch.default_generator))
-            self._outside = self._generator.get_state()
-            self._generator.manual_seed(seed_from("split", common, self._rank))
+        seed = once(self._begin)
+        if seed is not None:
+            self._generator.manual_seed(seed)
+
+    def _begin(self) -> int | None:
+        """The seed of what this rank draws in the region that begins; None inside of one."""
+        if not self.active or self._outside is not None:
+            return None
+        common = int(torch.randint(2**31, (), generator=torch.default_generator))
+        self._outside = self._generator.get_state()
+        return seed_from("split", common, self._rank)
 
     def leave(self) -> None:
         """What follows is alike on all ranks."""
-        if self._outside is not None:
-            self._generator.set_state(self._outside)
-            self._outside = None
+        outside = once(self._end)
+        if outside is not None:
+            self._generator.set_state(outside)
+
+    def _end(self) -> Tensor | None:
+        """Where all were when the region began; None outside of one."""
+        outside, self._outside = self._outside, None
+        return outside
 
     def forget(self) -> None:
         """All generators are set anew: nothing is to go on from."""
@@ -74,12 +91,20 @@ class Replica:
             known = self._taken[id(value)] = value, apart(value, self.group)
         return known[1]
 
-    def leave(self, part: Tensor) -> Tensor:
-        """The sum of the ranks' `part`s, with which the region ends."""
+    def leave(self, part: Callable[[], Tensor]) -> Tensor:
+        """The sum of the ranks' `part()`s, with which the region ends.
+
+        Also where that raises, as it does to end a checkpoint's recomputation early.
+        """
+        try:
+            return together(part(), self.group)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """A region ends here."""
         self._taken.clear()
-        whole = together(part, self.group)
         self.draws.leave()
-        return whole
 
     def forget(self) -> None:
         """A step has ended: no region is open."""
