@@ -484,6 +484,22 @@ def test_what_is_recomputed_draws_as_its_forward_did(group, plan):
     assert theirs == pytest.approx(kept, rel=1e-9)
 
 
+def drawn(world):
+    """What the dropout before a split head gives in two forwards of one step."""
+    model, engine, x, y = rates({"head": "colwise"})
+    seen = []
+    model.last.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+    for last in (False, True):
+        engine.backward(sw.cross_entropy(model(x), y, model.head), last=last)
+    engine.close()
+    return seen
+
+
+def test_the_loss_ends_the_region_of_a_split_head(group):
+    first, second = group(2, tensor=2)(drawn)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 # -- not finite -------------------------------------------------------------------------------
 
 

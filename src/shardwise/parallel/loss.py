@@ -52,7 +52,7 @@ def cross_entropy(
             f"cross_entropy takes scores as the head gave them, {end - first} in the last "
             f"dimension, not {tuple(scores.shape)}."
         )
-    head._replica.forget()  # the split region that the head has begun ends here
+    head._replica.close()  # the split region that the head has begun ends here
     flat, wanted = scores.flatten(0, -2), target.flatten()
     counts = wanted != ignore_index
     losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
