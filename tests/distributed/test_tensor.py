@@ -500,6 +500,25 @@ def test_the_loss_ends_the_region_of_a_split_head(group):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def looks_first(world, looks):
+    model, engine, x, y = rates({"head": "colwise"})
+    model.eval()
+    hidden = model.body(x)
+    if looks:
+        with torch.no_grad():
+            model.head(hidden)
+            assert not model.head._replica._taken, "a forward without gradients holds its input"
+    engine.backward(sw.cross_entropy(model.head(hidden), y, model.head))
+    norm = engine.step(max_norm=1e9).grad_norm
+    engine.close()
+    return norm
+
+
+def test_a_forward_without_gradients_takes_none_from_the_next(group):
+    plain, looked = (group(2, tensor=2)(looks_first, looks) for looks in (False, True))
+    assert looked == pytest.approx(plain, rel=1e-9)
+
+
 # -- not finite -------------------------------------------------------------------------------
 
 

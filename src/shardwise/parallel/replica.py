@@ -83,9 +83,12 @@ class Replica:
         """`value`, alike on all ranks, for a region in which each uses it in its own way.
 
         Layers of one region that take the same value (queries, keys, values) share it, so that
-        its gradient is summed once.
+        its gradient is summed once. A forward that autograd does not record shares nothing with
+        one that it does.
         """
         self.draws.enter()
+        if not (torch.is_grad_enabled() and value.requires_grad):
+            return value  # no gradient is to be summed
         known = self._taken.get(id(value))
         if known is None:
             known = self._taken[id(value)] = value, apart(value, self.group)
