@@ -519,6 +519,34 @@ def test_a_forward_without_gradients_takes_none_from_the_next(group):
     assert looked == pytest.approx(plain, rel=1e-9)
 
 
+class Noisy(nn.Module):
+    """Draws by functions alone, more on the rank whose part is wider."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 17), nn.Linear(17, 8)
+
+    def forward(self, x):
+        hidden = nn.functional.dropout(self.up(x), 0.3, self.training)
+        return nn.functional.dropout(self.down(hidden), 0.3, self.training)
+
+
+def drops_by_function(world):
+    torch.manual_seed(1)
+    model = Noisy()
+    plan = {"up": "colwise", "down": "rowwise"}
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), tensor_plan=plan)
+    out = model(torch.ones(4, 8))
+    engine.backward(out.sum())
+    engine.close()
+    return out.detach()
+
+
+def test_what_functions_drop_is_alike_too(group):
+    first, second = group(2, tensor=2)(drops_by_function)
+    assert torch.equal(first, second)
+
+
 # -- not finite -------------------------------------------------------------------------------
 
 

@@ -30,8 +30,6 @@ class Draws:
         self._rank = rank
         self._device = device
         self._outside: Tensor | None = None
-        self.active = False
-        """Whether forwards draw anything at all."""
 
     @property
     def _generator(self) -> torch.Generator:
@@ -47,7 +45,7 @@ class Draws:
 
     def _begin(self) -> int | None:
         """The seed of what this rank draws in the region that begins; None inside of one."""
-        if not self.active or self._outside is not None:
+        if self._outside is not None:
             return None
         common = int(torch.randint(2**31, (), generator=torch.default_generator))
         self._outside = self._generator.get_state()
