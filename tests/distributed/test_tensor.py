@@ -606,6 +606,24 @@ def refused(world, plan, make, text, error=ModelError, **settings):
     return True
 
 
+def out_of_range(world):
+    model = gpt()
+    engine = sw.Engine(model, adamw(model), tensor_plan={"tokens": "embedding", "head": "colwise"})
+    x = batch(0)
+    scores = model(x).transpose(1, 2)
+    for wrong in (25, -1):
+        with pytest.raises(IndexError, match=r"index out of range in self.*of 25"):
+            model(x.index_fill(1, torch.tensor([3]), wrong))
+        with pytest.raises(IndexError, match=r"Target out of bounds.*of 25"):
+            sw.cross_entropy(scores, x.index_fill(1, torch.tensor([3]), wrong), model.head)
+    engine.close()
+    return True
+
+
+def test_numbers_out_of_range_are_refused_as_torch_does(group):
+    assert all(group(2, tensor=2)(out_of_range))
+
+
 def small():
     return nn.Sequential(nn.Linear(4, 1), nn.Tanh(), nn.Linear(1, 4))
 
