@@ -269,6 +269,9 @@ def torch_modules(world):
         each.eval()
     with torch.no_grad():
         assert torch.allclose(model(x), plain(x), rtol=1e-8)
+    for each in (model, plain):
+        with pytest.raises(RuntimeError, match="Need attn_mask if specifying the is_causal hint"):
+            each.layers[0].self_attn(x, x, x, is_causal=True)
     engine.close()
     return True
 
