@@ -434,13 +434,13 @@ def test_dropout_is_alike_where_activations_are(group):
 
 
 class Rates(nn.Module):
-    """Blocks with a dropout inside the pair and one after it, another, and a head."""
+    """Blocks with a dropout inside the pair, one of them after it too, another, and a head."""
 
     def __init__(self, *, checkpointed=False):
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 17), nn.Dropout(0.5), nn.Linear(17, 8), nn.Dropout(0.5))
-            for _ in range(3)
+            nn.Sequential(nn.Linear(8, 17), nn.Dropout(0.5), nn.Linear(17, 8), nn.Dropout(after))
+            for after in (0.0, 0.5, 0.0)
         )
         self.last, self.head = nn.Dropout(0.5), nn.Linear(8, 5)
         self.checkpointed = checkpointed

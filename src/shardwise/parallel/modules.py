@@ -133,7 +133,7 @@ def check_within(numbers: Tensor, count: int, text: str) -> None:
     on an accelerator its assertion fails instead, and nothing waits for it."""
     within = ((numbers >= 0) & (numbers < count)).all()
     if numbers.device.type != "cpu":
-        torch._assert_async(within, text)  # type: ignore[no-untyped-call]
+        torch._assert_async(within, text)
     elif not within:
         raise IndexError(f"{text}: from {numbers.min()} to {numbers.max()}, of {count}")
 

@@ -39,17 +39,14 @@ class Draws:
 
     def enter(self) -> None:
         """What follows is this rank's own."""
-        seed = once(self._begin)
-        if seed is not None:
-            self._generator.manual_seed(seed)
+        if once(lambda: self._outside is None):
+            # Drawn again by a recomputation: what else draws on the host goes on from there.
+            common = int(torch.randint(2**31, (), generator=torch.default_generator))
+            once(self._begin)
+            self._generator.manual_seed(seed_from("split", common, self._rank))
 
-    def _begin(self) -> int | None:
-        """The seed of what this rank draws in the region that begins; None inside of one."""
-        if self._outside is not None:
-            return None
-        common = int(torch.randint(2**31, (), generator=torch.default_generator))
+    def _begin(self) -> None:
         self._outside = self._generator.get_state()
-        return seed_from("split", common, self._rank)
 
     def leave(self) -> None:
         """What follows is alike on all ranks."""
