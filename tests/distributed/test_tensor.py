@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError, UsageError
@@ -268,6 +269,9 @@ def torch_modules(world):
         each.eval()
     with torch.no_grad():
         assert torch.allclose(model(x), plain(x), rtol=1e-8)
+    for each in (model, plain):
+        with pytest.raises(RuntimeError, match="Need attn_mask if specifying the is_causal hint"):
+            each.layers[0].self_attn(x, x, x, is_causal=True)
     engine.close()
     return True
 
@@ -429,6 +433,123 @@ def test_dropout_is_alike_where_activations_are(group):
     assert not torch.equal(outer[0], outer[2])
 
 
+class Rates(nn.Module):
+    """Blocks with a dropout inside the pair, one of them after it too, another, and a head."""
+
+    def __init__(self, *, checkpointed=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 17), nn.Dropout(0.5), nn.Linear(17, 8), nn.Dropout(after))
+            for after in (0.0, 0.5, 0.0)
+        )
+        self.last, self.head = nn.Dropout(0.5), nn.Linear(8, 5)
+        self.checkpointed = checkpointed
+
+    def body(self, x):
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
+        return self.last(x)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def rates(plan, *, checkpointed=False, **settings):
+    torch.manual_seed(2)
+    model = Rates(checkpointed=checkpointed).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = sw.Engine(model, optimizer, tensor_plan=plan, **settings)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 8, generator=draw, dtype=torch.double)
+    return model, engine, x, torch.randint(5, (6,), generator=draw)
+
+
+def recomputes(world, plan, how):
+    model, engine, x, y = rates(plan, **how)
+    told = []
+    for _ in range(2):
+        for last in (False, True):
+            engine.backward(sw.cross_entropy(model(x), y, model.head), last=last)
+        stats = engine.step(max_norm=1e9)
+        told += [stats.loss, stats.grad_norm]
+    told += [value.sum().item() for value in whole(engine, model).values()]
+    engine.close()
+    return told
+
+
+@pytest.mark.parametrize("plan", [None, {"head": "colwise"}], ids=str)
+def test_what_is_recomputed_draws_as_its_forward_did(group, plan):
+    kept, ours, theirs = (
+        group(2, tensor=2)(recomputes, plan, how)[0]
+        for how in ({}, {"activations": "recomputed"}, {"checkpointed": True})
+    )
+    assert ours == pytest.approx(kept, rel=1e-9)
+    assert theirs == pytest.approx(kept, rel=1e-9)
+
+
+def drawn(world):
+    """What the dropout before a split head gives in two forwards of one step."""
+    model, engine, x, y = rates({"head": "colwise"})
+    seen = []
+    model.last.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+    for last in (False, True):
+        engine.backward(sw.cross_entropy(model(x), y, model.head), last=last)
+    engine.close()
+    return seen
+
+
+def test_the_loss_ends_the_region_of_a_split_head(group):
+    first, second = group(2, tensor=2)(drawn)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def looks_first(world, looks):
+    model, engine, x, y = rates({"head": "colwise"})
+    model.eval()
+    hidden = model.body(x)
+    if looks:
+        with torch.no_grad():
+            model.head(hidden)
+            assert not model.head._replica._taken, "a forward without gradients holds its input"
+    engine.backward(sw.cross_entropy(model.head(hidden), y, model.head))
+    norm = engine.step(max_norm=1e9).grad_norm
+    engine.close()
+    return norm
+
+
+def test_a_forward_without_gradients_takes_none_from_the_next(group):
+    plain, looked = (group(2, tensor=2)(looks_first, looks) for looks in (False, True))
+    assert looked == pytest.approx(plain, rel=1e-9)
+
+
+class Noisy(nn.Module):
+    """Draws by functions alone, more on the rank whose part is wider."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 17), nn.Linear(17, 8)
+
+    def forward(self, x):
+        hidden = nn.functional.dropout(self.up(x), 0.3, self.training)
+        return nn.functional.dropout(self.down(hidden), 0.3, self.training)
+
+
+def drops_by_function(world):
+    torch.manual_seed(1)
+    model = Noisy()
+    plan = {"up": "colwise", "down": "rowwise"}
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), tensor_plan=plan)
+    out = model(torch.ones(4, 8))
+    engine.backward(out.sum())
+    engine.close()
+    return out.detach()
+
+
+def test_what_functions_drop_is_alike_too(group):
+    first, second = group(2, tensor=2)(drops_by_function)
+    assert torch.equal(first, second)
+
+
 # -- not finite -------------------------------------------------------------------------------
 
 
@@ -486,6 +607,24 @@ def refused(world, plan, make, text, error=ModelError, **settings):
     with pytest.raises(error, match=text):
         sw.Engine(model, adamw(model), tensor_plan=plan, **settings)
     return True
+
+
+def out_of_range(world):
+    model = gpt()
+    engine = sw.Engine(model, adamw(model), tensor_plan={"tokens": "embedding", "head": "colwise"})
+    x = batch(0)
+    scores = model(x).transpose(1, 2)
+    for wrong in (25, -1):
+        with pytest.raises(IndexError, match=r"index out of range in self.*of 25"):
+            model(x.index_fill(1, torch.tensor([3]), wrong))
+        with pytest.raises(IndexError, match=r"Target out of bounds.*of 25"):
+            sw.cross_entropy(scores, x.index_fill(1, torch.tensor([3]), wrong), model.head)
+    engine.close()
+    return True
+
+
+def test_numbers_out_of_range_are_refused_as_torch_does(group):
+    assert all(group(2, tensor=2)(out_of_range))
 
 
 def small():

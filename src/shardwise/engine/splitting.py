@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from shardwise.config import Settings
 from shardwise.engine.recipe import Recipe
 from shardwise.errors import ConfigError, ModelError
@@ -48,15 +46,6 @@ def split(recipe: Recipe, made: Split, plan: Plan | None) -> None:
         )
     made.cut(groups, recipe.optimizers)
     made.check_shared(recipe.models)
-    made.replica.draws.active = any(_draws(m) for model in recipe.models for m in model.modules())
-
-
-def _draws(module: nn.Module) -> bool:
-    """Whether the forward of a module may draw: a dropout, or a rate of one."""
-    return any(
-        isinstance(value, float) and value > 0 and ("drop" in name or name == "p")
-        for name, value in vars(module).items()
-    )
 
 
 def in_words(made: Split) -> str:

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
 from shardwise.model.precision import NARROW
-from shardwise.parallel.modules import Colwise
+from shardwise.parallel.modules import Colwise, check_within
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -33,7 +33,8 @@ def cross_entropy(
     or put together, this is torch's own. The same on all ranks of a replica; 16-bit scores are
     summed in fp32.
 
-    Raises UsageError for scores that are not as wide as what `head` gives, or an unknown reduction.
+    Raises UsageError for scores that are not as wide as what `head` gives, or an unknown reduction;
+    IndexError for a target that is no class.
     """
     if reduction not in _REDUCTIONS:
         raise UsageError(f"reduction takes one of {', '.join(_REDUCTIONS)}, not {reduction!r}.")
@@ -52,11 +53,13 @@ def cross_entropy(
             f"cross_entropy takes scores as the head gave them, {end - first} in the last "
             f"dimension, not {tuple(scores.shape)}."
         )
-    head._replica.forget()  # the split region that the head has begun ends here
+    head._replica.close()  # the split region that the head has begun ends here
     flat, wanted = scores.flatten(0, -2), target.flatten()
     counts = wanted != ignore_index
+    wanted = wanted.masked_fill(~counts, 0)
+    check_within(wanted, ranges[-1][1], "Target out of bounds")
     losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        flat.float() if flat.dtype in NARROW else flat, wanted.masked_fill(~counts, 0), first, group
+        flat.float() if flat.dtype in NARROW else flat, wanted, first, group
     )
     losses = losses.masked_fill(~counts, 0.0)
     if reduction == "none":

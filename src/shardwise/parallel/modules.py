@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -92,8 +93,10 @@ class Rowwise(SplitModule):
         replica = self._replica
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
-        part = value @ self.weight if has_columns(self._plain) else F.linear(value, self.weight)
-        whole = replica.leave(part)
+        columns = has_columns(self._plain)
+        whole = replica.leave(
+            lambda: value @ self.weight if columns else F.linear(value, self.weight)
+        )
         # In the dtype of the product, which autocast may have chosen.
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)
 
@@ -111,6 +114,7 @@ class SplitEmbedding(SplitModule):
         replica = self._replica
         if replica.is_whole:
             return super().forward(numbers)  # type: ignore[no-any-return]
+        check_within(numbers, self.ranges[-1][1], "index out of range in self")
         first, end = self.ranges[replica.group.rank]
         elsewhere = (numbers < first) | (numbers >= end)
         padding = self.padding_idx
@@ -122,6 +126,16 @@ class SplitEmbedding(SplitModule):
 
 class Part(SplitModule):
     """A module inside a split region, which computes with its part as the plain one would."""
+
+
+def check_within(numbers: Tensor, count: int, text: str) -> None:
+    """Raise IndexError, as torch does, where `numbers` (any shape) are not all of 0 to `count` - 1;
+    on an accelerator its assertion fails instead, and nothing waits for it."""
+    within = ((numbers >= 0) & (numbers < count)).all()
+    if numbers.device.type != "cpu":
+        torch._assert_async(within, text)
+    elif not within:
+        raise IndexError(f"{text}: from {numbers.min()} to {numbers.max()}, of {count}")
 
 
 def has_columns(plain: type[nn.Module]) -> bool:

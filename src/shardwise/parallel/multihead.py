@@ -47,13 +47,21 @@ class SplitAttention(SplitModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As nn.MultiheadAttention.forward, shapes and masks alike."""
+        """As nn.MultiheadAttention.forward, shapes and masks alike.
+
+        Raises RuntimeError for is_causal without the mask that it is a hint about.
+        """
         replica = self._replica
         if replica.is_whole:
             return super().forward(  # type: ignore[no-any-return]
                 query, key, value, key_padding_mask, need_weights, attn_mask,
                 average_attn_weights, is_causal,
             )  # fmt: skip
+        if is_causal and attn_mask is None:  # a hint about a mask, as torch has it
+            raise RuntimeError(
+                "Need attn_mask if specifying the is_causal hint: give "
+                "nn.Transformer.generate_square_subsequent_mask(length)."
+            )
         batched = query.ndim == 3
         several = [replica.enter(each) for each in (query, key, value)]
         if not batched:
@@ -71,8 +79,8 @@ class SplitAttention(SplitModule):
             mixed = weights @ v
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, drop)
-        part = F.linear(mixed.transpose(1, 2).flatten(2), self.out_proj.weight)
-        out = replica.leave(part)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        out = replica.leave(lambda: F.linear(mixed, self.out_proj.weight))
         if self.out_proj.bias is not None:
             out = out + self.out_proj.bias.to(out.dtype)
         if weights is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives
+from shardwise.model.replay import once
 from shardwise.parallel.regions import apart, together
 from shardwise.randomness import seed_from
 
@@ -19,14 +21,15 @@ class Draws:
     number each makes the seed of what is drawn inside. Where the region ends, all go on from where
     they were. So dropout has one mask in all ranks on what all have, and another in each on its
     part of a whole.
+
+    A recomputation is told where its forward's regions began and ended, and leaves none open: it
+    stops at the last tensor that backward needs, which may be inside of one.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._device = device
         self._outside: Tensor | None = None
-        self.active = False
-        """Whether forwards draw anything at all."""
 
     @property
     def _generator(self) -> torch.Generator:
@@ -36,16 +39,25 @@ class Draws:
 
     def enter(self) -> None:
         """What follows is this rank's own."""
-        if self.active and self._outside is None:
+        if once(lambda: self._outside is None):
+            # Drawn again by a recomputation: what else draws on the host goes on from there.
             common = int(torch.randint(2**31, (), generator=torch.default_generator))
-            self._outside = self._generator.get_state()
+            once(self._begin)
             self._generator.manual_seed(seed_from("split", common, self._rank))
+
+    def _begin(self) -> None:
+        self._outside = self._generator.get_state()
 
     def leave(self) -> None:
         """What follows is alike on all ranks."""
-        if self._outside is not None:
-            self._generator.set_state(self._outside)
-            self._outside = None
+        outside = once(self._end)
+        if outside is not None:
+            self._generator.set_state(outside)
+
+    def _end(self) -> Tensor | None:
+        """Where all were when the region began; None outside of one."""
+        outside, self._outside = self._outside, None
+        return outside
 
     def forget(self) -> None:
         """All generators are set anew: nothing is to go on from."""
@@ -66,20 +78,31 @@ class Replica:
         """`value`, alike on all ranks, for a region in which each uses it in its own way.
 
         Layers of one region that take the same value (queries, keys, values) share it, so that
-        its gradient is summed once.
+        its gradient is summed once. A forward that autograd does not record shares nothing with
+        one that it does.
         """
         self.draws.enter()
+        if not (torch.is_grad_enabled() and value.requires_grad):
+            return value  # no gradient is to be summed
         known = self._taken.get(id(value))
         if known is None:
             known = self._taken[id(value)] = value, apart(value, self.group)
         return known[1]
 
-    def leave(self, part: Tensor) -> Tensor:
-        """The sum of the ranks' `part`s, with which the region ends."""
+    def leave(self, part: Callable[[], Tensor]) -> Tensor:
+        """The sum of the ranks' `part()`s, with which the region ends.
+
+        Also where that raises, as it does to end a checkpoint's recomputation early.
+        """
+        try:
+            return together(part(), self.group)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """A region ends here."""
         self._taken.clear()
-        whole = together(part, self.group)
         self.draws.leave()
-        return whole
 
     def forget(self) -> None:
         """A step has ended: no region is open."""
