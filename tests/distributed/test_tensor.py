@@ -527,3 +527,55 @@ def refused_setting(world, text):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), gpt().parameters()))  # noqa: B905
     assert type(model.blocks[0].attend.qkv) is nn.Linear
     return True
+
+
+# -- what hides ------------------------------------------------------------------------------
+
+
+def unfreezes(world):
+    """A parameter group on the way leaves every rank its own part of split layers."""
+    model = gpt()
+    model.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.norm.requires_grad_(True).parameters(), lr=0.1)
+    engine = sw.Engine(model, optimizer)
+    before = whole(engine, model)
+    optimizer.add_param_group({"params": list(model.blocks[1].requires_grad_(True).parameters())})
+    after = whole(engine, model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    engine.close()
+    return True
+
+
+def test_unfreezing_split_layers_keeps_their_parts(group):
+    assert all(group(4, tensor=2)(unfreezes))
+
+
+def test_every_kind_of_pair_is_tried():
+    def pair(between):
+        return nn.Sequential(nn.Linear(8, 16), between, nn.Linear(16, 8))
+
+    model = nn.ModuleList([pair(each) for each in (nn.ReLU(), nn.Softmax(-1), nn.ReLU())])
+    assert [each.name for each in known.find([model], [""], 2, set())] == ["0", "2"]
+
+
+def asks_for_a_part(world, row):
+    """A block about some modules leaves no forward half plain, half split."""
+    model = gpt()
+    engine = sw.Engine(model, adamw(model), zero=row)
+    x = batch(3)
+    with torch.no_grad():
+        wanted = gpt()(x)
+        for module in (model.norm, model.blocks[0].widen, model.blocks[1]):
+            with engine.full_parameters(module):
+                assert torch.allclose(model(x), wanted, rtol=1e-9)
+        with engine.full_parameters(model.blocks[0].widen):
+            assert model.state_dict()["blocks.1.widen.weight"].shape == (23, 16)
+        with engine.full_parameters(model.norm), pytest.raises(UsageError, match="a part of it"):
+            model.state_dict()
+    engine.close()
+    return True
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_whole_tensors_of_some_modules(group, row):
+    assert all(group(2, tensor=2)(asks_for_a_part, row))

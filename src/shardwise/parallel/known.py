@@ -118,11 +118,12 @@ def _of(
     ]
     used: set[str] = set()
     for group, children in _candidates(name, module, free, parts):
-        signature = (type(module), tuple(p.shape for p in module.parameters()), children)
         if used & set(children):
             continue
+        around = _around(module, children)
+        signature = (_likeness(around), children)
         if signature not in tried:
-            tried[signature] = takes_to(_around(module, children), group, parts)
+            tried[signature] = takes_to(around, group, parts)
         if tried[signature]:
             used |= set(children)
             yield group
@@ -135,6 +136,33 @@ def _around(module: nn.Module, children: Sequence[str]) -> nn.Module:
     names = list(module._modules)
     run = names[names.index(children[0]) : names.index(children[-1]) + 1]
     return nn.Sequential(*(module.get_submodule(name) for name in run))
+
+
+def _likeness(module: nn.Module) -> object:
+    """What modules whose forwards compute the same have alike: classes, shapes and attributes of
+    all that is in them. Of what has no value of its own (a function, a buffer) the object."""
+    return tuple(
+        (path, type(each), each.extra_repr(), *(_value(kept) for kept in _kept(each)))
+        for path, each in module.named_modules()
+    )
+
+
+def _kept(module: nn.Module) -> Iterator[object]:
+    for name, value in vars(module).items():
+        if name == "_parameters":
+            yield {key: None if p is None else tuple(p.shape) for key, p in value.items()}
+        elif name != "_modules":
+            yield name, value
+
+
+def _value(kept: object) -> object:
+    if isinstance(kept, int | float | str | type(None)):
+        return type(kept), kept
+    if isinstance(kept, dict):
+        return type(kept), tuple((_value(key), _value(value)) for key, value in kept.items())
+    if isinstance(kept, tuple | list | set):
+        return type(kept), tuple(map(_value, kept))
+    return type(kept), id(kept)
 
 
 def _candidates(
