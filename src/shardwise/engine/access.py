@@ -24,6 +24,8 @@ def full_parameters(
     """See Engine.full_parameters."""
     shown = states.shown
     written: set[int] = set()
+    if module is not None and any(recipe.shard_of(p) is not None for p in module.parameters()):
+        module = None  # forwards are the plain ones everywhere or nowhere
     with torch.no_grad():
         numbers = sectioning.units_in(shown.sections, module) if shown is not None else []
         whole: Any = nullcontext({}) if shown is None else shown.residency.whole(numbers)

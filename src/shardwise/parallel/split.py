@@ -116,13 +116,15 @@ class Split:
         with torch.no_grad():
             for parameter in parts:
                 parameter.data = self.whole(parameter, parameter.data)
-        self._show(whole=True)
+        if parts:
+            self._show(whole=True)
         try:
             yield
             if write is not None:
                 self._take(parts, write)
         finally:
-            self._show(whole=False)
+            if parts:
+                self._show(whole=False)
             for parameter, part in parts.items():
                 parameter.data = part
 
