@@ -55,20 +55,50 @@ HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_head
 """What modules of others call what attention is made of; a trial has the last word."""
 
 
+Verdicts = dict[tuple[str, tuple[str, ...]], bool]
+"""Whether a module, by name, takes to some of its children being split together."""
+
+
+class Trials:
+    """What trials say, alike modules tried once; with `told`, what they said on another rank."""
+
+    def __init__(self, told: Verdicts | None = None) -> None:
+        self.verdicts: Verdicts = {} if told is None else told
+        self._told = told is not None
+        self._alike: dict[object, bool] = {}
+
+    def pass_on(
+        self, name: str, module: nn.Module, children: tuple[str, ...], group: Group, parts: int
+    ) -> bool:
+        """Whether `module` takes to `group`, in which these of its children are split."""
+        if self._told:
+            return self.verdicts.get((name, children), False)
+        around = _around(module, children)
+        likeness = (_likeness(around), children)
+        if likeness not in self._alike:
+            self._alike[likeness] = takes_to(around, group, parts)
+        self.verdicts[name, children] = self._alike[likeness]
+        return self._alike[likeness]
+
+
 def find(
-    models: Sequence[nn.Module], prefixes: Sequence[str], parts: int, taken: set[nn.Module]
+    models: Sequence[nn.Module],
+    prefixes: Sequence[str],
+    parts: int,
+    taken: set[nn.Module],
+    trials: Trials | None = None,
 ) -> list[Group]:
     """What is known of `models`, in as many `parts`; modules of `taken` are passed over."""
     found: list[Group] = []
-    tried: dict[object, bool] = {}
+    trials = trials or Trials()
     for model, prefix in zip(models, prefixes, strict=True):
         carries = _carries_a_plan(model)
         for path, module in model.named_modules():
             name = ".".join(part for part in (prefix, path) if part).replace("_orig_mod.", "")
             if carries and module not in taken and _is_as_llama(module):
-                groups = iter([split_attention(name, module, ATTENTION["LlamaAttention"], parts)])
+                groups = _attends(name, module, ATTENTION["LlamaAttention"], parts, taken)
             else:
-                groups = _of(name, module, parts, taken, tried)
+                groups = _of(name, module, parts, taken, trials)
             for group in groups:
                 taken |= {cut.module for cut in group.cuts}
                 found.append(group)
@@ -93,7 +123,7 @@ def _is_as_llama(module: nn.Module) -> bool:
 
 
 def _of(
-    name: str, module: nn.Module, parts: int, taken: set[nn.Module], tried: dict[object, bool]
+    name: str, module: nn.Module, parts: int, taken: set[nn.Module], trials: Trials
 ) -> Iterator[Group]:
     if module in taken:
         return
@@ -101,10 +131,11 @@ def _of(
     ours = type(module).__module__.split(".")[0] in ("torch", "transformers")
     kind = type(module).__name__ if ours else ""
     if type(module).forward is nn.MultiheadAttention.forward:
-        yield split_multihead(name, module, parts)  # type: ignore[arg-type]
+        if not taken & set(module.children()):
+            yield split_multihead(name, module, parts)  # type: ignore[arg-type]
         return
     if kind in ATTENTION and not getattr(module, "is_cross_attention", False):
-        yield split_attention(name, module, ATTENTION[kind], parts)
+        yield from _attends(name, module, ATTENTION[kind], parts, taken)
         return
     if kind in PAIRS:
         into, out = PAIRS[kind]
@@ -120,13 +151,17 @@ def _of(
     for group, children in _candidates(name, module, free, parts):
         if used & set(children):
             continue
-        around = _around(module, children)
-        signature = (_likeness(around), children)
-        if signature not in tried:
-            tried[signature] = takes_to(around, group, parts)
-        if tried[signature]:
+        if trials.pass_on(name, module, children, group, parts):
             used |= set(children)
             yield group
+
+
+def _attends(
+    name: str, module: nn.Module, how: Attention, parts: int, taken: set[nn.Module]
+) -> Iterator[Group]:
+    """Attention of a known kind; nothing where the plan has a word on one of its maps."""
+    if not taken & set(module.children()):
+        yield split_attention(name, module, how, parts)
 
 
 def _around(module: nn.Module, children: Sequence[str]) -> nn.Module:
