@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import ConfigError, ModelError, UsageError
-from shardwise.parallel import known
+from shardwise.errors import ConfigError, ModelError, ModelMismatch, UsageError
+from shardwise.parallel import known, trial
 from tests.parity.problems import SplittableGPT, loss_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -579,3 +579,63 @@ def asks_for_a_part(world, row):
 @pytest.mark.parametrize("row", [0, 3])
 def test_whole_tensors_of_some_modules(group, row):
     assert all(group(2, tensor=2)(asks_for_a_part, row))
+
+
+def starves(world):
+    """A trial that does not end in time on one rank is no reason to split otherwise there."""
+    model = gpt()
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(trial, "LIMIT", 0.0)
+        engine = sw.Engine(model, adamw(model))
+    shapes = world.gather(model.blocks[0].attend.n_head)
+    engine.close()
+    other = gpt()
+    plan = {"blocks.0.widen": "whole"} if world.rank else {"blocks.1.widen": "whole"}
+    with pytest.raises(ModelMismatch, match=r"ranks split different things.*one tensor_plan"):
+        sw.Engine(other, adamw(other), tensor_plan=plan)
+    with pytest.raises(ModelMismatch, match=r"rank 0 has .*rank 1 has .*no module is called"):
+        sw.Engine(other, adamw(other), tensor_plan={"nothing": "whole"} if world.rank else {})
+    return shapes
+
+
+def test_ranks_agree_on_what_is_split(group):
+    assert group(2, tensor=2)(starves) == [[2, 2]] * 2
+
+
+def left_alone(world):
+    """What is refused leaves the model whole."""
+    attend = sw.Attention(qkv=("q", "k", "v"), out="proj", heads="n_head")
+    twice = {"blocks.1.attend": attend, "blocks.1.attend.q": "colwise"}
+    for plan, text in (({"tokens": "embedding"}, "is shared with"), (twice, "in two ways")):
+        model, plain = gpt(), gpt()
+        with pytest.raises(ModelError, match=text):
+            sw.Engine(model, adamw(model), tensor_plan=plan)
+        assert all(
+            torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+        assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    return True
+
+
+def test_what_is_refused_leaves_the_model_whole(group):
+    assert all(group(2, tensor=2)(left_alone))
+
+
+def minds_a_map(world):
+    torch.manual_seed(3)
+    model = nn.TransformerEncoderLayer(12, 3, 18, dropout=0.0, batch_first=True).double()
+    x = torch.randn(2, 5, 12).double()
+    wanted = model(x)
+    with pytest.raises(ModelError, match="out_proj is split, and self_attn, which computes with"):
+        sw.Engine(model, adamw(model), tensor_plan={"self_attn.out_proj": "colwise_rep"})
+    engine = sw.Engine(model, adamw(model), tensor_plan={"self_attn.out_proj": "whole"})
+    assert torch.allclose(model(x), wanted, rtol=1e-9)
+    assert model.self_attn.in_proj_weight.shape == (36, 12)
+    assert model.linear1.weight.shape == (9, 12)
+    engine.close()
+    return True
+
+
+def test_a_word_on_a_map_of_known_attention_leaves_it_whole(group):
+    assert all(group(2, tensor=2)(minds_a_map))
