@@ -26,6 +26,10 @@ class Split:
         self.shards: dict[nn.Parameter, Shard] = {}
         self.groups: list[Group] = []
         self._modules: list[SplitModule] = []
+        self._versions: dict[nn.Parameter, int] = {}
+        """Of what is whole for now, when it had not been written yet."""
+        self.writes = False
+        """Whether what is written into what is whole for now is taken in."""
 
     @property
     def group(self) -> Collectives:
@@ -126,6 +130,8 @@ class Split:
                 parameter.data = self.whole(parameter, parameter.data)
         if parts:
             self._show(whole=True)
+            self._versions = {parameter: parameter._version for parameter in parts}
+            self.writes = write is not None
         try:
             yield
             if write is not None:
@@ -133,8 +139,18 @@ class Split:
         finally:
             if parts:
                 self._show(whole=False)
+                self._versions = {}
             for parameter, part in parts.items():
                 parameter.data = part
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a block that `wholes` has begun is open."""
+        return self.replica.is_whole
+
+    def written(self) -> list[nn.Parameter]:
+        """What has been written since it is whole."""
+        return [p for p, version in self._versions.items() if p._version != version]
 
     def _take(self, parts: Mapping[nn.Parameter, Tensor], group: Collectives) -> None:
         with torch.no_grad():
