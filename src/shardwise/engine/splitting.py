@@ -83,7 +83,9 @@ def _found(
         several = plans.named(recipe.models, recipe.prefixes, plan)
         groups = plans.planned(several, parts)
         taken = plans.taken(several) | {cut.module for group in groups for cut in group.cuts}
-        return groups + known.find(recipe.models, recipe.prefixes, parts, taken, trials)
+        groups += known.find(recipe.models, recipe.prefixes, parts, taken, trials)
+        known.unfuse(recipe.models, recipe.prefixes, parts, groups)
+        return groups
     except ModelError as error:
         return error
 

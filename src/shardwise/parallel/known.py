@@ -248,10 +248,22 @@ def _pair(name: str, module: nn.Module, into: Sequence[str], out: str, parts: in
         assert linear is not None
         group.cuts.append(cuts.colwise(_below(name, child), linear, ranges))
     group.cuts.append(cuts.rowwise(_below(name, out), last, ranges))
-    if hasattr(module, "activation_relu_or_gelu"):
-        # torch's fused inference of the whole layer knows nothing of parts.
-        group.cuts.append(cuts.part(name, module, {}, [{"activation_relu_or_gelu": 0}] * parts))
     return group
+
+
+def unfuse(
+    models: Sequence[nn.Module], prefixes: Sequence[str], parts: int, groups: Sequence[Group]
+) -> None:
+    """Turn torch's fused inference of a whole encoder layer off where `groups` split what is in
+    it: it takes the weights and knows nothing of parts."""
+    group_of = {cut.module: group for group in groups for cut in group.cuts}
+    for model, prefix in zip(models, prefixes, strict=True):
+        for path, module in model.named_modules():
+            inside = [group_of[each] for each in module.modules() if each in group_of]
+            if inside and hasattr(module, "activation_relu_or_gelu"):
+                name = ".".join(part for part in (prefix, path) if part)
+                plain = [{"activation_relu_or_gelu": 0}] * parts
+                inside[0].cuts.append(cuts.part(name, module, {}, plain))
 
 
 def _below(name: str, child: str) -> str:
