@@ -2,6 +2,7 @@
 refused."""
 
 import copy
+import dataclasses
 import os
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import ConfigError, ModelError, ModelMismatch, UsageError
+from shardwise.errors import BrokenView, ConfigError, ModelError, ModelMismatch, UsageError
 from shardwise.parallel import known, trial
 from tests.parity.problems import SplittableGPT, loss_of
 
@@ -639,3 +640,113 @@ def minds_a_map(world):
 
 def test_a_word_on_a_map_of_known_attention_leaves_it_whole(group):
     assert all(group(2, tensor=2)(minds_a_map))
+
+
+def nests(world, row, folder):
+    """Blocks inside blocks are whole as one; what would be lost is refused."""
+    model = gpt()
+    engine = sw.Engine(model, adamw(model), zero=row)
+    wanted = gpt().state_dict()
+    with engine.full_parameters():
+        with engine.full_parameters(model.blocks[0]):
+            engine.export(folder / "whole.safetensors")
+        assert torch.equal(model.blocks[0].widen.weight, wanted["blocks.0.widen.weight"])
+        assert model.state_dict().keys() == wanted.keys()
+        with (
+            pytest.raises(UsageError, match="give the outer block write=True"),
+            engine.full_parameters(write=True),
+        ):
+            pass
+    with (
+        pytest.raises(BrokenView, match="write"),
+        engine.full_parameters(model.blocks[0]),
+        torch.no_grad(),
+    ):
+        model.blocks[0].widen.weight.mul_(2.0)
+    kept = whole(engine, model)
+    assert all(torch.equal(kept[name], value) for name, value in wanted.items())
+    with engine.full_parameters(write=True), torch.no_grad():
+        with engine.full_parameters(write=True):
+            model.blocks[0].widen.weight.mul_(2.0)
+        model.blocks[0].widen.weight.mul_(2.0)
+    kept = whole(engine, model)
+    assert torch.equal(kept["blocks.0.widen.weight"], 4.0 * wanted["blocks.0.widen.weight"])
+    assert model.blocks[0].widen.out_features < 23
+    engine.close()
+    return True
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_whole_tensors_inside_whole_tensors(group, tmp_path, row):
+    assert all(group(2, tensor=2)(nests, row, tmp_path))
+    exported = safetensors.torch.load_file(tmp_path / "whole.safetensors")
+    wanted = gpt().state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in exported.items())
+
+
+def infers(world, plan):
+    """torch's fused inference of a whole layer is off where any of it is split."""
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double().eval()
+    x = torch.randn(2, 5, 8).double()
+    with torch.no_grad():
+        wanted = model(x)
+        engine = sw.Engine(model, adamw(model), tensor_plan=plan)
+        assert torch.allclose(model.eval()(x), wanted, rtol=1e-9)
+    engine.close()
+    assert model.layers[0].activation_relu_or_gelu == 1
+    return True
+
+
+UNFUSED = [
+    {"layers.*.self_attn": "whole", "layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"},
+    {"layers.*.linear1": "whole"},
+]
+
+
+@pytest.mark.parametrize("plan", UNFUSED)
+def test_fused_inference_is_off_where_a_plan_splits(group, plan):
+    assert all(group(2, tensor=2)(infers, plan))
+
+
+class WithLatecomer(nn.Module):
+    """What is split is frozen; one parameter is used in the last step only."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt, self.late = gpt().float(), nn.Parameter(torch.ones(8))
+        self.gpt.blocks.requires_grad_(False)
+
+
+def comes_late(world):
+    model = WithLatecomer()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = sw.Engine(model, torch.optim.SGD(trained, lr=0.1), bucket_mb=1e-5)
+    norms = []
+    for step in range(3):
+        x = batch(step)
+        loss = loss_of(model.gpt, x, (x * 5 + 1) % 24)
+        engine.backward(loss + model.late.sum() if step == 2 else loss)
+        norms.append(engine.step(max_norm=1e9).grad_norm)
+    engine.close()
+    return norms
+
+
+def test_late_gradients_where_all_that_is_split_is_frozen(group):
+    one, other = group(2, tensor=2)(comes_late)
+    assert one == other
+    assert one == pytest.approx(group(1)(comes_late)[0], rel=1e-5)
+
+
+def batches_of_workers(world):
+    world.settings = dataclasses.replace(world.settings, batch="worker")
+    loader = sw.Loader(list(range(12)), batch_size=3)
+    scheduler = sw.lr.ScaledLR(
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), steps_per_epoch=1, warmup_epochs=0
+    )
+    return loader.batch_size, [len(x) for x in loader], scheduler.multiplier
+
+
+def test_a_batch_of_each_worker_is_that_of_its_replica(group):
+    assert group(4, tensor=2)(batches_of_workers) == [(6, [3, 3], 2.0)] * 4
