@@ -38,7 +38,7 @@ def full_parameters(
             with _joined(recipe, module, write=write):
                 yield
                 if not write:
-                    _check_unwritten(recipe)
+                    _check_unwritten(recipe, states)
             if not write and shown is not None:
                 shown.residency.check_unwritten(buckets)
             elif write:
@@ -78,13 +78,15 @@ def _check_inner(*, write: bool, outer: bool) -> None:
         )
 
 
-def _check_unwritten(recipe: Recipe) -> None:
+def _check_unwritten(recipe: Recipe, states: States) -> None:
     """Raise BrokenView, on all ranks alike, where a split parameter was written to."""
     if recipe.split is None:
         return
     written = set(recipe.split.written())
     mine = [tracked.name for tracked in recipe.located() if tracked.parameter in written]
     for name in itertools.chain.from_iterable(recipe.run.gather_objects(mine)):
+        if states.shown is not None:
+            states.parameters.remember()  # told once
         raise BrokenView(
             f"{name} is split over {recipe.split.group.size} ranks and was written while it was "
             "whole to be read, which reaches nothing. To write parameters: with "

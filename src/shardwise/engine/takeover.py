@@ -155,11 +155,6 @@ class Takeover:
 
     def take_in_writes(self) -> None:
         """Let the masters have what user code has written into parameters, before these change."""
-        if self.recipe.split is not None and self.recipe.split.is_whole:
-            raise UsageError(
-                "Inside engine.full_parameters() split layers are whole for a time, to read and "
-                "write: backward, step, save, load and ema are for after the block."
-            )
         states = self.states
         if states.optimizer.has_masters and (written := states.parameters.written()):
             states.optimizer.refresh_masters(written)
