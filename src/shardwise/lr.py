@@ -52,15 +52,16 @@ def warmed(epoch: float, epochs: float, to: float) -> float:
 class ScaledLR(LRScheduler):
     """The optimizer's rates as a larger total batch wants them. Call `step()` after each step.
 
-        loader = sw.Loader(dataset, batch_size=32 * world.size, shuffle=True)
+        loader = sw.Loader(dataset, batch_size=32 * world.data_size, shuffle=True)
         scheduler = sw.lr.ScaledLR(optimizer, steps_per_epoch=len(loader), warmup_epochs=5)
 
     For scripts whose total batch grows with the number of workers: the optimizer's rate is the one
     for a single worker. Where the total batch stays, the rate stays too, and no scheduler is
-    needed. `workers` says how many times larger the batch is (default: `world.size`); `scaling` is
-    "linear", "sqrt" or "none". From base * 1 the rates go to base * factor over `warmup_epochs`
-    (fractional ones too, 0 for none). It multiplies what it finds, so it goes together with
-    other schedulers that do, such as MultiStepLR or CosineAnnealingLR, in the same loop.
+    needed. `workers` says how many times larger the batch is (default: `world.data_size`);
+    `scaling` is "linear", "sqrt" or "none". From base * 1 the rates go to base * factor over
+    `warmup_epochs` (fractional ones too, 0 for none). It multiplies what it finds, so it goes
+    together with other schedulers that do, such as MultiStepLR or CosineAnnealingLR, in the same
+    loop.
 
     `momentum_correction` multiplies the momentum of a step by the change of the rate before it, for
     optimizers whose velocity has the rate in it (v = m v + lr g). In those of torch (v = m v + g)
@@ -86,7 +87,7 @@ class ScaledLR(LRScheduler):
             raise ConfigError(f"warmup_epochs is a number of 0 or more, not {warmup_epochs}.")
         if momentum_correction:
             _check_momentum(optimizer)
-        self._factor = factor(worlds.current().size if workers is None else workers, scaling)
+        self._factor = factor(worlds.current().data_size if workers is None else workers, scaling)
         self._epochs, self._steps_per_epoch = warmup_epochs, steps_per_epoch
         self._corrects = momentum_correction
         super().__init__(optimizer)

@@ -2,6 +2,7 @@
 refused."""
 
 import copy
+import dataclasses
 import os
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.errors import ConfigError, ModelError, UsageError
-from shardwise.parallel import known
+from shardwise.errors import BrokenView, ConfigError, ModelError, ModelMismatch, UsageError
+from shardwise.parallel import known, trial
 from tests.parity.problems import SplittableGPT, loss_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -666,3 +667,225 @@ def refused_setting(world, text):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), gpt().parameters()))  # noqa: B905
     assert type(model.blocks[0].attend.qkv) is nn.Linear
     return True
+
+
+# -- what hides ------------------------------------------------------------------------------
+
+
+def unfreezes(world):
+    """A parameter group on the way leaves every rank its own part of split layers."""
+    model = gpt()
+    model.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.norm.requires_grad_(True).parameters(), lr=0.1)
+    engine = sw.Engine(model, optimizer)
+    before = whole(engine, model)
+    optimizer.add_param_group({"params": list(model.blocks[1].requires_grad_(True).parameters())})
+    after = whole(engine, model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    engine.close()
+    return True
+
+
+def test_unfreezing_split_layers_keeps_their_parts(group):
+    assert all(group(4, tensor=2)(unfreezes))
+
+
+def test_every_kind_of_pair_is_tried():
+    def pair(between):
+        return nn.Sequential(nn.Linear(8, 16), between, nn.Linear(16, 8))
+
+    model = nn.ModuleList([pair(each) for each in (nn.ReLU(), nn.Softmax(-1), nn.ReLU())])
+    assert [each.name for each in known.find([model], [""], 2, set())] == ["0", "2"]
+
+
+def asks_for_a_part(world, row):
+    """A block about some modules leaves no forward half plain, half split."""
+    model = gpt()
+    engine = sw.Engine(model, adamw(model), zero=row)
+    x = batch(3)
+    with torch.no_grad():
+        wanted = gpt()(x)
+        for module in (model.norm, model.blocks[0].widen, model.blocks[1]):
+            with engine.full_parameters(module):
+                assert torch.allclose(model(x), wanted, rtol=1e-9)
+        with engine.full_parameters(model.blocks[0].widen):
+            assert model.state_dict()["blocks.1.widen.weight"].shape == (23, 16)
+        with engine.full_parameters(model.norm), pytest.raises(UsageError, match="a part of it"):
+            model.state_dict()
+    engine.close()
+    return True
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_whole_tensors_of_some_modules(group, row):
+    assert all(group(2, tensor=2)(asks_for_a_part, row))
+
+
+def starves(world):
+    """A trial that does not end in time on one rank is no reason to split otherwise there."""
+    model = gpt()
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(trial, "LIMIT", 0.0)
+        engine = sw.Engine(model, adamw(model))
+    shapes = world.gather(model.blocks[0].attend.n_head)
+    engine.close()
+    other = gpt()
+    plan = {"blocks.0.widen": "whole"} if world.rank else {"blocks.1.widen": "whole"}
+    with pytest.raises(ModelMismatch, match=r"ranks split different things.*one tensor_plan"):
+        sw.Engine(other, adamw(other), tensor_plan=plan)
+    with pytest.raises(ModelMismatch, match=r"rank 0 has .*rank 1 has .*no module is called"):
+        sw.Engine(other, adamw(other), tensor_plan={"nothing": "whole"} if world.rank else {})
+    return shapes
+
+
+def test_ranks_agree_on_what_is_split(group):
+    assert group(2, tensor=2)(starves) == [[2, 2]] * 2
+
+
+def left_alone(world):
+    """What is refused leaves the model whole."""
+    attend = sw.Attention(qkv=("q", "k", "v"), out="proj", heads="n_head")
+    twice = {"blocks.1.attend": attend, "blocks.1.attend.q": "colwise"}
+    for plan, text in (({"tokens": "embedding"}, "is shared with"), (twice, "in two ways")):
+        model, plain = gpt(), gpt()
+        with pytest.raises(ModelError, match=text):
+            sw.Engine(model, adamw(model), tensor_plan=plan)
+        assert all(
+            torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+        assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    return True
+
+
+def test_what_is_refused_leaves_the_model_whole(group):
+    assert all(group(2, tensor=2)(left_alone))
+
+
+def minds_a_map(world):
+    torch.manual_seed(3)
+    model = nn.TransformerEncoderLayer(12, 3, 18, dropout=0.0, batch_first=True).double()
+    x = torch.randn(2, 5, 12).double()
+    wanted = model(x)
+    with pytest.raises(ModelError, match="out_proj is split, and self_attn, which computes with"):
+        sw.Engine(model, adamw(model), tensor_plan={"self_attn.out_proj": "colwise_rep"})
+    engine = sw.Engine(model, adamw(model), tensor_plan={"self_attn.out_proj": "whole"})
+    assert torch.allclose(model(x), wanted, rtol=1e-9)
+    assert model.self_attn.in_proj_weight.shape == (36, 12)
+    assert model.linear1.weight.shape == (9, 12)
+    engine.close()
+    return True
+
+
+def test_a_word_on_a_map_of_known_attention_leaves_it_whole(group):
+    assert all(group(2, tensor=2)(minds_a_map))
+
+
+def nests(world, row, folder):
+    """Blocks inside blocks are whole as one; what would be lost is refused."""
+    model = gpt()
+    engine = sw.Engine(model, adamw(model), zero=row)
+    wanted = gpt().state_dict()
+    with engine.full_parameters():
+        with engine.full_parameters(model.blocks[0]):
+            engine.export(folder / "whole.safetensors")
+        assert torch.equal(model.blocks[0].widen.weight, wanted["blocks.0.widen.weight"])
+        assert model.state_dict().keys() == wanted.keys()
+        with (
+            pytest.raises(UsageError, match="give the outer block write=True"),
+            engine.full_parameters(write=True),
+        ):
+            pass
+    with (
+        pytest.raises(BrokenView, match="write"),
+        engine.full_parameters(model.blocks[0]),
+        torch.no_grad(),
+    ):
+        model.blocks[0].widen.weight.mul_(2.0)
+    kept = whole(engine, model)
+    assert all(torch.equal(kept[name], value) for name, value in wanted.items())
+    with engine.full_parameters(write=True), torch.no_grad():
+        with engine.full_parameters(write=True):
+            model.blocks[0].widen.weight.mul_(2.0)
+        model.blocks[0].widen.weight.mul_(2.0)
+    kept = whole(engine, model)
+    assert torch.equal(kept["blocks.0.widen.weight"], 4.0 * wanted["blocks.0.widen.weight"])
+    assert model.blocks[0].widen.out_features < 23
+    engine.close()
+    return True
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_whole_tensors_inside_whole_tensors(group, tmp_path, row):
+    assert all(group(2, tensor=2)(nests, row, tmp_path))
+    exported = safetensors.torch.load_file(tmp_path / "whole.safetensors")
+    wanted = gpt().state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in exported.items())
+
+
+def infers(world, plan):
+    """torch's fused inference of a whole layer is off where any of it is split."""
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double().eval()
+    x = torch.randn(2, 5, 8).double()
+    with torch.no_grad():
+        wanted = model(x)
+        engine = sw.Engine(model, adamw(model), tensor_plan=plan)
+        assert torch.allclose(model.eval()(x), wanted, rtol=1e-9)
+    engine.close()
+    assert model.layers[0].activation_relu_or_gelu == 1
+    return True
+
+
+UNFUSED = [
+    {"layers.*.self_attn": "whole", "layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"},
+    {"layers.*.linear1": "whole"},
+]
+
+
+@pytest.mark.parametrize("plan", UNFUSED)
+def test_fused_inference_is_off_where_a_plan_splits(group, plan):
+    assert all(group(2, tensor=2)(infers, plan))
+
+
+class WithLatecomer(nn.Module):
+    """What is split is frozen; one parameter is used in the last step only."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt, self.late = gpt().float(), nn.Parameter(torch.ones(8))
+        self.gpt.blocks.requires_grad_(False)
+
+
+def comes_late(world):
+    model = WithLatecomer()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = sw.Engine(model, torch.optim.SGD(trained, lr=0.1), bucket_mb=1e-5)
+    norms = []
+    for step in range(3):
+        x = batch(step)
+        loss = loss_of(model.gpt, x, (x * 5 + 1) % 24)
+        engine.backward(loss + model.late.sum() if step == 2 else loss)
+        norms.append(engine.step(max_norm=1e9).grad_norm)
+    engine.close()
+    return norms
+
+
+def test_late_gradients_where_all_that_is_split_is_frozen(group):
+    one, other = group(2, tensor=2)(comes_late)
+    assert one == other
+    assert one == pytest.approx(group(1)(comes_late)[0], rel=1e-5)
+
+
+def batches_of_workers(world):
+    world.settings = dataclasses.replace(world.settings, batch="worker")
+    loader = sw.Loader(list(range(12)), batch_size=3)
+    scheduler = sw.lr.ScaledLR(
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), steps_per_epoch=1, warmup_epochs=0
+    )
+    return loader.batch_size, [len(x) for x in loader], scheduler.multiplier
+
+
+def test_a_batch_of_each_worker_is_that_of_its_replica(group):
+    assert group(4, tensor=2)(batches_of_workers) == [(6, [3, 3], 2.0)] * 4

@@ -69,7 +69,8 @@ class Loader:
     `load_state_dict` it re-enters where it was. The state is the number of samples consumed; with
     drop_last, keep batch_size on a resume.
 
-    With `--batch worker` batch_size is that of each worker, and the total is N times as large.
+    With `--batch worker` batch_size is that of each worker, and the total is N times as large; with
+    `--tensor T` that of each replica, and N / T times.
 
     Raises DataError for arguments or datasets that cannot be shared out.
     """
@@ -306,7 +307,7 @@ def _settings(world: World, micro_batch_size: int | None) -> Settings:
 
 def _total(batch_size: int | None, batch_sampler: Any, world: World) -> int | None:
     """The total batch, where `batch_size` may be that of each worker (--batch worker)."""
-    if world.settings.batch == "total" or world.size == 1:
+    if world.settings.batch == "total" or world.data_size == 1:
         return batch_size
     if batch_sampler is not None:
         raise DataError(
@@ -314,7 +315,7 @@ def _total(batch_size: int | None, batch_sampler: Any, world: World) -> int | No
             "batch_size, or leave --batch out."
         )
     whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
-    return batch_size * world.size if whole and batch_size is not None else batch_size
+    return batch_size * world.data_size if whole and batch_size is not None else batch_size
 
 
 def _shards(exact: int, world: World) -> MicroShards:

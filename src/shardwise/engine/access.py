@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike
@@ -13,7 +14,7 @@ from torch import nn, optim
 from shardwise.engine import alike, sectioning, starting
 from shardwise.engine.assembly import States
 from shardwise.engine.recipe import Recipe
-from shardwise.errors import UsageError
+from shardwise.errors import BrokenView, UsageError
 from shardwise.model.export import write_safetensors
 
 
@@ -22,14 +23,22 @@ def full_parameters(
     recipe: Recipe, states: States, module: nn.Module | None, *, write: bool
 ) -> Iterator[None]:
     """See Engine.full_parameters."""
+    if recipe.split is not None and recipe.split.is_whole:
+        _check_inner(write=write, outer=recipe.split.writes)
+        yield  # all is whole already; what is written here is the outer block's to take in
+        return
     shown = states.shown
     written: set[int] = set()
+    if module is not None and any(recipe.shard_of(p) is not None for p in module.parameters()):
+        module = None  # forwards are the plain ones everywhere or nowhere
     with torch.no_grad():
         numbers = sectioning.units_in(shown.sections, module) if shown is not None else []
         whole: Any = nullcontext({}) if shown is None else shown.residency.whole(numbers)
         with whole as buckets:
             with _joined(recipe, module, write=write):
                 yield
+                if not write:
+                    _check_unwritten(recipe, states)
             if not write and shown is not None:
                 shown.residency.check_unwritten(buckets)
             elif write:
@@ -60,6 +69,31 @@ def _joined(
     return recipe.split.wholes(parameters, write=recipe.run if write else None)
 
 
+def _check_inner(*, write: bool, outer: bool) -> None:
+    """Raise UsageError for a block that is to write inside one that is not."""
+    if write and not outer:
+        raise UsageError(
+            "full_parameters(write=True) inside full_parameters() of layers that are split: give "
+            "the outer block write=True."
+        )
+
+
+def _check_unwritten(recipe: Recipe, states: States) -> None:
+    """Raise BrokenView, on all ranks alike, where a split parameter was written to."""
+    if recipe.split is None:
+        return
+    written = set(recipe.split.written())
+    mine = [tracked.name for tracked in recipe.located() if tracked.parameter in written]
+    for name in itertools.chain.from_iterable(recipe.run.gather_objects(mine)):
+        if states.shown is not None:
+            states.parameters.remember()  # told once
+        raise BrokenView(
+            f"{name} is split over {recipe.split.group.size} ranks and was written while it was "
+            "whole to be read, which reaches nothing. To write parameters: with "
+            "engine.full_parameters(write=True)."
+        )
+
+
 def export(
     recipe: Recipe, states: States, path: str | PathLike[str], model: nn.Module | None
 ) -> None:
@@ -71,8 +105,11 @@ def export(
             )
         model = recipe.models[0]
     shown, here = states.shown, recipe.group.rank == 0  # the first replica
-    if shown is None:
+    if recipe.split is not None and recipe.split.is_whole:
         whole: Any = nullcontext()
+        here = False
+    elif shown is None:
+        whole = nullcontext()
     else:
         whole = shown.residency.whole(sectioning.units_in(shown.sections, model), here=here)
     with whole, _joined(recipe, model, write=False, here=here):

@@ -62,7 +62,8 @@ def exchange(
     if any(everyone.late):
         parts.refuse_late(gradients.names_of([i for i, late in enumerate(everyone.late) if late]))
         gradients.reduce_late([number for number, late in enumerate(everyone.late) if late])
-        row = (gradients.norms.squared() / copies).reshape(1).to(group.small_device)
+        # In fp64 on all: a rank without any part of the norm has a zero of its own.
+        row = (gradients.norms.squared().double() / copies).reshape(1).to(group.small_device)
         squared = float(group.gather_rows(row).sum())
     if not math.isfinite(squared):
         row = (gradients.norms.squared_in_fp64().double() / copies).reshape(-1)

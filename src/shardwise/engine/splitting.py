@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from shardwise.config import Settings
 from shardwise.engine.recipe import Recipe
-from shardwise.errors import ConfigError, ModelError
+from shardwise.errors import ConfigError, ModelError, ModelMismatch
 from shardwise.parallel import known
 from shardwise.parallel import plan as plans
+from shardwise.parallel.cuts import Group
 from shardwise.parallel.plan import Plan
 from shardwise.parallel.split import Split
 from shardwise.world import World
@@ -31,21 +34,66 @@ def begin(world: World, settings: Settings, plan: Plan | None) -> Split | None:
 def split(recipe: Recipe, made: Split, plan: Plan | None) -> None:
     """Find what is to be split, and let this rank have its part. Collective.
 
-    Raises ModelError where nothing is found.
+    Raises ModelError, on all ranks alike, where nothing is found, and ModelMismatch where ranks
+    find different things.
     """
     parts = made.group.size
-    several = plans.named(recipe.models, recipe.prefixes, plan or {})
-    groups = plans.planned(several, parts)
-    taken = plans.taken(several) | {cut.module for group in groups for cut in group.cuts}
-    groups += known.find(recipe.models, recipe.prefixes, parts, taken)
+    groups = _agreed(recipe, parts, plan or {})
     if not groups:
         raise ModelError(
             f"--tensor {parts} found nothing to split in {type(recipe.models[0]).__name__}. Say "
             'what with sw.Engine(..., tensor_plan={"blocks.*.up": "colwise", "blocks.*.down": '
             '"rowwise"}), or start without --tensor.'
         )
-    made.cut(groups, recipe.optimizers)
-    made.check_shared(recipe.models)
+    made.cut(groups, recipe.models, recipe.optimizers)
+
+
+def _agreed(recipe: Recipe, parts: int, plan: Plan) -> list[Group]:
+    """What all ranks find. Rank 0 tries what has to be tried: a busy rank that comes to another
+    verdict would be alone in its collectives."""
+    run = recipe.run
+    trials = known.Trials()
+    found = _found(recipe, parts, plan, trials) if run.rank == 0 else []
+    verdicts = run.gather_objects(trials.verdicts)[0]
+    if run.rank:
+        found = _found(recipe, parts, plan, known.Trials(verdicts))
+    mine = [str(found)] if isinstance(found, ModelError) else _in_detail(found)
+    told = run.gather_objects(mine)
+    for rank, other in enumerate(told):
+        for here, there in zip_longest(told[0], other, fillvalue="nothing more"):
+            if here != there:
+                raise ModelMismatch(
+                    f"--tensor {parts}: ranks split different things. The first difference: rank 0 "
+                    f"has {here}, rank {rank} has {there}. Give all ranks one tensor_plan and one "
+                    "model."
+                )
+    if isinstance(found, ModelError):
+        raise found
+    return found
+
+
+def _found(
+    recipe: Recipe, parts: int, plan: Plan, trials: known.Trials
+) -> list[Group] | ModelError:
+    """What this rank finds; the error instead of raising it, which is for all ranks to do."""
+    try:
+        several = plans.named(recipe.models, recipe.prefixes, plan)
+        groups = plans.planned(several, parts)
+        taken = plans.taken(several) | {cut.module for group in groups for cut in group.cuts}
+        groups += known.find(recipe.models, recipe.prefixes, parts, taken, trials)
+        known.unfuse(recipe.models, recipe.prefixes, parts, groups)
+        return groups
+    except ModelError as error:
+        return error
+
+
+def _in_detail(groups: list[Group]) -> list[str]:
+    return [
+        f"{cut.name} ({cut.style.__name__}{' put together' if cut.gathers else ''}: "
+        f"{', '.join(f'{key} {dim} {ranges}' for key, (dim, ranges) in cut.tensors.items())})"
+        for group in groups
+        for cut in group.cuts
+    ]
 
 
 def in_words(made: Split) -> str:

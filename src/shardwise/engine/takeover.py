@@ -134,7 +134,10 @@ class Takeover:
         shown = self.states.shown
         resting = [] if shown is None else shown.residency.resting()
         new = [p for p in group["params"] if not any(p is known for known in resting)]
-        starting.make_alike(new, self.recipe.run)
+        # Of what is split each rank of a replica has another part: its twins' values, not rank 0's.
+        split = [p for p in new if self.recipe.shard_of(p) is not None]
+        starting.make_alike([p for p in new if self.recipe.shard_of(p) is None], self.recipe.run)
+        starting.make_alike(split, self.recipe.group)
         self._prepare_modules()
         self.buffers.meet(self._synchronised)
 

@@ -55,20 +55,50 @@ HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_head
 """What modules of others call what attention is made of; a trial has the last word."""
 
 
+Verdicts = dict[tuple[str, tuple[str, ...]], bool]
+"""Whether a module, by name, takes to some of its children being split together."""
+
+
+class Trials:
+    """What trials say, alike modules tried once; with `told`, what they said on another rank."""
+
+    def __init__(self, told: Verdicts | None = None) -> None:
+        self.verdicts: Verdicts = {} if told is None else told
+        self._told = told is not None
+        self._alike: dict[object, bool] = {}
+
+    def pass_on(
+        self, name: str, module: nn.Module, children: tuple[str, ...], group: Group, parts: int
+    ) -> bool:
+        """Whether `module` takes to `group`, in which these of its children are split."""
+        if self._told:
+            return self.verdicts.get((name, children), False)
+        around = _around(module, children)
+        likeness = (_likeness(around), children)
+        if likeness not in self._alike:
+            self._alike[likeness] = takes_to(around, group, parts)
+        self.verdicts[name, children] = self._alike[likeness]
+        return self._alike[likeness]
+
+
 def find(
-    models: Sequence[nn.Module], prefixes: Sequence[str], parts: int, taken: set[nn.Module]
+    models: Sequence[nn.Module],
+    prefixes: Sequence[str],
+    parts: int,
+    taken: set[nn.Module],
+    trials: Trials | None = None,
 ) -> list[Group]:
     """What is known of `models`, in as many `parts`; modules of `taken` are passed over."""
     found: list[Group] = []
-    tried: dict[object, bool] = {}
+    trials = trials or Trials()
     for model, prefix in zip(models, prefixes, strict=True):
         carries = _carries_a_plan(model)
         for path, module in model.named_modules():
             name = ".".join(part for part in (prefix, path) if part).replace("_orig_mod.", "")
             if carries and module not in taken and _is_as_llama(module):
-                groups = iter([split_attention(name, module, ATTENTION["LlamaAttention"], parts)])
+                groups = _attends(name, module, ATTENTION["LlamaAttention"], parts, taken)
             else:
-                groups = _of(name, module, parts, taken, tried)
+                groups = _of(name, module, parts, taken, trials)
             for group in groups:
                 taken |= {cut.module for cut in group.cuts}
                 found.append(group)
@@ -93,7 +123,7 @@ def _is_as_llama(module: nn.Module) -> bool:
 
 
 def _of(
-    name: str, module: nn.Module, parts: int, taken: set[nn.Module], tried: dict[object, bool]
+    name: str, module: nn.Module, parts: int, taken: set[nn.Module], trials: Trials
 ) -> Iterator[Group]:
     if module in taken:
         return
@@ -101,10 +131,11 @@ def _of(
     ours = type(module).__module__.split(".")[0] in ("torch", "transformers")
     kind = type(module).__name__ if ours else ""
     if type(module).forward is nn.MultiheadAttention.forward:
-        yield split_multihead(name, module, parts)  # type: ignore[arg-type]
+        if not taken & set(module.children()):
+            yield split_multihead(name, module, parts)  # type: ignore[arg-type]
         return
     if kind in ATTENTION and not getattr(module, "is_cross_attention", False):
-        yield split_attention(name, module, ATTENTION[kind], parts)
+        yield from _attends(name, module, ATTENTION[kind], parts, taken)
         return
     if kind in PAIRS:
         into, out = PAIRS[kind]
@@ -118,14 +149,19 @@ def _of(
     ]
     used: set[str] = set()
     for group, children in _candidates(name, module, free, parts):
-        signature = (type(module), tuple(p.shape for p in module.parameters()), children)
         if used & set(children):
             continue
-        if signature not in tried:
-            tried[signature] = takes_to(_around(module, children), group, parts)
-        if tried[signature]:
+        if trials.pass_on(name, module, children, group, parts):
             used |= set(children)
             yield group
+
+
+def _attends(
+    name: str, module: nn.Module, how: Attention, parts: int, taken: set[nn.Module]
+) -> Iterator[Group]:
+    """Attention of a known kind; nothing where the plan has a word on one of its maps."""
+    if not taken & set(module.children()):
+        yield split_attention(name, module, how, parts)
 
 
 def _around(module: nn.Module, children: Sequence[str]) -> nn.Module:
@@ -135,6 +171,33 @@ def _around(module: nn.Module, children: Sequence[str]) -> nn.Module:
     names = list(module._modules)
     run = names[names.index(children[0]) : names.index(children[-1]) + 1]
     return nn.Sequential(*(module.get_submodule(name) for name in run))
+
+
+def _likeness(module: nn.Module) -> object:
+    """What modules whose forwards compute the same have alike: classes, shapes and attributes of
+    all that is in them. Of what has no value of its own (a function, a buffer) the object."""
+    return tuple(
+        (path, type(each), each.extra_repr(), *(_value(kept) for kept in _kept(each)))
+        for path, each in module.named_modules()
+    )
+
+
+def _kept(module: nn.Module) -> Iterator[object]:
+    for name, value in vars(module).items():
+        if name == "_parameters":
+            yield {key: None if p is None else tuple(p.shape) for key, p in value.items()}
+        elif name != "_modules":
+            yield name, value
+
+
+def _value(kept: object) -> object:
+    if isinstance(kept, int | float | str | type(None)):
+        return type(kept), kept
+    if isinstance(kept, dict):
+        return type(kept), tuple((_value(key), _value(value)) for key, value in kept.items())
+    if isinstance(kept, tuple | list | set):
+        return type(kept), tuple(map(_value, kept))
+    return type(kept), id(kept)
 
 
 def _candidates(
@@ -185,10 +248,22 @@ def _pair(name: str, module: nn.Module, into: Sequence[str], out: str, parts: in
         assert linear is not None
         group.cuts.append(cuts.colwise(_below(name, child), linear, ranges))
     group.cuts.append(cuts.rowwise(_below(name, out), last, ranges))
-    if hasattr(module, "activation_relu_or_gelu"):
-        # torch's fused inference of the whole layer knows nothing of parts.
-        group.cuts.append(cuts.part(name, module, {}, [{"activation_relu_or_gelu": 0}] * parts))
     return group
+
+
+def unfuse(
+    models: Sequence[nn.Module], prefixes: Sequence[str], parts: int, groups: Sequence[Group]
+) -> None:
+    """Turn torch's fused inference of a whole encoder layer off where `groups` split what is in
+    it: it takes the weights and knows nothing of parts."""
+    group_of = {cut.module: group for group in groups for cut in group.cuts}
+    for model, prefix in zip(models, prefixes, strict=True):
+        for path, module in model.named_modules():
+            inside = [group_of[each] for each in module.modules() if each in group_of]
+            if inside and hasattr(module, "activation_relu_or_gelu"):
+                name = ".".join(part for part in (prefix, path) if part)
+                plain = [{"activation_relu_or_gelu": 0}] * parts
+                inside[0].cuts.append(cuts.part(name, module, {}, plain))
 
 
 def _below(name: str, child: str) -> str:

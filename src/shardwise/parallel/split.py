@@ -26,6 +26,10 @@ class Split:
         self.shards: dict[nn.Parameter, Shard] = {}
         self.groups: list[Group] = []
         self._modules: list[SplitModule] = []
+        self._versions: dict[nn.Parameter, int] = {}
+        """Of what is whole for now, when it had not been written yet."""
+        self.writes = False
+        """Whether what is written into what is whole for now is taken in."""
 
     @property
     def group(self) -> Collectives:
@@ -34,54 +38,62 @@ class Split:
 
     # -- cutting --------------------------------------------------------------------------
 
-    def cut(self, groups: Sequence[Group], optimizers: Iterable[optim.Optimizer]) -> None:
+    def cut(
+        self,
+        groups: Sequence[Group],
+        models: Iterable[nn.Module],
+        optimizers: Iterable[optim.Optimizer],
+    ) -> None:
         """Let this rank have its part of what `groups` name, the optimizers' state of it too.
 
-        Raises ModelError for a parameter that several modules share and do not split alike.
+        Raises ModelError, before anything is cut, for a module that two groups name, a parameter
+        that several modules share and do not split alike, and the output map alone of torch's
+        attention.
         """
-        self.groups = list(groups)
         cuts = [cut for group in groups for cut in group.cuts]
-        names: dict[nn.Parameter, str] = {}
+        shards = self._shards_of(cuts)
+        _check_around(shards, {cut.module for cut in cuts}, models)
+        self.groups, self.shards = list(groups), shards
+        for optimizer in optimizers:
+            state: dict[Any, Any] = optimizer.state
+            for held in [p for p in state if p in shards]:
+                mine = shards[held]
+                state[held] = _of_each(state[held], mine.shape, mine.of)
+        with torch.no_grad():
+            for parameter, shard in shards.items():
+                parameter.data = shard.of(parameter.detach())
         for cut in cuts:
+            self._become(cut)
+
+    def _shards_of(self, cuts: Iterable[Cut]) -> dict[nn.Parameter, Shard]:
+        found: dict[nn.Parameter, Shard] = {}
+        names: dict[nn.Parameter, str] = {}
+        modules_cut: set[nn.Module] = set()
+        for cut in cuts:
+            if cut.module in modules_cut:
+                raise ModelError(
+                    f"{cut.name} is to be split in two ways: by itself, and as a part of what it "
+                    "is in. Name one of the two in tensor_plan."
+                )
+            modules_cut.add(cut.module)
             for key, (dim, ranges) in cut.tensors.items():
                 parameter = cut.module._parameters[key]
                 assert parameter is not None
                 shard = Shard(tuple(parameter.shape), dim, tuple(ranges), self.group.rank)
-                if self.shards.setdefault(parameter, shard) != shard:
+                if found.setdefault(parameter, shard) != shard:
                     raise ModelError(
                         f"{cut.name}.{key} is also {names[parameter]}, and the two are split in "
                         "different ways. Split both alike (an embedding by its vocabulary, the "
                         "head tied to it colwise_rep), or leave both whole."
                     )
                 names[parameter] = f"{cut.name}.{key}"
-        for optimizer in optimizers:
-            state: dict[Any, Any] = optimizer.state
-            for held in [p for p in state if p in self.shards]:
-                mine = self.shards[held]
-                state[held] = _of_each(state[held], mine.shape, mine.of)
-        with torch.no_grad():
-            for parameter, shard in self.shards.items():
-                parameter.data = shard.of(parameter.detach())
-        for cut in cuts:
-            self._become(cut)
+        return found
 
     def _become(self, cut: Cut) -> None:
         local: Mapping[str, Any] = cut.local[self.group.rank] if cut.local else {}
         modules.become(cut.module, cut.style, self.replica, local, cut.ranges, gathers=cut.gathers)
         assert isinstance(cut.module, SplitModule)
         self._modules.append(cut.module)
-
-    def check_shared(self, models: Iterable[nn.Module]) -> None:
-        """Raise ModelError for a split parameter that a module which is not split has too."""
-        for model in models:
-            for path, module in model.named_modules():
-                for key, parameter in module._parameters.items():
-                    if parameter in self.shards and not isinstance(module, SplitModule):
-                        raise ModelError(
-                            f"{path}.{key} is shared with a module that is split, and {path} is "
-                            "not. Split both alike (an embedding by its vocabulary, the head tied "
-                            "to it colwise_rep), or leave both whole."
-                        )
 
     # -- putting together -----------------------------------------------------------------
 
@@ -116,15 +128,29 @@ class Split:
         with torch.no_grad():
             for parameter in parts:
                 parameter.data = self.whole(parameter, parameter.data)
-        self._show(whole=True)
+        if parts:
+            self._show(whole=True)
+            self._versions = {parameter: parameter._version for parameter in parts}
+            self.writes = write is not None
         try:
             yield
             if write is not None:
                 self._take(parts, write)
         finally:
-            self._show(whole=False)
+            if parts:
+                self._show(whole=False)
+                self._versions = {}
             for parameter, part in parts.items():
                 parameter.data = part
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a block that `wholes` has begun is open."""
+        return self.replica.is_whole
+
+    def written(self) -> list[nn.Parameter]:
+        """What has been written since it is whole."""
+        return [p for p, version in self._versions.items() if p._version != version]
 
     def _take(self, parts: Mapping[nn.Parameter, Tensor], group: Collectives) -> None:
         with torch.no_grad():
@@ -162,6 +188,27 @@ class Split:
         for module in self._modules:
             modules.restore(module)
         self.shards, self._modules = {}, []
+
+
+def _check_around(
+    shards: Mapping[nn.Parameter, Shard], split: set[nn.Module], models: Iterable[nn.Module]
+) -> None:
+    """Raise ModelError for a split parameter that a module which is not split computes with."""
+    for path, module in (found for model in models for found in model.named_modules()):
+        if module in split:
+            continue
+        for key, parameter in module._parameters.items():
+            if parameter in shards:
+                raise ModelError(
+                    f"{path}.{key} is shared with a module that is split, and {path} is not. Split "
+                    "both alike (an embedding by its vocabulary, the head tied to it colwise_rep), "
+                    "or leave both whole."
+                )
+        if isinstance(module, nn.MultiheadAttention) and module.out_proj in split:
+            raise ModelError(
+                f"{path}.out_proj is split, and {path}, which computes with its weight, is not: "
+                "leave it out of tensor_plan to have both split by heads."
+            )
 
 
 def _of_each(state: Mapping[str, Any], shape: tuple[int, ...], change: Any) -> dict[str, Any]:
