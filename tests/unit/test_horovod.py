@@ -1,11 +1,19 @@
-"""Horovod's negotiation as tables, and what is seen of steps that a script leaves out."""
+"""Horovod's negotiation as tables, its thread on one rank, and steps that a script leaves out."""
+
+import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from shardwise.horovod import adasum, habits
+from shardwise.collectives import Solo
+from shardwise.collectives.base import Handle as Sent
+from shardwise.errors import HorovodInternalError
+from shardwise.horovod import adasum, background, habits
+from shardwise.horovod.background import Background
 from shardwise.horovod.coordinator import ADD, REMOVE, Coordinator, Verdict
 from shardwise.horovod.habits import Comparison
+from shardwise.horovod.handles import MARGIN, Handle
 from shardwise.horovod.operations import shares
 from shardwise.horovod.requests import JOIN, Request
 
@@ -128,3 +136,53 @@ def test_a_path_that_several_ranks_of_a_host_write():
     (line,) = comparison.see(2, ["node1", "/a", "train.py:3"])
     assert line.startswith("ranks 0, 2 all write /a (train.py:3)")
     assert list(comparison.see(3, ["node1", "/a", "train.py:3"])) == []
+
+
+@contextmanager
+def thread_of_one_rank():
+    thread = Background(Solo(), {}, torch.device("cpu"), timeout=5.0, warn_after=5.0)
+    try:
+        yield thread
+    finally:
+        thread.close()
+
+
+class Lent(Sent):
+    """What other ranks read until `read` says so, or for ever, where they are gone."""
+
+    def __init__(self, read):
+        super().__init__()
+        self._read = read
+
+    def reusable(self):
+        if self._read is None:
+            raise RuntimeError("rank 1 was lost while it still read")
+        self._read.wait(5.0)
+
+
+def lending(monkeypatch, read):
+    def performed(job):
+        job.sent.append(Lent(read))
+        return list(job.tensors)
+
+    monkeypatch.setattr(background, "perform", performed)
+
+
+def test_a_result_is_handed_out_once_no_other_rank_reads_it(monkeypatch):
+    read = threading.Event()
+    lending(monkeypatch, read)
+    with thread_of_one_rank() as thread:
+        handle = thread.submit(Handle(reduction("a"), [torch.ones(2)], in_place=True))
+        with pytest.raises(HorovodInternalError, match="not answered"):
+            handle.wait(0.2 - MARGIN)
+        assert not handle.is_done
+        read.set()
+        assert handle.wait(5.0)[0].tolist() == [1.0, 1.0]
+
+
+def test_a_rank_lost_while_it_reads_ends_the_wait(monkeypatch):
+    lending(monkeypatch, None)
+    with thread_of_one_rank() as thread:
+        handle = thread.submit(Handle(reduction("a"), [torch.ones(2)], in_place=True))
+        with pytest.raises(HorovodInternalError, match="'a' failed: rank 1 was lost"):
+            handle.wait(5.0)

@@ -279,16 +279,14 @@ class Background:
                     in_place=handle is None or handle.in_place,
                 )
                 results = perform(job)
+                for sent in job.sent:  # who waits may write to what was given, or has come
+                    sent.reusable()
                 if handle is not None:
                     handle.succeed(results, Moment.now(results))
         except Exception as error:
             if handle is not None:
                 handle.fail(f"{request.kind} {request.name!r} failed: {error}")
             raise
-        for sent in job.sent:
-            sent.reusable()
-        if handle is not None:
-            handle.free.set()
 
     def _change_sets(self, verdict: Verdict) -> None:
         number = verdict.number

@@ -36,8 +36,6 @@ class Handle:
         self.in_place = in_place
         self.ready = Moment.now(tensors)
         """When what was given can be read."""
-        self.free = threading.Event()
-        """Set once no other rank reads what was given any more."""
         self._finish = finish
         self._done = threading.Event()
         self._came: Moment | None = None
@@ -55,14 +53,13 @@ class Handle:
         return self._done.is_set()
 
     def succeed(self, result: Any, came: Moment) -> None:
-        """Let it end well."""
+        """Let it end well: no other rank reads what was given, or has come, any more."""
         self._result, self._came, self.tensors = result, came, ()
         self._done.set()
 
     def fail(self, text: str) -> None:
         """Let it end with an error."""
         self._error, self.tensors = text, ()
-        self.free.set()
         self._done.set()
 
     def wait(self, timeout: float) -> Any:
