@@ -186,3 +186,21 @@ def test_a_rank_lost_while_it_reads_ends_the_wait(monkeypatch):
         handle = thread.submit(Handle(reduction("a"), [torch.ones(2)], in_place=True))
         with pytest.raises(HorovodInternalError, match="'a' failed: rank 1 was lost"):
             handle.wait(5.0)
+
+
+def test_a_rank_that_leaves_first_does_what_was_agreed_on():
+    began, held = threading.Event(), threading.Event()
+
+    def hold():
+        began.set()
+        held.wait(5.0)
+
+    with thread_of_one_rank() as thread:
+        holding = threading.Thread(target=thread.call, args=(hold,))
+        holding.start()
+        began.wait(5.0)
+        handle = thread.submit(Handle(reduction("a", op="Sum"), [torch.ones(2)]))
+        release = threading.Timer(0.1, held.set)
+        release.start()
+    holding.join()
+    assert handle.wait(5.0)[0].tolist() == [1.0, 1.0]

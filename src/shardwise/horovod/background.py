@@ -153,9 +153,7 @@ class Background:
                 while not self._ends:
                     self._look()
                     self._mind_time()
-                    self._send_all()
-                    while self._due:
-                        self._do(self._due.popleft())
+                    self._do_all()
             except Exception as error:  # shown by every wait, here and on the other ranks
                 self._break(str(error) or type(error).__name__)
 
@@ -244,12 +242,18 @@ class Background:
 
     # -- doing it -------------------------------------------------------------------------
 
+    def _do_all(self) -> None:
+        self._send_all()
+        while self._due:
+            self._do(self._due.popleft())
+
     def _do(self, verdict: Verdict | str) -> None:
         if isinstance(verdict, str):
             self._fail_all(verdict)
             return
         with self._lock:
             handle = self._handles.pop(verdict.request.key, None)
+            has_joined = (0, JOIN) in self._handles
         if verdict.error:
             assert handle is not None
             handle.fail(verdict.error)
@@ -261,6 +265,7 @@ class Background:
             self._change_sets(verdict)
             handle.succeed(verdict.number, Moment())
         else:
+            assert handle is not None or has_joined  # zeros are for those alone
             self._communicate(verdict, handle)
 
     def _communicate(self, verdict: Verdict, handle: Handle | None) -> None:
@@ -320,7 +325,9 @@ class Background:
         self._decide(self._coordinator.overdue(now, self.timeout))
 
     def _leave(self) -> None:
-        """Tell the others that this rank takes part in nothing any more."""
+        """Do what has been agreed on, in which the others count on this rank; then tell them that
+        it takes part in nothing any more."""
+        self._do_all()
         rank = self._groups[0].rank
         said = f"rank {rank} has shut down, or come to the end of its script"
         for link in self._links.values():
