@@ -1,5 +1,6 @@
 """Errors where Horovod has errors: each names what ranks asked for, and all ranks go on."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,3 +113,16 @@ def _left(world):
 
 def test_a_rank_that_shuts_down(group):
     group(3)(_left)
+
+
+def _numpy(world):
+    """Numbers of numpy's are numbers."""
+    with initialized():
+        mine = torch.tensor([float(world.rank)])
+        assert hvd.broadcast(mine, root_rank=np.int64(1)).item() == 1.0
+        assert hvd.allreduce(torch.ones(1), prescale_factor=np.float32(0.5)).item() == 0.5
+        assert hvd.add_process_set(np.array([1])).ranks == [1]
+
+
+def test_numbers_of_numpy(group):
+    group(2)(_numpy)

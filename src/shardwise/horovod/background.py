@@ -210,7 +210,12 @@ class Background:
         if self._coordinator is not None:
             self._decide(self._coordinator.ask(0, request, time.monotonic()))
         else:
-            self._links[0].send({"ask": request.as_json()})
+            try:
+                self._links[0].send({"ask": request.as_json()})
+            except (TypeError, ValueError) as error:  # not JSON: nobody else need know of it
+                with self._lock:
+                    handle = self._handles.pop(request.key)
+                handle.fail(f"{request.kind} {request.name!r} cannot be asked for: {error}")
 
     def _see(self, rank: int, what: list[str]) -> None:
         for line in self._habits.see(rank, what):

@@ -18,7 +18,7 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self._ranks = sorted(set(ranks))
+        self._ranks = sorted({int(rank) for rank in ranks})
         self.process_set_id: int | None = None
 
     @property
