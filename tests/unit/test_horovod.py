@@ -70,6 +70,20 @@ def test_process_sets_have_tables_of_their_own():
     assert table.members == {0: (0, 1, 2)}
 
 
+def test_what_waits_in_a_process_set_ends_with_it():
+    table = Coordinator(3)
+    for rank in range(3):
+        table.ask(rank, Request(name=ADD, kind=ADD, splits=(0, 1)), 0.0)
+    table.ask(0, reduction("a", 1), 0.0)
+    for rank in range(3):
+        verdicts = table.ask(rank, Request(name=REMOVE, kind=REMOVE, root=1), 0.0)
+    ended = ("a", (0,), "allreduce 'a' cannot be done: process set 1 was removed.")
+    assert said(verdicts) == [ended, (REMOVE, (0, 1, 2), "")]
+    assert table.stalled(99.0, 1.0) == []
+    (refused,) = table.ask(1, reduction("a", 1), 0.0)
+    assert (refused.to, "no process set 1" in refused.error) == ((1,), True)
+
+
 def test_ranks_that_have_left_and_those_that_do_not_come():
     table = Coordinator(3)
     table.ask(0, reduction("a"), 10.0)
