@@ -84,6 +84,13 @@ def test_what_waits_in_a_process_set_ends_with_it():
     assert (refused.to, "no process set 1" in refused.error) == ((1,), True)
 
 
+def test_a_tensor_may_have_any_name():
+    table = Coordinator(2)
+    table.ask(0, Request(name=JOIN, kind=JOIN), 0.0)
+    assert said(table.ask(1, reduction(JOIN), 0.0)) == [(JOIN, (0, 1), "")]
+    assert said(table.ask(1, Request(name=JOIN, kind=JOIN), 0.0)) == [(JOIN, (0, 1), "")]
+
+
 def test_ranks_that_have_left_and_those_that_do_not_come():
     table = Coordinator(3)
     table.ask(0, reduction("a"), 10.0)

@@ -30,7 +30,7 @@ from shardwise.horovod.habits import Comparison, warn
 from shardwise.horovod.handles import Handle
 from shardwise.horovod.links import Link, Message
 from shardwise.horovod.operations import Job, perform, zeros_of
-from shardwise.horovod.requests import JOIN, Key, Request
+from shardwise.horovod.requests import JOIN, JOINED, Key, Request
 from shardwise.horovod.streams import Moment, Side
 from shardwise.timeline import Row, span
 
@@ -93,7 +93,7 @@ class Background:
                 raise HorovodInternalError(self._failure)
             if key in self._handles:
                 raise BadCall(
-                    f"{handle.request.kind} {key[1]!r} was asked for while another operation of "
+                    f"{handle.request.kind} {handle.request.name!r} was asked for while another operation of "
                     "this name is on its way: wait for that one first, or give another name."
                 )
             self._handles[key] = handle
@@ -258,7 +258,7 @@ class Background:
             return
         with self._lock:
             handle = self._handles.pop(verdict.request.key, None)
-            has_joined = (0, JOIN) in self._handles
+            has_joined = JOINED in self._handles
         if verdict.error:
             assert handle is not None
             handle.fail(verdict.error)

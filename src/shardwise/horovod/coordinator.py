@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.horovod.requests import JOIN, Key, Request, difference
+from shardwise.horovod.requests import JOIN, JOINED, Key, Request, difference
 from shardwise.watch.roots import named
 
 ADD = "process set to add"
@@ -119,7 +119,7 @@ class Coordinator:
 
     def _waits(self) -> list[tuple[Key, float]]:
         """What waits, and since when. Who has joined may wait for as long as others have data."""
-        return [(key, pending.since) for key, pending in self._pending.items() if key != (0, JOIN)]
+        return [(key, pending.since) for key, pending in self._pending.items() if key != JOINED]
 
     def _missing(self, key: Key) -> list[int]:
         asked = self._pending[key].asked
