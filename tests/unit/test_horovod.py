@@ -1,6 +1,7 @@
 """Horovod's negotiation as tables, its thread on one rank, and steps that a script leaves out."""
 
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -207,6 +208,10 @@ def test_a_rank_lost_while_it_reads_ends_the_wait(monkeypatch):
         handle = thread.submit(Handle(reduction("a"), [torch.ones(2)], in_place=True))
         with pytest.raises(HorovodInternalError, match="'a' failed: rank 1 was lost"):
             handle.wait(5.0)
+        began = time.monotonic()
+        with pytest.raises(HorovodInternalError, match="rank 1 was lost"):
+            thread.call(list)
+        assert time.monotonic() - began < 4.0  # and not the time-out of a thread that has ended
 
 
 def test_a_rank_that_leaves_first_does_what_was_agreed_on():

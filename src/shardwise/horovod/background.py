@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -66,6 +66,7 @@ class Background:
         self._habits = Comparison()
         self._lock = threading.Lock()
         self._handles: dict[Key, Handle] = {}
+        self._calls: set[Future[Any]] = set()
         self._failure: str | None = None
         self._due: deque[Verdict | str] = deque()  # a text says why there is no more to come
         self._told: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -101,17 +102,28 @@ class Background:
         return handle
 
     def call(self, function: Callable[[], T]) -> T:
-        """What `function` returns, called by the thread: the transport is its own."""
+        """What `function` returns, called by the thread: the transport is its own. Raises
+        HorovodInternalError where the thread has ended, or does before it comes to it."""
         future: Future[T] = Future()
 
         def answer() -> None:
+            if future.done():
+                return
             try:
                 future.set_result(function())
             except Exception as error:  # raised again where it was asked for
                 future.set_exception(error)
 
-        self._tell(answer)
-        return future.result(self.timeout)
+        with self._lock:
+            if self._failure is not None:
+                raise HorovodInternalError(self._failure)
+            self._calls.add(future)
+        try:
+            self._tell(answer)
+            return future.result(self.timeout)
+        finally:
+            with self._lock:
+                self._calls.discard(future)
 
     def members(self, number: int) -> tuple[int, ...]:
         """The ranks of a process set."""
@@ -353,6 +365,9 @@ class Background:
             self._failure = self._failure or why
             handles = list(self._handles.values())
             self._handles.clear()
+            calls = [future for future in self._calls if not future.done()]
+        for future in calls:
+            future.set_exception(HorovodInternalError(why))
         for handle in handles:
             request = handle.request
             handle.fail(f"{request.kind} {request.name!r} cannot be done: {why}")
