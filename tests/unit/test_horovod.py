@@ -15,7 +15,7 @@ from shardwise.horovod.background import Background
 from shardwise.horovod.coordinator import ADD, REMOVE, Coordinator, Verdict
 from shardwise.horovod.habits import Comparison
 from shardwise.horovod.handles import MARGIN, Handle
-from shardwise.horovod.operations import shares
+from shardwise.horovod.operations import Job, perform, shares
 from shardwise.horovod.requests import JOIN, Request
 
 
@@ -126,6 +126,12 @@ def test_adasum_of_two():
     # a.b = 1, |a|^2 = 1, |b|^2 = 2: half of a, three quarters of b
     assert adasum.pair(a, b).tolist() == [1.25, 0.75]
     assert adasum.pair(a, torch.zeros(2).double()).tolist() == [1.0, 0.0]
+
+
+def test_adasum_is_scaled():
+    request = reduction("a", op="Adasum", scale=(0.5, 6.0))
+    job = Job(request, [torch.ones(2)], Solo(), (0,), [[2]])
+    assert perform(job)[0].tolist() == [3.0, 3.0]
 
 
 NOTE = {"weights": "w", "state": "0", "samples": "", "rate": "", "device": ""}

@@ -71,6 +71,7 @@ def _allreduce(job: Job) -> list[Tensor]:
         if job.request.op == "Adasum":
             for tensor in alike:
                 tensor.copy_(adasum.reduce(tensor, job.group))
+                _scale(tensor, math.prod(job.request.scale))  # twice the gradients, twice the sum
         elif len(alike) == 1 and alike[0].is_contiguous():
             _reduce(job, alike[0].view(-1))
         else:
