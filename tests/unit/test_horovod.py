@@ -1,5 +1,6 @@
 """Horovod's negotiation as tables, its thread on one rank, and steps that a script leaves out."""
 
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from shardwise.horovod.background import Background
 from shardwise.horovod.coordinator import ADD, REMOVE, Coordinator, Verdict
 from shardwise.horovod.habits import Comparison
 from shardwise.horovod.handles import MARGIN, Handle
+from shardwise.horovod.links import Link, send_up_to
 from shardwise.horovod.operations import Job, perform, shares
 from shardwise.horovod.requests import JOIN, Request
 
@@ -236,3 +238,17 @@ def test_a_rank_that_leaves_first_does_what_was_agreed_on():
         release.start()
     holding.join()
     assert handle.wait(5.0)[0].tolist() == [1.0, 1.0]
+
+
+def test_what_is_sent_need_not_be_all():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        link = Link(socket.create_connection(listener.getsockname()))
+        with listener.accept()[0]:  # which does not read
+            link.send({"do": "this"})
+            upto = {1: link.given}
+            link.send({"do": "that" * (1 << 23)})
+            waiting = threading.Thread(target=send_up_to, args=(upto, {1: link}))
+            waiting.start()
+            waiting.join(5.0)
+            assert (waiting.is_alive(), link.is_full) == (False, True)
+        link.close()

@@ -28,13 +28,16 @@ from shardwise.horovod import stall
 from shardwise.horovod.coordinator import ADD, REMOVE, Coordinator, Verdict
 from shardwise.horovod.habits import Comparison, warn
 from shardwise.horovod.handles import Handle
-from shardwise.horovod.links import Link, Message
+from shardwise.horovod.links import Link, Message, send_up_to
 from shardwise.horovod.operations import Job, perform, zeros_of
 from shardwise.horovod.requests import JOIN, JOINED, Key, Request
 from shardwise.horovod.streams import Moment, Side
 from shardwise.timeline import Row, span
 
 T = TypeVar("T")
+
+Due = tuple["Verdict | str", dict[int, int]]
+"""What to do, or why there is no more to come; and, by rank, how much must be sent before."""
 
 LEAVING = 10.0
 """Seconds that the thread has to end."""
@@ -68,7 +71,7 @@ class Background:
         self._handles: dict[Key, Handle] = {}
         self._calls: set[Future[Any]] = set()
         self._failure: str | None = None
-        self._due: deque[Verdict | str] = deque()  # a text says why there is no more to come
+        self._due: deque[Due] = deque()
         self._told: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._ends = False
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -94,8 +97,9 @@ class Background:
                 raise HorovodInternalError(self._failure)
             if key in self._handles:
                 raise BadCall(
-                    f"{handle.request.kind} {handle.request.name!r} was asked for while another operation of "
-                    "this name is on its way: wait for that one first, or give another name."
+                    f"{handle.request.kind} {handle.request.name!r} was asked for while another "
+                    "operation of this name is on its way: wait for that one first, or give "
+                    "another name."
                 )
             self._handles[key] = handle
         self._tell(partial(self._ask, handle.request))
@@ -205,7 +209,7 @@ class Background:
             request = Request.from_json(message["ask"])
             self._decide(self._coordinator.ask(rank, request, time.monotonic()))
         elif "do" in message:
-            self._due.append(Verdict.from_json(message["do"]))
+            self._due.append((Verdict.from_json(message["do"]), {}))
         elif "seen" in message:
             self._see(rank, message["seen"])
         else:
@@ -216,7 +220,7 @@ class Background:
         if self._coordinator is not None:
             self._decide(self._coordinator.leave(rank, why))
         else:
-            self._due.append(why)
+            self._due.append((why, {}))
 
     def _ask(self, request: Request) -> None:
         if self._coordinator is not None:
@@ -238,31 +242,19 @@ class Background:
         for verdict in verdicts:
             for line in self._habits.compare(verdict.notes):
                 warn(line)
-            for rank in verdict.to:
-                if rank == 0:
-                    self._due.append(verdict)
-                elif self._links[rank].is_open:
-                    self._links[rank].send({"do": verdict.as_json()})
-
-    def _send_all(self) -> None:
-        """Return when everything is sent that others may need for what comes next here."""
-        while self._coordinator is not None:
-            full = [one for one in self._links.values() if one.is_open and one.is_full]
-            if not full:
-                return
-            with selectors.DefaultSelector() as selector:
-                for link in full:
-                    selector.register(link.socket, selectors.EVENT_WRITE)
-                selector.select(1.0)
-            for link in full:
-                link.flush()
+            others = [rank for rank in verdict.to if rank != 0 and self._links[rank].is_open]
+            for rank in others:
+                self._links[rank].send({"do": verdict.as_json()})
+            if 0 in verdict.to:
+                self._due.append((verdict, {rank: self._links[rank].given for rank in others}))
 
     # -- doing it -------------------------------------------------------------------------
 
     def _do_all(self) -> None:
-        self._send_all()
         while self._due:
-            self._do(self._due.popleft())
+            what, upto = self._due.popleft()
+            send_up_to(upto, self._links)
+            self._do(what)
 
     def _do(self, verdict: Verdict | str) -> None:
         if isinstance(verdict, str):
