@@ -19,6 +19,7 @@ from shardwise.horovod.handles import MARGIN, Handle
 from shardwise.horovod.links import Link, send_up_to
 from shardwise.horovod.operations import Job, perform, shares
 from shardwise.horovod.requests import JOIN, Request
+from shardwise.horovod.streams import Moment
 
 
 def reduction(name, members=0, **more):
@@ -252,3 +253,24 @@ def test_what_is_sent_need_not_be_all():
             waiting.join(5.0)
             assert (waiting.is_alive(), link.is_full) == (False, True)
         link.close()
+
+
+class OnGpu:
+    """What a result on a GPU is asked."""
+
+    is_cuda = True
+    device = torch.device("cuda:1")
+
+    def __init__(self):
+        self.streams = []
+
+    def record_stream(self, stream):
+        self.streams.append(stream)
+
+
+def test_a_result_is_kept_for_the_stream_that_waits(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    handle, result = Handle(reduction("a")), OnGpu()
+    handle.succeed([result], Moment())
+    handle.wait(0.0)
+    assert result.streams == ["stream of cuda:1"]

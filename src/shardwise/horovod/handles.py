@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.errors import HorovodInternalError
 from shardwise.horovod.requests import JOIN, Request
-from shardwise.horovod.streams import Moment
+from shardwise.horovod.streams import Moment, used_here
 
 MARGIN = 10.0
 """Seconds beyond the time-out in which rank 0 has to say that it is over."""
@@ -74,6 +74,8 @@ class Handle:
         if self._came is not None:
             self._came.before_now()
             self._came = None
+            if isinstance(self._result, list):  # of tensors
+                used_here(self._result)
             if self._finish is not None:
                 self._result = self._finish(self._result)
         return self._result
