@@ -10,6 +10,7 @@ import torch
 
 from shardwise.collectives import Solo
 from shardwise.collectives.base import Handle as Sent
+from shardwise.collectives.sums import PLAIN
 from shardwise.errors import HorovodInternalError
 from shardwise.horovod import adasum, background, habits
 from shardwise.horovod.background import Background
@@ -135,6 +136,38 @@ def test_adasum_is_scaled():
     request = reduction("a", op="Adasum", scale=(0.5, 6.0))
     job = Job(request, [torch.ones(2)], Solo(), (0,), [[2]])
     assert perform(job)[0].tolist() == [3.0, 3.0]
+
+
+class OfOneDevice(Solo):
+    """Ranks on a GPU, as far as one that has none can tell."""
+
+    small_device = torch.device("cuda:0")
+
+    def all_reduce(self, buffer, how=PLAIN):
+        buffer.mul_(3)
+        self.buffer = buffer
+        return super().all_reduce(buffer, how)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_tensors_of_the_host_travel_by_way_of_the_device(monkeypatch, in_place):
+    moves, to = [], torch.Tensor.to
+
+    def moved(tensor, there, *more):
+        if not isinstance(there, torch.device):
+            return to(tensor, there, *more)
+        moves.append(there.type)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    group, given = OfOneDevice(), torch.ones(2)
+    (result,) = perform(
+        Job(reduction("a", op="Sum"), [given], group, (0,), [[2]], in_place=in_place)
+    )
+    assert moves[0] == "cuda"
+    assert group.buffer.data_ptr() not in (given.data_ptr(), result.data_ptr())
+    assert result.tolist() == [3.0, 3.0]
+    assert (given.tolist() == [3.0, 3.0]) == in_place
 
 
 NOTE = {"weights": "w", "state": "0", "samples": "", "rate": "", "device": ""}
