@@ -1,5 +1,6 @@
 """Errors where Horovod has errors: each names what ranks asked for, and all ranks go on."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,3 +113,21 @@ def _left(world):
 
 def test_a_rank_that_shuts_down(group):
     group(3)(_left)
+
+
+def _numpy(world):
+    """Numbers of numpy's are numbers; and a process set ends with hvd.shutdown."""
+    with initialized():
+        mine = torch.tensor([float(world.rank)])
+        assert hvd.broadcast(mine, root_rank=np.int64(1)).item() == 1.0
+        assert hvd.allreduce(torch.ones(1), prescale_factor=np.float32(0.5)).item() == 0.5
+        some = hvd.add_process_set(np.array([1]))
+        assert (some.ranks, some.process_set_id) == ([1], 1)
+    with initialized():
+        assert some.process_set_id is None  # of another init
+        with pytest.raises(ValueError, match="not known yet"):
+            hvd.allreduce(torch.ones(1), process_set=some)
+
+
+def test_numbers_of_numpy_and_a_process_set_kept_too_long(group):
+    group(2)(_numpy)

@@ -1,13 +1,26 @@
-"""Horovod's negotiation as tables, and what is seen of steps that a script leaves out."""
+"""Horovod's negotiation as tables, its thread on one rank, and steps that a script leaves out."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from shardwise.horovod import adasum, habits
+from shardwise.collectives import Solo
+from shardwise.collectives.base import Handle as Sent
+from shardwise.collectives.sums import PLAIN
+from shardwise.errors import HorovodInternalError
+from shardwise.horovod import adasum, background, habits
+from shardwise.horovod.background import Background
 from shardwise.horovod.coordinator import ADD, REMOVE, Coordinator, Verdict
 from shardwise.horovod.habits import Comparison
-from shardwise.horovod.operations import shares
+from shardwise.horovod.handles import MARGIN, Handle
+from shardwise.horovod.links import Link, send_up_to
+from shardwise.horovod.operations import Job, perform, shares
 from shardwise.horovod.requests import JOIN, Request
+from shardwise.horovod.streams import Moment
 
 
 def reduction(name, members=0, **more):
@@ -62,6 +75,27 @@ def test_process_sets_have_tables_of_their_own():
     assert table.members == {0: (0, 1, 2)}
 
 
+def test_what_waits_in_a_process_set_ends_with_it():
+    table = Coordinator(3)
+    for rank in range(3):
+        table.ask(rank, Request(name=ADD, kind=ADD, splits=(0, 1)), 0.0)
+    table.ask(0, reduction("a", 1), 0.0)
+    for rank in range(3):
+        verdicts = table.ask(rank, Request(name=REMOVE, kind=REMOVE, root=1), 0.0)
+    ended = ("a", (0,), "allreduce 'a' cannot be done: process set 1 was removed.")
+    assert said(verdicts) == [ended, (REMOVE, (0, 1, 2), "")]
+    assert table.stalled(99.0, 1.0) == []
+    (refused,) = table.ask(1, reduction("a", 1), 0.0)
+    assert (refused.to, "no process set 1" in refused.error) == ((1,), True)
+
+
+def test_a_tensor_may_have_any_name():
+    table = Coordinator(2)
+    table.ask(0, Request(name=JOIN, kind=JOIN), 0.0)
+    assert said(table.ask(1, reduction(JOIN), 0.0)) == [(JOIN, (0, 1), "")]
+    assert said(table.ask(1, Request(name=JOIN, kind=JOIN), 0.0)) == [(JOIN, (0, 1), "")]
+
+
 def test_ranks_that_have_left_and_those_that_do_not_come():
     table = Coordinator(3)
     table.ask(0, reduction("a"), 10.0)
@@ -98,6 +132,44 @@ def test_adasum_of_two():
     assert adasum.pair(a, torch.zeros(2).double()).tolist() == [1.0, 0.0]
 
 
+def test_adasum_is_scaled():
+    request = reduction("a", op="Adasum", scale=(0.5, 6.0))
+    job = Job(request, [torch.ones(2)], Solo(), (0,), [[2]])
+    assert perform(job)[0].tolist() == [3.0, 3.0]
+
+
+class OfOneDevice(Solo):
+    """Ranks on a GPU, as far as one that has none can tell."""
+
+    small_device = torch.device("cuda:0")
+
+    def all_reduce(self, buffer, how=PLAIN):
+        buffer.mul_(3)
+        self.buffer = buffer
+        return super().all_reduce(buffer, how)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_tensors_of_the_host_travel_by_way_of_the_device(monkeypatch, in_place):
+    moves, to = [], torch.Tensor.to
+
+    def moved(tensor, there, *more):
+        if not isinstance(there, torch.device):
+            return to(tensor, there, *more)
+        moves.append(there.type)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    group, given = OfOneDevice(), torch.ones(2)
+    (result,) = perform(
+        Job(reduction("a", op="Sum"), [given], group, (0,), [[2]], in_place=in_place)
+    )
+    assert moves[0] == "cuda"
+    assert group.buffer.data_ptr() not in (given.data_ptr(), result.data_ptr())
+    assert result.tolist() == [3.0, 3.0]
+    assert (given.tolist() == [3.0, 3.0]) == in_place
+
+
 NOTE = {"weights": "w", "state": "0", "samples": "", "rate": "", "device": ""}
 
 
@@ -128,3 +200,110 @@ def test_a_path_that_several_ranks_of_a_host_write():
     (line,) = comparison.see(2, ["node1", "/a", "train.py:3"])
     assert line.startswith("ranks 0, 2 all write /a (train.py:3)")
     assert list(comparison.see(3, ["node1", "/a", "train.py:3"])) == []
+
+
+@contextmanager
+def thread_of_one_rank():
+    thread = Background(Solo(), {}, torch.device("cpu"), timeout=5.0, warn_after=5.0)
+    try:
+        yield thread
+    finally:
+        thread.close()
+
+
+class Lent(Sent):
+    """What other ranks read until `read` says so, or for ever, where they are gone."""
+
+    def __init__(self, read):
+        super().__init__()
+        self._read = read
+
+    def reusable(self):
+        if self._read is None:
+            raise RuntimeError("rank 1 was lost while it still read")
+        self._read.wait(5.0)
+
+
+def lending(monkeypatch, read):
+    def performed(job):
+        job.sent.append(Lent(read))
+        return list(job.tensors)
+
+    monkeypatch.setattr(background, "perform", performed)
+
+
+def test_a_result_is_handed_out_once_no_other_rank_reads_it(monkeypatch):
+    read = threading.Event()
+    lending(monkeypatch, read)
+    with thread_of_one_rank() as thread:
+        handle = thread.submit(Handle(reduction("a"), [torch.ones(2)], in_place=True))
+        with pytest.raises(HorovodInternalError, match="not answered"):
+            handle.wait(0.2 - MARGIN)
+        assert not handle.is_done
+        read.set()
+        assert handle.wait(5.0)[0].tolist() == [1.0, 1.0]
+
+
+def test_a_rank_lost_while_it_reads_ends_the_wait(monkeypatch):
+    lending(monkeypatch, None)
+    with thread_of_one_rank() as thread:
+        handle = thread.submit(Handle(reduction("a"), [torch.ones(2)], in_place=True))
+        with pytest.raises(HorovodInternalError, match="'a' failed: rank 1 was lost"):
+            handle.wait(5.0)
+        began = time.monotonic()
+        with pytest.raises(HorovodInternalError, match="rank 1 was lost"):
+            thread.call(list)
+        assert time.monotonic() - began < 4.0  # and not the time-out of a thread that has ended
+
+
+def test_a_rank_that_leaves_first_does_what_was_agreed_on():
+    began, held = threading.Event(), threading.Event()
+
+    def hold():
+        began.set()
+        held.wait(5.0)
+
+    with thread_of_one_rank() as thread:
+        holding = threading.Thread(target=thread.call, args=(hold,))
+        holding.start()
+        began.wait(5.0)
+        handle = thread.submit(Handle(reduction("a", op="Sum"), [torch.ones(2)]))
+        release = threading.Timer(0.1, held.set)
+        release.start()
+    holding.join()
+    assert handle.wait(5.0)[0].tolist() == [1.0, 1.0]
+
+
+def test_what_is_sent_need_not_be_all():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        link = Link(socket.create_connection(listener.getsockname()))
+        with listener.accept()[0]:  # which does not read
+            link.send({"do": "this"})
+            upto = {1: link.given}
+            link.send({"do": "that" * (1 << 23)})
+            waiting = threading.Thread(target=send_up_to, args=(upto, {1: link}))
+            waiting.start()
+            waiting.join(5.0)
+            assert (waiting.is_alive(), link.is_full) == (False, True)
+        link.close()
+
+
+class OnGpu:
+    """What a result on a GPU is asked."""
+
+    is_cuda = True
+    device = torch.device("cuda:1")
+
+    def __init__(self):
+        self.streams = []
+
+    def record_stream(self, stream):
+        self.streams.append(stream)
+
+
+def test_a_result_is_kept_for_the_stream_that_waits(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    handle, result = Handle(reduction("a")), OnGpu()
+    handle.succeed([result], Moment())
+    handle.wait(0.0)
+    assert result.streams == ["stream of cuda:1"]

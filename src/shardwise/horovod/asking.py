@@ -45,6 +45,8 @@ def ask(
     in_place: bool = False,
     finish: Callable[[Any], Any] | None = None,
     note: Mapping[str, str] | None = None,
+    scale: tuple[float, float] = (1.0, 1.0),
+    root: int = 0,
     **more: Any,
 ) -> Handle:
     """Ask for an operation, and return at once. Without a `name` it is counted, so that ranks that
@@ -58,13 +60,15 @@ def ask(
         name = f"{counted}.{context.numbers[counted]}"
         context.numbers[counted] += 1
     request = Request(
-        name=name,
+        name=str(name),
         kind=kind,
         members=number,
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
         device=tensors[0].device.type if tensors else "cpu",
         note=note or {},
+        scale=(float(scale[0]), float(scale[1])),  # a number of numpy's cannot travel as it is
+        root=int(root),
         **more,
     )
     handle = Handle(request, tensors, in_place=in_place, finish=finish)

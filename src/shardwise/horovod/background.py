@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,13 +28,16 @@ from shardwise.horovod import stall
 from shardwise.horovod.coordinator import ADD, REMOVE, Coordinator, Verdict
 from shardwise.horovod.habits import Comparison, warn
 from shardwise.horovod.handles import Handle
-from shardwise.horovod.links import Link, Message
+from shardwise.horovod.links import Link, Message, send_up_to
 from shardwise.horovod.operations import Job, perform, zeros_of
-from shardwise.horovod.requests import JOIN, Key, Request
+from shardwise.horovod.requests import JOIN, JOINED, Key, Request
 from shardwise.horovod.streams import Moment, Side
 from shardwise.timeline import Row, span
 
 T = TypeVar("T")
+
+Due = tuple["Verdict | str", dict[int, int]]
+"""What to do, or why there is no more to come; and, by rank, how much must be sent before."""
 
 LEAVING = 10.0
 """Seconds that the thread has to end."""
@@ -66,8 +69,9 @@ class Background:
         self._habits = Comparison()
         self._lock = threading.Lock()
         self._handles: dict[Key, Handle] = {}
+        self._calls: set[Future[Any]] = set()
         self._failure: str | None = None
-        self._due: deque[Verdict | str] = deque()  # a text says why there is no more to come
+        self._due: deque[Due] = deque()
         self._told: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._ends = False
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -93,25 +97,37 @@ class Background:
                 raise HorovodInternalError(self._failure)
             if key in self._handles:
                 raise BadCall(
-                    f"{handle.request.kind} {key[1]!r} was asked for while another operation of "
-                    "this name is on its way: wait for that one first, or give another name."
+                    f"{handle.request.kind} {handle.request.name!r} was asked for while another "
+                    "operation of this name is on its way: wait for that one first, or give "
+                    "another name."
                 )
             self._handles[key] = handle
         self._tell(partial(self._ask, handle.request))
         return handle
 
     def call(self, function: Callable[[], T]) -> T:
-        """What `function` returns, called by the thread: the transport is its own."""
+        """What `function` returns, called by the thread: the transport is its own. Raises
+        HorovodInternalError where the thread has ended, or does before it comes to it."""
         future: Future[T] = Future()
 
         def answer() -> None:
+            if future.done():
+                return
             try:
                 future.set_result(function())
             except Exception as error:  # raised again where it was asked for
                 future.set_exception(error)
 
-        self._tell(answer)
-        return future.result(self.timeout)
+        with self._lock:
+            if self._failure is not None:
+                raise HorovodInternalError(self._failure)
+            self._calls.add(future)
+        try:
+            self._tell(answer)
+            return future.result(self.timeout)
+        finally:
+            with self._lock:
+                self._calls.discard(future)
 
     def members(self, number: int) -> tuple[int, ...]:
         """The ranks of a process set."""
@@ -153,9 +169,7 @@ class Background:
                 while not self._ends:
                     self._look()
                     self._mind_time()
-                    self._send_all()
-                    while self._due:
-                        self._do(self._due.popleft())
+                    self._do_all()
             except Exception as error:  # shown by every wait, here and on the other ranks
                 self._break(str(error) or type(error).__name__)
 
@@ -195,7 +209,7 @@ class Background:
             request = Request.from_json(message["ask"])
             self._decide(self._coordinator.ask(rank, request, time.monotonic()))
         elif "do" in message:
-            self._due.append(Verdict.from_json(message["do"]))
+            self._due.append((Verdict.from_json(message["do"]), {}))
         elif "seen" in message:
             self._see(rank, message["seen"])
         else:
@@ -206,13 +220,18 @@ class Background:
         if self._coordinator is not None:
             self._decide(self._coordinator.leave(rank, why))
         else:
-            self._due.append(why)
+            self._due.append((why, {}))
 
     def _ask(self, request: Request) -> None:
         if self._coordinator is not None:
             self._decide(self._coordinator.ask(0, request, time.monotonic()))
         else:
-            self._links[0].send({"ask": request.as_json()})
+            try:
+                self._links[0].send({"ask": request.as_json()})
+            except (TypeError, ValueError) as error:  # not JSON: nobody else need know of it
+                with self._lock:
+                    handle = self._handles.pop(request.key)
+                handle.fail(f"{request.kind} {request.name!r} cannot be asked for: {error}")
 
     def _see(self, rank: int, what: list[str]) -> None:
         for line in self._habits.see(rank, what):
@@ -223,26 +242,19 @@ class Background:
         for verdict in verdicts:
             for line in self._habits.compare(verdict.notes):
                 warn(line)
-            for rank in verdict.to:
-                if rank == 0:
-                    self._due.append(verdict)
-                elif self._links[rank].is_open:
-                    self._links[rank].send({"do": verdict.as_json()})
-
-    def _send_all(self) -> None:
-        """Return when everything is sent that others may need for what comes next here."""
-        while self._coordinator is not None:
-            full = [one for one in self._links.values() if one.is_open and one.is_full]
-            if not full:
-                return
-            with selectors.DefaultSelector() as selector:
-                for link in full:
-                    selector.register(link.socket, selectors.EVENT_WRITE)
-                selector.select(1.0)
-            for link in full:
-                link.flush()
+            others = [rank for rank in verdict.to if rank != 0 and self._links[rank].is_open]
+            for rank in others:
+                self._links[rank].send({"do": verdict.as_json()})
+            if 0 in verdict.to:
+                self._due.append((verdict, {rank: self._links[rank].given for rank in others}))
 
     # -- doing it -------------------------------------------------------------------------
+
+    def _do_all(self) -> None:
+        while self._due:
+            what, upto = self._due.popleft()
+            send_up_to(upto, self._links)
+            self._do(what)
 
     def _do(self, verdict: Verdict | str) -> None:
         if isinstance(verdict, str):
@@ -250,6 +262,7 @@ class Background:
             return
         with self._lock:
             handle = self._handles.pop(verdict.request.key, None)
+            has_joined = JOINED in self._handles
         if verdict.error:
             assert handle is not None
             handle.fail(verdict.error)
@@ -261,6 +274,7 @@ class Background:
             self._change_sets(verdict)
             handle.succeed(verdict.number, Moment())
         else:
+            assert handle is not None or has_joined  # zeros are for those alone
             self._communicate(verdict, handle)
 
     def _communicate(self, verdict: Verdict, handle: Handle | None) -> None:
@@ -279,16 +293,14 @@ class Background:
                     in_place=handle is None or handle.in_place,
                 )
                 results = perform(job)
+                for sent in job.sent:  # who waits may write to what was given, or has come
+                    sent.reusable()
                 if handle is not None:
                     handle.succeed(results, Moment.now(results))
         except Exception as error:
             if handle is not None:
                 handle.fail(f"{request.kind} {request.name!r} failed: {error}")
             raise
-        for sent in job.sent:
-            sent.reusable()
-        if handle is not None:
-            handle.free.set()
 
     def _change_sets(self, verdict: Verdict) -> None:
         number = verdict.number
@@ -322,7 +334,9 @@ class Background:
         self._decide(self._coordinator.overdue(now, self.timeout))
 
     def _leave(self) -> None:
-        """Tell the others that this rank takes part in nothing any more."""
+        """Do what has been agreed on, in which the others count on this rank; then tell them that
+        it takes part in nothing any more."""
+        self._do_all()
         rank = self._groups[0].rank
         said = f"rank {rank} has shut down, or come to the end of its script"
         for link in self._links.values():
@@ -343,6 +357,9 @@ class Background:
             self._failure = self._failure or why
             handles = list(self._handles.values())
             self._handles.clear()
+            calls = [future for future in self._calls if not future.done()]
+        for future in calls:
+            future.set_exception(HorovodInternalError(why))
         for handle in handles:
             request = handle.request
             handle.fail(f"{request.kind} {request.name!r} cannot be done: {why}")

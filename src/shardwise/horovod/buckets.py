@@ -146,7 +146,6 @@ class Bucket(Parcel):
     def finish(self) -> None:
         assert self.handle is not None
         wait(self.handle)
-        self.handle.free.wait()  # what is shown may be written: nobody may still read it
         if self._wide is not None:
             self._wide.copy_(self._buffer)
         for form, shown in zip(self.forms, self._shown, strict=True):

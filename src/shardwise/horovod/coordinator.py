@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.horovod.requests import JOIN, Key, Request, difference
+from shardwise.horovod.requests import JOIN, JOINED, Key, Request, difference
 from shardwise.watch.roots import named
 
 ADD = "process set to add"
@@ -73,6 +73,10 @@ class Coordinator:
 
     def ask(self, rank: int, request: Request, now: float) -> list[Verdict]:
         """Mind that `rank` asks for an operation; what can be done now."""
+        if request.members not in self.members:
+            why = f"there is no process set {request.members}: it was removed."
+            text = f"{request.kind} {request.name!r} cannot be done: {why}"
+            return [Verdict(to=(rank,), request=request, error=text)]
         pending = self._pending.setdefault(request.key, _Pending(now))
         pending.asked[rank] = request
         if request.kind == JOIN:
@@ -115,7 +119,7 @@ class Coordinator:
 
     def _waits(self) -> list[tuple[Key, float]]:
         """What waits, and since when. Who has joined may wait for as long as others have data."""
-        return [(key, pending.since) for key, pending in self._pending.items() if key != (0, JOIN)]
+        return [(key, pending.since) for key, pending in self._pending.items() if key != JOINED]
 
     def _missing(self, key: Key) -> list[int]:
         asked = self._pending[key].asked
@@ -136,7 +140,10 @@ class Coordinator:
                 if len(asked) == len(self.members[0]):
                     yield self._join(key)
             elif not self._missing(key):
-                yield self._decide(key)
+                verdict = self._decide(key)
+                if request.kind == REMOVE and not verdict.error:
+                    yield from self._abandon(verdict.number)
+                yield verdict
 
     def _decide(self, key: Key) -> Verdict:
         asked = self._pending[key].asked
@@ -158,6 +165,11 @@ class Coordinator:
         rows = [asked[rank].rows() if rank in asked else nothing for rank in members]
         notes = {rank: one.note for rank, one in asked.items() if one.note}
         return Verdict(to=members, request=request, rows=rows, number=number, notes=notes)
+
+    def _abandon(self, number: int) -> Iterator[Verdict]:
+        """What waits in a process set that is no more."""
+        for key in [key for key in self._pending if key[0] == number]:
+            yield self._refuse(key, f"cannot be done: process set {number} was removed.")
 
     def _change(self, request: Request) -> int:
         """Add or remove a process set; its number."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.errors import HorovodInternalError
 from shardwise.horovod.requests import JOIN, Request
-from shardwise.horovod.streams import Moment
+from shardwise.horovod.streams import Moment, used_here
 
 MARGIN = 10.0
 """Seconds beyond the time-out in which rank 0 has to say that it is over."""
@@ -36,8 +36,6 @@ class Handle:
         self.in_place = in_place
         self.ready = Moment.now(tensors)
         """When what was given can be read."""
-        self.free = threading.Event()
-        """Set once no other rank reads what was given any more."""
         self._finish = finish
         self._done = threading.Event()
         self._came: Moment | None = None
@@ -55,14 +53,13 @@ class Handle:
         return self._done.is_set()
 
     def succeed(self, result: Any, came: Moment) -> None:
-        """Let it end well."""
+        """Let it end well: no other rank reads what was given, or has come, any more."""
         self._result, self._came, self.tensors = result, came, ()
         self._done.set()
 
     def fail(self, text: str) -> None:
         """Let it end with an error."""
         self._error, self.tensors = text, ()
-        self.free.set()
         self._done.set()
 
     def wait(self, timeout: float) -> Any:
@@ -77,6 +74,8 @@ class Handle:
         if self._came is not None:
             self._came.before_now()
             self._came = None
+            if isinstance(self._result, list):  # of tensors
+                used_here(self._result)
             if self._finish is not None:
                 self._result = self._finish(self._result)
         return self._result

@@ -11,7 +11,7 @@ import json
 import os
 import selectors
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
@@ -35,6 +35,8 @@ class Link:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.is_open = True
+        self.given = self.sent = 0
+        """Bytes that it was given to send, and those of them that are on their way."""
         self._unsent = bytearray()
         self._received = bytearray(received)
         _living.add(self)
@@ -51,18 +53,23 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Send, now or as soon as there is room; to a rank that is gone, nothing."""
-        self._unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        self._unsent += line
+        self.given += len(line)
         self.flush()
 
     def flush(self) -> None:
         """Send what there is room for."""
         try:
             while self._unsent:
-                del self._unsent[: self.socket.send(self._unsent)]
+                count = self.socket.send(self._unsent)
+                self.sent += count
+                del self._unsent[:count]
         except BlockingIOError:
             return
         except OSError:  # its end is found by reading, after all that it said before
             self._unsent.clear()
+            self.sent = self.given
 
     def read(self) -> Iterator[Message]:
         """The messages that have come; `is_open` is False once there will be none."""
@@ -123,6 +130,23 @@ def connect(address: str, port: int, secret: str, rank: int, timeout: float) -> 
 def listen(address: str) -> socket.socket:
     """Where rank 0 is connected to."""
     return questions.listen(address)
+
+
+def send_up_to(upto: Mapping[int, int], links: Mapping[int, Link]) -> None:
+    """Return when `upto` bytes by rank are sent. More may have to wait: a rank that does not read
+    may be in an operation that waits for this one."""
+    while True:
+        full = [link for link in links.values() if link.is_open and link.is_full]
+        if not any(
+            links[rank] in full and links[rank].sent < count for rank, count in upto.items()
+        ):
+            return
+        with selectors.DefaultSelector() as selector:
+            for link in full:
+                selector.register(link.socket, selectors.EVENT_WRITE)
+            selector.select(1.0)
+        for link in full:
+            link.flush()
 
 
 def _hello(connection: socket.socket) -> tuple[bytes, bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -51,8 +51,20 @@ class Job:
 
 
 def perform(job: Job) -> list[Tensor]:
-    """Do what was asked for; the results, one for each tensor."""
-    return _VERBS[job.request.kind](job)
+    """Do what was asked for; the results, one for each tensor.
+
+    A transport of one device alone, as NCCL is, sees copies there of tensors that are elsewhere.
+    """
+    verb, there = _VERBS[job.request.kind], job.group.small_device
+    if there.type == "cpu" or all(tensor.device.type == there.type for tensor in job.tensors):
+        return verb(job)
+    moved = [tensor.detach().to(there) for tensor in job.tensors]
+    results = verb(replace(job, tensors=moved))
+    if job.in_place:
+        pairs = zip(job.tensors, results, strict=True)
+        return [tensor.detach().copy_(result) for tensor, result in pairs]
+    homes = [tensor.device for tensor in [*job.tensors, job.tensors[0]]]  # alltoall has one more
+    return [result.to(home) for result, home in zip(results, homes, strict=False)]
 
 
 def zeros_of(request: Request, device: torch.device) -> list[Tensor]:
@@ -71,6 +83,7 @@ def _allreduce(job: Job) -> list[Tensor]:
         if job.request.op == "Adasum":
             for tensor in alike:
                 tensor.copy_(adasum.reduce(tensor, job.group))
+                _scale(tensor, math.prod(job.request.scale))  # twice the gradients, twice the sum
         elif len(alike) == 1 and alike[0].is_contiguous():
             _reduce(job, alike[0].view(-1))
         else:

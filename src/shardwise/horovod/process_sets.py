@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import ref
 
 from shardwise.errors import BadCall
-from shardwise.horovod.context import current
+from shardwise.horovod.context import Context, current, is_initialized
 from shardwise.horovod.coordinator import ADD, REMOVE
 from shardwise.horovod.handles import Handle
 from shardwise.horovod.requests import Request
 
 
 class ProcessSet:
-    """Some of the ranks, from `hvd.add_process_set` on; `ranks` in ascending order.
-
-    `process_set_id` is its number, None before.
-    """
+    """Some of the ranks, from `hvd.add_process_set` on; `ranks` in ascending order."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self._ranks = sorted(set(ranks))
-        self.process_set_id: int | None = None
+        self._ranks = sorted({int(rank) for rank in ranks})
+        self._number: int | None = None
+        self._known_to: ref[Context] | None = None
+
+    @property
+    def process_set_id(self) -> int | None:
+        """Its number; None before it is added, once it is removed, and after `hvd.shutdown`."""
+        if self._known_to is None or not is_initialized() or self._known_to() is not current():
+            return None
+        return self._number
+
+    def known_as(self, number: int | None) -> None:
+        """Mind its number, until `hvd.shutdown`; None where it is removed."""
+        self._number, self._known_to = number, ref(current())
 
     @property
     def ranks(self) -> list[int]:
@@ -28,9 +38,10 @@ class ProcessSet:
 
     def number(self) -> int:
         """Its number. Raises BadCall where it was not added, or removed since."""
-        if self.process_set_id is None:
+        number = self.process_set_id
+        if number is None:
             raise BadCall(f"{self} is not known yet: hvd.add_process_set(it) first, on all ranks.")
-        return self.process_set_id
+        return number
 
     def included(self) -> bool:
         """Whether this rank is in it."""
@@ -57,7 +68,10 @@ class _Global(ProcessSet):
 
     def __init__(self) -> None:
         super().__init__(())
-        self.process_set_id = 0
+
+    @property
+    def process_set_id(self) -> int:
+        return 0
 
     @property
     def ranks(self) -> list[int]:
@@ -80,7 +94,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     size = current().world.size
     if not made.ranks or made.ranks[0] < 0 or made.ranks[-1] >= size:
         raise BadCall(f"{made}: a process set has ranks from 0 to {size - 1}, one at least.")
-    made.process_set_id = _change(Request(name=ADD, kind=ADD, splits=tuple(made.ranks)))
+    made.known_as(_change(Request(name=ADD, kind=ADD, splits=tuple(made.ranks))))
     return made
 
 
@@ -89,7 +103,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
     _change(Request(name=REMOVE, kind=REMOVE, root=process_set.process_set_id))
-    process_set.process_set_id = None
+    process_set.known_as(None)
     return True
 
 

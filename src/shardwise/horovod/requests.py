@@ -8,11 +8,13 @@ from typing import Any
 
 from shardwise.watch.roots import named
 
-Key = tuple[int, str]
-"""A process set and a name: what operations are told apart by."""
+Key = tuple[int, str, str]
+"""What operations are told apart by: process set, kind where there are no tensors, and name."""
 
 JOIN = "join"
 """The kind, and the name, of saying that a rank has no more data."""
+
+JOINED: Key = (0, JOIN, JOIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +42,8 @@ class Request:
 
     @property
     def key(self) -> Key:
-        """What this operation is told apart by."""
-        return self.members, self.name
+        """What this operation is told apart by; a tensor may have any name."""
+        return self.members, "" if self.shapes else self.kind, self.name
 
     def rows(self) -> list[int]:
         """What may differ between ranks: how many rows of each tensor this one has, or sends."""

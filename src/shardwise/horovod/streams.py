@@ -35,6 +35,14 @@ class Moment:
             torch.cuda.current_stream().wait_event(self._event)
 
 
+def used_here(tensors: Sequence[Tensor]) -> None:
+    """Mind that tensors that another stream has made are used on the present one: their memory is
+    not given to others before it has done what is asked for by then."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 class Side:
     """The stream that communication is asked for on; none for ranks on the CPU."""
 
