@@ -189,6 +189,36 @@ def test_calls_in_a_wrong_order_are_errors(group):
     group(2)(_order)
 
 
+def _left_out(world):
+    """A batch is left out after its gradients were reduced; those of the next one are reduced."""
+    with initialized(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+
+        def leave_out():
+            (world.rank * weight).sum().backward()
+            optimizer.synchronize()
+
+        leave_out()
+        (world.rank * weight).sum().backward()  # with nothing between: it adds to the mean
+        optimizer.step()
+        leave_out()
+        optimizer.zero_grad()
+        if world.rank:
+            (world.rank * weight).sum().backward()
+        optimizer.step()
+        leave_out()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        return weight.item()
+
+
+def test_gradients_after_a_batch_that_was_left_out_are_reduced(group):
+    # the mean of 0 and 1 thrice: 0.5 + 0.5, then 0.5 without what was left out, then 0.5
+    assert group(2)(_left_out) == [-2.0, -2.0]
+
+
 def _sparse(world, dense):
     with initialized():
         table = nn.Embedding(10, 2, sparse=True)

@@ -60,7 +60,7 @@ class ReducedSteps(optim.Optimizer):
         self._opt_called = True  # by which torch's schedulers know that a step came before theirs
         if closure is not None:
             return super().step(partial(self._evaluate, closure))
-        if not self._skips and self._synchronized:
+        if not self._skips and self._synchronized and not self._begun:
             warnings.warn(
                 "optimizer.step() after optimizer.synchronize(): gradients are reduced already, "
                 "and not once more. Write with optimizer.skip_synchronize(): optimizer.step().",
@@ -77,6 +77,11 @@ class ReducedSteps(optim.Optimizer):
     # LRScheduler would wrap `step` on the instance, where it would hide a class set later.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
+    @property
+    def _begun(self) -> bool:
+        """Whether a backward has come since gradients were reduced."""
+        return self._gradients is not None and self._gradients.begun
+
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
         if not self._skips:
@@ -86,11 +91,12 @@ class ReducedSteps(optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Raises HookOrder between backward and step, where gradients travel."""
-        if self._gradients is not None and self._gradients.begun:
+        if self._begun:
             raise HookOrder(
                 "optimizer.zero_grad() was called after loss.backward() but before "
                 "optimizer.step() or optimizer.synchronize(), while gradients are on their way."
             )
+        self._synchronized = False
         super().zero_grad(set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -100,7 +106,7 @@ class ReducedSteps(optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters are reduced too."""
-        if self._gradients is not None and self._gradients.begun:
+        if self._begun:
             raise HookOrder("add_param_group between backward and step: call it after the step.")
         super().add_param_group(param_group)
         if self._gradients is not None:
@@ -112,6 +118,7 @@ class ReducedSteps(optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; gradients count from the beginning."""
         super().load_state_dict(state_dict)
+        self._synchronized = False
         if self._gradients is not None and not self._gradients.begun:
             self._gradients.forget()
 
