@@ -1,7 +1,10 @@
 """Horovod's negotiation as tables, and what is seen of steps that a script leaves out."""
 
+import gc
+
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from shardwise.horovod import adasum, habits
 from shardwise.horovod.coordinator import ADD, REMOVE, Coordinator, Verdict
@@ -128,3 +131,29 @@ def test_a_path_that_several_ranks_of_a_host_write():
     (line,) = comparison.see(2, ["node1", "/a", "train.py:3"])
     assert line.startswith("ranks 0, 2 all write /a (train.py:3)")
     assert list(comparison.see(3, ["node1", "/a", "train.py:3"])) == []
+
+
+class Owned(Dataset[int]):
+    """A user's own, which may open its files where it is first read."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise AssertionError("a dataset of the user's own is read by the user's loader alone")
+
+
+def test_only_tensors_are_looked_at():
+    gc.collect()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+    def samples(dataset):
+        reading = iter(DataLoader(dataset))
+        found = habits.note(optimizer, averages=True, asked_size=True)["samples"]
+        del reading
+        return found
+
+    numbers = torch.arange(4.0)
+    assert samples(Owned()) == ""
+    assert samples(TensorDataset(numbers)) == samples(TensorDataset(numbers.clone())) != ""
+    assert samples(numbers + 1) not in ("", samples(numbers))
