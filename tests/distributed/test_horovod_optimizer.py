@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from weakref import ref
 
 import pytest
 import torch
@@ -215,8 +216,40 @@ def _left_out(world):
 
 
 def test_gradients_after_a_batch_that_was_left_out_are_reduced(group):
-    # the mean of 0 and 1 thrice: 0.5 + 0.5, then 0.5 without what was left out, then 0.5
-    assert group(2)(_left_out) == [-2.0, -2.0]
+    # the mean of 0 and 1 is added to 0.5, then to nothing, then to 0.5
+    assert group(2)(_left_out) == [-2.5, -2.5]
+
+
+def _anew(world):
+    """An optimizer made anew over the same parameters is the one that reduces them."""
+    with initialized():
+        weight = nn.Parameter(torch.zeros(2))
+
+        def made(**how):
+            return hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), **how)
+
+        def step(optimizer):
+            optimizer.zero_grad()
+            (world.rank * weight).sum().backward()
+            optimizer.step()
+
+        first = made()
+        step(first)
+        second = made()
+        step(second)
+        assert weight.tolist() == [-1.0, -1.0]
+        with pytest.raises(AssertionError, match="A newer hvd"):
+            first.step()
+        dead = ref(second)
+        del second
+        assert dead() is None  # nothing but the script keeps it
+        last = made(op=hvd.Adasum)
+        with pytest.raises(ValueError, match="a DistributedOptimizer already"):
+            hvd.DistributedOptimizer(last, op=hvd.Adasum)
+
+
+def test_an_optimizer_made_anew(group):
+    group(2)(_anew)
 
 
 def _sparse(world, dense):

@@ -25,17 +25,6 @@ class AdasumSteps(optim.Optimizer):
     _name: str
     _opt_called: bool
 
-    @staticmethod
-    def take_over(
-        optimizer: optim.Optimizer, forms: Sequence[Tracked], way: Way, name: str
-    ) -> optim.Optimizer:
-        """`optimizer` itself, of its new class."""
-        own = type(optimizer)
-        optimizer.__dict__.pop("step", None)
-        optimizer.__class__ = type(own.__name__, (AdasumSteps, own), {"__module__": own.__module__})
-        optimizer.__dict__.update(_forms=forms, _way=way, _name=name)
-        return optimizer
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank's own gradients; then every parameter is where all ranks' steps have
         led from where it was."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn, optim
 
@@ -18,7 +19,7 @@ from shardwise.horovod.asking import ReduceOp
 from shardwise.horovod.buckets import Way, laid_out, one_by_one
 from shardwise.horovod.compression import Compression, Compressor
 from shardwise.horovod.context import current
-from shardwise.horovod.gradients import Gradients
+from shardwise.horovod.gradients import Gradients, release
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.states.tracked import Tracked
 from shardwise.timeline import span
@@ -32,7 +33,7 @@ class ReducedSteps(optim.Optimizer):
     there is nobody to reduce with."""
 
     _gradients: Gradients | None
-    _make: Callable[[], Gradients | None]
+    _make: Callable[[optim.Optimizer], Gradients | None]
     _synchronized: bool
     _skips: bool
     _opt_called: bool
@@ -112,7 +113,7 @@ class ReducedSteps(optim.Optimizer):
         if self._gradients is not None:
             passes = self._gradients.passes
             self._gradients.detach()
-            self._gradients = self._make()
+            self._gradients = self._make(self)
             self.set_backward_passes_per_step(passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -143,7 +144,8 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
     or a class of your own. `groups`, lists of parameters or a number of them, travel in one
     operation each. `gradient_predivide_factor` splits the division of an average; sums of 16-bit
     numbers are made in fp32 here, so it changes nothing but the last bit. With hvd.Adasum what
-    each rank's own step changes is joined instead.
+    each rank's own step changes is joined instead. A parameter has one such optimizer: the newest,
+    after which `step` of the one before raises HookOrder.
 
     Raises BadCall for names that are missing or twice, and for options that cannot be.
     """
@@ -164,14 +166,18 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
     name = _numbered(process_set)
     alone = not process_set.included() or process_set.size() == 1
     if op == ReduceOp.Adasum and not alone:
-        return AdasumSteps.take_over(optimizer, forms, way, name)
+        _become(optimizer, AdasumSteps)
+        release([form.parameter for form in forms])
+        optimizer.__dict__.update(_forms=forms, _way=way, _name=name)
+        return optimizer
     names = {form.parameter: form.name for form in forms}
 
-    def make() -> Gradients | None:
+    def make(optimizer: optim.Optimizer) -> Gradients | None:
         return None if alone else _watched(optimizer, names, assigned, way, name, passes)
 
     _become(optimizer, ReducedSteps)
-    optimizer.__dict__.update(_make=make, _synchronized=False, _skips=False, _gradients=make())
+    optimizer.__dict__.update(_make=make, _synchronized=False, _skips=False)
+    optimizer.__dict__["_gradients"] = make(optimizer)
     return optimizer
 
 
@@ -198,10 +204,15 @@ def _watched(
     else:
         parcels = one_by_one(forms, way, name)
 
-    def note() -> dict[str, str]:
-        averages = way.op == ReduceOp.Average
-        return habits.note(optimizer, averages=averages, asked_size=context.asked_size)
+    owner = ref(optimizer)
 
+    def note() -> dict[str, str]:
+        averages, alive = way.op == ReduceOp.Average, owner()
+        if alive is None:
+            return {}
+        return habits.note(alive, averages=averages, asked_size=context.asked_size)
+
+    release([form.parameter for form in forms])
     return Gradients(forms, parcels, passes, note)
 
 
