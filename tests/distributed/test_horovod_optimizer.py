@@ -252,6 +252,24 @@ def test_an_optimizer_made_anew(group):
     group(2)(_anew)
 
 
+def _nothing_yet(world):
+    """A value that is None at first is one of the state's, too."""
+    with initialized():
+        state = hvd.elastic.TorchState(epoch=0, best=None)
+        assert not hasattr(state, "model")
+        assert state.best is None
+        state.best = world.rank + 0.5
+        state.sync(root_rank=1)
+        assert state.best == 1.5
+        state.best = None
+        state.restore()
+        return state.best
+
+
+def test_a_state_of_which_nothing_is_known_yet(group):
+    assert group(2)(_nothing_yet) == [1.5, 1.5]
+
+
 def _sparse(world, dense):
     with initialized():
         table = nn.Embedding(10, 2, sparse=True)

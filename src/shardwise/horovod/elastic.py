@@ -42,8 +42,9 @@ class TorchState:
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
-        given = {"model": model, "optimizer": optimizer, **kwargs}
-        self._names = [name for name, value in given.items() if value is not None]
+        handlers = {"model": model, "optimizer": optimizer}
+        given = {name: value for name, value in handlers.items() if value is not None} | kwargs
+        self._names = list(given)
         self._callbacks: list[Callable[[], None]] = []
         self._commits = Commits(os.environ)
         for name in self._names:
