@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import shardwise.horovod as hvd
 from shardwise.horovod import adasum
+from shardwise.horovod.context import current
 from tests.distributed.horovod import initialized
 
 STEPS = 4
@@ -268,6 +269,41 @@ def _nothing_yet(world):
 
 def test_a_state_of_which_nothing_is_known_yet(group):
     assert group(2)(_nothing_yet) == [1.5, 1.5]
+
+
+def _counted(world):
+    """What the launcher is told, by which it gives up a run that gets no further."""
+    with initialized(), pytest.MonkeyPatch.context() as patch:
+        told = []
+        for what in ("stepped", "kept"):
+            patch.setattr(
+                current().world.telling,
+                what,
+                lambda _, number, what=what: told.append((what, number)),
+            )
+        state = hvd.elastic.TorchState(epoch=0)
+        state.commit()
+        state.commit()
+        weight = nn.Parameter(torch.ones(2))
+        for how in ({}, {"op": hvd.Adasum}):
+            optimizer = torch.optim.SGD([weight], lr=0.1)
+            optimizer = hvd.DistributedOptimizer(optimizer, **how)
+
+            def closure(optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = weight.sum()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        state.commit()
+        return told
+
+
+def test_every_way_to_get_on_is_counted(group):
+    by_commits = [("stepped", 1), ("kept", 1), ("stepped", 2), ("kept", 2)]
+    by_steps = [("kept", 0), ("stepped", 1), ("stepped", 2), ("kept", 2)]
+    assert group(2)(_counted) == [by_commits + by_steps] * 2
 
 
 def _sparse(world, dense):

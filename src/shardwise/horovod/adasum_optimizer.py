@@ -14,6 +14,7 @@ from shardwise.errors import HookOrder
 from shardwise.horovod.allreduce import grouped_allreduce_async_
 from shardwise.horovod.asking import ReduceOp, wait
 from shardwise.horovod.buckets import Way
+from shardwise.horovod.context import current
 from shardwise.states.tracked import Tracked
 
 
@@ -44,6 +45,7 @@ class AdasumSteps(optim.Optimizer):
             )
             for param, old, (tensor, context) in zip(params, before, packed, strict=True):
                 param.copy_(old + self._way.compression.decompress(tensor, context))
+        current().stepped()
         return loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ class TorchState:
         if context.world.local_rank == 0:
             told = self._saved | {_STEPS: context.steps}
             self._commits.write(context.commits, told)
-        context.world.telling.kept(0, context.steps)
+        context.kept()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -155,7 +155,7 @@ def run(
     def wrapper(state: TorchState, /, *args: P.args, **kwargs: P.kwargs) -> T:
         current().world.telling.resumes()
         if state.resume():
-            current().world.telling.kept(0, current().steps)
+            current().kept()
             state.on_reset()
         else:
             state.sync()

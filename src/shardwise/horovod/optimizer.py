@@ -60,7 +60,9 @@ class ReducedSteps(optim.Optimizer):
         the optimizer calls it."""
         self._opt_called = True  # by which torch's schedulers know that a step came before theirs
         if closure is not None:
-            return super().step(partial(self._evaluate, closure))
+            loss = super().step(partial(self._evaluate, closure))
+            current().stepped()
+            return loss
         if not self._skips and self._synchronized and not self._begun:
             warnings.warn(
                 "optimizer.step() after optimizer.synchronize(): gradients are reduced already, "
