@@ -306,6 +306,33 @@ def test_every_way_to_get_on_is_counted(group):
     assert group(2)(_counted) == [by_commits + by_steps] * 2
 
 
+class Plain(torch.optim.SGD):
+    """Of a user, who needs no options of zero_grad."""
+
+    def zero_grad(self):
+        super().zero_grad(set_to_none=False)
+
+
+def _own(world):
+    with initialized():
+        weight = nn.Parameter(torch.full((2,), float(world.rank)))
+        hvd.broadcast_parameters([weight], root_rank=1)
+        assert weight.tolist() == [1.0, 1.0]
+        optimizer = hvd.DistributedOptimizer(Plain([weight], lr=1.0))
+        (world.rank * weight).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert weight.grad.tolist() == [0.0, 0.0]
+        # 5 samples of which 4 are read: what is left is dealt to both
+        sampler = hvd.elastic.ElasticSampler(range(5), shuffle=False)
+        sampler.load_state_dict({"epoch": 0, "processed_num": 4})
+        assert list(sampler) == [4]
+
+
+def test_what_a_user_has_without_names_and_options(group):
+    group(2)(_own)
+
+
 def _sparse(world, dense):
     with initialized():
         table = nn.Embedding(10, 2, sparse=True)

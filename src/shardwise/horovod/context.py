@@ -128,7 +128,7 @@ def _world() -> World:
         return worlds.current()
     except UsageError:
         states = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
             world = worlds.init()
         random.setstate(states[0])
         np.random.set_state(states[1])

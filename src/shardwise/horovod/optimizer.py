@@ -92,15 +92,16 @@ class ReducedSteps(optim.Optimizer):
             self._synchronized = False
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Raises HookOrder between backward and step, where gradients travel."""
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the user's class has it. Raises HookOrder between backward and step, where gradients
+        travel."""
         if self._begun:
             raise HookOrder(
                 "optimizer.zero_grad() was called after loss.backward() but before "
                 "optimizer.step() or optimizer.synchronize(), while gradients are on their way."
             )
         self._synchronized = False
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **kwargs)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From now on `step` comes after so many backwards, whose gradients are added up."""
