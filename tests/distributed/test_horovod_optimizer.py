@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from weakref import ref
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import shardwise.horovod as hvd
 from shardwise.horovod import adasum
+from shardwise.horovod.context import current
 from tests.distributed.horovod import initialized
 
 STEPS = 4
@@ -187,6 +189,148 @@ def _order(world):
 
 def test_calls_in_a_wrong_order_are_errors(group):
     group(2)(_order)
+
+
+def _left_out(world):
+    """A batch is left out after its gradients were reduced; those of the next one are reduced."""
+    with initialized(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+
+        def leave_out():
+            (world.rank * weight).sum().backward()
+            optimizer.synchronize()
+
+        leave_out()
+        (world.rank * weight).sum().backward()  # with nothing between: it adds to the mean
+        optimizer.step()
+        leave_out()
+        optimizer.zero_grad()
+        if world.rank:
+            (world.rank * weight).sum().backward()
+        optimizer.step()
+        leave_out()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        return weight.item()
+
+
+def test_gradients_after_a_batch_that_was_left_out_are_reduced(group):
+    # the mean of 0 and 1 is added to 0.5, then to nothing, then to 0.5
+    assert group(2)(_left_out) == [-2.5, -2.5]
+
+
+def _anew(world):
+    """An optimizer made anew over the same parameters is the one that reduces them."""
+    with initialized():
+        weight = nn.Parameter(torch.zeros(2))
+
+        def made(**how):
+            return hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), **how)
+
+        def step(optimizer):
+            optimizer.zero_grad()
+            (world.rank * weight).sum().backward()
+            optimizer.step()
+
+        first = made()
+        step(first)
+        second = made()
+        step(second)
+        assert weight.tolist() == [-1.0, -1.0]
+        with pytest.raises(AssertionError, match="A newer hvd"):
+            first.step()
+        dead = ref(second)
+        del second
+        assert dead() is None  # nothing but the script keeps it
+        last = made(op=hvd.Adasum)
+        with pytest.raises(ValueError, match="a DistributedOptimizer already"):
+            hvd.DistributedOptimizer(last, op=hvd.Adasum)
+
+
+def test_an_optimizer_made_anew(group):
+    group(2)(_anew)
+
+
+def _nothing_yet(world):
+    """A value that is None at first is one of the state's, too."""
+    with initialized():
+        state = hvd.elastic.TorchState(epoch=0, best=None)
+        assert not hasattr(state, "model")
+        assert state.best is None
+        state.best = world.rank + 0.5
+        state.sync(root_rank=1)
+        assert state.best == 1.5
+        state.best = None
+        state.restore()
+        return state.best
+
+
+def test_a_state_of_which_nothing_is_known_yet(group):
+    assert group(2)(_nothing_yet) == [1.5, 1.5]
+
+
+def _counted(world):
+    """What the launcher is told, by which it gives up a run that gets no further."""
+    with initialized(), pytest.MonkeyPatch.context() as patch:
+        told = []
+        for what in ("stepped", "kept"):
+            patch.setattr(
+                current().world.telling,
+                what,
+                lambda _, number, what=what: told.append((what, number)),
+            )
+        state = hvd.elastic.TorchState(epoch=0)
+        state.commit()
+        state.commit()
+        weight = nn.Parameter(torch.ones(2))
+        for how in ({}, {"op": hvd.Adasum}):
+            optimizer = torch.optim.SGD([weight], lr=0.1)
+            optimizer = hvd.DistributedOptimizer(optimizer, **how)
+
+            def closure(optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = weight.sum()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        state.commit()
+        return told
+
+
+def test_every_way_to_get_on_is_counted(group):
+    by_commits = [("stepped", 1), ("kept", 1), ("stepped", 2), ("kept", 2)]
+    by_steps = [("kept", 0), ("stepped", 1), ("stepped", 2), ("kept", 2)]
+    assert group(2)(_counted) == [by_commits + by_steps] * 2
+
+
+class Plain(torch.optim.SGD):
+    """Of a user, who needs no options of zero_grad."""
+
+    def zero_grad(self):
+        super().zero_grad(set_to_none=False)
+
+
+def _own(world):
+    with initialized():
+        weight = nn.Parameter(torch.full((2,), float(world.rank)))
+        hvd.broadcast_parameters([weight], root_rank=1)
+        assert weight.tolist() == [1.0, 1.0]
+        optimizer = hvd.DistributedOptimizer(Plain([weight], lr=1.0))
+        (world.rank * weight).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert weight.grad.tolist() == [0.0, 0.0]
+        # 5 samples of which 4 are read: what is left is dealt to both
+        sampler = hvd.elastic.ElasticSampler(range(5), shuffle=False)
+        sampler.load_state_dict({"epoch": 0, "processed_num": 4})
+        assert list(sampler) == [4]
+
+
+def test_what_a_user_has_without_names_and_options(group):
+    group(2)(_own)
 
 
 def _sparse(world, dense):

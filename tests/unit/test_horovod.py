@@ -1,5 +1,6 @@
 """Horovod's negotiation as tables, its thread on one rank, and steps that a script leaves out."""
 
+import gc
 import socket
 import threading
 import time
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from shardwise.collectives import Solo
 from shardwise.collectives.base import Handle as Sent
@@ -307,3 +309,29 @@ def test_a_result_is_kept_for_the_stream_that_waits(monkeypatch):
     handle.succeed([result], Moment())
     handle.wait(0.0)
     assert result.streams == ["stream of cuda:1"]
+
+
+class Owned(Dataset[int]):
+    """A user's own, which may open its files where it is first read."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise AssertionError("a dataset of the user's own is read by the user's loader alone")
+
+
+def test_only_tensors_are_looked_at():
+    gc.collect()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+    def samples(dataset):
+        reading = iter(DataLoader(dataset))
+        found = habits.note(optimizer, averages=True, asked_size=True)["samples"]
+        del reading
+        return found
+
+    numbers = torch.arange(4.0)
+    assert samples(Owned()) == ""
+    assert samples(TensorDataset(numbers)) == samples(TensorDataset(numbers.clone())) != ""
+    assert samples(numbers + 1) not in ("", samples(numbers))

@@ -14,6 +14,7 @@ from shardwise.errors import HookOrder
 from shardwise.horovod.allreduce import grouped_allreduce_async_
 from shardwise.horovod.asking import ReduceOp, wait
 from shardwise.horovod.buckets import Way
+from shardwise.horovod.context import current
 from shardwise.states.tracked import Tracked
 
 
@@ -24,17 +25,6 @@ class AdasumSteps(optim.Optimizer):
     _way: Way
     _name: str
     _opt_called: bool
-
-    @staticmethod
-    def take_over(
-        optimizer: optim.Optimizer, forms: Sequence[Tracked], way: Way, name: str
-    ) -> optim.Optimizer:
-        """`optimizer` itself, of its new class."""
-        own = type(optimizer)
-        optimizer.__dict__.pop("step", None)
-        optimizer.__class__ = type(own.__name__, (AdasumSteps, own), {"__module__": own.__module__})
-        optimizer.__dict__.update(_forms=forms, _way=way, _name=name)
-        return optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank's own gradients; then every parameter is where all ranks' steps have
@@ -55,6 +45,7 @@ class AdasumSteps(optim.Optimizer):
             )
             for param, old, (tensor, context) in zip(params, before, packed, strict=True):
                 param.copy_(old + self._way.compression.decompress(tensor, context))
+        current().stepped()
         return loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

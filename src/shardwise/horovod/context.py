@@ -51,11 +51,20 @@ class Context:
     def stepped(self) -> None:
         """A DistributedOptimizer has made a step: what a restart may lose."""
         self.steps += 1
+        if self.steps == 1:
+            self.world.telling.kept(0, 0)  # commits were counted before
         self.world.telling.stepped(0, self.steps)
         if (recording := recorder.active) is not None:
             recording.stepped(0, self.steps)
         if self.samples is not None:
             self.samples.stepped(self.steps)
+
+    def kept(self) -> None:
+        """A restart goes on from here. Where no steps are counted, as with optimizers of the user's
+        own, commits are: the launcher gives up a run that gets no further."""
+        if not self.steps:
+            self.world.telling.stepped(0, self.commits)
+        self.world.telling.kept(0, self.steps or self.commits)
 
     def close(self) -> None:
         """End the thread, and look no longer."""
@@ -119,7 +128,7 @@ def _world() -> World:
         return worlds.current()
     except UsageError:
         states = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
             world = worlds.init()
         random.setstate(states[0])
         np.random.set_state(states[1])

@@ -42,8 +42,9 @@ class TorchState:
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
-        given = {"model": model, "optimizer": optimizer, **kwargs}
-        self._names = [name for name, value in given.items() if value is not None]
+        handlers = {"model": model, "optimizer": optimizer}
+        given = {name: value for name, value in handlers.items() if value is not None} | kwargs
+        self._names = list(given)
         self._callbacks: list[Callable[[], None]] = []
         self._commits = Commits(os.environ)
         for name in self._names:
@@ -72,7 +73,7 @@ class TorchState:
         if context.world.local_rank == 0:
             told = self._saved | {_STEPS: context.steps}
             self._commits.write(context.commits, told)
-        context.world.telling.kept(0, context.steps)
+        context.kept()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -154,7 +155,7 @@ def run(
     def wrapper(state: TorchState, /, *args: P.args, **kwargs: P.kwargs) -> T:
         current().world.telling.resumes()
         if state.resume():
-            current().world.telling.kept(0, current().steps)
+            current().kept()
             state.on_reset()
         else:
             state.sync()

@@ -6,15 +6,17 @@ travels with its parcel while backward goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
-from weakref import ref
+from weakref import WeakSet, ref
 
 from torch import Tensor
 
 from shardwise.errors import HookOrder
 from shardwise.horovod.buckets import Parcel
 from shardwise.states.tracked import Tracked
+
+_watching: WeakSet[Gradients] = WeakSet()
 
 
 class Gradients:
@@ -41,10 +43,13 @@ class Gradients:
         self.passes = passes
         self._left = [passes] * len(forms)
         self.begun = False
+        self._replaced = False
+        self._watched = {id(form.parameter) for form in forms}
         self._hooks = [
             form.parameter.register_post_accumulate_grad_hook(partial(_arrive, ref(self), index))  # type: ignore[no-untyped-call]
             for index, form in enumerate(forms)
         ]
+        _watching.add(self)
 
     def set_passes(self, passes: int) -> None:
         """From now on gradients are complete after so many backwards."""
@@ -67,7 +72,13 @@ class Gradients:
                 self._launch(parcel)
 
     def synchronize(self) -> None:
-        """Return when every `param.grad` is reduced; gradients that no backward made are zeros."""
+        """Return when every `param.grad` is reduced; gradients that no backward made are zeros.
+        Raises HookOrder where another optimizer watches these parameters by now."""
+        if self._replaced:
+            raise HookOrder(
+                "A newer hvd.DistributedOptimizer has parameters of this one, and reduces their "
+                "gradients: call step() of that one only, or give each parameter to one optimizer."
+            )
         for parcel in self._parcels:
             if not parcel.launched:
                 self._launch(parcel)
@@ -86,10 +97,24 @@ class Gradients:
         """Watch no longer."""
         for hook in self._hooks:
             hook.remove()
+        _watching.discard(self)
+
+    def release(self, ids: Set[int]) -> None:
+        """Another optimizer watches parameters of these ids now."""
+        if not ids.isdisjoint(self._watched):
+            self.detach()
+            self._replaced = True
 
     def _launch(self, parcel: Parcel) -> None:
         note, self._note = self._note, None
         parcel.launch(note() if note is not None else {})
+
+
+def release(params: Iterable[Tensor]) -> None:
+    """A new optimizer takes these: those that have watched one of them watch no longer."""
+    ids = {id(param) for param in params}
+    for gradients in list(_watching):
+        gradients.release(ids)
 
 
 def _arrive(gradients: ref[Gradients], index: int, param: Tensor) -> None:

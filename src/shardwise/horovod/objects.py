@@ -61,20 +61,26 @@ def allgather_object(
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[Tensor],
     root_rank: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give the tensors of `params`, a state_dict or named parameters, the values of `root_rank`'s,
-    in place. What is no tensor is left alone."""
-    pairs = list(params.items()) if isinstance(params, Mapping) else list(params)
+    """Give the tensors of `params`, a state_dict or parameters with names or without, the values of
+    `root_rank`'s, in place. What is no tensor is left alone."""
+    given: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
+    pairs = [(None, each) if isinstance(each, Tensor) else each for each in given]
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise BadCall(
-            "hvd.broadcast_parameters takes model.state_dict() or model.named_parameters(), not "
-            "parameters without names."
+            "hvd.broadcast_parameters takes model.state_dict(), model.named_parameters() or "
+            "model.parameters()."
         )
     handles = [
-        broadcast_async_(tensor.data, root_rank, f"broadcast_parameters.{name}", process_set)
+        broadcast_async_(
+            tensor.data,
+            root_rank,
+            None if name is None else f"broadcast_parameters.{name}",
+            process_set,
+        )
         for name, tensor in pairs
         if isinstance(tensor, Tensor)
     ]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn, optim
 
@@ -18,7 +19,7 @@ from shardwise.horovod.asking import ReduceOp
 from shardwise.horovod.buckets import Way, laid_out, one_by_one
 from shardwise.horovod.compression import Compression, Compressor
 from shardwise.horovod.context import current
-from shardwise.horovod.gradients import Gradients
+from shardwise.horovod.gradients import Gradients, release
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.states.tracked import Tracked
 from shardwise.timeline import span
@@ -32,7 +33,7 @@ class ReducedSteps(optim.Optimizer):
     there is nobody to reduce with."""
 
     _gradients: Gradients | None
-    _make: Callable[[], Gradients | None]
+    _make: Callable[[optim.Optimizer], Gradients | None]
     _synchronized: bool
     _skips: bool
     _opt_called: bool
@@ -59,8 +60,10 @@ class ReducedSteps(optim.Optimizer):
         the optimizer calls it."""
         self._opt_called = True  # by which torch's schedulers know that a step came before theirs
         if closure is not None:
-            return super().step(partial(self._evaluate, closure))
-        if not self._skips and self._synchronized:
+            loss = super().step(partial(self._evaluate, closure))
+            current().stepped()
+            return loss
+        if not self._skips and self._synchronized and not self._begun:
             warnings.warn(
                 "optimizer.step() after optimizer.synchronize(): gradients are reduced already, "
                 "and not once more. Write with optimizer.skip_synchronize(): optimizer.step().",
@@ -77,6 +80,11 @@ class ReducedSteps(optim.Optimizer):
     # LRScheduler would wrap `step` on the instance, where it would hide a class set later.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
+    @property
+    def _begun(self) -> bool:
+        """Whether a backward has come since gradients were reduced."""
+        return self._gradients is not None and self._gradients.begun
+
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
         if not self._skips:
@@ -84,14 +92,16 @@ class ReducedSteps(optim.Optimizer):
             self._synchronized = False
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Raises HookOrder between backward and step, where gradients travel."""
-        if self._gradients is not None and self._gradients.begun:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the user's class has it. Raises HookOrder between backward and step, where gradients
+        travel."""
+        if self._begun:
             raise HookOrder(
                 "optimizer.zero_grad() was called after loss.backward() but before "
                 "optimizer.step() or optimizer.synchronize(), while gradients are on their way."
             )
-        super().zero_grad(set_to_none)
+        self._synchronized = False
+        super().zero_grad(*args, **kwargs)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From now on `step` comes after so many backwards, whose gradients are added up."""
@@ -100,18 +110,19 @@ class ReducedSteps(optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters are reduced too."""
-        if self._gradients is not None and self._gradients.begun:
+        if self._begun:
             raise HookOrder("add_param_group between backward and step: call it after the step.")
         super().add_param_group(param_group)
         if self._gradients is not None:
             passes = self._gradients.passes
             self._gradients.detach()
-            self._gradients = self._make()
+            self._gradients = self._make(self)
             self.set_backward_passes_per_step(passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; gradients count from the beginning."""
         super().load_state_dict(state_dict)
+        self._synchronized = False
         if self._gradients is not None and not self._gradients.begun:
             self._gradients.forget()
 
@@ -136,7 +147,8 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
     or a class of your own. `groups`, lists of parameters or a number of them, travel in one
     operation each. `gradient_predivide_factor` splits the division of an average; sums of 16-bit
     numbers are made in fp32 here, so it changes nothing but the last bit. With hvd.Adasum what
-    each rank's own step changes is joined instead.
+    each rank's own step changes is joined instead. A parameter has one such optimizer: the newest,
+    after which `step` of the one before raises HookOrder.
 
     Raises BadCall for names that are missing or twice, and for options that cannot be.
     """
@@ -157,14 +169,18 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
     name = _numbered(process_set)
     alone = not process_set.included() or process_set.size() == 1
     if op == ReduceOp.Adasum and not alone:
-        return AdasumSteps.take_over(optimizer, forms, way, name)
+        _become(optimizer, AdasumSteps)
+        release([form.parameter for form in forms])
+        optimizer.__dict__.update(_forms=forms, _way=way, _name=name)
+        return optimizer
     names = {form.parameter: form.name for form in forms}
 
-    def make() -> Gradients | None:
+    def make(optimizer: optim.Optimizer) -> Gradients | None:
         return None if alone else _watched(optimizer, names, assigned, way, name, passes)
 
     _become(optimizer, ReducedSteps)
-    optimizer.__dict__.update(_make=make, _synchronized=False, _skips=False, _gradients=make())
+    optimizer.__dict__.update(_make=make, _synchronized=False, _skips=False)
+    optimizer.__dict__["_gradients"] = make(optimizer)
     return optimizer
 
 
@@ -191,10 +207,15 @@ def _watched(
     else:
         parcels = one_by_one(forms, way, name)
 
-    def note() -> dict[str, str]:
-        averages = way.op == ReduceOp.Average
-        return habits.note(optimizer, averages=averages, asked_size=context.asked_size)
+    owner = ref(optimizer)
 
+    def note() -> dict[str, str]:
+        averages, alive = way.op == ReduceOp.Average, owner()
+        if alive is None:
+            return {}
+        return habits.note(alive, averages=averages, asked_size=context.asked_size)
+
+    release([form.parameter for form in forms])
     return Gradients(forms, parcels, passes, note)
 
 

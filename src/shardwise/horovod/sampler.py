@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sized
+from itertools import cycle, islice
 from typing import Any
 
 from torch.utils.data import Sampler
@@ -56,7 +57,7 @@ class ElasticSampler(Sampler[int]):
             random.Random(self.seed + self.epoch).shuffle(indices)
         rest = indices[self.processed_num :]
         missing = -len(rest) % self.num_replicas
-        filled = rest + (rest * missing)[:missing]
+        filled = [*rest, *islice(cycle(rest), missing)]
         self.indices = filled[self.rank :: self.num_replicas]
 
     def __iter__(self) -> Iterator[int]:
