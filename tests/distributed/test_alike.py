@@ -308,11 +308,20 @@ def different_data_case(world):
     next(iter(sw.Loader(part, batch_size=4)))
 
 
-def test_different_datasets_are_named(group):
-    for error in group(2).errors(different_data_case):
+def drawn_data_case(world):
+    model = mlp()
+    sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    drawn = TensorDataset(batch(0, 12), torch.randn(12))
+    next(iter(sw.Loader(drawn, batch_size=4)))
+
+
+@pytest.mark.parametrize("case", [different_data_case, drawn_data_case])
+def test_different_datasets_are_named(group, case):
+    for error in group(2).errors(case):
         assert error is not None
         assert error[0] == DataError.__name__
-        assert "with other indices" in error[1]
+        assert "with other contents" in error[1]
+        assert "before sw.Engine(...)" in error[1]
 
 
 def unequal_backwards_case(world):

@@ -17,6 +17,7 @@ from shardwise.checkpoint.folders import DOCUMENT, complete
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.checkpoint.reader import Safetensors, open_set
 from shardwise.errors import BrokenCheckpoint, CheckpointError
+from shardwise.model.export import umask
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
                 )
             else:
                 safetensors.torch.save_file(values, aside, {"format": "pt"} | aliases)
+                aside.chmod(0o666 & ~umask())  # safetensors writes for the owner alone
             aside.replace(to)
         finally:
             aside.unlink(missing_ok=True)

@@ -7,13 +7,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import Subset
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
 
 from shardwise.data import order
 from shardwise.data.source import seed_cpu
 from shardwise.errors import DataError
 from shardwise.randomness import preserved, seed_from
 from shardwise.world import World
+
+FEW = 64
+"""Elements of a row by which ranks tell whether they hold the same."""
 
 
 class Schedule(ABC):
@@ -110,23 +114,36 @@ def _draw(sampler: Iterable[Any], world: World, epoch: int) -> list[Any]:
 def _check_same_dataset(world: World, dataset: Any) -> None:
     """Raise DataError, on all ranks alike, where ranks hold different datasets.
 
-    Told by type, length and, for a Subset, its indices: random_split after sw.Engine draws
-    differently on each rank.
+    Told by type, length, a Subset's indices and some values of tensors: random_split and randn
+    after sw.Engine draw differently on each rank.
     """
     if world.size == 1:
         return
-    chosen = [_plain(index) for index in dataset.indices] if isinstance(dataset, Subset) else []
-    digest = hashlib.blake2b(repr(chosen).encode(), digest_size=16).hexdigest()
-    told = world.gather((type(dataset).__name__, len(dataset), digest))
-    for rank, theirs in enumerate(told):
-        if theirs != told[0]:
-            one, other = (f"{kind} of {length}" for kind, length, _ in (told[0], theirs))
+    told = repr(list(_contents(dataset)))
+    digest = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+    of_all = world.gather((type(dataset).__name__, len(dataset), digest))
+    for rank, theirs in enumerate(of_all):
+        if theirs != of_all[0]:
+            one, other = (f"{kind} of {length}" for kind, length, _ in (of_all[0], theirs))
             raise DataError(
                 f"Ranks hold different datasets: rank 0 has a {one}, rank {rank} a {other}"
-                f"{' with other indices' if one == other else ''}. Give every rank the whole "
-                "dataset, alike: the Loader takes the rank's share. Split it before "
-                "sw.Engine(...), or with a generator of its own."
+                f"{' with other contents' if one == other else ''}. Give every rank the whole "
+                "dataset, alike: the Loader takes the rank's share. Split it, and draw what is "
+                "random in it, before sw.Engine(...) or with a generator of its own."
             )
+
+
+def _contents(dataset: Any) -> Iterator[Any]:
+    """What can be told of a dataset without running code of the user's."""
+    if isinstance(dataset, Subset):
+        yield [_plain(index) for index in dataset.indices]
+        yield from _contents(dataset.dataset)
+    elif isinstance(dataset, TensorDataset):
+        for tensor in dataset.tensors:
+            yield from _contents(tensor)
+    elif isinstance(dataset, Tensor) and len(dataset):
+        for row in (dataset[0], dataset[len(dataset) // 2], dataset[-1]):
+            yield row.detach().reshape(-1)[:FEW].tolist()
 
 
 def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) -> None:

@@ -21,13 +21,13 @@ def write_safetensors(model: nn.Module, path: str | PathLike[str]) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         safetensors.torch.save_file(tensors, aside, metadata)
-        aside.chmod(0o666 & ~_umask())  # safetensors writes for the owner alone
+        aside.chmod(0o666 & ~umask())  # safetensors writes for the owner alone
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
 
 
-def _umask() -> int:
+def umask() -> int:
     """The process's mask for new files, which can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
