@@ -74,7 +74,7 @@ def _refused_here(world):
             ("Average or hvd.Sum, not Max", lambda: hvd.reducescatter(torch.ones(3), op=hvd.Max)),
             ("from rank 7", lambda: hvd.broadcast(torch.ones(3), 7)),
             ("from 0 to 2", lambda: hvd.add_process_set([2, 3])),
-            ("model.named_parameters", lambda: hvd.broadcast_parameters([torch.ones(1)])),
+            ("model.named_parameters", lambda: hvd.broadcast_parameters(["weight"])),
             ("no tensors", lambda: hvd.grouped_allreduce([])),
         ):
             with pytest.raises(ValueError, match=words):
