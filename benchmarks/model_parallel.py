@@ -117,7 +117,7 @@ def _passes(options: argparse.Namespace, group: Collectives, x: Tensor) -> dict[
     """By name, a forward and backward that gives the gradient of `x`."""
     whole, ours, dtensor = (_pair(options) for _ in range(3))
     split = Split(group, torch.device("cpu"))
-    split.cut(known.find([ours], [""], group.size, set()), [])
+    split.cut(known.find([ours], [""], group.size, set()), [ours], [])
     found = {
         "whole": _pass(whole, x),
         "by hand, one all-reduce": _pass(_by_hand(_pair(options), group), x),
