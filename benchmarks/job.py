@@ -88,11 +88,18 @@ class Job:
         """The mean loss over this rank's rows."""
         return models.loss_of(model, inputs, targets)
 
-    def plain_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-        """The step of a plain training loop, for those whose users write one."""
+    def plain_step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        clear: Callable[[], None] | None = None,
+    ) -> Step:
+        """The step of a plain training loop, for those whose users write one; `clear` where not
+        every gradient is of the optimizer."""
+        clear = clear or optimizer.zero_grad
 
         def step(inputs: Tensor, targets: Tensor) -> Tensor:
-            optimizer.zero_grad()
+            clear()
             loss = self.loss(model, inputs, targets)
             loss.backward()
             with self.updating():

@@ -1,7 +1,7 @@
 """The ranks' own work and nothing else: forward and backward on their rows, and the update of their
 part of the parameters. What no exchange can be faster than, on memory that the ranks share."""
 
-from torch import Tensor, nn
+from torch import nn
 
 from job import Job, Step
 
@@ -10,15 +10,7 @@ def build(job: Job) -> Step:
     model = job.model()
     optimizer = job.optimizer(_part(list(model.parameters()), job.rank, job.size))
 
-    def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        model.zero_grad()
-        loss = job.loss(model, inputs, targets)
-        loss.backward()
-        with job.updating():
-            optimizer.step()
-        return loss
-
-    return step
+    return job.plain_step(model, optimizer, clear=model.zero_grad)
 
 
 def _part(parameters: list[nn.Parameter], rank: int, size: int) -> list[nn.Parameter]:

@@ -104,7 +104,7 @@ def test_a_run_whose_samples_nobody_counted_says_whose_are(tmp_path: Path) -> No
 OUTCOME = SimpleNamespace(loss=1.0, weight=4.0)
 
 
-class TestRecorder:
+class TestStepLog:
     def train(self, world: World, folder: Path, stop_after: int | None = None) -> list[Any]:
         """What is recorded of 2 epochs of 5 samples, in batches of 2, with evaluations."""
         world.step_log = StepLog(folder, 0, stop_after)

@@ -1,4 +1,4 @@
-"""What the ranks of a run recorded (recorder.py), put together."""
+"""What the ranks of a run recorded (step_log.py), put together."""
 
 from __future__ import annotations
 
