@@ -8,6 +8,7 @@ grouped_...      several tensors in one operation: all are ready, or none is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.autograd import Function
 
 from shardwise.errors import BadCall
 from shardwise.horovod.asking import ReduceOp, ask, check_numbers, chosen, several, single, wait
-from shardwise.horovod.compression import Compression, Compressor
+from shardwise.horovod.compression import Compression, Compressor, compressed
 from shardwise.horovod.context import current
 from shardwise.horovod.handles import Handle
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
@@ -179,10 +180,6 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """`allreduce` of several tensors in one operation."""
-    packed = [compression.compress(tensor) for tensor in several("allreduce", tensors)]
-    scale, op = (prescale_factor, postscale_factor), chosen(op, average)
-    sent = [tensor for tensor, _ in packed]
-    found = _Allreduce.apply(name, op, scale, process_set, *sent)  # type: ignore[no-untyped-call]
-    return [
-        compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(found, packed, strict=True)
-    ]
+    scale = prescale_factor, postscale_factor
+    reduce = partial(_Allreduce.apply, name, chosen(op, average), scale, process_set)
+    return compressed(compression, several("allreduce", tensors), reduce)

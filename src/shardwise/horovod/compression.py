@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,3 +53,16 @@ class Compression:
 
     none = NoneCompressor
     fp16 = FP16Compressor
+
+
+def compressed(
+    compressor: type[Compressor],
+    tensors: Sequence[Tensor],
+    travel: Callable[..., Sequence[Tensor]],
+) -> list[Tensor]:
+    """What comes of `tensors` when `travel` is given, one by one, what they are turned into."""
+    packed = [compressor.compress(tensor) for tensor in tensors]
+    found = travel(*(tensor for tensor, _ in packed))
+    return [
+        compressor.decompress(tensor, ctx) for tensor, (_, ctx) in zip(found, packed, strict=True)
+    ]

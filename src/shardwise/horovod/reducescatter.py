@@ -6,6 +6,7 @@ As even as can be; the first ranks get one more. The sum or the mean.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from shardwise.horovod.asking import (
     single,
     wait,
 )
-from shardwise.horovod.compression import Compression, Compressor
+from shardwise.horovod.compression import Compression, Compressor, compressed
 from shardwise.horovod.context import current
 from shardwise.horovod.handles import Handle
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
@@ -116,9 +117,6 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """`reducescatter` of several tensors in one operation."""
-    packed = [compression.compress(tensor) for tensor in several("reducescatter", tensors)]
-    scale, sent = (prescale_factor, postscale_factor), [tensor for tensor, _ in packed]
-    found = _Reducescatter.apply(name, ReduceOp(op), scale, process_set, *sent)  # type: ignore[no-untyped-call]
-    return [
-        compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(found, packed, strict=True)
-    ]
+    scale = prescale_factor, postscale_factor
+    reduce = partial(_Reducescatter.apply, name, ReduceOp(op), scale, process_set)
+    return compressed(compression, several("reducescatter", tensors), reduce)
