@@ -27,9 +27,9 @@ def train(world, folder, settings):
     """Steps with a timeline, one before it and one after it."""
     torch.manual_seed(0)
     net = model()
+    data = torch.utils.data.TensorDataset(torch.randn(64, WIDTH))
     made = {"bucket_mb": 0.03, **settings}
     engine = sw.Engine(net, torch.optim.AdamW(net.parameters()), **made)
-    data = torch.utils.data.TensorDataset(torch.randn(64, WIDTH))
     path = folder / f"{socket.gethostname()}.json"
     loader = iter(sw.Loader(data, batch_size=8))
 

@@ -2,8 +2,6 @@
 
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,17 +9,6 @@ from tests.system.launcher import Launcher, script
 from tests.system.test_launchers import EXAMPLES, TORCHRUN, mpirun, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Launcher]:
-    """Runs programs on this host, of which nothing is left."""
-    launcher = Launcher(tmp_path)
-    yield launcher
-    left = launcher.wait_until_gone()
-    launcher.kill_all()
-    assert left == []
-    assert launcher.folders_left() == []
 
 
 def started_by(launcher: str, *flags: str) -> list[str]:
@@ -34,34 +21,34 @@ def started_by(launcher: str, *flags: str) -> list[str]:
 
 
 @pytest.mark.parametrize("launcher", ["shardwise", "openmpi", "mpich", "torchrun"])
-def test_the_mnist_example(here: Launcher, launcher: str) -> None:
+def test_the_mnist_example(shardwise: Launcher, launcher: str) -> None:
     words = started_by(launcher)
-    ran = run(here, *words, str(EXAMPLES / "horovod_mnist.py"), "--checkpoint", "model.pt")
+    ran = run(shardwise, *words, str(EXAMPLES / "horovod_mnist.py"), "--checkpoint", "model.pt")
     assert ran.code == 0, ran.err
     found = re.findall(r"epoch \d  train \S+  test \S+  (\S+)%", ran.out)
     assert len(found) == 6
     assert float(found[-1]) > 80
-    assert (here.folder / "model.pt").exists()
+    assert (shardwise.folder / "model.pt").exists()
     assert "shardwise:" not in ran.err  # no step is left out
 
 
 @pytest.mark.parametrize("launcher", ["shardwise", "torchrun"])
-def test_the_elastic_example_loses_a_rank(here: Launcher, launcher: str) -> None:
+def test_the_elastic_example_loses_a_rank(shardwise: Launcher, launcher: str) -> None:
     words = started_by(launcher, "--restarts", "2")
-    ran = run(here, *words, str(EXAMPLES / "horovod_elastic.py"), "--fail", "35")
+    ran = run(shardwise, *words, str(EXAMPLES / "horovod_elastic.py"), "--fail", "35")
     assert ran.code == 0, ran.err
     assert "2 ranks, epoch 0, step 0\n" in ran.out
     assert "2 ranks, epoch 0, step 30\n" in ran.out
     assert "after 180 steps: y = 3.00 x -1.00\n" in ran.out
-    assert list((here.folder / "temporary").glob("shardwise-commit*")) == []
+    assert list((shardwise.folder / "temporary").glob("shardwise-commit*")) == []
     if launcher == "shardwise":
         assert "from the checkpoint of step 30: 5 steps are lost." in ran.err
 
 
 @pytest.mark.full
-def test_the_elastic_example_under_mpirun(here: Launcher) -> None:
+def test_the_elastic_example_under_mpirun(shardwise: Launcher) -> None:
     """Which starts nothing again."""
-    ran = run(here, *started_by("openmpi"), str(EXAMPLES / "horovod_elastic.py"))
+    ran = run(shardwise, *started_by("openmpi"), str(EXAMPLES / "horovod_elastic.py"))
     assert ran.code == 0, ran.err
     assert "after 180 steps: y = 3.00 x -1.00\n" in ran.out
 
@@ -82,17 +69,17 @@ WRAP = "hvd.DistributedOptimizer(optimizer, named_parameters="
     ],
 )
 def test_steps_that_are_left_out_are_told_of_once(
-    here: Launcher, left_out: str, said: list[str]
+    shardwise: Launcher, left_out: str, said: list[str]
 ) -> None:
     words = started_by("shardwise")
-    ran = run(here, *words, script("horovod_careless"), *left_out.split())
+    ran = run(shardwise, *words, script("horovod_careless"), *left_out.split())
     assert ran.code == 0, ran.err
     lines = [line for line in ran.err.splitlines() if "shardwise: " in line]
     assert len(lines) == len(said), ran.err
     assert all(any(words in line for line in lines) for words in said), ran.err
 
 
-def test_a_rank_that_does_not_ask_is_told_of(here: Launcher) -> None:
+def test_a_rank_that_does_not_ask_is_told_of(shardwise: Launcher) -> None:
     program = (
         "import time, torch, shardwise.horovod as hvd; hvd.init()\n"
         "if hvd.rank() == 1: time.sleep(3)\n"
@@ -101,8 +88,8 @@ def test_a_rank_that_does_not_ask_is_told_of(here: Launcher) -> None:
         "hvd.allreduce(torch.ones(1), name='too late')\n"
     )
     words = started_by("shardwise", "--warn-after", "1", "--timeout", "5", "--grace", "1")
-    (here.folder / "tests_late.py").write_text(program)
-    ran = run(here, *words, "tests_late.py")
+    (shardwise.folder / "tests_late.py").write_text(program)
+    ran = run(shardwise, *words, "tests_late.py")
     assert ran.code != 0
     assert "allreduce 'late' has waited 1 s for rank 1. It fails after 5 s (--timeout)." in ran.err
     assert "tests_late.py:2" in ran.err
