@@ -29,6 +29,9 @@ FLAG = "flag"
 PRECISIONS = ("fp32", "bf16-mixed", "bf16", "fp16-mixed")
 
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
+
 def _integer(low: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
@@ -195,6 +198,33 @@ class Settings:
     )
     tensor: int = _setting(
         1, _integer(1), "spread", "split every layer over T neighbouring workers", "T"
+    )
+    pipeline: int = _setting(
+        1, _integer(1), "spread", "share the layers out over P workers, stage after stage", "P"
+    )
+    microbatches: int | None = _setting(
+        None,
+        _integer(1),
+        "spread",
+        "parts of a batch that follow each other through the stages",
+        "M",
+        rare=True,
+    )
+    schedule: str = _setting(
+        "1f1b",
+        _one_of(*SCHEDULES),
+        "spread",
+        "in which order stages run them: " + ", ".join(SCHEDULES),
+        "NAME",
+        rare=True,
+    )
+    stages: tuple[str, ...] | None = _setting(
+        None,
+        _patterns,
+        "spread",
+        "modules at which a new stage begins; default: alike in parameters",
+        "NAMES",
+        rare=True,
     )
     micro_batch_size: int | None = _setting(
         None, _integer(1), "spread", "samples per worker per backward; the rest accumulates", "M"

@@ -71,7 +71,7 @@ class Metrics:
         _check_weights(ranks)
         self._sums, self._weights = {}, {}
         # The ranks of a replica have measured the same: it counts once.
-        counted = ranks[:: self._world.tensor_size]
+        counted = ranks[:: self._world.mesh.replica]
         means = {name: _mean([rank[name] for rank in counted]) for name in ranks[0]}
         self._world.step_log.measured(means, training=self._training)
         return means

@@ -44,9 +44,10 @@ class World:
     Attributes: `rank`, `size`, `local_rank`, `local_size`, `device` (torch.device), `is_main`
     (rank 0), `seed`, `launcher`, `settings`.
 
-    Where layers are split (`--tensor`), several ranks make one replica of the model: `data_rank`
-    of `data_size` says which replica this rank is of, and so which part of the data it gets;
-    `tensor_rank` of `tensor_size` which part of every split layer it has.
+    Where a model is split (`--tensor`, `--pipeline`), several ranks make one replica of it:
+    `data_rank` of `data_size` says which replica this rank is of, and so which part of the data it
+    gets; `tensor_rank` of `tensor_size` which part of every split layer it has, `pipeline_rank` of
+    `pipeline_size` which layers.
     """
 
     def __init__(
@@ -70,8 +71,12 @@ class World:
         self.mesh = Mesh(identity.size)
         self.data = group
         """The ranks that have the same part of the other replicas: all, where nothing is split."""
-        self.replica: Collectives = Solo()
-        """The ranks of this one's replica."""
+        self.tensor: Collectives = Solo()
+        """The ranks of this one's replica that have parts of the same layers."""
+        self.pipeline: Collectives = Solo()
+        """The ranks of this one's replica that have other layers, in their order."""
+        self.stage = group
+        """The ranks of all replicas that have these layers: all, where all have all."""
         self.feed = Feed()
         self.telling = telling or Telling({})
         self.preemption = Preemption(self.telling, self.print)
@@ -95,7 +100,10 @@ class World:
         self.mesh = mesh
         if not mesh.is_flat:
             self.data = self.collectives.split(mesh.data_groups)
-            self.replica = self.collectives.split(mesh.tensor_groups)
+            self.tensor = self.collectives.split(mesh.tensor_groups)
+        if mesh.pipeline > 1:
+            self.pipeline = self.collectives.split(mesh.pipeline_groups)
+            self.stage = self.collectives.split(mesh.stage_groups)
 
     @property
     def data_rank(self) -> int:
@@ -105,7 +113,7 @@ class World:
     @property
     def data_size(self) -> int:
         """How many replicas there are."""
-        return self.size // self.tensor_size
+        return self.mesh.data
 
     @property
     def tensor_rank(self) -> int:
@@ -116,6 +124,21 @@ class World:
     def tensor_size(self) -> int:
         """Over how many ranks layers are split."""
         return self.mesh.tensor
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Which of the workers that share out the layers this one is."""
+        return self.mesh.stage_of(self.rank)
+
+    @property
+    def pipeline_size(self) -> int:
+        """How many workers share out the layers."""
+        return self.mesh.pipeline
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank speaks for its replica, all of which have the same batches."""
+        return self.rank % self.mesh.replica == 0
 
     def any(self, flag: bool | Tensor) -> bool:
         """Whether `flag` holds on any rank; for stopping early on all of them alike."""
@@ -248,9 +271,7 @@ def enter(
     world.settings = world.settle(**given)
     world.cut(_mesh(world.settings, world.size))
     folder = None if world.settings.record is None else Path(world.settings.record)
-    world.step_log = StepLog(
-        folder, world.rank, world.settings.stop_after, counts=world.tensor_rank == 0
-    )
+    world.step_log = StepLog(folder, world.rank, world.settings.stop_after, counts=world.counts)
     _share_cores(world)
     drawn = chosen.seed if chosen.seed is not None else secrets.randbits(31)
     world.seed = world.broadcast_object(drawn)
@@ -276,7 +297,12 @@ def _mesh(settings: config.Settings, size: int) -> Mesh:
             "a split layer adds up depends on how many workers it is split over. Leave one of "
             "them out."
         )
-    return Mesh(size, settings.tensor)
+    if settings.exact is not None and settings.pipeline > 1:
+        raise ConfigError(
+            f"--exact {settings.exact} and --pipeline {settings.pipeline} cannot be had together: "
+            "both cut a batch, each in its own way. Leave one of them out."
+        )
+    return Mesh(size, settings.tensor, settings.pipeline)
 
 
 def current() -> World:
@@ -316,7 +342,7 @@ def _leave() -> None:
         world.step_log.close()
         if world.sentry is not None:
             world.sentry.close()
-        for group in (world.data, world.replica):
+        for group in (world.data, world.tensor, world.pipeline, world.stage):
             if group is not world.collectives:
                 group.close()
         world.collectives.close()

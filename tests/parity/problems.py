@@ -135,6 +135,14 @@ class GPT(nn.Module):
         return self.head(self.norm(x)).transpose(1, 2)
 
 
+class DeepGPT(GPT):
+    """Six blocks, for up to eight stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+
 class OddMLP(nn.Sequential):
     """Widths that two, three and four workers cannot share evenly."""
 
@@ -248,9 +256,9 @@ def _texts(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 MODELS = {"mlp": MLP, "convnet": ConvNet, "gpt": GPT}
-MODELS |= {"odd_mlp": OddMLP, "splittable_gpt": SplittableGPT}
+MODELS |= {"deep_gpt": DeepGPT, "odd_mlp": OddMLP, "splittable_gpt": SplittableGPT}
 DATA = {"mlp": _vectors, "convnet": _images, "gpt": _texts}
-DATA |= {"odd_mlp": _vectors, "splittable_gpt": _texts}
+DATA |= {"deep_gpt": _texts, "odd_mlp": _vectors, "splittable_gpt": _texts}
 OPTIMIZERS = {
     "sgd": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9),
     "adamw": lambda groups: optim.AdamW(groups, lr=3e-3),

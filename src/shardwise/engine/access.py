@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from os import PathLike
 from typing import Any
 
@@ -23,13 +23,16 @@ def full_parameters(
     recipe: Recipe, states: States, module: nn.Module | None, *, write: bool
 ) -> Iterator[None]:
     """See Engine.full_parameters."""
-    if recipe.split is not None and recipe.split.is_whole:
-        _check_inner(write=write, outer=recipe.split.writes)
+    if recipe.is_whole:
+        assert recipe.split is not None or recipe.line is not None
+        _check_inner(write=write, outer=recipe.is_written)
         yield  # all is whole already; what is written here is the outer block's to take in
         return
     shown = states.shown
     written: set[int] = set()
-    if module is not None and any(recipe.shard_of(p) is not None for p in module.parameters()):
+    if module is not None and (
+        recipe.line is not None or any(recipe.shard_of(p) is not None for p in module.parameters())
+    ):
         module = None  # forwards are the plain ones everywhere or nowhere
     with torch.no_grad():
         numbers = sectioning.units_in(shown.sections, module) if shown is not None else []
@@ -43,12 +46,7 @@ def full_parameters(
                 shown.residency.check_unwritten(buckets)
             elif write:
                 states.parameters.check_places()
-                written = recipe.run.gather_objects(states.parameters.written())[0]
-                resting = [] if shown is None else shown.residency.resting()
-                kept = [t for t in alike.everything(recipe) if recipe.shard_of(t) is None]
-                starting.make_alike(
-                    [t for t in kept if not any(t is r for r in resting)], recipe.run
-                )
+                written = _made_alike(recipe, states)
                 states.parameters.meet()
                 for slab, flat in buckets.items():
                     written |= set(slab.written(flat))
@@ -58,15 +56,36 @@ def full_parameters(
             states.optimizer.refresh_masters(written)
 
 
+def _made_alike(recipe: Recipe, states: States) -> set[int]:
+    """Give every rank rank 0's values of what is whole; which parameters were written to."""
+    if recipe.line is not None:  # done while all of it was there
+        return set(range(len(states.parameters.tracked)))
+    written: set[int] = recipe.run.gather_objects(states.parameters.written())[0]
+    resting = [] if states.shown is None else states.shown.residency.resting()
+    kept = [t for t in alike.everything(recipe) if recipe.shard_of(t) is None]
+    starting.make_alike([t for t in kept if not any(t is r for r in resting)], recipe.run)
+    return written
+
+
+@contextmanager
 def _joined(
     recipe: Recipe, module: nn.Module | None, *, write: bool, here: bool = True
-) -> AbstractContextManager[None]:
-    """Inside the block what is split over the ranks of a replica is whole, where wanted `here`."""
-    if recipe.split is None or not here:
-        return nullcontext()
+) -> Iterator[None]:
+    """Inside the block a model that a replica has in parts is whole, where wanted `here`."""
+    line, split = recipe.line, recipe.split
     several = recipe.models if module is None else (module,)
-    parameters = [p for each in several for p in each.parameters()]
-    return recipe.split.wholes(parameters, write=recipe.run if write else None)
+    parameters = [p for each in several for p in each.parameters()] if here else []
+    with ExitStack() as stack:
+        if split is not None and here:
+            mine = [p for p in parameters if recipe.is_here(p)]
+            group = recipe.run if write and line is None else None
+            stack.enter_context(split.wholes(mine, write=write, group=group))
+        if line is not None and here:
+            shapes = {p: s.shape for p in parameters if (s := recipe.shard_of(p)) is not None}
+            stack.enter_context(line.wholes(recipe.models[0], parameters, shapes, write=write))
+        yield
+        if write and line is not None:
+            starting.make_alike(alike.everything(recipe), recipe.run)
 
 
 def _check_inner(*, write: bool, outer: bool) -> None:
@@ -105,7 +124,7 @@ def export(
             )
         model = recipe.models[0]
     shown, here = states.shown, recipe.group.rank == 0  # the first replica
-    if recipe.split is not None and recipe.split.is_whole:
+    if recipe.is_whole:
         whole: Any = nullcontext()
         here = False
     elif shown is None:
@@ -128,6 +147,8 @@ def optimizer_state_dict(
     # A parameter that was frozen on the way has left its state with the user's optimizer.
     held: dict[Any, Any] = dict(optimizer.state)
     held |= states.gathering.optimizer_state()
+    if recipe.line is not None:
+        held |= recipe.line.states_elsewhere(held, recipe.optimizers)
     if recipe.split is not None:
         order = [p for group in optimizer.param_groups for p in group["params"] if p in held]
         held = {p: recipe.split.whole_state(p, held[p]) for p in order}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,6 +70,14 @@ class States:
         gradients = self.gradients.reduction.state_bytes
         return self.parameters.state_bytes + gradients + self.optimizer.state_bytes + averages
 
+    def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
+        """The numbers of the buckets by `key` of their parameters, alike in each of them."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for number, bucket in enumerate(self.parameters.buckets):
+            first = self.parameters.tracked[bucket.slots[0].parameter].parameter
+            found[key(first)].add(number)
+        return {value: frozenset(numbers) for value, numbers in found.items()}
+
     def expected_bytes(self) -> int:
         """The same once the optimizers have made all of their state."""
         averages = self.averages.state_bytes if self.averages is not None else 0
@@ -110,9 +118,10 @@ def assemble(
     than the parameters themselves say; `averages` those to go on with.
     """
     owners = _owners(recipe)
-    located = recipe.located()
+    everything = recipe.located()
+    _check_trainable(everything, owners, main=recipe.run.rank == 0)
+    located = [t for t in everything if recipe.is_here(t.parameter)]
     tracked = [t for t in located if t.parameter in owners and t.parameter.requires_grad]
-    _check_trainable(located, tracked, main=recipe.group.rank == 0)
     shelves = {state: Shelf(recipe.placement.tier(state), recipe.sharding) for state in STATES}
     parameters, shown = _parameters(recipe, located, tracked, owners, shelves["parameters"])
     buckets = parameters.buckets
@@ -247,17 +256,19 @@ def _device_of(recipe: Recipe, parameter: nn.Parameter) -> torch.device:
     return recipe.device if parameter.is_meta else parameter.device
 
 
-def _check_trainable(located: Sequence[Tracked], tracked: Sequence[Tracked], *, main: bool) -> None:
+def _check_trainable(
+    located: Sequence[Tracked], owners: Mapping[nn.Parameter, GroupOf], *, main: bool
+) -> None:
     if not any(t.parameter.requires_grad for t in located):
         raise ModelError(
             "The model has no trainable parameter (all have requires_grad=False, or there are "
             "none): there is nothing for the engine to train."
         )
-    if not tracked:
+    lost = [t.name for t in located if t.parameter.requires_grad and t.parameter not in owners]
+    if len(lost) == sum(t.parameter.requires_grad for t in located):
         raise ModelError(
             "No optimizer holds a trainable parameter of the model: pass model.parameters() to it."
         )
-    lost = [t.name for t in located if t.parameter.requires_grad and t not in tracked]
     if lost and main:
         warnings.warn(
             f"{len(lost)} trainable parameter(s) are in no optimizer and will not be trained: "
@@ -306,6 +317,7 @@ def _spec(recipe: Recipe, tracked: Tracked, owner: GroupOf | None, unit: int) ->
         itemsize=tracked.dtype.itemsize,
         key=(
             *(unit, face, owner and owner.index, tracked.dtype, tracked.device),
+            recipe.stage_of(tracked.parameter),
             tracked.shard is not None,
         ),
         whole=owner is not None and not owner.kind.elementwise,

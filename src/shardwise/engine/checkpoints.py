@@ -134,7 +134,7 @@ class Checkpoints:
             return {}, {}, None
         try:
             tracked, files = self.tracking.states()
-            fields = saving.state_fields(lending, made.told)
+            fields = saving.state_fields(lending, made)
         except CheckpointError as error:
             return {}, {}, str(error)
         fields |= {
@@ -220,6 +220,8 @@ class Checkpoints:
             source, beside = self._alike(path, examine)
             loading.fill_model(lending, source)
             self._held.buffers.remember()
+            if self._held.recipe.line is not None:
+                self._held.recipe.line.changed()
             if beside is None:
                 return None
             loading.fill_optimizers(lending, source, beside.optimizers)

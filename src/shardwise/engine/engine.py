@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from os import PathLike
 from typing import Any
@@ -24,19 +24,31 @@ from torch import Tensor, nn, optim
 from shardwise import config, randomness
 from shardwise import world as world_module
 from shardwise.collectives import Handle
-from shardwise.engine import access, describe, diagnosis, exact_mode, habits, splitting, start_lines
+from shardwise.engine import (
+    access,
+    describe,
+    diagnosis,
+    exact_mode,
+    habits,
+    pipelining,
+    splitting,
+    start_lines,
+)
 from shardwise.engine.assembly import States
 from shardwise.engine.checkpoints import Checkpoints
 from shardwise.engine.exact_mean import Seeds, weight_of
-from shardwise.engine.exchange import exchange
+from shardwise.engine.exchange import exchange, over_stages
 from shardwise.engine.options import Options
 from shardwise.engine.parts import ExactParts, Parts
+from shardwise.engine.pipelining import Pipelining
 from shardwise.engine.recipe import Recipe
 from shardwise.engine.resumable import Resumable
 from shardwise.engine.takeover import Takeover
 from shardwise.engine.window import StepStats, Totals, Window
 from shardwise.errors import CollectiveError, ModelError, UsageError
+from shardwise.feed import Batch
 from shardwise.model import precision
+from shardwise.parallel.pipeline import Piece
 from shardwise.parallel.plan import Plan
 from shardwise.timeline import recorder, span
 
@@ -54,6 +66,9 @@ class Engine(Resumable):
     With `--tensor` layers are split over the ranks of a replica: known shapes are found, and
     `tensor_plan` says how others are, by patterns of module names: {"blocks.*.up": "colwise",
     "blocks.*.down": "rowwise", "head": "whole"}; docs/parallel.md has all of it.
+
+    With `--pipeline` they are shared out: each worker has some, and `forward_backward` sends a
+    batch through all of them in micro-batches; docs/parallel.md.
 
     Saving and resuming are `Resumable`'s: `track`, `save`, `resume`, `load`.
 
@@ -91,6 +106,8 @@ class Engine(Resumable):
             self.world.device,
             shards,
             splitting.begin(self.world, self.settings, tensor_plan),
+            pipelining.begin(self.world, self.settings, _several(models, nn.Module)),
+            self.world.stage,
         )
         self._refuse_second_engine()
         self._window = Window()
@@ -102,6 +119,8 @@ class Engine(Resumable):
         scaled = precision.PRESETS[self.settings.precision].scaled
         self._scale = precision.LossScale(scaler, active=scaled)
         self._seeds = Seeds(self._scale, self._recipe.group, self._parts)
+        line = self._recipe.line
+        self._pipelining = None if line is None else Pipelining(line, self.settings, self._seeds)
         self._checkpoints = Checkpoints(
             self.world, self._held, self._scale, self._seeds, self._number
         )
@@ -151,40 +170,138 @@ class Engine(Resumable):
         loaders are open and the weight is left out.
         """
         habits.check_loss(loss)
-        habits.check_block(averaged=self._averaged, uneven=self._uneven)
-        self._leave_if_asked()
-        self._held.look_for_changes()
-        batch = self.world.feed.batch_of_loss(weighted=weight is not None)
+        batch = self._begin_backward(weighted=weight is not None)
         if last is None:
             last = batch.last if batch is not None else True
         given, weight = weight is not None, weight_of(weight, batch)
+        if isinstance(loss, Piece):
+            loss = self._backward_in_turn(loss, float(weight), last=last, keep_graph=retain_graph)
+        else:
+            seed, rest = self._seeds.seed(loss, weight)
+            with self._collecting(weight, rest, last=last, keep_graph=retain_graph):
+                torch.autograd.backward(
+                    loss, seed, retain_graph=retain_graph, inputs=self._inputs()
+                )
+            if not self._states.gradients.reached and not isinstance(weight, Tensor) and weight > 0:
+                habits.check_reachable(loss, several=len(_living) > 1)
+        self._end_backward(loss, weight, batch, given=given)
+
+    def forward_backward(
+        self,
+        loss_of: Callable[..., Tensor],
+        *batch: Any,
+        weight: Callable[..., float | Tensor] | None = None,
+    ) -> Tensor:
+        """`loss = loss_of(*batch)`, then `backward(loss)`, in micro-batches; returns the mean loss.
+
+        `loss_of` calls the model and returns a scalar loss that is a mean over the items of what
+        it is given: the rows of `batch`, a nest of tensors of one equal first dimension, are cut
+        into `--microbatches` parts (default: 1, with `--pipeline P` up to 4 P). What a loss is a
+        mean over, where that is not rows, `weight` tells of the same parts. With `--pipeline` this
+        is what keeps all workers busy; without, it is what the two lines do. The result, 0-dim in
+        fp64, is known on all ranks of the replica. Raises as `backward` does.
+        """
+        given = self._begin_backward(weighted=weight is not None)
+        rows = pipelining.rows_of(batch)
+        cut = pipelining.parts_of(batch, rows, pipelining.count_of(self.settings, rows))
+        empty = given is not None and given.samples == 0
+        parts = [
+            (0.0 if empty or not count else float(weight(*part) if weight else count), part)
+            for count, part in cut
+        ]
+        total = sum(each for each, _ in parts)
+        last = given.last if given is not None else True
+        if self._pipelining is None:
+            loss = self._one_by_one(loss_of, parts, last=last)
+        else:
+            seed = randomness.seed_from(
+                *(self.world.seed, "forward_backward", self._number, self.steps),
+                *(self.world.data_rank, self._window.backwards),
+            )
+            loss = self._pipelining.train(
+                loss_of,
+                parts,
+                seed=seed,
+                last=last,
+                buckets=self._states.buckets_by(self._recipe.stage_of),
+                collecting=self._collecting,
+            )
+        self._end_backward(loss, total, given, given=weight is not None)
+        return loss
+
+    def _one_by_one(
+        self, loss_of: Callable[..., Tensor], parts: Sequence[tuple[float, Any]], *, last: bool
+    ) -> Tensor:
+        """Forward and backward of each of `parts`; their mean loss."""
+        losses = []
+        for number, (weight, part) in enumerate(parts):
+            loss = loss_of(*part)
+            habits.check_loss(loss)
+            seed, rest = self._seeds.seed(loss, weight)
+            with self._collecting(weight, rest, last=last and number == len(parts) - 1):
+                torch.autograd.backward(loss, seed, inputs=self._inputs())
+            losses.append(loss.detach().double() * weight if weight else torch.zeros(()).double())
+        return torch.stack([loss.reshape(()) for loss in losses]).sum() / max(
+            sum(weight for weight, _ in parts), 1e-300
+        )
+
+    def _backward_in_turn(
+        self, loss: Piece, weight: float, *, last: bool, keep_graph: bool
+    ) -> Tensor:
+        """Backward of a loss whose layers are on several ranks, one after the other."""
+        assert self._pipelining is not None
+        return self._pipelining.backward(
+            loss, weight, last=last, keep_graph=keep_graph, collecting=self._collecting
+        )
+
+    def _begin_backward(self, *, weighted: bool) -> Batch | None:
+        """Look whether a backward may come now, and of which batch."""
+        habits.check_block(averaged=self._averaged, uneven=self._uneven)
+        self._leave_if_asked()
+        self._held.look_for_changes()
+        batch = self.world.feed.batch_of_loss(weighted=weighted)
         if not self._announced:
             self._announced = True
             start_lines.announce_batch(self.world, self._recipe)
-        seed, rest = self._seeds.seed(loss, weight)
         self._check_gradients()
+        return batch
+
+    @contextmanager
+    def _collecting(
+        self,
+        weight: float | Tensor,
+        factor: float | Tensor,
+        *,
+        last: bool,
+        keep_graph: bool = False,
+        by_hand: bool = False,
+        among: frozenset[int] | None = None,
+    ) -> Iterator[None]:
+        """Inside the block gradients are taken in as they come; `by_hand`, when it ends."""
         gradients = self._states.gradients
-        gradients.begin(last=last, weight=weight, factor=rest)
+        gradients.begin(last=last, weight=weight, factor=factor, among=among)
         try:
             with span("backward"):
-                with self._showing(keep_graph=retain_graph):
-                    torch.autograd.backward(
-                        loss, seed, retain_graph=retain_graph, inputs=self._inputs()
-                    )
+                with self._showing(keep_graph=keep_graph):
+                    yield
+                    if by_hand:
+                        gradients.bring()
                 gradients.finish()
         except BaseException:
             with suppress(CollectiveError):  # the first error is the one to show
                 self._abandon()
             raise
-        if not gradients.reached and not isinstance(weight, Tensor) and weight > 0:
-            habits.check_reachable(loss, several=len(_living) > 1)
+
+    def _end_backward(
+        self, loss: Tensor, weight: float | Tensor, batch: Batch | None, *, given: bool
+    ) -> None:
         self.world.feed.train()
         self._window.add(loss, weight, batch, given=given)
         if batch is not None and batch.samples == 0:
             self._held.buffers.restore()
         self._held.buffers.after_backward()
         self._reseed()
-        gradients.guard()
+        self._states.gradients.guard()
 
     @contextmanager
     def _showing(self, *, keep_graph: bool) -> Iterator[None]:
@@ -264,18 +381,20 @@ class Engine(Resumable):
     def _exchange(self) -> Totals:
         """What all ranks know of the step, alike."""
         try:
-            return exchange(
+            totals = exchange(
                 self._window,
                 self._parts,
                 self._states.gradients,
                 self._held.buffers,
-                self._group,
+                self._recipe.stage,
                 self._recipe.sharding.copies,
                 self._options.number(),
                 unsaved=self._checkpoints.has_failed,
                 asked=self.world.preemption.asked,
                 counts=self._recipe.part == 0,
             )
+            line = self._recipe.line
+            return totals if line is None else over_stages(totals, line.group)
         except UsageError:
             self._abandon()
             raise
@@ -337,6 +456,8 @@ class Engine(Resumable):
         if totals.several and self.settings.reduce_dtype == "fp32":
             self._states.gradients.widen()
         self._window = Window()
+        if self._recipe.line is not None:
+            self._recipe.line.changed()
         habits.tell_schedulers(self._recipe.optimizers)
         self.steps += 1
         self.world.telling.stepped(self._number, self.steps)
@@ -351,6 +472,9 @@ class Engine(Resumable):
         """Let what is drawn from now on be a pure function of what it is drawn for."""
         if self._recipe.split is not None:
             self._recipe.split.replica.forget()
+        if self._recipe.line is not None:
+            coordinates = self._number, self.steps, self.world.data_rank, self._window.backwards
+            self._recipe.line.begin(randomness.seed_from(self.world.seed, "line", *coordinates))
         seed = self._parts.seed(self.world.seed, self._number, self.steps, self._window.backwards)
         if seed is not None:
             randomness.seed_everything(seed)

@@ -72,6 +72,25 @@ def exchange(
     return replace(everyone, squared_norm=squared)
 
 
+def over_stages(totals: Totals, group: Collectives) -> Totals:
+    """`totals` of the ranks of each stage, for all: `group` has one of each stage. Collective.
+
+    Weights and losses are those of every stage, which have the same batches.
+    """
+    flags = [float(totals.several), float(totals.unsaved), float(totals.asked)]
+    row = torch.tensor([totals.squared_norm, totals.options, *flags], dtype=torch.float64)
+    rows = group.gather_rows(row.to(group.small_device)).cpu()
+    options = rows[:, 1].tolist()
+    return replace(
+        totals,
+        squared_norm=float(rows[:, 0].sum()),
+        options=options[0] if len(set(options)) == 1 else math.nan,
+        several=bool(rows[:, 2].any()),
+        unsaved=bool(rows[:, 3].any()),
+        asked=int(rows[:, 4].max()),
+    )
+
+
 def _average_buffers(
     buffers: Buffers, group: Collectives, rows: Tensor, weights: Tensor, *, news: bool
 ) -> None:

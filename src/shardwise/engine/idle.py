@@ -75,5 +75,5 @@ def idle(recipe: Recipe, states: States) -> Iterator[Idle]:
     for face in recipe.optimizers:
         for group in (_Group(face, options) for options in face.param_groups):
             for parameter in group.options["params"]:
-                if parameter not in trained:
+                if parameter not in trained and recipe.is_here(parameter):
                     yield Idle(names[parameter], parameter, group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,6 +18,8 @@ from shardwise.states import holdings
 from shardwise.states.holdings import Holding, Holdings, Told
 from shardwise.states.optimizer_state import Blank
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Inventory:
@@ -29,6 +31,8 @@ class Inventory:
 
     names: dict[str, list[str]]
     buffers: dict[str, Tensor]
+    homes: dict[str, nn.Module]
+    """The modules that have them."""
     whole: dict[str, Tensor]
     """Parameters that are not trained and not laid out, as every rank has them."""
     parameters: dict[str, TensorSpec]
@@ -46,8 +50,10 @@ def take(recipe: Recipe, states: States) -> Inventory:
     laid |= {t.parameter: t for slab in parameters.frozen for t in slab.tracked}
     names: dict[int, list[str]] = {}
     buffers: dict[str, Tensor] = {}
+    homes: dict[str, nn.Module] = {}
     by_id: dict[int, Any] = {}
-    for name, value in _tensors(recipe):
+    for name, value, module in _tensors(recipe):
+        homes.setdefault(name, module)
         names.setdefault(id(value), []).append(name)
         by_id[id(value)] = value
     for tracked in recipe.located():  # those that only an optimizer knows
@@ -61,14 +67,18 @@ def take(recipe: Recipe, states: States) -> Inventory:
             form = laid[value]
             specs[first] = TensorSpec(first, name_of(form.dtype), tuple(form.whole_shape))
         elif isinstance(value, nn.Parameter):
-            specs[first], whole[first] = spec_of(first, value, recipe.shard_of(value)), value
+            specs[first] = spec_of(first, value, recipe.shard_of(value))
+            if recipe.is_here(value):
+                whole[first] = value
         else:
             buffers[first] = value
-    return Inventory({several[0]: several for several in names.values()}, buffers, whole, specs)
+    known = {several[0]: several for several in names.values()}
+    return Inventory(known, buffers, homes, whole, specs)
 
 
-def _tensors(recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
-    """Every name of every parameter and persistent buffer of the models, as in state_dict()."""
+def _tensors(recipe: Recipe) -> Iterator[tuple[str, Tensor, nn.Module]]:
+    """Every name of every parameter and persistent buffer of the models, as in state_dict(), and
+    the module that has it."""
     for model, prefix in zip(recipe.models, recipe.prefixes, strict=True):
         for path, module in model.named_modules(remove_duplicate=False):
             kept = {
@@ -79,7 +89,7 @@ def _tensors(recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
             for key, value in [*module._parameters.items(), *kept.items()]:
                 if value is not None:
                     name = ".".join(part for part in (prefix, path, key) if part)
-                    yield name.replace("_orig_mod.", ""), value
+                    yield name.replace("_orig_mod.", ""), value, module
 
 
 def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
@@ -142,15 +152,18 @@ class Lending:
         self.inventory = take(recipe, states)
         self.idle = list(idle(recipe, states))
         run = recipe.run
-        mine = recipe.sharding.rank, recipe.part
+        mine = recipe.sharding.rank, recipe.part, recipe.layers
         told = run.gather_objects(mine)
+        near = [layers == mine[2] for *_, layers in told]
+        parts = [part == mine[1] for _, part, _ in told]
+        shared = [place == mine[0] for place, *_ in told]
         self._among = {
-            False: _place(run.rank, [place == mine[0] for place, _ in told]),
-            True: _place(run.rank, [each == mine for each in told]),
+            False: _place(run.rank, list(map(min, shared, near))),
+            True: _place(run.rank, list(map(min, shared, parts, near))),
         }
         self._everywhere = {
-            False: (run.rank, run.size),
-            True: _place(run.rank, [part == mine[1] for _, part in told]),
+            False: _place(run.rank, near),
+            True: _place(run.rank, list(map(min, parts, near))),
         }
         scattered = recipe.placement.is_sharded("optimizer")
         self.trained = Holdings(
@@ -165,8 +178,15 @@ class Lending:
     @property
     def optimized(self) -> dict[nn.Parameter, str]:
         """The names of all parameters that an optimizer has, trained now or not."""
+        if self.recipe.line is not None:
+            return {tracked.parameter: tracked.name for tracked in self.recipe.located()}
         names = {tracked.parameter: tracked.name for tracked in self.states.parameters.tracked}
         return names | {each.parameter: each.name for each in self.idle}
+
+    def of_all_layers(self, mine: T) -> list[T]:
+        """`mine` of each of the ranks that share out the layers, in their order. Collective."""
+        line = self.recipe.line
+        return [mine] if line is None else line.group.gather_objects(mine)
 
     def frozen(self) -> Iterator[Holding]:
         """The frozen parameters that are sharded."""
@@ -182,9 +202,10 @@ class Lending:
                 yield self._tensor(name, value, each.parameter, holdings.OPTIMIZER)
         for name, value in self.inventory.whole.items():
             yield self._tensor(name, value, value)
-        if self.recipe.run.rank == 0:
+        if self.recipe.stage.rank == 0:
             for name, value in self.inventory.buffers.items():
-                yield holdings.of_tensor(name, value, 0, 1)
+                if self.recipe.runs(self.inventory.homes[name]):
+                    yield holdings.of_tensor(name, value, 0, 1)
 
     def _tensor(
         self, name: str, value: Tensor, parameter: Tensor, kind: str = holdings.MODEL

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise.collectives import Collectives, within_hosts
+from shardwise.collectives import Collectives, Solo, within_hosts
 from shardwise.config import Settings
 from shardwise.model.precision import PRESETS, is_cast
 from shardwise.model.regions import Doors
+from shardwise.parallel.pipeline import Line
 from shardwise.parallel.split import Split
 from shardwise.placement import Placement
 from shardwise.shards import Shard
@@ -37,11 +38,44 @@ class Recipe:
     """How a step is cut in the exact mode."""
     split: Split | None = None
     """What each rank of a replica has of the models, where layers are split."""
+    line: Line | None = None
+    """Which layers each rank of a replica has, where they are shared out."""
+    stage: Collectives = field(default_factory=Solo)
+    """The ranks of all replicas that have these layers, or parts of them."""
 
     @property
     def part(self) -> int:
         """Which part of split layers this rank has."""
         return 0 if self.split is None else self.split.group.rank
+
+    def is_here(self, parameter: Tensor) -> bool:
+        """Whether this rank trains `parameter`, or a part of it."""
+        return self.line is None or self.line.has(parameter)
+
+    def stage_of(self, parameter: Tensor) -> int:
+        """The stage that trains `parameter`."""
+        return 0 if self.line is None else self.line.cut.owners.get(parameter, 0)  # type: ignore[call-overload]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has the whole of a split model for now."""
+        split, line = self.split, self.line
+        return (split is not None and split.is_whole) or (line is not None and line.is_whole)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether what is written into it then is taken in."""
+        split, line = self.split, self.line
+        return (split is not None and split.writes) or (line is not None and line.writes)
+
+    def runs(self, module: nn.Module) -> bool:
+        """Whether this rank runs `module`, or the first of what is in it."""
+        return self.line is None or self.line.stage_of_module(module) in self.line.stages
+
+    @property
+    def layers(self) -> int:
+        """Which of the workers that share out the layers this one is."""
+        return 0 if self.line is None else self.line.group.rank
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
         """Which part of a whole tensor `parameter` is, where it is one."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from shardwise.errors import CheckpointError, CheckpointNotWritten
 from shardwise.states.holdings import AVERAGE, MODEL, OPTIMIZER, Holding, Told
 from shardwise.states.optimizer_state import Blank
 
+T = TypeVar("T")
+
 Sums = Mapping[tuple[str, str], Sequence[Part]]
 """By set and tensor, the checksums of the parts that a rank has written."""
 
@@ -33,6 +36,10 @@ class Plan:
 
     sets: dict[str, list[TensorFile]]
     told: Told
+    numbers: dict[str, dict[str, Any]]
+    """By parameter what the optimizers keep of it as one value, whatever rank has it."""
+    borders: list[str]
+    """The parameters at which segments were cut."""
 
     @property
     def files(self) -> list[TensorFile]:
@@ -52,20 +59,39 @@ def plan(lending: Lending, limit: int) -> Plan:
     buffers = {name: spec_of(name, value) for name, value in inventory.buffers.items()}
     # Ranks may differ in the shape of a buffer that grows; rank 0's is the one that is written.
     theirs: dict[str, TensorSpec] = lending.recipe.run.gather_objects(buffers)[0]
+    numbers: dict[str, dict[str, Any]] = {}
+    for part in lending.of_all_layers(_numbers(lending, told)):
+        numbers |= part
+    tracked = states.parameters.tracked
+    borders = lending.of_all_layers([tracked[number].name for number in sorted(told.borders)])
     specs = {
         MODEL: [
             inventory.parameters[name] if name in inventory.parameters else theirs[name]
             for name in inventory.names
         ],
-        OPTIMIZER: optimizer_specs(lending, told),
-        AVERAGE: average_specs(states),
+        OPTIMIZER: _joined(lending.of_all_layers(optimizer_specs(lending, told))),
+        AVERAGE: _joined(lending.of_all_layers(average_specs(states))),
     }
     sets = {
         kind: lay_out(kind, each, limit=limit, aliases=inventory.aliases if kind == MODEL else {})
         for kind, each in specs.items()
         if each
     }
-    return Plan(sets, told)
+    return Plan(sets, told, numbers, _joined(borders))
+
+
+def _joined(several: Iterable[Iterable[T]]) -> list[T]:
+    return list(itertools.chain.from_iterable(several))
+
+
+def _numbers(lending: Lending, told: Told) -> dict[str, dict[str, Any]]:
+    """What the optimizers keep of the parameters here as one value each, by name."""
+    tracked = lending.states.parameters.tracked
+    singles = {
+        tracked[number].name: {k: v for k, v in entries.items() if not isinstance(v, Blank)}
+        for number, entries in sorted(told.states.items())
+    }
+    return singles | {e.name: e.numbers for e in lending.idle if e.numbers or e.tensors}
 
 
 def lend(lending: Lending, made: Plan, sink: Sink) -> None:
@@ -214,7 +240,7 @@ def agree(
 # -- what stands beside the tensors --------------------------------------------------------
 
 
-def state_fields(lending: Lending, told: Told) -> dict[str, Any]:
+def state_fields(lending: Lending, made: Plan) -> dict[str, Any]:
     """The optimizers' numbers: groups by parameter, options, and what is one value each.
 
     Raises CheckpointError for a value that no file can hold.
@@ -237,18 +263,11 @@ def state_fields(lending: Lending, told: Told) -> dict[str, Any]:
         }
         for face in lending.recipe.optimizers
     ]
-    tracked = lending.states.parameters.tracked
-    singles = {
-        tracked[number].name: {k: v for k, v in entries.items() if not isinstance(v, Blank)}
-        for number, entries in sorted(told.states.items())
-    }
-    singles |= {each.name: each.numbers for each in lending.idle if each.numbers or each.tensors}
     state = {
         name: {key: _encoded(value, f"{key} of {name}") for key, value in entries.items()}
-        for name, entries in singles.items()
+        for name, entries in made.numbers.items()
     }
-    borders = [tracked[number].name for number in sorted(told.borders)]
-    return {"optimizers": optimizers, "state": state, "borders": borders}
+    return {"optimizers": optimizers, "state": state, "borders": made.borders}
 
 
 def _encoded(value: Any, what: str) -> Any:

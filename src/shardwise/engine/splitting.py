@@ -28,7 +28,7 @@ def begin(world: World, settings: Settings, plan: Plan | None) -> Split | None:
             f"--tensor {world.tensor_size} and --compile cannot be had together: what ranks tell "
             "each other inside a layer cannot be compiled. Leave one of them out."
         )
-    return Split(world.replica, world.device)
+    return Split(world.tensor, world.device)
 
 
 def split(recipe: Recipe, made: Split, plan: Plan | None) -> None:

@@ -6,7 +6,7 @@ import math
 
 from torch import nn
 
-from shardwise.engine import splitting
+from shardwise.engine import pipelining, splitting
 from shardwise.engine.assembly import States
 from shardwise.engine.figures import in_bytes, in_short, many
 from shardwise.engine.recipe import Recipe
@@ -31,6 +31,8 @@ def announce_engine(world: World, recipe: Recipe, states: States) -> None:
     world.print(_model_line(recipe, states))
     if recipe.split is not None:
         world.print(f"  split over {world.tensor_size}: {splitting.in_words(recipe.split)}")
+    if recipe.line is not None:
+        world.print(_stages_line(recipe))
     if recipe.shards is not None:
         world.print(_exact_line(recipe.shards))
 
@@ -59,6 +61,13 @@ def _run_line(world: World, recipe: Recipe) -> str:
     transport = f"over {world.collectives.name}, " if world.size > 1 else ""
     row = f"{recipe.placement.name} ({sharded_states(recipe.placement)})"
     return f"shardwise: {workers}, {transport}{row}, {recipe.settings.precision}"
+
+
+def _stages_line(recipe: Recipe) -> str:
+    assert recipe.line is not None
+    cut = recipe.line.cut
+    stages = many(cut.stages, "stage")
+    return f"  {stages} ({recipe.settings.schedule}): {pipelining.in_words(cut)}"
 
 
 def _exact_line(shards: MicroShards) -> str:

@@ -9,7 +9,7 @@ from weakref import WeakMethod
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.engine import alike, assembly, habits, splitting, starting
+from shardwise.engine import alike, assembly, habits, pipelining, splitting, starting
 from shardwise.engine.recipe import Recipe
 from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model import precision, sync_batch_norm, units
@@ -40,15 +40,17 @@ class Takeover:
         self._give_memory()
         starting.make_alike(alike.everything(recipe), recipe.run)
         alike.make_state_alike(recipe)
+        if recipe.line is not None:
+            pipelining.share_out(recipe, recipe.line)
         if recipe.split is not None:
             splitting.split(recipe, recipe.split, plan)
         try:
             self._prepare_modules()
             self.buffers = self._all_buffers()
+            self._let_go()
             self._lay({}, None)
         except (ConfigError, ModelError):  # raised by all ranks alike: the model stays plain
-            if recipe.split is not None:
-                recipe.split.undo(recipe.optimizers)
+            self._put_together()
             raise
         self._handles = self._enter_precision()
         if recipe.settings.compile and recipe.settings.activations == "kept":
@@ -57,6 +59,8 @@ class Takeover:
             recipe.models, recipe.settings, world.device, rank=world.rank
         )
         self._forwards = Forwards(recipe.models, recipe.settings.units)
+        if recipe.line is not None:
+            recipe.line.install(recipe.models[0])
         for optimizer in recipe.optimizers:
             habits.forbid(optimizer, self._welcome)
 
@@ -86,7 +90,8 @@ class Takeover:
                 f"({by_reset[0]} ...): they start from reset_parameters, not from the values of "
                 "a plain build. Build the model inside with sw.on_meta() for those."
             )
-        if self.recipe.split is not None or not self.recipe.placement.is_sharded("parameters"):
+        in_parts = self.recipe.split is not None or self.recipe.line is not None
+        if in_parts or not self.recipe.placement.is_sharded("parameters"):
             starting.make_all_real(self.recipe.located(), self.recipe.device)
 
     def _prepare_modules(self) -> None:
@@ -100,7 +105,7 @@ class Takeover:
 
     def _all_buffers(self) -> Buffers:
         """The models' buffers, over every layout of the states."""
-        models, group, shards = self.recipe.models, self.recipe.run, self.recipe.shards
+        models, group, shards = self.recipe.models, self.recipe.stage, self.recipe.shards
         found = (
             Buffers(models, group, self._synchronised)
             if shards is None
@@ -108,6 +113,28 @@ class Takeover:
         )
         self._world.feed.watch(found.before_batch)
         return found
+
+    def _let_go(self) -> None:
+        """Let go of what other ranks of the replica have: layers, and the state of these."""
+        if (line := self.recipe.line) is None:
+            return
+        line.let_go()
+        self._fresh = {p: value for p, value in self._fresh.items() if line.has(p)}
+        for optimizer in self.recipe.optimizers:
+            for parameter in [p for p in optimizer.state if not line.has(p)]:
+                del optimizer.state[parameter]
+
+    def _put_together(self) -> None:
+        """Give every rank the whole model and all of the optimizers' state. Collective."""
+        recipe = self.recipe
+        shapes: dict[nn.Parameter, tuple[int, ...]] = {}
+        if recipe.line is not None:
+            recipe.line.close()
+        if recipe.split is not None:
+            shapes = {p: shard.shape for p, shard in recipe.split.shards.items()}
+            recipe.split.undo(recipe.optimizers, recipe.is_here)
+        if recipe.line is not None:
+            recipe.line.undo(recipe.models[0], recipe.optimizers, shapes)
 
     @property
     def _synchronised(self) -> set[nn.Module]:
@@ -130,7 +157,16 @@ class Takeover:
     # -- changes on the way ---------------------------------------------------------------
 
     def _welcome(self, group: dict[str, Any]) -> None:
-        """The user's optimizer was given a parameter group: make ready for its first forward."""
+        """The user's optimizer was given a parameter group: make ready for its first forward.
+
+        Raises UsageError where layers are shared out: nobody knows whose the new ones are.
+        """
+        if self.recipe.line is not None:
+            raise UsageError(
+                f"add_param_group after sw.Engine(...) with --pipeline "
+                f"{self.recipe.line.group.size}: which worker has these layers was decided when "
+                "the engine was made. Add the group before, or start without --pipeline."
+            )
         shown = self.states.shown
         resting = [] if shown is None else shown.residency.resting()
         new = [p for p in group["params"] if not any(p is known for known in resting)]
@@ -176,8 +212,7 @@ class Takeover:
     def end(self) -> None:
         """Give everything back as it was, trained. Collective."""
         assembly.disassemble(self.recipe, self.states)
-        if self.recipe.split is not None:
-            self.recipe.split.undo(self.recipe.optimizers)
+        self._put_together()
         self.recipe.leave_groups()
         self.activations.close()
         self.recipe.doors.remove()

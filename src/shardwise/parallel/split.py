@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,11 +118,12 @@ class Split:
 
     @contextmanager
     def wholes(
-        self, chosen: Iterable[nn.Parameter], *, write: Collectives | None
+        self, chosen: Iterable[nn.Parameter], *, write: bool, group: Collectives | None = None
     ) -> Iterator[None]:
         """Inside the block the split parameters among `chosen` are whole, and forwards plain.
 
-        With `write`, a group of ranks, its first one's values are cut anew on leaving. Collective.
+        With `write` they are cut anew on leaving, from the values of the first rank of `group` if
+        that is given. Collective.
         """
         parts = {p: p.data for p in dict.fromkeys(chosen) if p in self.shards}
         with torch.no_grad():
@@ -131,11 +132,11 @@ class Split:
         if parts:
             self._show(whole=True)
             self._versions = {parameter: parameter._version for parameter in parts}
-            self.writes = write is not None
+            self.writes = write
         try:
             yield
-            if write is not None:
-                self._take(parts, write)
+            if write:
+                self._take(parts, group)
         finally:
             if parts:
                 self._show(whole=False)
@@ -152,11 +153,12 @@ class Split:
         """What has been written since it is whole."""
         return [p for p, version in self._versions.items() if p._version != version]
 
-    def _take(self, parts: Mapping[nn.Parameter, Tensor], group: Collectives) -> None:
+    def _take(self, parts: Mapping[nn.Parameter, Tensor], group: Collectives | None) -> None:
         with torch.no_grad():
             for parameter, part in parts.items():
                 value = parameter.data.contiguous()
-                group.broadcast(value.view(-1)).wait()
+                if group is not None:
+                    group.broadcast(value.view(-1)).wait()
                 part.copy_(self.shards[parameter].of(value))
 
     def _show(self, *, whole: bool) -> None:
@@ -174,8 +176,12 @@ class Split:
 
     # -- giving back ----------------------------------------------------------------------
 
-    def undo(self, optimizers: Iterable[optim.Optimizer]) -> None:
-        """Give every rank the whole models, plain ones. Collective."""
+    def undo(
+        self,
+        optimizers: Iterable[optim.Optimizer],
+        is_here: Callable[[Tensor], bool] = lambda parameter: True,
+    ) -> None:
+        """Give every rank the whole models, plain ones, of what `is_here`. Collective."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -183,7 +189,7 @@ class Split:
                         state = optimizer.state[parameter]
                         optimizer.state[parameter] = self.whole_state(parameter, state)
         with torch.no_grad():
-            for parameter in self.shards:
+            for parameter in filter(is_here, self.shards):
                 parameter.data = self.whole(parameter, parameter.data)
         for module in self._modules:
             modules.restore(module)

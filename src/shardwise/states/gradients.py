@@ -21,7 +21,7 @@ and all ranks reduce it together in `step`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import partial
 from weakref import ref
 
@@ -101,7 +101,9 @@ class Gradients:
         for the others' gradients while they wait for it in a gather would wait for ever."""
         self.wide = False
         """Whether 16-bit gradients rest in fp32 by now."""
-        self._reductions = 0
+        self._reductions = [0] * len(self._collectors)
+        self._now = self._collectors
+        """Those that the backward under way may fill."""
         self._active = False
         self._hooks = [
             param.register_post_accumulate_grad_hook(partial(_arrive, ref(self), index))  # type: ignore[no-untyped-call]
@@ -120,8 +122,15 @@ class Gradients:
 
     # -- one backward ---------------------------------------------------------------------
 
-    def begin(self, *, last: bool, weight: float | Tensor, factor: float | Tensor = 1.0) -> None:
-        """Make ready for a backward.
+    def begin(
+        self,
+        *,
+        last: bool,
+        weight: float | Tensor,
+        factor: float | Tensor = 1.0,
+        among: Collection[int] | None = None,
+    ) -> None:
+        """Make ready for a backward, of the buckets `among` only where that is given.
 
         `last`: nothing more comes in this step, so replicated gradients may start their way.
         With a `weight` of zero whatever arrives (perhaps NaN) is thrown away; else it is
@@ -130,15 +139,17 @@ class Gradients:
         self._guarded = False
         for param in self._params:
             param.grad = None
+        self._now = [each for each in self._collectors if among is None or each.rest.index in among]
+        reductions = max((self._reductions[each.rest.index] for each in self._now), default=0)
         self._backward = Backward(
             # After a first reduction in a step, sums must not be mixed with parts: reduce each.
-            reduces=self._each or last or self._reductions > 0,
-            is_first=self._reductions == 0,
+            reduces=self._each or last or reductions > 0,
+            is_first=reductions == 0,
             empty=not isinstance(weight, Tensor) and weight == 0,
             factor=None if isinstance(factor, float) and factor == 1.0 else factor,
             weight=weight if isinstance(weight, Tensor) else None,
         )
-        for collector in self._collectors:
+        for collector in self._now:
             collector.begin(self._backward)
         self._cursor = 0
         self._overdue.clear()
@@ -160,12 +171,16 @@ class Gradients:
         if collector.remaining == 0 and self._overlap and not self.paced:
             self._advance()
 
+    def bring(self) -> None:
+        """What has been put into `param.grad` by other means than backward has arrived."""
+        for index, param in enumerate(self._params):
+            if param.grad is not None:
+                self.arrived(index, param)
+
     def _advance(self) -> None:
         """Start the buckets that are complete, strictly in order."""
-        while (
-            self._cursor < len(self._collectors) and self._collectors[self._cursor].remaining <= 0
-        ):
-            self._complete(self._collectors[self._cursor])
+        while self._cursor < len(self._now) and self._now[self._cursor].remaining <= 0:
+            self._complete(self._now[self._cursor])
             self._cursor += 1
 
     def start(self, numbers: Sequence[int]) -> None:
@@ -176,13 +191,13 @@ class Gradients:
 
     def finish(self) -> None:
         """Backward has ended: start what has not started, set late gradients aside, learn."""
-        for collector in self._collectors:
+        for collector in self._now:
             if not collector.closed:
                 self._complete(collector)
+            self._reductions[collector.rest.index] += self._backward.reduces
         self._active = False
         self._set_late_aside()
         self._learn()
-        self._reductions += self._backward.reduces
 
     def abandon(self) -> None:
         """Backward has failed: forget the step, after what is in flight has landed."""
@@ -234,7 +249,8 @@ class Gradients:
         """Remember how often each gradient came, and forget those that stay away."""
         if self._arrivals == self._learned and not self._absent:
             return
-        for index, count in enumerate(self._arrivals):
+        for index in (index for collector in self._now for index in collector.indices):
+            count = self._arrivals[index]
             if count:
                 self._absent.pop(index, None)
                 self._learned[index] = max(self._learned[index], count)
@@ -243,7 +259,7 @@ class Gradients:
                 if self._absent[index] >= PATIENCE:
                     self._learned[index] = 0
                     del self._absent[index]
-        for collector in self._collectors:
+        for collector in self._now:
             collector.expected = sum(self._learned[index] for index in collector.indices)
 
     # -- between backward and step --------------------------------------------------------
@@ -264,11 +280,11 @@ class Gradients:
 
     def reduce(self) -> None:
         """Return when the sums of this step have come to rest, late gradients left out."""
-        if self._reductions == 0:
-            for rest in self.reduction.rests:
+        for rest in self.reduction.rests:
+            if self._reductions[rest.index] == 0:
                 assert rest.kept is not None
                 self.reduction.launch(rest, rest.kept)
-            self._reductions = 1
+                self._reductions[rest.index] = 1
         self.norms.follow(self.reduction.drain())
 
     def reduce_late(self, numbers: Sequence[int]) -> None:
@@ -319,7 +335,7 @@ class Gradients:
         self._had_late = False
         self._guarded = False
         self.used = [False] * len(self._params)
-        self._reductions = 0
+        self._reductions = [0] * len(self._collectors)
 
     def detach(self) -> None:
         """Take the hooks off the parameters, so that another layout can watch them."""

@@ -1,0 +1,366 @@
+"""Layers shared out over workers: what is cut where, and how a batch goes through the stages.
+
+A batch is cut into micro-batches. For each, and for each stage that this rank has, the program of
+the user is run once: what is not of that stage is skipped (parallel/pipeline). A schedule says
+when; gradients of what a stage was given go back to the stage that gave it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.config import Settings
+from shardwise.engine.exact_mean import Seeds
+from shardwise.engine.recipe import Recipe
+from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.parallel.pipeline import Action, Cut, Line, Piece, Run, atoms, halves, order_of
+from shardwise.randomness import seed_everything, seed_from
+from shardwise.world import World
+
+SPREAD = 4
+"""Micro-batches for each worker of a line, where nothing is said: a fifth of the time is lost."""
+
+
+def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> Line | None:
+    """A line that has no layers yet; None where every rank has all.
+
+    Raises ConfigError for settings that cannot be had with it.
+    """
+    if world.pipeline_size == 1:
+        return None
+    size = world.pipeline_size
+    if settings.compile:
+        raise ConfigError(
+            f"--pipeline {size} and --compile cannot be had together: which layers a worker runs "
+            "is decided in their forwards. Leave one of them out."
+        )
+    if len(models) > 1:
+        raise ConfigError(
+            f"--pipeline {size} takes one model per engine, and here are {len(models)}: put them "
+            "into one module, or start without --pipeline."
+        )
+    if settings.schedule == "zero-bubble" and settings.placement.is_sharded("parameters"):
+        raise ConfigError(
+            "--schedule zero-bubble runs backward in two, and sharded parameters (--zero 3) would "
+            "be gathered for both: write --zero 2, or --schedule 1f1b."
+        )
+    several = stages_of(settings) // size
+    if several > 1 and settings.schedule in ("gpipe", "1f1b"):
+        raise ConfigError(
+            f"--schedule {settings.schedule} takes one stage per worker, and --stages makes "
+            f"{several}: write --schedule interleaved, or name {size - 1} modules."
+        )
+    return Line(world.pipeline, world.device)
+
+
+def stages_of(settings: Settings) -> int:
+    """How many stages a replica has. Raises ConfigError where workers would have unequal numbers
+    of them."""
+    size = settings.pipeline
+    if settings.stages is None:
+        return 2 * size if settings.schedule == "interleaved" else size
+    count = len(settings.stages) + 1
+    if count % size:
+        raise ConfigError(
+            f"--stages names {len(settings.stages)} modules, which makes {count} stages, and "
+            f"--pipeline {size} workers have as many of them each: name {size - 1}, or "
+            f"{2 * size - 1} for two on each worker."
+        )
+    return count
+
+
+def share_out(recipe: Recipe, line: Line) -> None:
+    """Let every rank know which layers are its own. Raises ModelError, ConfigError on all alike."""
+    settings = recipe.settings
+    made = atoms.cut(recipe.models[0], stages_of(settings), settings.units, settings.stages)
+    for stage in range(made.stages):
+        if not any(p.requires_grad for p, owner in made.owners.items() if owner == stage):
+            raise ModelError(
+                f"Stage {stage} ({made.in_words(stage)}) has nothing to train: cut the model "
+                "elsewhere with --stages, or start fewer with --pipeline."
+            )
+    line.share(made)
+
+
+def in_words(cut: Cut) -> str:
+    """What each stage has: "0: embed to blocks.1; 1: blocks.2 to head"."""
+    return "; ".join(f"{stage}: {cut.in_words(stage)}" for stage in range(cut.stages))
+
+
+# -- micro-batches -------------------------------------------------------------------------
+
+
+def count_of(settings: Settings, rows: int) -> int:
+    """Into how many micro-batches a batch of `rows` is cut."""
+    if settings.microbatches is not None:
+        return settings.microbatches
+    size = settings.pipeline
+    return 1 if size == 1 else max(1, min(SPREAD, rows // size)) * size
+
+
+def rows_of(batch: Any) -> int:
+    """The first dimension that the tensors of a batch share. Raises UsageError without one."""
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
+    if len(lengths) != 1 or 0 in lengths:
+        raise UsageError(
+            "engine.forward_backward(loss_of, *batch) takes tensors of one equal first dimension "
+            f"above 0, not {sorted(lengths)}: it cuts them into micro-batches. Give what is not "
+            "cut to loss_of in another way."
+        )
+    return lengths.pop()
+
+
+def parts_of(batch: Any, rows: int, count: int) -> list[tuple[int, Any]]:
+    """`batch` in `count` parts of nearly equal size, with the rows of each; where there are fewer
+    rows, parts with none of them have one row to run with."""
+    edges = [rows * number // count for number in range(count + 1)]
+    parts = []
+    for first, end in itertools.pairwise(edges):
+        taken = slice(first, end) if end > first else slice(0, 1)
+        parts.append((end - first, pytree.tree_map_only(Tensor, itemgetter(taken), batch)))
+    return parts
+
+
+# -- through the stages --------------------------------------------------------------------
+
+
+class Collecting(Protocol):
+    """Inside the block gradients are taken in: of the buckets `among`, if given."""
+
+    def __call__(
+        self,
+        weight: float,
+        factor: float | Tensor,
+        *,
+        last: bool,
+        keep_graph: bool = False,
+        by_hand: bool = False,
+        among: frozenset[int] | None = None,
+    ) -> AbstractContextManager[None]: ...
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A micro-batch on a stage, from its forward to the end of its backward."""
+
+    run: Run
+    dtype: torch.dtype
+    loss: Tensor | None
+    halves: halves.Halves | None = None
+    factor: float | Tensor = 1.0
+
+
+@dataclass(eq=False)
+class _Call:
+    """A batch on its way through the stages."""
+
+    loss_of: Callable[..., Tensor]
+    parts: Sequence[tuple[float, Any]]
+    """By micro-batch its weight and what `loss_of` takes."""
+    seed: int
+    last: bool
+    """Whether nothing more comes in this step."""
+    collecting: Collecting
+    passes: dict[tuple[int, int], _Pass] = field(default_factory=dict)
+    borrowed: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    home: int = 0
+
+
+class Pipelining:
+    """Runs batches through `line`."""
+
+    def __init__(self, line: Line, settings: Settings, seeds: Seeds) -> None:
+        self._line = line
+        self._settings = settings
+        self._seeds = seeds
+        self._tried = False
+
+    def train(
+        self,
+        loss_of: Callable[..., Tensor],
+        parts: Sequence[tuple[float, Any]],
+        *,
+        seed: int,
+        last: bool,
+        buckets: Mapping[int, frozenset[int]],
+        collecting: Collecting,
+    ) -> Tensor:
+        """Forward and backward of all `parts`; returns their mean loss, in fp64, on all ranks."""
+        line, cut = self._line, self._line.cut
+        rank, ranks = line.group.rank, line.group.size
+        order = order_of(self._settings.schedule, ranks, cut.stages, len(parts), rank)
+        call = _Call(loss_of, parts, seed, last, collecting)
+        self._try(call)
+        ends = {a.stage: n for n, a in enumerate(order) if a.kind in "BW"}
+        among = buckets if len(buckets) > 1 and not line.shares_at_home else {}
+        for number, action in enumerate(order):
+            if action.kind == "F":
+                self._forward(call, action)
+            else:
+                is_last = ends[action.stage] == number
+                self._backward(call, action, among.get(action.stage), is_last=is_last)
+        line.give_back(call.borrowed)
+        mean = self._mean(call)
+        line.settle()
+        return mean
+
+    def _try(self, call: _Call) -> None:
+        """Once, find out what goes between which stages, and open the ways for it. Collective."""
+        if self._tried:
+            return
+        run = Run(frozenset(), planned=True, trying=True)
+        seed_everything(call.seed)
+        with self._line.running(run), torch.enable_grad():
+            self._checked(call.loss_of(*call.parts[0][1]))
+        self._tried = True
+
+    def _checked(self, loss: Any) -> Piece:
+        if not isinstance(loss, Piece):
+            shown = type(loss).__name__
+            raise UsageError(
+                f"engine.forward_backward: loss_of returned a {shown} that no layer of the model "
+                "has made. It takes the batch, calls the model and returns the loss: "
+                "lambda x, y: F.cross_entropy(model(x), y)."
+            )
+        if loss.numel() != 1 or not loss.dtype.is_floating_point:
+            raise UsageError(
+                "engine.forward_backward: loss_of returns a scalar loss, a mean over the items of "
+                f"its micro-batch, not {loss.dtype} of shape {tuple(loss.shape)}."
+            )
+        return loss
+
+    def _forward(self, call: _Call, action: Action) -> None:
+        line, stage = self._line, action.stage
+        run = Run(frozenset([stage]), planned=True)
+        seed = seed_from(call.seed, "micro", action.micro)
+        seed_everything(seed)
+        line.begin(seed)
+        with line.running(run):
+            loss = self._checked(call.loss_of(*call.parts[action.micro][1]))
+        call.home = loss.home
+        value = loss.value if loss.home == stage else None
+        if value is not None:
+            call.losses[action.micro] = value.detach()
+        call.passes[stage, action.micro] = _Pass(run, loss.dtype, value)
+
+    def _backward(
+        self, call: _Call, action: Action, among: frozenset[int] | None, *, is_last: bool
+    ) -> None:
+        line, stage = self._line, action.stage
+        one, weight = call.passes[stage, action.micro], call.parts[action.micro][0]
+        if action.kind != "W":
+            self._fetch(call, one, weight)
+        if action.kind == "I":
+            self._give(one)
+            return
+        assert one.halves is not None
+        if is_last:
+            one.halves.add(line.take_back(stage), one.factor)
+        del call.passes[stage, action.micro]
+        with call.collecting(
+            weight,
+            one.factor,
+            last=is_last and call.last,
+            by_hand=action.kind == "W" and one.halves.is_open,
+            among=among,
+        ):
+            one.halves.finish()
+            if action.kind == "B":
+                self._send_back(one.run)
+        self._take_borrowed(call, one.factor)
+
+    def _fetch(self, call: _Call, one: _Pass, weight: float) -> None:
+        """The roots of a backward, and the gradients that it starts from."""
+        roots: list[Tensor] = []
+        grads: list[Tensor] = []
+        like = torch.empty((), dtype=one.dtype, device=self._line.device)
+        seed, one.factor = self._seeds.seed(like, weight)
+        if one.loss is not None:
+            roots.append(one.loss)
+            grads.append(seed.view_as(one.loss))
+        for source, target, value in one.run.sent:
+            roots.append(value)
+            grads.append(self._line.gradient(source, target, value))
+        leaves = [leaf for _, _, leaf in one.run.received]
+        one.halves = halves.Halves(roots, grads, leaves, self._line.trained)
+
+    def _give(self, one: _Pass) -> None:
+        """The first half of a backward, for what waits for it."""
+        assert one.halves is not None
+        if one.run.received:
+            one.halves.begin()
+            self._send_back(one.run)
+
+    def _send_back(self, run: Run) -> None:
+        for source, target, leaf in run.received:
+            self._line.return_gradient(source, target, leaf)
+
+    def _take_borrowed(self, call: _Call, factor: float | Tensor) -> None:
+        """Keep the gradients of what another rank trains until they are complete."""
+        for parameter in self._line.borrowed:
+            if (grad := parameter.grad) is not None:
+                parameter.grad = None
+                grad = grad if isinstance(factor, float) and factor == 1.0 else grad * factor
+                held = call.borrowed.get(parameter)
+                call.borrowed[parameter] = grad if held is None else held.add_(grad)
+
+    def _mean(self, call: _Call) -> Tensor:
+        """The mean loss, told by the rank that has it. Collective."""
+        line = self._line
+        weights = torch.tensor([weight for weight, _ in call.parts], dtype=torch.float64)
+        told = torch.zeros(len(call.parts), dtype=torch.float64, device=line.group.small_device)
+        if line.rank_of(call.home) == line.group.rank:
+            rows = [call.losses[micro].double() for micro in range(len(call.parts))]
+            told.copy_(torch.stack([row.reshape(()) for row in rows]))
+        line.group.broadcast(told, line.rank_of(call.home)).wait()
+        counted = torch.where(weights > 0, told.cpu() * weights, 0.0)
+        return counted.sum() / weights.sum() if float(weights.sum()) else counted.sum()
+
+    # -- a forward that nobody has planned ------------------------------------------------
+
+    def backward(
+        self,
+        loss: Piece,
+        weight: float,
+        *,
+        last: bool,
+        keep_graph: bool,
+        collecting: Collecting,
+    ) -> Tensor:
+        """Backward of a loss that a plain loop has made, stage after stage; returns its value."""
+        line = self._line
+        if line.cut.stages > line.group.size:
+            raise UsageError(
+                "engine.backward with several stages on each worker (--schedule "
+                f"{self._settings.schedule}): write loss = engine.forward_backward(loss_of, "
+                "*batch), which knows their order."
+            )
+        run = line.run
+        one = _Pass(run, loss.dtype, loss.value if loss.home in line.stages else None)
+        call = _Call(lambda: loss, [(weight, ())], 0, last, collecting, home=loss.home)
+        if one.loss is not None:
+            call.losses[0] = one.loss.detach()
+        self._fetch(call, one, weight)
+        assert one.halves is not None
+        (stage,) = line.stages
+        one.halves.add(line.take_back(stage), one.factor)
+        with collecting(weight, one.factor, last=last, keep_graph=keep_graph):
+            one.halves.finish(keep_graph=keep_graph)
+        self._send_back(run)
+        self._take_borrowed(call, one.factor)
+        line.give_back(call.borrowed)
+        value = self._mean(call)
+        line.settle()
+        line.run = Run(line.stages)
+        return value

@@ -1,0 +1,114 @@
+"""What stands in for the forwards of a model whose layers are on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ModelError
+from shardwise.model.recomputation import RecomputedForward
+from shardwise.parallel.pipeline.values import Piece, at, operate
+
+if TYPE_CHECKING:
+    from shardwise.parallel.pipeline.line import Line
+
+
+class Forward:
+    """Stands in for the forward of a module; copies and pickles of the module have their own."""
+
+    def __init__(self, line: Line, module: nn.Module) -> None:
+        self._line = line
+        self._module = module
+        self._before: Callable[..., Any] | None = vars(module).get("forward")
+        self._plain: Callable[..., Any] = module.forward
+        module.forward = self
+
+    def undo(self) -> None:
+        """Give the module its forward back."""
+        if vars(self._module).get("forward") is self:
+            del self._module.forward
+            if self._before is not None:
+                self._module.forward = self._before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "forward")
+
+
+class ModelForward(Forward):
+    """That of the whole model, in which parameters outside of all layers are looked after."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._line.is_whole:
+            return self._plain(*args, **kwargs)
+        self._line.tidy()
+        with self._line.following():
+            return self._plain(*args, **kwargs)
+
+
+class AtomForward(Forward):
+    """That of a layer: run where its stage is, and of known form elsewhere."""
+
+    def __init__(self, line: Line, module: nn.Module, name: str, stage: int) -> None:
+        super().__init__(line, module)
+        self._name, self._stage = name, stage
+
+    def _wholly(self, *args: Any, **kwargs: Any) -> Any:
+        """On a rank that has it, or stand-ins for all of it."""
+        plain = self._plain
+        if self._line.works_out_forms and isinstance(plain, RecomputedForward):
+            plain = plain.plain
+        return plain(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        line, stage = self._line, self._stage
+        if line.is_whole:
+            return self._wholly(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        late = [leaf.home for leaf in leaves if isinstance(leaf, Piece) and leaf.home > stage]
+        if late:
+            raise ModelError(
+                f"{self._name} is on stage {stage} and takes what stage {max(late)} makes. Let the "
+                "modules stand in the model in the order in which they run, or name where stages "
+                "begin: --stages."
+            )
+        line.lend(self._module, stage)
+        drawn = line.draw()
+        with torch._C.DisableTorchFunctionSubclass(), line.inside():
+            values = [at(line, leaf, stage) for leaf in leaves]
+            if stage in line.run.stages:
+                line.sow(drawn, "stage", stage)
+                inner_args, inner_kwargs = pytree.tree_unflatten(values, spec)
+                result = self._plain(*inner_args, **inner_kwargs)
+                line.sow(drawn, "all")
+                return pytree.tree_map_only(
+                    Tensor, lambda value: Piece(line, stage, value, value), result
+                )
+            line.sow(drawn, "all")
+            likes = [leaf.like if isinstance(leaf, Piece) else leaf for leaf in leaves]
+            result = line.form_of(self._name, self._module, likes, spec)
+            return pytree.tree_map_only(
+                Tensor, lambda value: Piece(line, stage, None, value), result
+            )
+
+
+class FloatingForward(Forward):
+    """That of a module without parameters: run where its input is."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        line = self._line
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if line.is_whole or not any(isinstance(leaf, Piece) for leaf in leaves):
+            return self._plain(*args, **kwargs)
+        drawn = line.draw()
+        with torch._C.DisableTorchFunctionSubclass(), line.inside():
+            line.sow(drawn, "floating")
+            result = operate(line, self._plain, leaves, spec)
+            line.sow(drawn, "all")
+            return result

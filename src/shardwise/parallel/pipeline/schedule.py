@@ -1,0 +1,153 @@
+"""In which order each rank runs its stages, micro-batch by micro-batch: torch's own schedules.
+
+torch.distributed.pipelining makes them as tables of actions, one row for each rank. What is run
+for an action, and what is sent, is not torch's here but this package's.
+
+- gpipe: all forwards, then all backwards (Huang et al., 2019);
+- 1f1b: a backward as soon as there is one, so that few micro-batches are held (PipeDream-Flush,
+  Narayanan et al., 2021);
+- interleaved: the same with several stages on each rank (ibid.);
+- zero-bubble: backward in two, what the stage before waits for and what fills the gaps (ZB1P, Qi
+  et al., 2023).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from shardwise.errors import ConfigError
+
+_NAMES = {
+    "gpipe": "LoopedBFS",
+    "1f1b": "Interleaved1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zero-bubble": "InterleavedZeroBubble",
+}
+
+Kind = Literal["F", "B", "I", "W"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """Micro-batch `micro` on `stage`: its forward (F), its backward (B), or that in two: for what
+    the stage was given (I), then for its parameters (W)."""
+
+    stage: int
+    kind: Kind
+    micro: int
+
+
+Table = tuple[tuple[Action | None, ...], ...]
+"""By rank its actions in order; None where it would wait if all took one unit of time."""
+
+
+@lru_cache(maxsize=64)
+def table(name: str, ranks: int, stages: int, micros: int) -> Table:
+    """The table of a schedule; stage s is on rank s % ranks. Raises ConfigError where the schedule
+    cannot have so many micro-batches."""
+    mine = [_Stage(stage, stages, ranks) for stage in range(0, stages, ranks)]
+    try:
+        made: Any = get_schedule_class(_NAMES[name])(mine, micros)
+    except ValueError as error:
+        raise ConfigError(
+            f"--schedule {name} on {ranks} workers cannot have {micros} micro-batches ({error}): "
+            f"write --microbatches with a multiple of {ranks}."
+        ) from error
+    return tuple(
+        tuple(None if action is None else _read(str(action)) for action in made.pipeline_order[r])
+        for r in range(ranks)
+    )
+
+
+class _Stage(SimpleNamespace):
+    """What torch's schedules ask of a stage to make their tables; nothing is run by them."""
+
+    def __init__(self, number: int, stages: int, ranks: int) -> None:
+        super().__init__(
+            stage_index=number,
+            num_stages=stages,
+            group_size=ranks,
+            group_rank=0,
+            group=None,
+            is_first=number == 0,
+            is_last=number == stages - 1,
+            has_backward=True,
+            submod=nn.Identity(),
+            stage_index_to_group_rank=None,
+        )
+
+
+def _read(text: str) -> Action:
+    found = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
+    assert found is not None, f"torch's schedule has an action that is not known: {text}"
+    stage, kind, micro = found.groups()
+    return Action(int(stage), kind, int(micro))  # type: ignore[arg-type]
+
+
+def order_of(name: str, ranks: int, stages: int, micros: int, rank: int) -> list[Action]:
+    """What `rank` does, in order."""
+    return [action for action in table(name, ranks, stages, micros)[rank] if action is not None]
+
+
+def bubble(
+    name: str,
+    ranks: int,
+    stages: int,
+    micros: int,
+    times: Mapping[Kind, Sequence[float]],
+) -> float:
+    """The part of the time in which ranks wait, from 0 to 1; `times` are by kind and stage."""
+    ends = _simulated(
+        [list(filter(None, row)) for row in table(name, ranks, stages, micros)], times
+    )
+    busy = sum(
+        times[a.kind][a.stage] for row in table(name, ranks, stages, micros) for a in row if a
+    )
+    return 1.0 - busy / (ranks * max(ends)) if max(ends) > 0 else 0.0
+
+
+def _simulated(
+    rows: Sequence[Sequence[Action]], times: Mapping[Kind, Sequence[float]]
+) -> list[float]:
+    """When each rank has done its row, if sending takes no time."""
+    stages = len(times["F"])
+    done: dict[Action, float] = {}
+    clocks, places = [0.0] * len(rows), [0] * len(rows)
+    while any(place < len(row) for place, row in zip(places, rows, strict=True)):
+        moved = False
+        for rank, row in enumerate(rows):
+            while places[rank] < len(row):
+                action = row[places[rank]]
+                needs = _needed(action, stages, done)
+                if needs is None:
+                    break
+                clocks[rank] = max(clocks[rank], needs) + times[action.kind][action.stage]
+                done[action] = clocks[rank]
+                places[rank] += 1
+                moved = True
+        assert moved, "the schedule waits for itself"
+    return clocks
+
+
+def _needed(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:
+    """When what an action needs of other stages is there; None where it is not known yet."""
+    stage, micro = action.stage, action.micro
+    find: Callable[[int, str], float | None] = lambda s, kinds: next(  # noqa: E731
+        (done[Action(s, k, micro)] for k in kinds if Action(s, k, micro) in done),  # type: ignore[arg-type]
+        None,
+    )
+    if action.kind == "F":
+        return 0.0 if stage == 0 else find(stage - 1, "F")
+    if action.kind == "W":
+        return find(stage, "I")
+    own = find(stage, "F")
+    after = own if stage == stages - 1 else find(stage + 1, "BI")
+    return None if own is None or after is None else max(own, after)

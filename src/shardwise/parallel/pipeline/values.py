@@ -1,0 +1,283 @@
+"""The tensors of a forward whose layers are on several ranks.
+
+A *piece* stands for a tensor that one stage has computed. Every rank runs the whole program: where
+a piece is, operations on it are done; elsewhere only their shapes are worked out. An operation on
+pieces of several stages is done where the last of them is, and the others are sent there, once.
+Tensors that are no pieces (the batch, and what is made of it) are alike on all ranks.
+
+    stage 0   x ─ embed ─▶ h0 ═ sent ═▷                        (h1, loss: stand-ins)
+    stage 1   x   (h0: a stand-in)    ▷ h0 ─ blocks ─ head ─▶ loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import UsageError
+
+fakes = FakeTensorMode(allow_non_fake_inputs=True)
+"""Where stand-ins are made: tensors without memory, of which torch works out shapes and dtypes."""
+
+
+def stand_in(value: Tensor) -> FakeTensor:
+    """A tensor like `value`, without memory and without a graph."""
+    if isinstance(value, FakeTensor):
+        made: Tensor = value.detach()
+    else:
+        with fakes:
+            made = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+    assert isinstance(made, FakeTensor)
+    if _takes_gradients(value):
+        made.requires_grad_(value.requires_grad)
+    return made
+
+
+def _takes_gradients(value: Tensor) -> bool:
+    return value.dtype.is_floating_point or value.dtype.is_complex
+
+
+@dataclass(eq=False)
+class Run:
+    """A micro-batch on the stages that this rank runs now: what has gone to others, and come."""
+
+    stages: frozenset[int]
+    planned: bool = False
+    """Whether a schedule says when each stage runs it, so that nothing can be asked of others."""
+    trying: bool = False
+    """Whether nothing is computed: what would be sent is looked at."""
+    sent: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    """From which stage to which, and what, of what carries gradients; in order."""
+    received: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    """The same of what has come: the leaves of this rank's graph."""
+
+
+class Moves(Protocol):
+    """What carries values between the stages."""
+
+    run: Run
+
+    def send(self, source: int, target: int, value: Tensor) -> None:
+        """Let the rank of `target` have what `source`, here, has."""
+
+    def receive(self, source: int, target: int, like: Tensor) -> Tensor:
+        """What `source` has sent to `target`, here."""
+
+    def spread(self, source: int, value: Tensor | None, like: Tensor) -> Tensor:
+        """What `source` has, on all ranks. Collective."""
+
+    def open(self, source: int, target: int) -> None:
+        """Make a way between two stages, where there is none. Collective then."""
+
+    def owner(self, parameter: Tensor) -> int | None:
+        """The stage of a parameter that lies in no atom."""
+
+
+class Piece(Tensor):
+    """A tensor that the stage `home` has: `value` where it is known, `like` to tell its shape."""
+
+    home: int
+    value: Tensor | None
+    known: set[int]
+    """The stages that have it."""
+    _moves: Moves
+    _like: FakeTensor | None
+
+    @staticmethod
+    def __new__(cls, moves: Moves, home: int, value: Tensor | None, like: Tensor) -> Piece:
+        made: Piece = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        made.home, made.value, made.known, made._moves = home, value, {home}, moves
+        made._like = like if isinstance(like, FakeTensor) else None
+        return made
+
+    @property
+    def like(self) -> FakeTensor:
+        """The stand-in."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._like is None:
+                assert self.value is not None
+                self._like = stand_in(self.value)
+            return self._like
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return apply(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise UsageError(
+            f"{func} was called on a tensor of a split model in a way that cannot be followed to "
+            "the rank that has it. Take what it needs out of the model's forward, or start "
+            "without --pipeline."
+        )
+
+
+_ABOUT = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta", "is_sparse",
+                 "requires_grad", "is_quantized", "itemsize", "nbytes", "is_cpu",
+                 "is_leaf")
+} | {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.is_contiguous, Tensor.element_size, Tensor.get_device, Tensor.__len__,
+    Tensor.nelement, Tensor.ndimension, Tensor.is_signed, torch.is_floating_point,
+    torch.is_complex, torch.numel,
+}  # fmt: skip
+"""What asks for the form of a tensor only, which all ranks know."""
+
+_READS = {
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__float__,
+    Tensor.__int__, Tensor.__index__, Tensor.__contains__, Tensor.__repr__, Tensor.__format__,
+    Tensor.cpu, Tensor.equal, torch.equal, torch.allclose, Tensor.allclose,
+}  # fmt: skip
+"""What takes values out of a tensor: all ranks get them."""
+
+
+def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `func`, of whose arguments some are pieces, on the rank that is to do it."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    pieces = [leaf for leaf in leaves if isinstance(leaf, Piece)]
+    moves = pieces[0]._moves
+    if func in _ABOUT:
+        return _call(func, [_told(leaf) for leaf in leaves], spec)
+    if func in _READS:
+        found = [everywhere(leaf) if isinstance(leaf, Piece) else leaf for leaf in leaves]
+        return _call(func, found, spec)
+    return operate(moves, func, leaves, spec)
+
+
+def _told(leaf: Any) -> Any:
+    """What has the form of `leaf`."""
+    if not isinstance(leaf, Piece):
+        return leaf
+    return leaf.like if leaf.value is None else leaf.value
+
+
+def operate(
+    moves: Moves, func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec
+) -> Any:
+    """`func` of pieces, loose parameters and tensors that all have, where the last of them is."""
+    homes = [home for leaf in leaves if (home := _home(moves, leaf)) is not None]
+    home = max(homes)
+    if func is Tensor.__setitem__ and _home(moves, leaves[0]) is None:
+        raise UsageError(
+            "A part of a tensor that all ranks have is set to what one stage has made, which the "
+            "others would not see. Make a new tensor of it: torch.where, torch.cat."
+        )
+    if home in moves.run.stages:
+        found = _call(func, [at(moves, leaf, home) for leaf in leaves], spec)
+        return pytree.tree_map_only(Tensor, lambda v: Piece(moves, home, v, v), found)
+    for leaf in leaves:
+        at(moves, leaf, home)
+    with fakes:
+        found = _call(func, [_shape_of(leaf) for leaf in leaves], spec)
+    return pytree.tree_map_only(Tensor, lambda v: Piece(moves, home, None, v), found)
+
+
+def _call(func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return func(*args, **kwargs)
+
+
+def _home(moves: Moves, leaf: Any) -> int | None:
+    if isinstance(leaf, Piece):
+        return leaf.home
+    return moves.owner(leaf) if isinstance(leaf, torch.nn.Parameter) else None
+
+
+def _shape_of(leaf: Any) -> Any:
+    if isinstance(leaf, Piece):
+        return leaf.like
+    return stand_in(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def at(moves: Moves, leaf: Any, stage: int) -> Any:
+    """What stands for `leaf` on `stage`: moved there if it is a piece that it does not have.
+
+    The value where this rank runs `stage`; else nothing that could be used.
+    """
+    if isinstance(leaf, torch.nn.Parameter) and (home := moves.owner(leaf)) not in (None, stage):
+        assert home is not None
+        leaf = Piece(moves, home, leaf if home in moves.run.stages else None, stand_in(leaf))
+    if not isinstance(leaf, Piece):
+        return leaf
+    if stage not in leaf.known:
+        leaf.known.add(stage)
+        moves.open(leaf.home, stage)
+        here, there = leaf.home in moves.run.stages, stage in moves.run.stages
+        if here and not there:
+            assert leaf.value is not None
+            moves.send(leaf.home, stage, leaf.value)
+        elif there and not here:
+            leaf.value = moves.receive(leaf.home, stage, leaf.like)
+    return leaf.value
+
+
+def everywhere(piece: Piece) -> Tensor:
+    """The value of a piece, without its graph, on all ranks. Collective."""
+    moves = piece._moves
+    if moves.run.planned:
+        raise UsageError(
+            "Inside engine.forward_backward a tensor of the model is on one stage, and the others "
+            "are in other micro-batches: its values cannot be read (.item(), if, print). Return "
+            "the loss, and read what comes back from engine.forward_backward."
+        )
+    here = piece.home in moves.run.stages
+    return moves.spread(piece.home, piece.value if here else None, piece.like)
+
+
+class Following(TorchFunctionMode):
+    """Follows operations on loose parameters, which are no pieces, inside the model's forward."""
+
+    def __init__(self, moves: Moves) -> None:
+        super().__init__()
+        self._moves = moves
+        self._off = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._off or func in _ABOUT:
+            return func(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if any(
+            _home(self._moves, leaf) is not None for leaf in leaves if not isinstance(leaf, Piece)
+        ):
+            with torch._C.DisableTorchFunctionSubclass(), self.off():
+                return operate(self._moves, func, leaves, spec)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside the block nothing is followed: what is computed there is on one stage."""
+        self._off += 1
+        try:
+            yield
+        finally:
+            self._off -= 1
