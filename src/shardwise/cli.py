@@ -20,6 +20,7 @@ from shardwise.launch import explain as explaining
 from shardwise.launch import flags, gpus, srun, start
 from shardwise.launch.flags import Flag
 from shardwise.scaling import flags as scaling_flags
+from shardwise.splitting import flags as splitting_flags
 from shardwise.timeline.commands import timeline
 
 WRONG_USE = 2
@@ -27,6 +28,7 @@ WIDTH = 100
 
 GROUPS = {
     "scale": "Scale",
+    "split": "Split",
     "where": "Where",
     "spread": "Spread",
     "precision": "Precision",
@@ -50,6 +52,13 @@ DOCTOR_TOP = """\
 What each host has, how fast ranks talk, what is wrong:   shardwise doctor -H node1:2,node2:2
 
 shardwise doctor [flags of the run]     also: srun shardwise doctor, mpirun -n 4 shardwise doctor
+"""
+
+
+SPLIT_TOP = """\
+Where to cut a model into stages:   shardwise split --pipeline 4 train.py --epochs 3
+
+shardwise split [flags] SCRIPT.py [its arguments]     the script runs a few steps on one worker
 """
 
 
@@ -201,6 +210,21 @@ def _scale(
     return import_module("shardwise.scaling.measure").measure(plan)  # type: ignore[no-any-return]
 
 
+def _split(
+    words: tuple[str, ...], parts: int, micros: int | None, steps: int, by: str, **given: Any
+) -> int:
+    """The command `split`: `given` are the settings of the run that is timed."""
+    settings = {name: _as_text(value) for name, value in given.items() if value is not None}
+    _check(settings)
+    if not words:
+        raise LaunchError("What shall be split? For example: shardwise split --pipeline 2 train.py")
+    _mention_misplaced(words[1:])
+    command = import_module("shardwise.splitting.command")
+    passed = [word for name, value in settings.items() for word in _spelled(name, value)]
+    asked = command.Asked(words, tuple(passed), parts, micros or 4 * parts, steps, by)
+    return command.split(asked)  # type: ignore[no-any-return]
+
+
 KINDS = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
 
 
@@ -313,6 +337,23 @@ def _scale_command() -> Command:
     )
 
 
+def _split_command() -> Command:
+    """`split` has the settings that decide what a layer is and takes."""
+    shared = ("words", "units", "device", "precision", "activations", "micro_batch_size")
+    return Command(
+        "split",
+        top=SPLIT_TOP,
+        callback=_split,
+        params=[
+            *splitting_flags.own(),
+            _help_all(),
+            *(flag for flag in _flags() if flag.name in shared),
+        ],
+        context_settings={"allow_interspersed_args": False, "max_content_width": WIDTH},
+        short_help="Show where to cut a model into stages.",
+    )
+
+
 @click.group(cls=Commands, invoke_without_command=True)
 @click.version_option(version("shardwise"), message="shardwise %(version)s")
 @click.pass_context
@@ -325,5 +366,6 @@ def _shardwise(ctx: click.Context) -> None:
 _shardwise.add_command(_run_command())
 _shardwise.add_command(_doctor_command())
 _shardwise.add_command(_scale_command())
+_shardwise.add_command(_split_command())
 _shardwise.add_command(checkpoint)
 _shardwise.add_command(timeline)

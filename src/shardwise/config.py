@@ -319,6 +319,14 @@ class Settings:
         "STEPS",
         rare=True,
     )
+    time_layers: Path | None = _setting(
+        None,
+        _file,
+        "watch",
+        "write there how long each layer takes, for shardwise split",
+        "FILE",
+        rare=True,
+    )
     quiet: bool = _setting(
         False, _switch, "watch", "do not print the lines at the start", rare=True
     )

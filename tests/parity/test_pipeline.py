@@ -63,3 +63,54 @@ def test_every_schedule(group, plain, schedule, pipeline):
     problem = _problem("deep_gpt", micro="1")
     options = {"schedule": schedule, "microbatches": 4}
     _compare(group, plain, problem, pipeline, pipeline=pipeline, options=options)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+def test_times_data_in_every_row(group, plain, schedule, row):
+    """Micro-batches of unequal size: 9 rows for each of two replicas, in four."""
+    if (schedule, row) == ("zero-bubble", 3):
+        pytest.skip("refused: see test_what_cannot_be_had")
+    problem = _problem("deep_gpt", micro="1")
+    options = {"schedule": schedule, "microbatches": 4, "zero": row}
+    _compare(group, plain, problem, 4, pipeline=2, options=options)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_times_data_and_tensor(group, plain, row):
+    problem = _problem("splittable_gpt", micro="1")
+    _compare(group, plain, problem, 8, pipeline=2, tensor=2, options={"zero": row})
+
+
+def test_four_stages_of_two_halves(group, plain):
+    problem = _problem("splittable_gpt", micro="1")
+    _compare(group, plain, problem, 8, pipeline=4, tensor=2, options={"microbatches": 3})
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_a_plain_loop_stage_after_stage(group, plain, row):
+    """Without forward_backward: right, though only one worker is busy at a time."""
+    problem = _problem("deep_gpt", micro="short")
+    _compare(group, plain, problem, 4, pipeline=2, in_turn=True, options={"zero": row})
+
+
+def test_a_widths_that_nothing_divides_accumulated(group, plain):
+    """Loader micro-batches of 3 rows in 2 parts; a last window in which rows are fewer."""
+    problem = _problem("odd_mlp", micro="short")
+    _compare(group, plain, problem, 2, pipeline=2, options={"microbatches": 2, "zero": 1})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero": 3, "activations": "recomputed"},
+        {"zero": 3, "offload_optimizer": "nvme", "offload_params": "nvme"},
+        {"zero": 2, "transport": "gloo"},
+    ],
+    ids=str,
+)
+def test_what_it_can_be_had_with(group, plain, options):
+    mesh = {"transport": options.pop("transport")} if "transport" in options else {}
+    options = {k: f"nvme:{on_a_disk()}" if v == "nvme" else v for k, v in options.items()}
+    problem = _problem("deep_gpt", micro="1")
+    _compare(group, plain, problem, 4, pipeline=2, options=options, **mesh)

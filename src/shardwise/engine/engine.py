@@ -48,7 +48,7 @@ from shardwise.engine.window import StepStats, Totals, Window
 from shardwise.errors import CollectiveError, ModelError, UsageError
 from shardwise.feed import Batch
 from shardwise.model import precision
-from shardwise.parallel.pipeline import Piece
+from shardwise.parallel.pipeline import LayerTimes, Piece
 from shardwise.parallel.plan import Plan
 from shardwise.timeline import recorder, span
 
@@ -124,12 +124,20 @@ class Engine(Resumable):
         self._checkpoints = Checkpoints(
             self.world, self._held, self._scale, self._seeds, self._number
         )
+        self._timing = self._time_layers()
         self._announced = self._averaged = self._uneven = False
         self.steps = 0
         self._reseed()
         _living.add(self)
         start_lines.announce_engine(self.world, self._recipe, self._states)
         start_lines.announce_activations(self.world, self._recipe, self._held.activations)
+
+    def _time_layers(self) -> LayerTimes | None:
+        """What times the layers, where that is asked for; of several models those of the first."""
+        path = self.settings.time_layers
+        if path is None or self._number:
+            return None
+        return LayerTimes(self._recipe.models[0], self.settings.units, path)
 
     @property
     def _states(self) -> States:
@@ -296,6 +304,8 @@ class Engine(Resumable):
         self, loss: Tensor, weight: float | Tensor, batch: Batch | None, *, given: bool
     ) -> None:
         self.world.feed.train()
+        if self._timing is not None:
+            self._timing.backward_ended()
         self._window.add(loss, weight, batch, given=given)
         if batch is not None and batch.samples == 0:
             self._held.buffers.restore()
@@ -375,6 +385,8 @@ class Engine(Resumable):
         self._end_step(totals)
         if totals.unsaved:
             self._checkpoints.wait()  # raises on all ranks alike, the step made
+        if self._timing is not None:
+            self._timing.stepped()
         self.world.step_log.stepped(self._number, self.steps, stats)
         return stats
 
@@ -584,6 +596,8 @@ class Engine(Resumable):
         finally:
             self.world.preemption.leave_out(self._save_at_the_end)
             self._held.end()
+            if self._timing is not None:
+                self._timing.close()
             _living.discard(self)
 
     @property

@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
 from shardwise.model.precision import NARROW
 from shardwise.parallel.modules import Colwise, check_within
+from shardwise.parallel.regions import is_stand_in
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -36,6 +38,16 @@ def cross_entropy(
     Raises UsageError for scores that are not as wide as what `head` gives, or an unknown reduction;
     IndexError for a target that is no class.
     """
+    if has_torch_function((scores, target)):
+        return handle_torch_function(
+            cross_entropy,
+            (scores, target),
+            scores,
+            target,
+            head,
+            ignore_index=ignore_index,
+            reduction=reduction,
+        )
     if reduction not in _REDUCTIONS:
         raise UsageError(f"reduction takes one of {', '.join(_REDUCTIONS)}, not {reduction!r}.")
     if not _is_apart(head):
@@ -104,5 +116,7 @@ def _told_by_all(mine: Tensor, group: Collectives) -> Tensor:
     numel = mine.numel()
     flat = mine.new_empty(group.size * numel)
     flat[group.rank * numel :][:numel] = mine.reshape(-1)
+    if is_stand_in(mine):
+        return flat.view(group.size, *mine.shape)
     group.all_gather(flat, [rank * numel for rank in range(group.size + 1)]).wait()
     return flat.view(group.size, *mine.shape)

@@ -17,15 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.collectives import Collectives
 from shardwise.shards import Range
+
+
+def is_stand_in(value: Tensor) -> bool:
+    """Whether `value` has a shape and no numbers, so that there is nothing to tell other ranks."""
+    return isinstance(value, FakeTensor)
 
 
 def summed(value: Tensor, group: Collectives) -> Tensor:
     """`value` (any shape) summed over the ranks of `group`, in memory of its own; the same bits on
     all of them."""
     total = value.detach().clone(memory_format=torch.contiguous_format)
+    if is_stand_in(value):
+        return total
     group.all_reduce(total.view(-1)).wait()
     return total
 
@@ -59,7 +67,8 @@ class _Gathered(torch.autograd.Function):
         edges = [0, *(lead * end for _, end in ranges)]
         flat = value.new_empty(edges[-1])
         flat[edges[group.rank] : edges[group.rank + 1]] = value.detach().reshape(-1)
-        group.all_gather(flat, edges).wait()
+        if not is_stand_in(value):
+            group.all_gather(flat, edges).wait()
         pieces = [
             flat[a:b].view(*value.shape[:-1], end - first)
             for (a, b), (first, end) in zip(pairwise(edges), ranges, strict=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives
 from shardwise.model.replay import once
-from shardwise.parallel.regions import apart, together
+from shardwise.parallel.regions import apart, is_stand_in, together
 from shardwise.randomness import seed_from
 
 
@@ -81,6 +81,8 @@ class Replica:
         its gradient is summed once. A forward that autograd does not record shares nothing with
         one that it does.
         """
+        if is_stand_in(value):
+            return value
         self.draws.enter()
         if not (torch.is_grad_enabled() and value.requires_grad):
             return value  # no gradient is to be summed

@@ -1,0 +1,110 @@
+"""How long each layer of a model takes, for who wants to share them out alike."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.parallel.pipeline import atoms
+
+
+class LayerTimes:
+    """Times the layers of `model` while it trains, and writes them to `path` after each step.
+
+    {"layers": [{"name", "parameters", "forward", "backward", "bytes"}, ...], "steps": N}
+
+    Seconds of a step, medians over the steps but the first two; `bytes` are what a layer gives to
+    the next one in a step. A backward lasts from the arrival of the gradient of what a layer gave
+    to that of the next layer's; for the first one, to the end of all.
+    """
+
+    def __init__(self, model: nn.Module, patterns: Sequence[str] | None, path: Path) -> None:
+        self._atoms, _, _ = atoms.find(model, patterns)
+        self._path = path
+        self._steps: list[list[_Times]] = []
+        self._now = [_Times() for _ in self._atoms]
+        self._began: dict[int, float] = {}
+        self._arrivals: list[tuple[float, int]] = []
+        self._handles = [
+            handle
+            for number, atom in enumerate(self._atoms)
+            for handle in (
+                atom.module.register_forward_pre_hook(partial(self._enter, number)),
+                atom.module.register_forward_hook(partial(self._leave, number)),
+            )
+        ]
+
+    def _enter(self, number: int, module: nn.Module, args: Any) -> None:
+        del module, args
+        self._began[number] = _clock()
+
+    def _leave(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        times = self._now[number]
+        times.forward += _clock() - self._began.pop(number)
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        times.nbytes += sum(leaf.nbytes for leaf in tensors if leaf.requires_grad)
+        for leaf in tensors[:1]:
+            if leaf.requires_grad:
+                leaf.register_hook(partial(self._arrive, number))  # type: ignore[no-untyped-call]
+
+    def _arrive(self, number: int, grad: Tensor) -> None:
+        del grad
+        self._arrivals.append((_clock(), number))
+
+    def backward_ended(self) -> None:
+        """A backward is over."""
+        ends = [when for when, _ in self._arrivals[1:]] + [_clock()]
+        for (when, number), end in zip(self._arrivals, ends, strict=True):
+            self._now[number].backward += end - when
+        self._arrivals.clear()
+
+    def stepped(self) -> None:
+        """A step is over: write what is known."""
+        self._steps.append(self._now)
+        self._now = [_Times() for _ in self._atoms]
+        taken = self._steps[2:] or self._steps
+        rows: dict[int, list[_Times]] = defaultdict(list)
+        for step in taken:
+            for number, times in enumerate(step):
+                rows[number].append(times)
+        layers = [
+            {
+                "name": atom.name,
+                "parameters": atom.size,
+                "forward": median(times.forward for times in rows[number]),
+                "backward": median(times.backward for times in rows[number]),
+                "bytes": median(times.nbytes for times in rows[number]),
+            }
+            for number, atom in enumerate(self._atoms)
+        ]
+        aside = self._path.with_suffix(".part")
+        aside.write_text(json.dumps({"layers": layers, "steps": len(taken)}))
+        aside.replace(self._path)
+
+    def close(self) -> None:
+        """Time no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Times:
+    def __init__(self) -> None:
+        self.forward = self.backward = 0.0
+        self.nbytes = 0
+
+
+def _clock() -> float:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,489 @@
+"""Layers shared out, beside parity: checkpoints across meshes, models of others, values read in a
+plain loop, what is refused."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import ConfigError, ModelError, UsageError
+from tests.distributed.test_tensor import adamw, batch, goes_on, gpt, plain_losses, saves, whole
+from tests.parity.problems import DeepGPT, loss_of
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+MESHES = [
+    ({"size": 4, "pipeline": 2, "row": 2}, {"size": 2, "row": 3}),
+    ({"size": 2, "row": 3}, {"size": 8, "pipeline": 4, "tensor": 2, "row": 0}),
+    ({"size": 8, "pipeline": 4, "tensor": 2, "row": 0}, {"size": 2, "row": 3}),
+    ({"size": 4, "pipeline": 2, "row": 3}, {"size": 4, "pipeline": 4, "row": 0}),
+]
+
+
+def _mesh(told):
+    return {key: told[key] for key in ("tensor", "pipeline") if key in told}
+
+
+@pytest.mark.parametrize(("first", "second"), MESHES)
+def test_a_checkpoint_goes_on_on_another_mesh(group, tmp_path, first, second):
+    background = "tensor" in first
+    told = group(first["size"], **_mesh(first))(
+        saves, tmp_path, first["row"], None, background, limit=120
+    )
+    path, values, average, state, after = told[0]
+    stock = safetensors.torch.load_file(Path(path) / "model.safetensors")
+    assert all(torch.equal(stock[name], value) for name, value in values.items() if name in stock)
+    exported = safetensors.torch.load_file(tmp_path / "whole.safetensors")
+    assert all(torch.equal(value, values[name]) for name, value in exported.items())
+    results = group(second["size"], **_mesh(second))(goes_on, path, second["row"], None, limit=120)
+    for mine, mean, kept, losses in results:
+        assert all(torch.equal(mine[name], value) for name, value in values.items())
+        assert all(torch.equal(mean[name], value) for name, value in average.items())
+        for number, entries in state["state"].items():
+            for key, value in entries.items():
+                assert torch.equal(kept["state"][number][key], value), (number, key)
+        assert losses == pytest.approx(after, rel=1e-9)
+
+
+# -- what a rank has --------------------------------------------------------------------------
+
+
+def has(world, row):
+    model = gpt(seed=world.rank)
+    whole_size = sum(p.numel() for p in model.parameters())
+    engine = sw.Engine(model, adamw(model), zero=row)
+    held = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
+    }
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    engine.close()
+    return sum(held.values()), 8 * whole_size, shapes
+
+
+def test_a_rank_holds_its_layers_only(group):
+    plain = [tuple(p.shape) for p in gpt().parameters()]
+    for held, all_of_it, shapes in group(2, pipeline=2)(has, 0):
+        assert held < 0.75 * all_of_it
+        assert shapes == plain
+
+
+def writes(world, row):
+    model = gpt()
+    engine = sw.Engine(model, adamw(model), zero=row)
+    x = batch(7)
+
+    def loss():
+        return loss_of(model, x, (x * 5 + 1) % 24)
+
+    engine.backward(loss())
+    engine.step()
+    with engine.full_parameters(write=True), torch.no_grad():
+        if world.rank == 0:
+            for p in model.parameters():
+                p.mul_(0.5)
+            model.tokens.weight.add_(0.25)
+        inner = loss()
+    after = engine.forward_backward(lambda x: loss_of(model, x, (x * 5 + 1) % 24), x)
+    engine.step()
+    with torch.no_grad():
+        read = loss().item()
+    values = whole(engine, model)
+    with engine.full_parameters(), torch.no_grad():
+        plain = loss().item()
+    engine.close()
+    return float(after), read, plain, values, type(inner).__name__
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_whole_parameters_are_written_and_lent_anew(group, row):
+    model = gpt()
+    optimizer = adamw(model)
+    x = batch(7)
+    loss_of(model, x, (x * 5 + 1) % 24).backward()
+    optimizer.step()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+        model.tokens.weight.add_(0.25)
+    optimizer.zero_grad()
+    wanted = loss_of(model, x, (x * 5 + 1) % 24)
+    wanted.backward()
+    optimizer.step()
+    for after, read, plain, values, kind in group(4, pipeline=2)(writes, row):
+        assert after == pytest.approx(wanted.item(), rel=1e-9)
+        assert kind == "Tensor"
+        assert read == pytest.approx(plain, rel=1e-12)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(values[name], value, rtol=1e-8, atol=1e-10)
+
+
+# -- values in a plain loop -------------------------------------------------------------------
+
+
+def evaluates(world):
+    model = gpt()
+    engine = sw.Engine(model, adamw(model))
+    metrics = sw.Metrics()
+    found = []
+    model.eval()
+    with torch.no_grad():
+        for step in range(3):
+            x = batch(step)
+            scores = model(x)
+            y = (x * 5 + 1) % 24
+            hits = scores.argmax(1) == y
+            found.append([hits.sum().item(), float(hits.float().mean()), list(scores.shape)])
+            metrics.add("accuracy", hits.float().mean(), weight=hits.numel())
+            assert bool((scores.amax() > -1e9).all())
+    found.append(metrics.compute()["accuracy"])
+    engine.close()
+    return found
+
+
+def test_values_are_known_on_all_ranks(group):
+    model = gpt().eval()
+    wanted = []
+    with torch.no_grad():
+        for step in range(3):
+            x = batch(step)
+            scores = model(x)
+            hits = scores.argmax(1) == (x * 5 + 1) % 24
+            wanted.append([hits.sum().item(), float(hits.float().mean()), list(scores.shape)])
+    for found in group(2, pipeline=2)(evaluates):
+        assert found[:3] == wanted
+        assert found[3] == pytest.approx(sum(w[1] for w in wanted) / 3)
+
+
+# -- models of all kinds ----------------------------------------------------------------------
+
+
+class Skips(nn.Module):
+    """What the first layer makes is used by all later ones, and a mask by all; a shared activation,
+    a parameter of its own, an output that is a view, an integer buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.GELU()
+        self.scale = nn.Parameter(torch.ones(12))
+        self.down = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(24, 12) for _ in range(3))
+        self.norm = nn.BatchNorm1d(12)
+        self.head = nn.Linear(12, 1)
+
+    def forward(self, x, *, mask):
+        kept = []
+        for layer in self.down:
+            x = self.act(layer(x * mask)) * self.scale
+            kept.append(x)
+        for layer, earlier in zip(self.up, reversed(kept), strict=True):
+            x = self.act(layer(torch.cat([x, earlier], -1))) + kept[0]
+        return self.head(self.norm(x).transpose(0, 1).T).squeeze(-1)
+
+
+def skip_problem():
+    torch.manual_seed(3)
+    model = Skips().double()
+    x, mask = torch.randn(12, 12).double(), (torch.rand(12, 12) > 0.2).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), x, mask
+
+
+def skips(world, schedule, micros):
+    model, optimizer, x, mask = skip_problem()
+    engine = sw.Engine(model, optimizer, schedule=schedule, microbatches=micros)
+    losses = []
+    for _ in range(4):
+        loss = engine.forward_backward(lambda x, m: model(x, mask=m).square().mean(), x, mask)
+        engine.step()
+        losses.append(float(loss))
+    values = whole(engine, model)
+    engine.close()
+    return losses, values
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+def test_skip_connections(group, schedule):
+    """BatchNorm sees micro-batches, as it does where gradients accumulate."""
+    model, optimizer, x, mask = skip_problem()
+    wanted = []
+    for _ in range(4):
+        parts = [
+            model(a, mask=m).square().mean() for a, m in zip(x.chunk(2), mask.chunk(2), strict=True)
+        ]
+        loss = sum(parts) / 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    for losses, values in group(2, pipeline=2)(skips, schedule, 2):
+        assert losses == pytest.approx(wanted, rel=1e-9)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(values[name], value, rtol=1e-8, atol=1e-10)
+
+
+def of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 40, "use_cache": False}
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=16, n_layer=3, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0,
+            attn_pdrop=0, **sizes,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config).double()
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=1, **sizes,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config).double()
+    config = transformers.T5Config(
+        d_model=16, d_ff=24, d_kv=8, num_layers=2, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0, **sizes,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config).double()
+
+
+def trains_transformers(world, name, schedule, row):
+    model = of_transformers(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = sw.Engine(model, optimizer, schedule=schedule, microbatches=2, zero=row)
+    losses = []
+    for step in range(3):
+        x = batch(step) + 1
+        engine.forward_backward(lambda x: model(input_ids=x, labels=x).loss, x)
+        losses.append(engine.step(max_norm=1.0).loss)
+    values = whole(engine, model)
+    engine.close()
+    return losses, values
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "row"),
+    [("gpt2", "1f1b", 0), ("llama", "interleaved", 1), ("t5", "1f1b", 3)],
+)
+def test_models_of_transformers(group, name, schedule, row):
+    model = of_transformers(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wanted = []
+    for step in range(3):
+        x = batch(step) + 1
+        loss = sum(model(input_ids=part, labels=part).loss for part in x.chunk(2)) / 2
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    for losses, values in group(2, pipeline=2)(trains_transformers, name, schedule, row):
+        assert losses == pytest.approx(wanted, rel=1e-9)
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(values[key], value, rtol=1e-7, atol=1e-9)
+
+
+class Drops(nn.Sequential):
+    def __init__(self):
+        super().__init__(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)) for _ in range(4)))
+
+
+def drops(world):
+    torch.manual_seed(0)
+    model = Drops()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), microbatches=2)
+    x = torch.ones(4, 64)
+    masks = []
+    for block in model:
+        block[1].register_forward_hook(lambda m, a, out: masks.append((out != 0).tolist()))
+    seen = []
+    for _ in range(2):
+        engine.forward_backward(lambda x: model(x).mean() + torch.rand(()) * 0, x)
+        engine.step()
+        seen.append(float(torch.rand(())))
+    engine.close()
+    return masks, seen
+
+
+def test_dropout_differs_by_stage_and_micro_batch_and_what_is_drawn_outside_is_alike(group):
+    first, second = group(2, pipeline=2)(drops)
+    again, _ = group(2, pipeline=2)(drops)
+    everything = [str(mask) for mask in first[0] + second[0]]
+    assert len(everything) == 16
+    assert len(set(everything)) == 16
+    assert first[1] == second[1]
+    assert again == first
+
+
+# -- what cannot be ---------------------------------------------------------------------------
+
+
+def refused(world, settings, stages=None):
+    torch.manual_seed(0)
+    model = DeepGPT()
+    try:
+        engine = sw.Engine(model, adamw(model), **settings)
+    except (ConfigError, ModelError) as error:
+        return str(error)
+    engine.close()
+    return "taken"
+
+
+@pytest.mark.parametrize(
+    ("settings", "hint"),
+    [
+        ({"stages": ("blocks.9",)}, "'blocks.9' names no layer. A stage begins at one of tokens"),
+        ({"stages": ("blocks.*",)}, "'blocks.\\*' is 6 layers"),
+        ({"stages": ("blocks.1", "blocks.2")}, "makes 3 stages.*name 1, or 3"),
+        ({"stages": ("blocks.1", "blocks.2", "blocks.3")}, "takes one stage per worker"),
+        ({"stages": ("tokens",)}, "takes the first module of each stage but the first one"),
+        ({"compile": True}, "--pipeline 2 and --compile cannot be had together"),
+        ({"schedule": "zero-bubble", "zero": 3}, "write --zero 2, or --schedule 1f1b"),
+        ({"units": ("tokens",), "stages": ("head",)}, "taken"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_had(group, settings, hint):
+    for said in group(2, pipeline=2)(refused, settings):
+        assert re.search(hint, said), said
+
+
+def misused(world, how):
+    model = gpt()
+    engine = sw.Engine(model, adamw(model), schedule="interleaved" if how == "odd" else "1f1b",
+                       microbatches=5 if how == "odd" else None)  # fmt: skip
+    x = batch(0)
+    told = ""
+    try:
+        if how == "item":
+            engine.forward_backward(lambda x: model(x).mean() * model(x).sum().item(), x)
+        elif how == "other":
+            engine.forward_backward(lambda x: x.double().mean(), x)
+        elif how == "ragged":
+            engine.forward_backward(lambda x, y: model(x).mean(), x, x[:3])
+        elif how == "vector":
+            engine.forward_backward(lambda x: model(x).mean((1, 2)), x)
+        elif how == "odd":
+            engine.forward_backward(lambda x: model(x).mean(), x)
+        elif how == "set":
+
+            def loss(x):
+                told = torch.zeros(3, dtype=torch.double)
+                told[0] = model(x).mean()
+                return told.sum()
+
+            engine.forward_backward(loss, x)
+    except (UsageError, ConfigError) as error:
+        told = str(error)
+    x = batch(1)
+    loss = loss_of(model, x, (x * 5 + 1) % 24)
+    if how != "odd":
+        engine.backward(loss)  # it goes on
+        engine.step()
+    engine.close()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("how", "hint"),
+    [
+        ("item", "values cannot be read"),
+        ("other", "that no layer of the model has made"),
+        ("ragged", "tensors of one equal first dimension above 0, not \\[3, 8\\]"),
+        ("vector", "loss_of returns a scalar loss"),
+        ("odd", "cannot have 5 micro-batches.*multiple of 2"),
+        ("set", "A part of a tensor that all ranks have"),
+    ],
+)
+def test_a_misuse_is_named_and_the_engine_goes_on(group, how, hint):
+    for said in group(2, pipeline=2)(misused, how):
+        assert re.search(hint, said), said
+
+
+class Backwards(nn.Module):
+    """Registered in another order than it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 1)
+        self.body = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def runs_backwards(world):
+    model = Backwards()
+    engine = sw.Engine(model, adamw(model))
+    try:
+        engine.forward_backward(lambda x: model(x).mean(), torch.ones(4, 8))
+    except ModelError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+def test_layers_that_run_in_another_order_than_they_stand(group):
+    for said in group(2, pipeline=2)(runs_backwards):
+        assert "head is on stage 0 and takes what stage 1 makes" in said
+
+
+def test_the_same_call_without_a_pipeline(group):
+    for losses in group(2)(one_worker_share):
+        assert losses == pytest.approx(plain_losses(3), rel=1e-9)
+
+
+def one_worker_share(world):
+    model = gpt()
+    engine = sw.Engine(model, adamw(model), microbatches=3)
+    losses = []
+    for step in range(3):
+        x = world.share(batch(step))
+        engine.forward_backward(lambda x: loss_of(model, x, (x * 5 + 1) % 24), x)
+        losses.append(engine.step(max_norm=0.5).loss)
+    engine.close()
+    return losses
+
+
+def fails_on_one(world):
+    model = gpt()
+    engine = sw.Engine(model, adamw(model), microbatches=2)
+    x = batch(0)
+    engine.forward_backward(lambda x: loss_of(model, x, (x * 5 + 1) % 24), x)
+    engine.step()
+
+    def bad(x):
+        if world.rank == 1:
+            raise ZeroDivisionError("in the second stage")
+        return loss_of(model, x, (x * 5 + 1) % 24)
+
+    engine.forward_backward(bad, x)
+
+
+def test_a_stage_that_fails_ends_the_others_in_time(group):
+    with pytest.raises(AssertionError, match="in the second stage"):
+        group(2, pipeline=2, timeout=10)(fails_on_one, limit=40)
+
+
+def mean_loss(world):
+    """The last rows of an epoch are fewer than micro-batches; F.mse_loss by name."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), microbatches=4)
+    x, y = torch.randn(11, 4).double(), torch.randn(11, 1).double()
+    losses = []
+    for rows in (slice(0, 8), slice(8, 11)):
+        loss = engine.forward_backward(lambda a, b: F.mse_loss(model(a), b), x[rows], y[rows])
+        losses.append((float(loss), engine.step().loss))
+    engine.close()
+    return losses
+
+
+def test_fewer_rows_than_micro_batches(group):
+    plain = group(1)(mean_loss)[0]
+    for losses in group(2, pipeline=2)(mean_loss):
+        for mine, wanted in zip(losses, plain, strict=True):
+            assert mine == pytest.approx(wanted, rel=1e-9)
