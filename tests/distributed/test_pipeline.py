@@ -139,7 +139,7 @@ def evaluates(world):
             y = (x * 5 + 1) % 24
             hits = scores.argmax(1) == y
             found.append([hits.sum().item(), float(hits.float().mean()), list(scores.shape)])
-            metrics.add("accuracy", hits.float().mean(), weight=hits.numel())
+            metrics.add(hits.numel(), accuracy=hits.float().mean())
             assert bool((scores.amax() > -1e9).all())
     found.append(metrics.compute()["accuracy"])
     engine.close()
@@ -280,9 +280,9 @@ def test_models_of_transformers(group, name, schedule, row):
         optimizer.zero_grad()
         wanted.append(loss.item())
     for losses, values in group(2, pipeline=2)(trains_transformers, name, schedule, row):
-        assert losses == pytest.approx(wanted, rel=1e-9)
+        assert losses == pytest.approx(wanted, rel=1e-6)  # theirs are of fp32 scores
         for key, value in model.state_dict().items():
-            torch.testing.assert_close(values[key], value, rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(values[key], value, rtol=1e-5, atol=1e-6)
 
 
 class Drops(nn.Sequential):
@@ -341,7 +341,8 @@ def refused(world, settings, stages=None):
         ({"stages": ("tokens",)}, "takes the first module of each stage but the first one"),
         ({"compile": True}, "--pipeline 2 and --compile cannot be had together"),
         ({"schedule": "zero-bubble", "zero": 3}, "write --zero 2, or --schedule 1f1b"),
-        ({"units": ("tokens",), "stages": ("head",)}, "taken"),
+        ({"units": ("tokens",), "stages": ("norm",)}, "taken"),
+        ({"stages": ("head",)}, "Stage 1 \\(head\\) has nothing to train"),
     ],
     ids=str,
 )
@@ -353,7 +354,7 @@ def test_what_cannot_be_had(group, settings, hint):
 def misused(world, how):
     model = gpt()
     engine = sw.Engine(model, adamw(model), schedule="interleaved" if how == "odd" else "1f1b",
-                       microbatches=5 if how == "odd" else None)  # fmt: skip
+                       microbatches=5 if how == "odd" else 2)  # fmt: skip
     x = batch(0)
     told = ""
     try:

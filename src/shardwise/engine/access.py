@@ -77,9 +77,10 @@ def _joined(
     parameters = [p for each in several for p in each.parameters()] if here else []
     with ExitStack() as stack:
         if split is not None and here:
-            mine = [p for p in parameters if recipe.is_here(p)]
             group = recipe.run if write and line is None else None
-            stack.enter_context(split.wholes(mine, write=write, group=group))
+            stack.enter_context(
+                split.wholes(parameters, write=write, group=group, is_here=recipe.is_here)
+            )
         if line is not None and here:
             shapes = {p: s.shape for p in parameters if (s := recipe.shard_of(p)) is not None}
             stack.enter_context(line.wholes(recipe.models[0], parameters, shapes, write=write))

@@ -118,18 +118,25 @@ class Split:
 
     @contextmanager
     def wholes(
-        self, chosen: Iterable[nn.Parameter], *, write: bool, group: Collectives | None = None
+        self,
+        chosen: Iterable[nn.Parameter],
+        *,
+        write: bool,
+        group: Collectives | None = None,
+        is_here: Callable[[Tensor], bool] = lambda parameter: True,
     ) -> Iterator[None]:
-        """Inside the block the split parameters among `chosen` are whole, and forwards plain.
+        """Inside the block the split parameters among `chosen` are whole, of what `is_here`, and
+        forwards plain.
 
         With `write` they are cut anew on leaving, from the values of the first rank of `group` if
         that is given. Collective.
         """
-        parts = {p: p.data for p in dict.fromkeys(chosen) if p in self.shards}
+        split = [p for p in dict.fromkeys(chosen) if p in self.shards]
+        parts = {p: p.data for p in split if is_here(p)}
         with torch.no_grad():
             for parameter in parts:
                 parameter.data = self.whole(parameter, parameter.data)
-        if parts:
+        if split:
             self._show(whole=True)
             self._versions = {parameter: parameter._version for parameter in parts}
             self.writes = write
@@ -138,7 +145,7 @@ class Split:
             if write:
                 self._take(parts, group)
         finally:
-            if parts:
+            if split:
                 self._show(whole=False)
                 self._versions = {}
             for parameter, part in parts.items():

@@ -99,8 +99,8 @@ def find(
         if module in seen:
             return
         seen.add(module)
-        opens = module in around - blocks or isinstance(module, _LISTS) or module is model
-        if not opens or not any(True for _ in module.children()):
+        opens = module in around or isinstance(module, _LISTS) or module is model
+        if module in blocks or not opens or not any(True for _ in module.children()):
             if next(module.parameters(), None) is None:
                 floating.append(module)
             else:
@@ -145,7 +145,20 @@ def cut(
     else:
         sizes = [costs[atom.name] if costs else float(atom.size) for atom in atoms]
         starts = balanced(sizes, stages)
+        while starts != (better := _with_something_to_train(atoms, starts)):
+            starts = better
     return Cut(atoms, floating, starts, loose)
+
+
+def _with_something_to_train(atoms: Sequence[Atom], starts: list[int]) -> list[int]:
+    """`starts`, the first stage that only uses what earlier ones train begun an atom earlier."""
+    seen: set[nn.Parameter] = set()
+    for stage, several in enumerate(rows_of(starts, len(atoms))):
+        own = {p for n in several for p in atoms[n].module.parameters() if p.requires_grad} - seen
+        if not own and stage and starts[stage] - 1 > starts[stage - 1]:
+            return [start - (number == stage) for number, start in enumerate(starts)]
+        seen |= own
+    return starts
 
 
 def _named(atoms: Sequence[Atom], pattern: str) -> int:

@@ -59,17 +59,10 @@ class AtomForward(Forward):
         super().__init__(line, module)
         self._name, self._stage = name, stage
 
-    def _wholly(self, *args: Any, **kwargs: Any) -> Any:
-        """On a rank that has it, or stand-ins for all of it."""
-        plain = self._plain
-        if self._line.works_out_forms and isinstance(plain, RecomputedForward):
-            plain = plain.plain
-        return plain(*args, **kwargs)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         line, stage = self._line, self._stage
         if line.is_whole:
-            return self._wholly(*args, **kwargs)
+            return self._plain(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         late = [leaf.home for leaf in leaves if isinstance(leaf, Piece) and leaf.home > stage]
         if late:
@@ -92,7 +85,9 @@ class AtomForward(Forward):
                 )
             line.sow(drawn, "all")
             likes = [leaf.like if isinstance(leaf, Piece) else leaf for leaf in leaves]
-            result = line.form_of(self._name, self._module, likes, spec)
+            plain = self._plain
+            once = plain.plain if isinstance(plain, RecomputedForward) else plain
+            result = line.form_of(self._name, self._module, once, likes, spec)
             return pytree.tree_map_only(
                 Tensor, lambda value: Piece(line, stage, None, value), result
             )

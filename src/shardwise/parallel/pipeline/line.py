@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from shardwise.collectives import Collectives
@@ -21,7 +22,7 @@ from shardwise.parallel.pipeline.forwards import (
     Forward,
     ModelForward,
 )
-from shardwise.parallel.pipeline.values import Following, Run, fakes, stand_in
+from shardwise.parallel.pipeline.values import Following, Run, fakes, stand_in, unsaved
 from shardwise.randomness import seed_from
 
 
@@ -43,8 +44,6 @@ class Line:
         """Whether this rank has the whole model for now, so that forwards are the plain ones."""
         self.writes = False
         """Whether what is written into it then is taken in."""
-        self.works_out_forms = False
-        """Whether forwards run without data."""
         self._following = Following(self)
         self._seed, self._draws = 0, 0
         self._forms: dict[Any, Any] = {}
@@ -373,8 +372,15 @@ class Line:
 
     # -- forms ------------------------------------------------------------------------------
 
-    def form_of(self, name: str, module: nn.Module, leaves: Sequence[Any], spec: Any) -> Any:
-        """What the forward of a module that is elsewhere returns: stand-ins for tensors.
+    def form_of(
+        self,
+        name: str,
+        module: nn.Module,
+        plain: Callable[..., Any],
+        leaves: Sequence[Any],
+        spec: Any,
+    ) -> Any:
+        """What the `plain` forward of a module that is elsewhere returns: stand-ins for tensors.
 
         Worked out once for each form of the arguments.
         """
@@ -385,16 +391,22 @@ class Line:
         )
         found = self._forms.get(key)
         if found is None:
-            found = self._forms[key] = self._work_out(name, module, leaves, spec)
+            found = self._forms[key] = self._work_out(name, module, plain, leaves, spec)
         out, forms = found
         made = [stand_in(form) if isinstance(form, Tensor) else form for form in forms]
         return pytree.tree_unflatten(made, out)
 
-    def _work_out(self, name: str, module: nn.Module, leaves: Sequence[Any], spec: Any) -> Any:
+    def _work_out(
+        self,
+        name: str,
+        module: nn.Module,
+        plain: Callable[..., Any],
+        leaves: Sequence[Any],
+        spec: Any,
+    ) -> Any:
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         before = torch.get_rng_state()
-        self.works_out_forms = True
-        with fakes:
+        with fakes, unsaved():
             stands = {
                 key: stand_in(value.detach()).requires_grad_(value.requires_grad)
                 for key, value in tensors.items()
@@ -402,15 +414,13 @@ class Line:
             likes = [stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(likes, spec)
             try:
-                with self.plainly():
-                    result = functional_call(module, stands, args, kwargs)
+                with self.plainly(), _without_hooks(module), _reparametrize_module(module, stands):
+                    result = plain(*args, **kwargs)
             except Exception as error:
                 raise ModelError(
                     f"{name} is on another worker, and what it returns cannot be worked out "
                     f"without its data: {type(error).__name__}: {error}"
                 ) from error
-            finally:
-                self.works_out_forms = False
         torch.set_rng_state(before)
         flat, out = pytree.tree_flatten(result)
         return out, [
@@ -446,6 +456,22 @@ def _form(leaf: Any) -> Any:
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     plain = isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device, type(None)))
     return leaf if plain else type(leaf)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Inside the block nobody hears of the forwards of `module`."""
+    held = [(inner, key, vars(inner)[key]) for inner in module.modules() for key in _HOOKS]
+    try:
+        for inner, key, _ in held:
+            vars(inner)[key] = OrderedDict()
+        yield
+    finally:
+        for inner, key, hooks in held:
+            vars(inner)[key] = hooks
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:

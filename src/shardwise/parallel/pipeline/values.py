@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -190,9 +191,14 @@ def operate(
         return pytree.tree_map_only(Tensor, lambda v: Piece(moves, home, v, v), found)
     for leaf in leaves:
         at(moves, leaf, home)
-    with fakes:
+    with fakes, unsaved():
         found = _call(func, [_shape_of(leaf) for leaf in leaves], spec)
     return pytree.tree_map_only(Tensor, lambda v: Piece(moves, home, None, v), found)
+
+
+def unsaved() -> saved_tensors_hooks:
+    """Inside the block what autograd saves is nobody's business: stand-ins have nothing to keep."""
+    return saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
 def _call(func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:
