@@ -15,6 +15,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def train(
     for _ in loader.epochs(log.steps):  # enough of them: an epoch has a step at least
         for step in loader.steps():
             for tokens, targets in step:
-                engine.backward(gpt.token_loss(model, tokens, targets))
+                engine.forward_backward(partial(gpt.token_loss, model), tokens, targets)
             stats = engine.step(max_norm=1.0)
             scheduler.step()
 

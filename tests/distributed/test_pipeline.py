@@ -14,7 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError, UsageError
 from tests.distributed.test_tensor import adamw, batch, goes_on, gpt, plain_losses, saves, whole
-from tests.parity.problems import DeepGPT, loss_of
+from tests.parity.problems import DeepGPT, SplittableGPT, loss_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -224,6 +224,70 @@ def test_skip_connections(group, schedule):
         assert losses == pytest.approx(wanted, rel=1e-9)
         for name, value in model.state_dict().items():
             torch.testing.assert_close(values[name], value, rtol=1e-8, atol=1e-10)
+
+
+class WithoutHead(SplittableGPT):
+    """The scores are made with the embedding's weight, by no module."""
+
+    def __init__(self):
+        super().__init__()
+        del self.head
+
+    def forward(self, x):
+        x = self.tokens(x) + self.places
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight).transpose(1, 2)
+
+
+def without_head():
+    torch.manual_seed(5)
+    model = WithoutHead().double()
+    return model, adamw(model)
+
+
+def trains_without_head(world, row, schedule, in_turn):
+    model, optimizer = without_head()
+    engine = sw.Engine(model, optimizer, zero=row, schedule=schedule, microbatches=2)
+    losses = []
+    for step in range(4):
+        x = batch(step)
+        if in_turn:
+            engine.backward(loss_of(model, x, (x * 5 + 1) % 24))
+        else:
+            engine.forward_backward(lambda x: loss_of(model, x, (x * 5 + 1) % 24), x)
+        losses.append(engine.step(max_norm=0.5).loss)
+        if step == 1:
+            with torch.no_grad():
+                losses.append(loss_of(model, x, x % 24).item())
+    values = whole(engine, model)
+    engine.close()
+    return losses, values
+
+
+@pytest.mark.parametrize(
+    ("row", "schedule", "in_turn"),
+    [(0, "1f1b", False), (3, "1f1b", False), (0, "zero-bubble", False), (1, "interleaved", False),
+     (3, "1f1b", True)],
+)  # fmt: skip
+def test_a_weight_that_is_used_outside_of_its_module(group, row, schedule, in_turn):
+    model, optimizer = without_head()
+    wanted = []
+    for step in range(4):
+        x = batch(step)
+        loss = loss_of(model, x, (x * 5 + 1) % 24)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+        if step == 1:
+            with torch.no_grad():
+                wanted.append(loss_of(model, x, x % 24).item())
+    for losses, values in group(2, pipeline=2)(trains_without_head, row, schedule, in_turn):
+        assert losses == pytest.approx(wanted, rel=1e-9)
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(values[key], value, rtol=1e-8, atol=1e-10)
 
 
 def of_transformers(name):

@@ -288,12 +288,16 @@ class Engine(Resumable):
         """Inside the block gradients are taken in as they come; `by_hand`, when it ends."""
         gradients = self._states.gradients
         gradients.begin(last=last, weight=weight, factor=factor, among=among)
+        if self._timing is not None:
+            self._timing.backward_begins()
         try:
             with span("backward"):
                 with self._showing(keep_graph=keep_graph):
                     yield
                     if by_hand:
                         gradients.bring()
+                if self._timing is not None:
+                    self._timing.backward_ended()
                 gradients.finish()
         except BaseException:
             with suppress(CollectiveError):  # the first error is the one to show
@@ -304,8 +308,6 @@ class Engine(Resumable):
         self, loss: Tensor, weight: float | Tensor, batch: Batch | None, *, given: bool
     ) -> None:
         self.world.feed.train()
-        if self._timing is not None:
-            self._timing.backward_ended()
         self._window.add(loss, weight, batch, given=given)
         if batch is not None and batch.samples == 0:
             self._held.buffers.restore()

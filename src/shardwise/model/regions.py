@@ -135,7 +135,8 @@ class Door:
         self._open.append(_Opened(torch.is_grad_enabled(), saving, sys.exc_info()[1]))
         if saving is not None:
             saving.__enter__()
-        self._keeper.enter(self._number, self._index, module)
+        with torch._C.DisableTorchFunction():  # whoever follows the user's operations
+            self._keeper.enter(self._number, self._index, module)
 
     @_untraced
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -152,7 +153,8 @@ class Door:
             for tensor in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.register_hook(self._reached)  # type: ignore[no-untyped-call]
-        with suppress(CollectiveError) if failed else nullcontext():  # the first error is shown
+        ignored = suppress(CollectiveError) if failed else nullcontext()  # the first error is shown
+        with ignored, torch._C.DisableTorchFunction():
             self._keeper.leave(self._number, failed=failed)
 
     @_untraced
@@ -179,9 +181,10 @@ class _Notes:
     @_untraced
     def pack(self, tensor: Tensor) -> Any:
         """What to keep of `tensor`."""
-        note = self._note_of(tensor)
-        if note is not None:
-            return tensor.clone() if tensor.is_conj() or tensor.is_neg() else note
+        with torch._C.DisableTorchFunction():
+            note = self._note_of(tensor)
+            if note is not None:
+                return tensor.clone() if tensor.is_conj() or tensor.is_neg() else note
         return tensor if self._outer is None else self._outer[0](tensor)
 
     @_untraced

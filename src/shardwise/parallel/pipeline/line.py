@@ -48,6 +48,7 @@ class Line:
         self._seed, self._draws = 0, 0
         self._forms: dict[Any, Any] = {}
         self._lent: set[nn.Parameter] = set()
+        self._uses_outside = False
         self._forwards: list[Forward] = []
 
     def share(self, cut: Cut) -> None:
@@ -56,9 +57,7 @@ class Line:
         self.stages = frozenset(range(self.group.rank, cut.stages, self.group.size))
         self.run = Run(self.stages)
         for parameter in cut.lent:
-            for borrower in self._borrowers(parameter):
-                self.channels.open("lent", cut.owners[parameter], borrower)
-                self.channels.open("back", borrower, cut.owners[parameter])
+            self._open_for(parameter)
 
     def rank_of(self, stage: int) -> int:
         """The rank of `group` that has a stage."""
@@ -146,23 +145,24 @@ class Line:
     # -- moves ------------------------------------------------------------------------------
 
     def owner(self, parameter: Tensor) -> int | None:
-        """The stage of a parameter that lies in no atom; None for any other."""
-        if parameter in self.cut.loose:
-            return self.cut.owners[parameter]  # type: ignore[index]
-        return None
+        """The stage that trains a parameter; None for one that is not the model's."""
+        return self.cut.owners.get(parameter)  # type: ignore[call-overload, no-any-return]
 
     def open(self, source: int, target: int) -> None:
         """Make the ways between two stages, on all ranks: not while a schedule runs."""
         if self.channels.are_open(source, target):
             return
         if self.run.planned and not self.run.trying:
-            raise UsageError(
-                f"Stage {source} has something for stage {target} that it did not have in the "
-                "first micro-batch. Let the model's forward take the same way through its layers "
-                "for every batch, or use a plain loop: loss = ...; engine.backward(loss)."
-            )
+            raise self._another_way(source, target)
         self.channels.open("forward", source, target)
         self.channels.open("backward", target, source)
+
+    def _another_way(self, source: int, target: int) -> UsageError:
+        return UsageError(
+            f"Stage {source} has something for stage {target} that it did not have in the first "
+            "micro-batch. Let the model's forward take the same way through its layers for every "
+            "batch, or use a plain loop: loss = ...; engine.backward(loss)."
+        )
 
     def settle(self) -> None:
         """Return when what was sent has come."""
@@ -214,19 +214,45 @@ class Line:
         if self.run.trying:
             return
         for parameter in atom.parameters():
-            owner = self.cut.owners[parameter]
-            if parameter in self._lent or parameter not in self.cut.lent:
-                continue
-            if stage == owner and stage in self.run.stages:
-                self._lent.add(parameter)
+            if parameter in self.cut.lent:
+                self._lend(parameter, stage)
+
+    def borrow(self, parameter: nn.Parameter, stage: int) -> None:
+        """The same of one parameter, which is used outside of all layers."""
+        several = self.cut.lent.setdefault(parameter, [])
+        self._uses_outside = True
+        if stage not in several:
+            if self.run.planned and not self.run.trying:
+                raise self._another_way(self.cut.owners[parameter], stage)
+            several.append(stage)
+            several.sort()
+            self._open_for(parameter)
+        if not self.run.trying:
+            self._lend(parameter, self.cut.owners[parameter])
+            self._lend(parameter, stage)
+
+    def _lend(self, parameter: nn.Parameter, stage: int) -> None:
+        """Send or receive a parameter, if `stage` is here and has not done so yet."""
+        if parameter in self._lent or stage not in self.run.stages:
+            return
+        owner = self.cut.owners[parameter]
+        if stage == owner:
+            self._lent.add(parameter)
+            with self.inside():
                 for target in self._borrowers(parameter):
                     self.channels.send("lent", owner, target, parameter.detach())
-            elif stage in self.run.stages and not self.has(parameter):
-                self._lent.add(parameter)
-                with torch.no_grad():
-                    parameter.data = self.channels.receive(
-                        "lent", owner, self._first_here(parameter), parameter, self.device
-                    )
+        elif not self.has(parameter):
+            self._lent.add(parameter)
+            with torch.no_grad(), self.inside():
+                parameter.data = self.channels.receive(
+                    "lent", owner, self._first_here(parameter), parameter, self.device
+                )
+
+    def _open_for(self, parameter: nn.Parameter) -> None:
+        owner = self.cut.owners[parameter]
+        for borrower in self._borrowers(parameter):
+            self.channels.open("lent", owner, borrower)
+            self.channels.open("back", borrower, owner)
 
     def _borrowers(self, parameter: nn.Parameter) -> list[int]:
         """The first stage of each rank that borrows a parameter."""
@@ -252,7 +278,7 @@ class Line:
 
     def give_back(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Send the owners the gradients of what is borrowed."""
-        for parameter in self.borrowed:
+        for parameter in filter(_is_trained, self.borrowed):
             if (gradient := gradients.get(parameter)) is None:
                 gradient = torch.zeros_like(parameter)
             owner, stage = self.cut.owners[parameter], self._first_here(parameter)
@@ -263,7 +289,7 @@ class Line:
         return [
             (p, self.channels.receive("back", borrower, stage, p, self.device))
             for p in self.cut.lent
-            if self.cut.owners[p] == stage and p.requires_grad
+            if self.cut.owners[p] == stage and _is_trained(p)
             for borrower in self._borrowers(p)
         ]
 
@@ -441,8 +467,9 @@ class Line:
             self.is_whole = before
 
     def following(self) -> Any:
-        """What follows loose parameters, where there are any."""
-        return self._following if self.cut.loose else nullcontext()
+        """What follows parameters that are used outside of all layers, unless none is."""
+        known = self.run.planned and not self.run.trying
+        return nullcontext() if known and not self._uses_outside else self._following
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -472,6 +499,10 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
     finally:
         for inner, key, hooks in held:
             vars(inner)[key] = hooks
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,8 +24,9 @@ class LayerTimes:
     {"layers": [{"name", "parameters", "forward", "backward", "bytes"}, ...], "steps": N}
 
     Seconds of a step, medians over the steps but the first two; `bytes` are what a layer gives to
-    the next one in a step. A backward lasts from the arrival of the gradient of what a layer gave
-    to that of the next layer's; for the first one, to the end of all.
+    the next one in a step. What comes between two layers, and after the last (a loss), is of the
+    one before. A backward lasts from the arrival of the gradient of what a layer gave to that of
+    the layer's before; for the first one, to the end of all.
     """
 
     def __init__(self, model: nn.Module, patterns: Sequence[str] | None, path: Path) -> None:
@@ -33,7 +34,9 @@ class LayerTimes:
         self._path = path
         self._steps: list[list[_Times]] = []
         self._now = [_Times() for _ in self._atoms]
-        self._began: dict[int, float] = {}
+        self._last: tuple[int, float] | None = None
+        """The layer that forward has come to, and since when."""
+        self._backward_began = 0.0
         self._arrivals: list[tuple[float, int]] = []
         self._handles = [
             handle
@@ -46,12 +49,11 @@ class LayerTimes:
 
     def _enter(self, number: int, module: nn.Module, args: Any) -> None:
         del module, args
-        self._began[number] = _clock()
+        self._forward_goes_on(number)
 
     def _leave(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
         del module, args
         times = self._now[number]
-        times.forward += _clock() - self._began.pop(number)
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         times.nbytes += sum(leaf.nbytes for leaf in tensors if leaf.requires_grad)
         for leaf in tensors[:1]:
@@ -62,9 +64,23 @@ class LayerTimes:
         del grad
         self._arrivals.append((_clock(), number))
 
+    def _forward_goes_on(self, number: int | None) -> None:
+        now = _clock()
+        if self._last is not None:
+            self._now[self._last[0]].forward += now - self._last[1]
+        self._last = None if number is None else (number, now)
+
+    def backward_begins(self) -> None:
+        """A forward is over."""
+        self._forward_goes_on(None)
+        self._backward_began = _clock()
+
     def backward_ended(self) -> None:
         """A backward is over."""
         ends = [when for when, _ in self._arrivals[1:]] + [_clock()]
+        if self._arrivals:
+            when, number = self._arrivals[0]
+            self._now[number].backward += when - self._backward_began
         for (when, number), end in zip(self._arrivals, ends, strict=True):
             self._now[number].backward += end - when
         self._arrivals.clear()

@@ -81,7 +81,10 @@ class Moves(Protocol):
         """Make a way between two stages, where there is none. Collective then."""
 
     def owner(self, parameter: Tensor) -> int | None:
-        """The stage of a parameter that lies in no atom."""
+        """The stage that trains a parameter."""
+
+    def borrow(self, parameter: torch.nn.Parameter, stage: int) -> None:
+        """Let `stage` have a parameter that another one trains."""
 
 
 class Piece(Tensor):
@@ -178,7 +181,7 @@ def _told(leaf: Any) -> Any:
 def operate(
     moves: Moves, func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec
 ) -> Any:
-    """`func` of pieces, loose parameters and tensors that all have, where the last of them is."""
+    """`func` of pieces, parameters and tensors that all have, where the last of them is."""
     homes = [home for leaf in leaves if (home := _home(moves, leaf)) is not None]
     home = max(homes)
     if func is Tensor.__setitem__ and _home(moves, leaves[0]) is None:
@@ -223,9 +226,8 @@ def at(moves: Moves, leaf: Any, stage: int) -> Any:
 
     The value where this rank runs `stage`; else nothing that could be used.
     """
-    if isinstance(leaf, torch.nn.Parameter) and (home := moves.owner(leaf)) not in (None, stage):
-        assert home is not None
-        leaf = Piece(moves, home, leaf if home in moves.run.stages else None, stand_in(leaf))
+    if isinstance(leaf, torch.nn.Parameter) and moves.owner(leaf) not in (None, stage):
+        moves.borrow(leaf, stage)
     if not isinstance(leaf, Piece):
         return leaf
     if stage not in leaf.known:
@@ -253,8 +255,16 @@ def everywhere(piece: Piece) -> Tensor:
     return moves.spread(piece.home, piece.value if here else None, piece.like)
 
 
+_MEMORY = {
+    *(getattr(Tensor, name).__get__ for name in ("data", "grad", "grad_fn", "_version")),
+    *(getattr(Tensor, name).__set__ for name in ("data", "grad", "requires_grad")),
+    *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage_offset, Tensor.register_hook),
+}
+"""What looks at a parameter as the engine does, and computes nothing."""
+
+
 class Following(TorchFunctionMode):
-    """Follows operations on loose parameters, which are no pieces, inside the model's forward."""
+    """Follows operations on parameters outside of all layers, inside the model's forward."""
 
     def __init__(self, moves: Moves) -> None:
         super().__init__()
@@ -269,7 +279,7 @@ class Following(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._off or func in _ABOUT:
+        if self._off or func in _ABOUT or func in _MEMORY:
             return func(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if any(
