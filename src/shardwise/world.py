@@ -30,6 +30,7 @@ from shardwise.preemption import Preemption
 from shardwise.step_log import StepLog
 from shardwise.tiers import heap
 from shardwise.tree import MicroShards
+from shardwise.unstepped import Unstepped
 from shardwise.watch import whereabouts
 from shardwise.watch.sentry import Sentry
 
@@ -78,6 +79,7 @@ class World:
         self.feed.watch(self.preemption.before_batch)
         self.step_log = StepLog(None, self.rank)
         self.engines = 0
+        self.unstepped = Unstepped()
         self.sentry: Sentry | None = None
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._keywords: dict[str, Any] = {}
@@ -312,6 +314,8 @@ def _leave() -> None:
     recording.stop()
     if world is not None:
         atexit.unregister(_leave)
+        if world.is_main and not world.step_log.ended:
+            world.unstepped.tell()
         world.preemption.forget()
         world.step_log.close()
         if world.sentry is not None:
