@@ -210,10 +210,14 @@ class World:
         """The settings of this run given a script's keywords; says once what overrides what."""
         settings, overrides = config.load(self._keywords | keywords)
         for line in overrides:
-            if line not in self._said:
-                self._said.add(line)
-                self.print(f"shardwise: {line}", file=sys.stderr)
+            self.say_once(line)
         return settings
+
+    def say_once(self, line: str) -> None:
+        """On stderr, on rank 0 alone; a line that was said before is not said again."""
+        if line not in self._said:
+            self._said.add(line)
+            self.print(f"shardwise: {line}", file=sys.stderr)
 
 
 def init(seed: int | None = None, **settings: Any) -> World:
