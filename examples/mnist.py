@@ -69,8 +69,15 @@ def main() -> None:
         sys.exit(2)
     each = args.batch_size or (32 if args.data is None else 256)
     steps = args.epochs * -(-len(data.training) // (each * world.size))
+    warmup = reaching(args.warmup_epochs, args.epochs)
+    if warmup < args.warmup_epochs and world.size > 1:
+        world.print(
+            f"mnist: a warm-up of {args.warmup_epochs:g} epochs would never reach the full rate "
+            f"in {args.epochs}: it is shortened to {warmup:g}. Give more --epochs, or fewer "
+            "--warmup-epochs."
+        )
     # Alone there is nothing to warm up to: both are the same.
-    ways = {"warm-up": args.warmup_epochs} | ({} if world.size == 1 else {"none": 0.0})
+    ways = {"warm-up": warmup} | ({} if world.size == 1 else {"none": 0.0})
     with Screen(world, steps * len(ways)) as screen:
         curves = {
             way: train(world, data, args, screen, total=each * world.size, warmup=epochs)
@@ -83,6 +90,11 @@ def main() -> None:
         print(f"{path}: validation accuracy {curves['warm-up']['validation'][-1]:.2%}")
         if args.result:
             args.result.write_text(json.dumps(found_here))
+
+
+def reaching(warmup: float, epochs: int) -> float:
+    """`warmup`, or half of the run where that takes all of its epochs."""
+    return warmup if warmup < epochs else epochs / 2
 
 
 def train(

@@ -406,6 +406,10 @@ _ELSEWHERE = {
 }
 
 
+OF_THE_ENGINE = FIELDS.keys() - _ELSEWHERE.keys()
+"""The settings that are keywords of `sw.Engine`."""
+
+
 def refuse_elsewhere(keywords: Mapping[str, Any], caller: str) -> None:
     """Raise ConfigError for a keyword of `sw.Engine` that would have no effect there."""
     for name in keywords:
@@ -427,31 +431,35 @@ def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[Sou
     return found
 
 
-def resolve(found: list[Source]) -> tuple[Settings, list[str]]:
-    """Merge `found` (strongest first) into Settings, and say in words what overrides what."""
-    values: dict[str, Any] = {}
-    winners: dict[str, str] = {}
-    overrides: list[str] = []
+def winning(found: list[Source]) -> dict[str, tuple[Any, str]]:
+    """By name of a setting its value and where that came from, given `found` (strongest first)."""
+    winners: dict[str, tuple[Any, str]] = {}
     for source in found:
         for name, raw in source.values.items():
-            value = parse(name, raw, source.name)
-            if name not in values:
-                values[name], winners[name] = value, source.name
-            elif values[name] != value:
-                overrides.append(
-                    f"{name}={_plain(values[name])} ({winners[name]}) "
-                    f"overrides {_plain(value)} ({source.name})"
-                )
+            winners.setdefault(name, (parse(name, raw, source.name), source.name))
+    return winners
+
+
+def resolve(found: list[Source]) -> tuple[Settings, list[str]]:
+    """Merge `found` (strongest first) into Settings, and say in words what overrides what."""
+    winners = winning(found)
+    values = {name: value for name, (value, _) in winners.items()}
+    overrides = [
+        f"{as_given(name, *winners[name])} overrides {_plain(value)} ({source.name})"
+        for source in found
+        for name, raw in source.values.items()
+        if (value := parse(name, raw, source.name)) != values[name]
+    ]
     # A row said in one way by a stronger source must not clash with the other way in a weaker.
     if {"zero", "shard"} <= values.keys():
         order = [source.name for source in found]
-        ranks = {name: order.index(winners[name]) for name in ("zero", "shard")}
+        ranks = {name: order.index(winners[name][1]) for name in ("zero", "shard")}
         if ranks["zero"] != ranks["shard"]:
             weaker = max(ranks, key=lambda name: ranks[name])
             stronger = "zero" if weaker == "shard" else "shard"
             overrides.append(
-                f"{stronger}={_plain(values[stronger])} ({winners[stronger]}) "
-                f"overrides {weaker}={_plain(values[weaker])} ({winners[weaker]})"
+                f"{as_given(stronger, *winners[stronger])} overrides "
+                f"{as_given(weaker, *winners[weaker])}"
             )
             del values[weaker]
     return Settings(**values), overrides
@@ -460,6 +468,11 @@ def resolve(found: list[Source]) -> tuple[Settings, list[str]]:
 def load(keywords: Mapping[str, Any]) -> tuple[Settings, list[str]]:
     """The settings of this process, given the keywords that the script wrote."""
     return resolve(sources(os.environ, keywords))
+
+
+def as_given(name: str, value: Any, source: str) -> str:
+    """A setting in words, such as "zero=2 (flag)"."""
+    return f"{name}={_plain(value)} ({source})"
 
 
 def _plain(value: Any) -> str:

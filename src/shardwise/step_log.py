@@ -51,6 +51,8 @@ class StepLog:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / f"rank-{rank}.jsonl").open("w", buffering=1)
+        self.ended = False
+        """Whether the run was ended here, maybe between the backward and the step of an engine."""
         self._stop_after = stop_after
         self._counts = counts
         self._stepped: set[int] = set()  # engines that have stepped since the last pass began
@@ -104,6 +106,7 @@ class StepLog:
             self._add(steps, outcome)
         self._made += 1
         if self._stop_after is not None and self._made >= self._stop_after:
+            self.ended = True
             raise SystemExit(0)
 
     def _add(self, steps: int, outcome: Outcome) -> None:

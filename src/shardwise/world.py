@@ -30,6 +30,7 @@ from shardwise.preemption import Preemption
 from shardwise.step_log import StepLog
 from shardwise.tiers import heap
 from shardwise.tree import MicroShards
+from shardwise.unstepped import Unstepped
 from shardwise.watch import whereabouts
 from shardwise.watch.sentry import Sentry
 
@@ -83,6 +84,7 @@ class World:
         self.feed.watch(self.preemption.before_batch)
         self.step_log = StepLog(None, self.rank)
         self.engines = 0
+        self.unstepped = Unstepped()
         self.sentry: Sentry | None = None
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._keywords: dict[str, Any] = {}
@@ -231,10 +233,14 @@ class World:
         """The settings of this run given a script's keywords; says once what overrides what."""
         settings, overrides = config.load(self._keywords | keywords)
         for line in overrides:
-            if line not in self._said:
-                self._said.add(line)
-                self.print(f"shardwise: {line}", file=sys.stderr)
+            self.say_once(line)
         return settings
+
+    def say_once(self, line: str) -> None:
+        """On stderr, on rank 0 alone; a line that was said before is not said again."""
+        if line not in self._said:
+            self._said.add(line)
+            self.print(f"shardwise: {line}", file=sys.stderr)
 
 
 def init(seed: int | None = None, **settings: Any) -> World:
@@ -338,6 +344,8 @@ def _leave() -> None:
     recording.stop()
     if world is not None:
         atexit.unregister(_leave)
+        if world.is_main and not world.step_log.ended:
+            world.unstepped.tell()
         world.preemption.forget()
         world.step_log.close()
         if world.sentry is not None:

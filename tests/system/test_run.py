@@ -213,6 +213,26 @@ class TestFailing:
         assert closing.endswith("\nValueError: no such token in step 3\n")
         assert ran.code == 1
 
+    def test_what_all_ranks_are_refused_is_said_once(self, shardwise: Launcher) -> None:
+        flags = ("--tensor", "2", "--exact", "4", "--log-dir", "l")
+        ran = shardwise.run("run", "-n", "2", *flags, script("exact"))
+        assert (ran.code, ran.out) == (1, "")
+        said = ran.err.removeprefix("\nshardwise: --exact 4 and --tensor 2 cannot be had together")
+        assert said.endswith('device="cpu")]\n')
+        assert said.count("\n") == 1
+        for rank in range(2):
+            log = (shardwise.folder / "l" / f"rank{rank}.log").read_text()
+            assert log.count("Traceback (most recent call last):") == 1
+
+    def test_what_one_rank_is_refused_has_its_traceback(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "-n", "2", script("refused_second"))
+        live, _, closing = ran.err.partition("\nshardwise: rank 1 of 2 failed (exit code 1).")
+        assert ran.code == 1
+        assert "[0] PeerLost: " in live
+        assert "[1] Traceback (most recent call last):" in live
+        assert "\nTraceback (most recent call last):" in closing
+        assert "errors.PlacementError: There is no row ZERO_9" in closing
+
     def test_a_rank_that_leaves_in_peace_too_early(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("early"))
         assert ran.code == 1

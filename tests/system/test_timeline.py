@@ -30,6 +30,7 @@ def test_a_rank_that_sleeps_is_named(shardwise: Launcher, tmp_path: Path) -> Non
     assert waiting["exposed"] >= waiting["waited"]
     shown = shardwise.run("timeline", "t.json").out
     assert "rank 1 is slowest: " in shown
+    assert " exposed  ms, communicating, and doing nothing else\n" in shown
     assert "in the script's own code" in shown
 
 

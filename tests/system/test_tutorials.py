@@ -82,6 +82,9 @@ class TestPi:
 
 def test_digits_at_two_sizes_write_all_plots(tmp_path: Path) -> None:
     screen = example("mnist.py", "--workers", "1,2", "--epochs", "3", folder=tmp_path)
+    alone, two = screen.split("== 2 workers")
+    assert "in 3: it is shortened to 1.5. Give more --epochs" in two
+    assert "shortened" not in alone
     out = tmp_path / "runs" / "mnist"
     for name in ("accuracy_1.pdf", "accuracy_2.pdf", "warmup.pdf"):
         data = (out / name).read_bytes()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import shardwise.horovod as hvd
 from shardwise.collectives import Solo
 from shardwise.collectives.base import Handle as Sent
 from shardwise.collectives.sums import PLAIN
@@ -193,6 +194,44 @@ def test_steps_left_out_are_seen_once(first, second, found):
     notes = {0: NOTE | first, 1: NOTE | second}
     assert list(comparison.compare(notes)) == found
     assert list(comparison.compare(notes)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, ""),
+        ({"bucket_mb": (1.0, "flag"), "timeout": (9.0, "flag"), "quiet": (True, "flag")}, ""),
+        ({"zero": (0, "flag"), "tensor": (1, "flag"), "precision": ("fp32", "environment")}, ""),
+        ({"zero": (2, "flag")}, "zero=2 (flag) has no effect on what hvd.DistributedOptimizer "),
+        (
+            {"overlap": (False, "file c.toml"), "seed": (1, "flag"), "exact": (4, "environment")},
+            "overlap=False (file c.toml), exact=4 (environment) have no effect on what hvd.",
+        ),
+    ],
+)
+def test_settings_that_only_the_engine_acts_upon(given, told):
+    line = habits.without_effect(given)
+    assert line.startswith(told)
+    assert bool(line) == bool(told)
+    assert not line or line.endswith(" or train with sw.Engine: docs/from_horovod.md.")
+
+
+def test_settings_without_effect_are_told_once(solo, monkeypatch, capfd):
+    monkeypatch.setenv("SHARDWISE_FLAGS", '{"zero": "2", "offload_optimizer": "cpu"}')
+    for _ in range(2):  # the second time as after an elastic restart
+        hvd.init()
+        hvd.shutdown()
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("shardwise: zero=2 (flag), offload_optimizer=cpu (flag) have no ")
+
+
+def test_settings_of_an_engine_that_was_made_have_effect(solo, monkeypatch, capfd):
+    monkeypatch.setenv("SHARDWISE_ZERO", "2")
+    solo.engines = 1
+    hvd.init()
+    hvd.shutdown()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_path_that_several_ranks_of_a_host_write():

@@ -122,8 +122,8 @@ def test_visible_gpus(present: int, listed: str | None, seen: int) -> None:
     assert gpus.visible(present, listed) == seen
 
 
-def _report(rank: int, time: float, *, secondary: bool = False) -> Report:
-    return Report(rank=rank, time=time, secondary=secondary, message="", text="")
+def _report(rank: int, time: float, *, secondary: bool = False, refusal: str = "") -> Report:
+    return Report(rank=rank, time=time, secondary=secondary, message="", text="", refusal=refusal)
 
 
 def _end(rank: int, code: int, time: float, *, stopped: bool = False) -> End:
@@ -188,6 +188,23 @@ class TestVerdict:
     )
     def test_judge(self, ends: list[End], reports: list[Report], judged: Verdict | None) -> None:
         assert verdict.judge(ends, {found.rank: found for found in reports}) == judged
+
+    @pytest.mark.parametrize(
+        ("ends", "reports", "said"),
+        [
+            ([_end(0, 1, 5), _end(1, 1, 6)], {0: "no", 1: "no"}, "no"),
+            ([_end(0, 1, 5), _end(1, 1, 6)], {0: "no", 1: "not"}, ""),
+            ([_end(0, 1, 5), _end(1, 1, 6)], {0: "no", 1: ""}, ""),
+            ([_end(0, 1, 5), _end(1, -15, 6, stopped=True)], {0: "no"}, "no"),
+            ([_end(0, 1, 5), _end(1, -11, 6)], {0: "no"}, ""),
+            ([_end(0, 1, 5), _end(1, 0, 6)], {0: "no"}, ""),
+        ],
+    )
+    def test_what_all_were_refused(
+        self, ends: list[End], reports: dict[int, str], said: str
+    ) -> None:
+        found = {rank: _report(rank, 5, refusal=text) for rank, text in reports.items()}
+        assert verdict.refused(ends, found) == said
 
     def test_what_explains_a_failure(self) -> None:
         lost = {0: _report(0, 1.0, secondary=True)}
@@ -276,6 +293,10 @@ class TestClosingWords:
         said = closing.words(judged, "exit code 0", "T", size=2, where="train.py:9: barrier()")
         assert "rank 1 of 2 ended (exit code 0) while the others were still training" in said
         assert said.endswith("Rank 0 was waiting for it here:\n\ntrain.py:9: barrier()\n")
+
+    def test_a_refusal_is_all_that_is_said(self) -> None:
+        assert closing.refusal("Not so.", [1, 0], 2) == "\nshardwise: Not so.\n"
+        assert closing.refusal("Not so.", [1], 2) == "\nshardwise: rank 1 of 2: Not so.\n"
 
     def test_alone_it_has_said_all(self) -> None:
         assert closing.words(Verdict(rank=0, exit_code=1), "exit code 1", "T", size=1) == ""

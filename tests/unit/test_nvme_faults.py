@@ -28,7 +28,9 @@ from tests.disk import (
 
 
 def test_a_missing_folder(folder: Path) -> None:
-    with pytest.raises(TierError, match=r"moments of rank 3 .*no-such: there is no such folder"):
+    with pytest.raises(
+        TierError, match=r"moments cannot rest in .*no-such: there is no such folder"
+    ):
         Store(folder / "no-such", "moments", [10], rank=3)
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.horovod.samples import Samples
-from shardwise.scaling import page, plots, records, report, runs
+from shardwise.scaling import measure, page, plots, records, report, runs
 from shardwise.scaling.estimates import Rate, rate, student
 from shardwise.scaling.records import Measured, TooFew
 from shardwise.scaling.report import Report
@@ -255,6 +256,25 @@ def test_what_counts_in_a_horovod_script_is_noted(made: Report) -> None:
     assert any("torch.no_grad()" in note for note in replace(made, runs=[horovod]).notes())
 
 
+def test_it_is_said_which_loss_and_which_accuracy_are_shown(made: Report) -> None:
+    notes = " ".join(made.notes())
+    assert "loss is the mean training loss of the last epoch" in notes
+    assert "accuracy is the last evaluation accuracy that" in notes
+    trained = replace(made.runs[0], measured=measured(9, means={"training Acc": {0: 0.1}}))
+    both = replace(made, runs=[*made.runs, trained])
+    assert "the last evaluation accuracy or training Acc that" in " ".join(both.notes())
+    bare = replace(made, runs=[replace(made.runs[0], measured=measured(9, loss={}))])
+    assert not any(note.startswith(("loss is", "accuracy is")) for note in bare.notes())
+
+
+def test_steps_that_were_dropped_are_not_among_the_measured(
+    made: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure._say(made.runs[0], Console(width=200))
+    said = capsys.readouterr().out
+    assert said.endswith("100 samples/s over 15 steps, after 5 that were dropped\n")
+
+
 def test_json_and_csv_have_every_run(made: Report, tmp_path: Path) -> None:
     report.write(made, tmp_path)
     found = json.loads((tmp_path / "scaling.json").read_text())
@@ -277,6 +297,7 @@ def test_the_page_is_in_itself_and_says_what_failed(made: Report, tmp_path: Path
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     html = page.render(made, pictures)
     assert html.count("<svg") == 4
+    assert "The last evaluation accuracy of each epoch." in html
     assert "&lt;boom&gt;" in html
     assert "<boom>" not in html
     assert "&lt;train&gt;.py" in html

@@ -132,7 +132,9 @@ class TestFailures:
     """What the file itself refuses is in test_nvme_faults.py."""
 
     def test_no_such_folder(self, folder: Path) -> None:
-        with pytest.raises(TierError, match=r"activations of rank 3 .*there is no such folder"):
+        with pytest.raises(
+            TierError, match=r"activations cannot rest in .*there is no such folder"
+        ):
             make(folder / "nowhere")
 
     @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")

@@ -23,12 +23,20 @@ NOT_WHOLE = 1
 """The exit code of `verify` for a checkpoint that is not what was written."""
 
 
-@click.group(short_help="Look at a checkpoint, check it, or hand it on.")
-def checkpoint() -> None:
+@click.group(
+    short_help="Look at a checkpoint, check it, or hand it on.",
+    invoke_without_command=True,
+    subcommand_metavar="COMMAND [ARGS]...",
+)
+@click.pass_context
+def checkpoint(ctx: click.Context) -> None:
     """Look at a checkpoint, check it, or hand it on.
 
     PATH is the folder of a step, or that of a run's checkpoints, of which the newest is taken.
     """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(click.UsageError.exit_code)
 
 
 def _told(command: Callable[..., int]) -> Callable[..., int]:

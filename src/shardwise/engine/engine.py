@@ -111,6 +111,7 @@ class Engine(Resumable):
         )
         self._refuse_second_engine()
         self._window = Window()
+        self.world.unstepped.watch(self._window)
         self._options = Options(self._recipe.optimizers)
         in_step = WeakMethod(self._is_in_step)
         self._held = Takeover(
@@ -348,7 +349,7 @@ class Engine(Resumable):
             self._states.shown.residency.reset()
         self._states.gradients.abandon()
         self._held.buffers.abandon()
-        self._window = Window()
+        self._window.clear()
 
     # -- step -----------------------------------------------------------------------------
 
@@ -366,6 +367,7 @@ class Engine(Resumable):
                 "engine.step() without engine.backward(loss) since the last step: "
                 "call backward first."
             )
+        self._window.stepping = True
         if max_norm is not None and not max_norm > 0:
             raise UsageError(f"max_norm takes a number above 0, not {max_norm}.")
         self._parts.check(self._window.backwards)
@@ -469,7 +471,7 @@ class Engine(Resumable):
         self._states.gradients.clear()
         if totals.several and self.settings.reduce_dtype == "fp32":
             self._states.gradients.widen()
-        self._window = Window()
+        self._window.clear()
         if self._recipe.line is not None:
             self._recipe.line.changed()
         habits.tell_schedulers(self._recipe.optimizers)

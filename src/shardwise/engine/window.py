@@ -23,6 +23,13 @@ class Window:
     indices: list[tuple[int, ...]] = field(default_factory=list)
     counted: list[Batch] = field(default_factory=list)
     """The batches whose samples are among the weights."""
+    stepping: bool = False
+    """Whether the step has begun; it stays so where the step fails."""
+
+    def clear(self) -> None:
+        """The step is over, or forgotten: begin anew."""
+        self.weights, self.losses, self.indices, self.counted = [], [], [], []
+        self.stepping = False
 
     @property
     def backwards(self) -> int:

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise import collectives, launch
+from shardwise import collectives, config, launch
 from shardwise import world as worlds
 from shardwise.errors import BadCall, UsageError
-from shardwise.horovod import links
+from shardwise.horovod import habits, links
 from shardwise.horovod.background import Background
-from shardwise.horovod.habits import Eyes
 from shardwise.horovod.samples import Samples
 from shardwise.timeline import recorder
 from shardwise.world import World
@@ -43,9 +42,9 @@ class Context:
         self.asked_size = False
         self.reduces = False
         """Whether this rank has ever asked for a reduction."""
-        self.eyes: Eyes | None = None
+        self.eyes: habits.Eyes | None = None
         if world.size > 1:
-            self.eyes = Eyes(world.rank, self.background.see, lambda: self.reduces)
+            self.eyes = habits.Eyes(world.rank, self.background.see, lambda: self.reduces)
         self.samples = Samples(world.step_log) if world.step_log.is_on else None
 
     def stepped(self) -> None:
@@ -113,6 +112,8 @@ def init(
             f"hvd.init({comm!r}): start the ranks that you want, or use hvd.ProcessSet for some of "
             "them; mpi4py's communicators are not used."
         )
+    if not world.engines:
+        _tell_of_idle_settings(world)
     _current = Context(world)
     atexit.register(shutdown)
     from shardwise.horovod.process_sets import add_process_set  # which needs what is made here
@@ -133,6 +134,13 @@ def _world() -> World:
         random.setstate(states[0])
         np.random.set_state(states[1])
         return world
+
+
+def _tell_of_idle_settings(world: World) -> None:
+    """Of those that were given beside the script: by a flag, the environment or a file."""
+    line = habits.without_effect(config.winning(config.sources(os.environ, {})))
+    if line:
+        world.say_once(line)
 
 
 def shutdown() -> None:

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from shardwise import config
 from shardwise.watch.roots import named
 
 BROADCAST = (
@@ -51,6 +52,32 @@ PIN = (
 )
 
 Note = Mapping[str, str]
+
+
+_ACT_HERE_TOO = {"bucket_mb", "quiet"}
+"""Settings of the engine that a script in Horovod's style heeds as well."""
+
+_IDLE = (config.OF_THE_ENGINE - _ACT_HERE_TOO) | {"tensor", "exact"}
+
+
+def without_effect(given: Mapping[str, tuple[Any, str]]) -> str:
+    """What is said of settings that only `sw.Engine` acts upon, "" where there are none.
+
+    `given` has values and sources by name; what is the same without an engine is left out.
+    """
+    same = {name: config.FIELDS[name].default for name in _IDLE} | {"zero": 0}
+    idle = [
+        config.as_given(name, value, source)
+        for name, (value, source) in given.items()
+        if name in _IDLE and value != same[name]
+    ]
+    if not idle:
+        return ""
+    has, it = ("has", "it") if len(idle) == 1 else ("have", "them")
+    return (
+        f"{', '.join(idle)} {has} no effect on what hvd.DistributedOptimizer trains: only "
+        f"sw.Engine acts upon {it}. Leave {it} out, or train with sw.Engine: docs/from_horovod.md."
+    )
 
 
 def warn(line: str) -> None:

@@ -35,6 +35,13 @@ def words(
     return f"\nshardwise: {head}.{last}\n"
 
 
+def refusal(sentence: str, ranks: Sequence[int], size: int) -> str:
+    """The closing words of a run in which `ranks`, of `size`, died of one `sentence`; the others
+    were ended before they came to it."""
+    who = "" if len(ranks) == size else f"rank {min(ranks)} of {size}: "
+    return f"\nshardwise: {who}{sentence}\n"
+
+
 def short(judged: Verdict, how: str, size: int, report: Report | None) -> tuple[str, str]:
     """The same in a few words: what happened to whom, and why."""
     who = "the program" if size == 1 else f"rank {judged.rank} of {size}"

@@ -1,7 +1,8 @@
 """A rank's last words: what it died of, written where its launcher looks.
 
 When several ranks fail, most of them only report that another one is gone. Each rank that dies
-of an exception leaves a report with the time, so that the launcher can show the first cause.
+of an exception leaves a report with the time, so that the launcher can show the first cause. What
+was refused on all ranks alike the launcher shows, once; without one each rank does.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-import sysconfig
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from shardwise.errors import CollectiveError
+from shardwise import launch
+from shardwise.errors import CollectiveError, LaunchError
+from shardwise.launch import own
+from shardwise.launch.refusal import sentence, users_line
 
 DIRECTORY_VARIABLE = "SHARDWISE_LAUNCH_REPORTS"
 RANK_VARIABLE = "SHARDWISE_LAUNCH_RANK"
@@ -37,34 +41,63 @@ class Report:
     message: str
     text: str
     where: str = ""
+    refusal: str = ""
 
 
 def watch_exceptions() -> None:
-    """From now on an uncaught exception in the main thread leaves a report, where one is wanted."""
-    if DIRECTORY_VARIABLE not in os.environ or sys.excepthook is _report_and_show:
-        return
-    sys.excepthook = _report_and_show
+    """From now on an uncaught exception in the main thread leaves a report where one is wanted, and
+    a refusal is shown as a sentence."""
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
 
 
-def _report_and_show(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Leave the report and show the traceback; one line where the cause lies elsewhere.
+class _Hook:
+    """Shows an uncaught exception; `before` does where no launcher of ours waits for a report.
 
     Written past sys.stderr, which torch.distributed wraps in a prefix of its own by then.
     """
-    text = "".join(traceback.format_exception(kind, error, trace))
-    shown = text
-    if isinstance(error, KeyboardInterrupt | CollectiveError):
-        shown = f"{_message(error)} [{_users_line(trace)}]\n"
-    if not isinstance(error, KeyboardInterrupt):
-        write(Path(os.environ[DIRECTORY_VARIABLE]), error, text)
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self._before = before
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        refused = sentence(error)
+        told = f"shardwise: {_speaker()}{refused}\n" if refused else ""
+        if DIRECTORY_VARIABLE not in os.environ:
+            if told:
+                _show(told)
+            else:
+                self._before(kind, error, trace)
+            return
+        text = "".join(traceback.format_exception(kind, error, trace))
+        is_shown_for_us = bool(refused) and os.environ.get(own.NAMES["size"], "1") != "1"
+        if not isinstance(error, KeyboardInterrupt):
+            folder = Path(os.environ[DIRECTORY_VARIABLE])
+            write(folder, error, text, refusal=refused if is_shown_for_us else "")
+        if isinstance(error, KeyboardInterrupt | CollectiveError):
+            _show(f"{_message(error)} [{users_line(trace)}]\n")
+        elif not is_shown_for_us:
+            _show(told or text)
+
+
+def _show(text: str) -> None:
     if sys.__stderr__ is not None:
-        sys.__stderr__.write(shown)
+        sys.__stderr__.write(text)
         sys.__stderr__.flush()
 
 
-def write(folder: Path, error: BaseException, text: str) -> None:
+def _speaker() -> str:
+    """Which of several ranks this is; nobody knows whether the others would say the same."""
+    try:
+        identity = launch.detect(os.environ)
+    except LaunchError:  # which is what is to be told
+        return ""
+    return "" if identity.size == 1 else f"rank {identity.rank} of {identity.size}: "
+
+
+def write(folder: Path, error: BaseException, text: str, refusal: str = "") -> None:
     """Leave the report of this rank in `folder`, whole or not at all."""
     rank = int(os.environ[RANK_VARIABLE])
     report = Report(
@@ -73,7 +106,8 @@ def write(folder: Path, error: BaseException, text: str) -> None:
         secondary=isinstance(error, CollectiveError),
         message=_message(error),
         text=text,
-        where=_users_line(error.__traceback__),
+        where=users_line(error.__traceback__),
+        refusal=refusal,
     )
     aside = folder / f".{rank}.json"
     aside.write_text(json.dumps(asdict(report)))
@@ -82,17 +116,6 @@ def write(folder: Path, error: BaseException, text: str) -> None:
 
 def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _users_line(trace: TracebackType | None) -> str:
-    """The innermost line of a traceback that is neither ours nor of an installed package."""
-    libraries = {Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))}
-    libraries |= {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
-    for frame in reversed(traceback.extract_tb(trace)):
-        if not libraries & set(Path(frame.filename).parents):
-            name = frame.filename.removeprefix(f"{Path.cwd()}{os.sep}")
-            return f"{name}:{frame.lineno}: {frame.line}"
-    return ""
 
 
 def read(folder: Path) -> dict[int, Report]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from shardwise.launch import closing, verdict
-from shardwise.launch.console import Console
+from shardwise.launch.console import STDERR, Console
 from shardwise.launch.crew import Departure
 from shardwise.launch.progress import Progress
 from shardwise.launch.report import Report
@@ -203,6 +203,8 @@ class Supervisor:
 
     def _conclude(self) -> Ending:
         reports, lost = self._reports(), closing.lost(self._losses)
+        refused = "" if self._asked else verdict.refused(self._ends(), reports)
+        self._show_what_was_left_to_us(reports, alike=bool(refused))
         judged = verdict.judge(self._ends(), reports)
         saved = any(departure.saved for departure in self._departures.values())
         if judged is None and not lost and (saved or self._saving):
@@ -212,10 +214,20 @@ class Supervisor:
         if lost and (judged is None or verdict.is_consequence(judged, reports)):
             failure = Failure(what="a host", why=self._losses[0], progress=self._progress())
             return Ending(code=1, words=lost, failure=failure)
-        return Ending(code=0) if judged is None else self._blame(judged, reports)
+        return Ending(code=0) if judged is None else self._blame(judged, reports, refused)
 
-    def _blame(self, judged: verdict.Verdict, reports: Mapping[int, Report]) -> Ending:
-        """Which rank failed and why."""
+    def _show_what_was_left_to_us(self, reports: Mapping[int, Report], *, alike: bool) -> None:
+        """Let each rank say what it was refused, in its log alone where it is the same for all."""
+        for rank, found in reports.items():
+            if found.refusal and alike:
+                self._voices[rank].keep(STDERR, found.text.encode())
+            elif found.refusal:
+                self._voices[rank].hear(STDERR, found.text.encode())
+
+    def _blame(
+        self, judged: verdict.Verdict, reports: Mapping[int, Report], refused: str
+    ) -> Ending:
+        """Which rank failed and why, or that all were `refused` the same."""
         rank = judged.rank if judged.waiting is None else judged.waiting
         found = reports.get(rank)
         how = self._departures[judged.rank].how
@@ -228,6 +240,8 @@ class Supervisor:
             where=found.where if found else "",
             host=self._hosts.get(judged.rank, ""),
         )
+        if refused:
+            words = closing.refusal(refused, list(reports), len(self._voices))
         what, why = closing.short(judged, how, len(self._voices), found)
         return Ending(
             code=judged.exit_code,

@@ -70,6 +70,14 @@ def is_consequence(judged: Verdict, reports: Mapping[int, Report]) -> bool:
     return found is not None and found.secondary
 
 
+def refused(ends: Sequence[End], reports: Mapping[int, Report]) -> str:
+    """The sentence that all ranks have died of; "" where any of them has another end, but for those
+    that were ended before they could say anything."""
+    own = [end.rank for end in ends if not end.stopped or end.rank in reports]
+    found = {reports[rank].refusal if rank in reports else "" for rank in own}
+    return found.pop() if len(found) == 1 else ""
+
+
 def _is_own(end: End, reports: Mapping[int, Report]) -> bool:
     """Whether a rank failed by itself, rather than because the launcher ended it."""
     return not end.stopped or end.rank in reports

@@ -88,6 +88,11 @@ class Voice:
         else:
             self._tell(stream, data)
 
+    def keep(self, stream: int, data: bytes) -> None:
+        """Take what only the log is to have."""
+        if self._log:
+            self._log.feed(stream, data)
+
     def hush(self) -> None:
         """From now on, do not show that the rank was interrupted: the user knows."""
         self._hushes = {}

@@ -99,12 +99,17 @@ def _one(plan: Plan, kind: str, size: int, bar: Progress, task: object) -> Run:
 def _say(run: Run, console: Console) -> None:
     """A line about a run that has ended."""
     name = f"{run.kind:>6} · {run.workers} worker{'s' * (run.workers > 1)} · {run.wall:.0f} s"
-    if run.measured is None:
+    measured = run.measured
+    if measured is None:
         console.print(f"{name} · failed, {run.error}", style="red", soft_wrap=True)
         console.print(f"         all it said: {run.log}", soft_wrap=True)
         return
-    rate = reports.figure(run.measured.rate.value)
-    console.print(f"{name} · {rate} samples/s over {run.measured.steps} steps", soft_wrap=True)
+    rate = reports.figure(measured.rate.value)
+    steps = f"{measured.steps - measured.dropped} steps"
+    console.print(
+        f"{name} · {rate} samples/s over {steps}, after {measured.dropped} that were dropped",
+        soft_wrap=True,
+    )
 
 
 def _bar(console: Console) -> Progress:

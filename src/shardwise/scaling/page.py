@@ -13,7 +13,7 @@ CAPTIONS = {
     "throughput": "Samples a second of all workers together; dotted, the smallest size times N.",
     "efficiency": "The rate of a worker, against that of one at the smallest size.",
     "loss": "Mean training loss of each epoch.",
-    "accuracy": "Accuracy by epoch.",
+    "accuracy": "The last {accuracies} of each epoch.",
 }
 
 
@@ -28,5 +28,8 @@ def render(report: Report, pictures: Mapping[str, str]) -> str:
         columns=list(COLUMNS),
         kinds=[(kind, BATCH_GROWS[kind], lines(report, kind)) for kind in report.plan.kinds],
         failed=[run for run in report.runs if run.error],
-        pictures=[(name, CAPTIONS[name], svg) for name, svg in pictures.items()],
+        pictures=[
+            (name, CAPTIONS[name].format(accuracies=report.accuracies), svg)
+            for name, svg in pictures.items()
+        ],
     )

@@ -60,6 +60,12 @@ class Report:
             for run, measured in found
         ]
 
+    @property
+    def accuracies(self) -> str:
+        """What is shown as accuracy, such as "evaluation accuracy"; "" where nothing is."""
+        made = [run.measured for run in self.runs if run.measured]
+        return " or ".join(sorted({name for each in made if (name := accuracy_name(each))}))
+
     def machine(self) -> dict[str, str]:
         """Where it was measured."""
         threads = os.environ.get("OMP_NUM_THREADS", str(self.plan.threads))
@@ -81,6 +87,15 @@ class Report:
             "worker asked for its data; evaluations and checkpoints between steps do not count. "
             "± is half of the 95 % interval."
         ]
+        if any(run.measured and run.measured.loss for run in self.runs):
+            found.append(
+                "loss is the mean training loss of the last epoch, or of what was trained of it, "
+                "dropped steps included."
+            )
+        if self.accuracies:
+            found.append(
+                f"accuracy is the last {self.accuracies} that the script's sw.Metrics computed."
+            )
         if any(run.measured and not run.measured.loss for run in self.runs):
             found.append(
                 "Where no loss is shown, a script of Horovod's trained on what torch's DataLoaders "
@@ -160,11 +175,16 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def accuracy(measured: Measured) -> Curve:
-    """The curve of what is called accuracy: that of evaluations, if there are any."""
+def accuracy_name(measured: Measured) -> str:
+    """Which of the means is called accuracy: one of evaluations, if there are any; "" if none."""
     named = [name for name in measured.means if "acc" in name.split(" ", 1)[1].lower()]
-    chosen = sorted(named)[:1]  # "evaluation ..." before "training ..."
-    return dict(measured.means[chosen[0]]) if chosen else {}
+    return min(named, default="")  # "evaluation ..." before "training ..."
+
+
+def accuracy(measured: Measured) -> Curve:
+    """The curve of what is called accuracy."""
+    name = accuracy_name(measured)
+    return dict(measured.means[name]) if name else {}
 
 
 def _last(curve: Curve, form: str) -> str:

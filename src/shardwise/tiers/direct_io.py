@@ -46,6 +46,8 @@ class DirectFile:
     """
 
     def __init__(self, folder: Path, label: str, rank: int, nbytes: int | None = None) -> None:
+        self._label = label
+        """What messages call it that say the same on every rank."""
         self._of = f"{label} of rank {rank}"
         self._folder = folder
         self._check_folder()
@@ -66,19 +68,19 @@ class DirectFile:
     def _check_folder(self) -> None:
         if sys.platform != "linux":
             raise TierError(
-                f"{self._of} cannot rest in {self._folder}: the nvme tier needs Linux, and this "
+                f"{self._label} cannot rest in {self._folder}: the nvme tier needs Linux, and this "
                 f"is {sys.platform}. Keep the state on the tier cpu or device."
             )
         if not self._folder.is_dir():
             found = "it is not a folder" if self._folder.exists() else "there is no such folder"
             raise TierError(
-                f"{self._of} cannot rest in {self._folder}: {found}. Make the folder, or name "
+                f"{self._label} cannot rest in {self._folder}: {found}. Make the folder, or name "
                 "another one on a local disk."
             )
         mount = mount_of(self._folder)
         if mount.kind in IN_MEMORY:
             raise TierError(
-                f"{self._of} cannot rest in {self._folder}: it lies on {mount.point}, a "
+                f"{self._label} cannot rest in {self._folder}: it lies on {mount.point}, a "
                 f"{mount.kind}, which is memory and not a disk. Name a folder on a disk, or take "
                 "the tier cpu."
             )
@@ -97,7 +99,7 @@ class DirectFile:
             return fd
         except OSError as error:
             raise TierError(
-                f"{self._of} cannot rest in {self._folder}: no file can be made there "
+                f"{self._label} cannot rest in {self._folder}: no file can be made there "
                 f"({error.strerror}). Name a folder that this user may write to."
             ) from error
 

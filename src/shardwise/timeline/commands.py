@@ -57,6 +57,9 @@ def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | 
     console.print(tables.per_step(shown))
     if len(shown) < len(all_steps):
         console.print(f"(the {SHOWN} longest; --steps shows all)")
+    console.print("\nPer step:", soft_wrap=True)
+    for line in tables.legend():
+        console.print(line, style="dim", soft_wrap=True)
     console.print()
     for line in tables.words(steps):
         console.print(line, soft_wrap=True)

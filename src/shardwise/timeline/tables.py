@@ -16,6 +16,21 @@ Steps = Mapping[int, Sequence[Step]]
 
 _HEADINGS = {EXPOSED: "exposed", "checkpoint": "save", "other": "script"}
 
+_MEANINGS = {
+    "all": "ms, the step, from the end of the one before to its own",
+    "data": "ms, waiting for the next batch, and its copy to the device",
+    "forward": "ms, in the forwards of the models",
+    "backward": "ms, in backward, without what communication took of it",
+    "exposed": "ms, communicating, and doing nothing else",
+    "update": "ms, in the update of the parameters",
+    "save": "ms, saving or loading checkpoints, without what is written in the background",
+    "script": "ms, all the rest: the script's own code; with the six before it, the step",
+    "asleep": "ms, of exposed: waiting until other ranks came",
+    "hidden": "ms, collectives under way beside other work, which cost the step nothing",
+    "MB": "10^6 bytes that this rank gave to collectives",
+}
+"""What stands in a column, with its unit."""
+
 
 def per_rank(steps: Steps) -> Table:
     """A row per rank: where a step's time goes on average."""
@@ -41,6 +56,12 @@ def longest(steps: Steps, count: int) -> list[Step]:
         worst[step.number] = max(step.seconds, worst.get(step.number, 0.0))
     kept = set(sorted(worst, key=lambda number: -worst[number])[:count])
     return [step for own in steps.values() for step in own if step.number in kept]
+
+
+def legend() -> list[str]:
+    """What the columns of both tables are, a line each."""
+    width = max(map(len, _MEANINGS))
+    return [f"{heading:>{width}}  {meaning}" for heading, meaning in _MEANINGS.items()]
 
 
 def words(steps: Steps) -> list[str]:

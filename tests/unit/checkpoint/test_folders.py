@@ -18,6 +18,7 @@ from shardwise.checkpoint.commands import checkpoint
 from shardwise.checkpoint.folders import Draft, Found, complete
 from shardwise.checkpoint.format import TensorSpec, lay_out
 from shardwise.checkpoint.writer import Writer, create
+from shardwise.cli import main
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 
@@ -238,6 +239,14 @@ def whole(tmp_path):
 def ran(*words):
     done = CliRunner().invoke(checkpoint, [str(word) for word in words], standalone_mode=False)
     return done.return_value, done.output, done.exception
+
+
+def test_without_a_command_all_are_shown(capsys):
+    assert main(["checkpoint"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("Usage: shardwise checkpoint [OPTIONS] COMMAND [ARGS]...")
+    lines = [line.split(maxsplit=1) for line in told.partition("Commands:\n")[2].splitlines()]
+    assert [name for name, help in lines if help.endswith(".")] == ["export", "inspect", "verify"]
 
 
 def test_inspect(whole):

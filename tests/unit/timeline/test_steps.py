@@ -182,6 +182,13 @@ def test_what_is_said_and_told_as_json() -> None:
     assert [step.number for step in tables.longest(steps, 1)] == [1, 1]
 
 
+def test_every_column_is_explained() -> None:
+    steps = steps_of(trace({0: 0}))
+    for table, first in ((tables.per_rank(steps), 1), (tables.per_step(steps[0]), 2)):
+        headings = [str(column.header) for column in table.columns]
+        assert [line.split()[0] for line in tables.legend()] == headings[first:]
+
+
 def covered(intervals: list[tuple[int, int]]) -> set[int]:
     return {moment for begin, end in intervals for moment in range(begin, end)}
 

@@ -1,0 +1,142 @@
+"""Which errors are told as a sentence, and where."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+import shardwise.horovod as hvd
+from shardwise import world as worlds
+from shardwise.errors import ConfigError, ModelError, PlacementError, ShardwiseError
+from shardwise.launch import own, report
+from shardwise.launch.refusal import sentence
+from shardwise.world import World
+
+
+class Careless(torch.nn.Linear):
+    """A model whose own code raises an error of ours."""
+
+    def named_modules(self, *args: Any, **options: Any) -> Any:
+        raise ConfigError("by the user")
+
+
+class Failing(torch.optim.SGD):
+    """An optimizer whose own code fails once it is an engine's."""
+
+    def step(self, closure: Any = None) -> None:
+        raise TypeError("closure is None, says the user")
+
+
+def engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> None:
+    sw.Engine(model, optimizer, quiet=True, **settings)
+
+
+def raised(call: Any, *args: Any, **options: Any) -> ShardwiseError:
+    with pytest.raises(ShardwiseError) as caught:
+        call(*args, **options)
+    return caught.value
+
+
+def test_a_setting_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = sentence(raised(sw.init, exact=0))
+    assert said.startswith("the script: exact takes a whole number of 1 or more, not 0. [")
+    assert said.endswith(": call(*args, **options)]")
+    monkeypatch.setenv("SHARDWISE_EXACT", "0")
+    assert sentence(raised(hvd.init)).startswith("environment: exact takes a whole number")
+
+
+def test_a_row_that_cannot_be(solo: World) -> None:
+    model = torch.nn.Linear(2, 1)
+    error = raised(engine, model, torch.optim.SGD(model.parameters()), zero=9)
+    assert isinstance(error, PlacementError)
+    assert sentence(error).startswith(f"{error} [")
+
+
+def test_what_a_dataclass_of_ours_refuses() -> None:
+    """Its __init__ is in no file."""
+    code = "import shardwise as sw; sw.init(tensor=2, device='cpu')"
+    with pytest.raises(ConfigError) as caught:
+        exec(compile(code, "<string>", "exec"), {"__file__": str(Path("train.py").resolve())})
+    assert sentence(caught.value).endswith(" [<string>:1]")
+
+
+def test_what_comes_from_the_users_code(solo: World) -> None:
+    model, good = Careless(2, 1), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(good.parameters())
+    assert sentence(raised(engine, model, optimizer)) == ""
+    error = raised(engine, good, Failing(good.parameters()), zero=1)
+    assert isinstance(error, ModelError)
+    assert isinstance(error.__cause__, TypeError)
+    assert sentence(error) == ""
+
+
+def test_a_refusal_while_the_user_handles_another_error() -> None:
+    try:
+        raise ImportError
+    except ImportError:
+        assert sentence(raised(sw.init, exact=0))
+
+
+def test_errors_from_elsewhere() -> None:
+    assert sentence(raised(worlds.current)) == ""
+    assert sentence(ValueError("no")) == ""
+
+
+class TestShowing:
+    """What the hook does, which each process has after `sw.init`."""
+
+    REFUSED = "the script: exact takes a whole number of 1 or more, not 0. ["
+
+    @pytest.fixture(autouse=True)
+    def before(self, monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+        """What the hook that was there before has been given."""
+        given: list[BaseException] = []
+        for name in (report.DIRECTORY_VARIABLE, report.RANK_VARIABLE):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: given.append(error))
+        return given
+
+    def shown(self, capfd: pytest.CaptureFixture[str]) -> str:
+        error = raised(sw.init, exact=0)  # which also sets the hook
+        sys.excepthook(type(error), error, error.__traceback__)
+        return capfd.readouterr().err
+
+    def test_without_a_launcher(
+        self, capfd: pytest.CaptureFixture[str], before: list[BaseException]
+    ) -> None:
+        assert self.shown(capfd).startswith(f"shardwise: {self.REFUSED}")
+        other = ValueError("no")
+        sys.excepthook(ValueError, other, None)
+        assert before == [other]
+
+    def test_of_several_each_says_who_it_is(
+        self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        numbers = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        for name, value in numbers.items() | {("MASTER_ADDR", "x"), ("MASTER_PORT", "1")}:
+            monkeypatch.setenv(name, value)
+        assert self.shown(capfd).startswith(f"shardwise: rank 1 of 2: {self.REFUSED}")
+
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_the_launcher_says_it_for_several(
+        self,
+        capfd: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        size: int,
+    ) -> None:
+        monkeypatch.setenv(report.DIRECTORY_VARIABLE, str(tmp_path))
+        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "SIZE": size, "LOCAL_SIZE": size}.items():
+            monkeypatch.setenv(own.PREFIX + name, str(value))
+        monkeypatch.setenv(own.PREFIX + "ADDRESS", "x")
+        monkeypatch.setenv(own.PREFIX + "PORT", "1")
+        shown, told = self.shown(capfd), report.read(tmp_path)[0]
+        assert told.text.startswith("Traceback (most recent call last):")
+        alone = size == 1
+        assert shown.startswith(f"shardwise: {self.REFUSED}" if alone else "")
+        assert bool(shown) == alone
+        assert told.refusal.startswith("" if alone else self.REFUSED)
+        assert bool(told.refusal) != alone
