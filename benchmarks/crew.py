@@ -101,6 +101,7 @@ class Crew:
                     "workload": told(workload),
                     "rank": rank,
                     "size": self.size,
+                    "shares": 1 if contender.one_batch else self.size,
                     "port": listener.getsockname()[1],
                     "listen_fd": listener.fileno() if rank == 0 else None,
                 }

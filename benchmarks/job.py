@@ -33,6 +33,8 @@ class Job:
     workload: Workload
     rank: int
     size: int
+    shares: int
+    """Into how many parts a batch is cut."""
     port: int
     listen_fd: int | None
     updates: list[Update] = field(default_factory=list)
@@ -114,4 +116,4 @@ class Job:
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's rows of the batches that the steps go round."""
-        return models.batches(self.workload, self.rank, self.size)
+        return models.batches(self.workload, self.rank % self.shares, self.shares)

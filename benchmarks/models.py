@@ -88,7 +88,12 @@ def _batch(workload: Workload, generator: torch.Generator) -> tuple[Tensor, Tens
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy over the tokens, or images, of these rows."""
-    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    return cross_entropy(model(inputs), targets)
+
+
+def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
+    """The same of the scores that the model gave."""
+    return F.cross_entropy(scores.flatten(0, -2), targets.flatten())
 
 
 def blocks(model: GptModel | resnet.ResNet34) -> list[nn.Module]:

@@ -22,6 +22,8 @@ class Contender:
     """Runs as one process on the whole batch, whatever the number of ranks."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for its ranks, beside those that all get."""
+    one_batch: bool = False
+    """Its ranks are one replica of the model: each gets the whole batch."""
     same_work: bool = True
     """Its losses are those of everyone else, or the run is worthless."""
 

@@ -73,6 +73,32 @@ def test_a_rank_holds_its_layers_only(group):
         assert shapes == plain
 
 
+def built_without_memory(world, row):
+    torch.manual_seed(5)
+    with sw.on_meta():
+        model = SplittableGPT().double()
+    engine = sw.Engine(model, adamw(model), zero=row)
+    held = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
+    }
+    values = whole(engine, model)
+    x = batch(0)
+    engine.forward_backward(lambda x: loss_of(model, x, (x * 5 + 1) % 24), x)
+    loss = engine.step(max_norm=0.5).loss
+    engine.close()
+    return sum(held.values()), values, loss
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_only_its_own_layers_are_built(group, row):
+    plain = gpt()
+    size = 8 * sum(p.numel() for p in plain.parameters())
+    for held, values, loss in group(2, pipeline=2)(built_without_memory, row):
+        assert held < 0.75 * size
+        assert all(torch.equal(values[k], v) for k, v in plain.state_dict().items())
+        assert loss == pytest.approx(plain_losses(1)[0], rel=1e-9)
+
+
 def writes(world, row):
     model = gpt()
     engine = sw.Engine(model, adamw(model), zero=row)

@@ -37,11 +37,10 @@ class Takeover:
         self._in_step = in_step
         self._fresh: dict[nn.Parameter, Tensor] = {}
         alike.check_same_model(recipe)
-        self._give_memory()
-        starting.make_alike(alike.everything(recipe), recipe.run)
-        alike.make_state_alike(recipe)
         if recipe.line is not None:
             pipelining.share_out(recipe, recipe.line)
+        self._give_memory()
+        alike.make_state_alike(recipe)
         if recipe.split is not None:
             splitting.split(recipe, recipe.split, plan)
         try:
@@ -82,7 +81,7 @@ class Takeover:
     # -- making ready ---------------------------------------------------------------------
 
     def _give_memory(self) -> None:
-        """Fill what was built without memory, where it will be whole."""
+        """Fill what was built without memory, where it will be whole; then all are alike."""
         by_reset = starting.fill_unrecorded(self.recipe.models)
         if by_reset:
             self._world.print(
@@ -90,9 +89,18 @@ class Takeover:
                 f"({by_reset[0]} ...): they start from reset_parameters, not from the values of "
                 "a plain build. Build the model inside with sw.on_meta() for those."
             )
-        in_parts = self.recipe.split is not None or self.recipe.line is not None
-        if in_parts or not self.recipe.placement.is_sharded("parameters"):
-            starting.make_all_real(self.recipe.located(), self.recipe.device)
+        recipe, located = self.recipe, self.recipe.located()
+        real, line = alike.everything(recipe), recipe.line
+        if line is not None and recipe.split is None:
+            line.leave_unbuilt()
+            here = [tracked for tracked in located if line.has(tracked.parameter)]
+            fresh = [tracked.parameter for tracked in here if tracked.parameter.is_meta]
+            starting.make_all_real(here, recipe.device)
+            starting.make_alike(fresh, recipe.stage)
+        elif recipe.split is not None or not recipe.placement.is_sharded("parameters"):
+            starting.make_all_real(located, recipe.device)
+            real = alike.everything(recipe)
+        starting.make_alike(real, recipe.run)
 
     def _prepare_modules(self) -> None:
         """Cast what is not cast yet, keeping its values for the masters; synchronise BatchNorm."""

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.collectives import Collectives
 from shardwise.errors import ModelError, UsageError
+from shardwise.model import meta
 from shardwise.parallel.pipeline.atoms import Cut
 from shardwise.parallel.pipeline.channels import Channels
 from shardwise.parallel.pipeline.forwards import (
@@ -300,6 +301,13 @@ class Line:
         for parameter in self.cut.owners:
             if not self.has(parameter):
                 self._rest(parameter)
+
+    def leave_unbuilt(self) -> None:
+        """The same of what was built without memory and is another rank's."""
+        for parameter in self.cut.owners:
+            if parameter.is_meta and not self.has(parameter):
+                nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=self.device)
+                meta.make_real(parameter, nothing.expand(parameter.shape))
 
     def _rest(self, parameter: nn.Parameter) -> None:
         fill = torch.nan if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
