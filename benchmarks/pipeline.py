@@ -20,7 +20,7 @@ take equal time and messages that take none. The update of the parameters is in 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,7 +39,8 @@ from neighbours import Neighbours
 from rounds import Plan, measure
 from workloads import Gpt
 
-BY_HAND = {"GPipe": "GPipe", "1F1B": "1F1B"}
+BY_HAND = ("GPipe", "1F1B")
+SIZES = ("width", "layers", "vocabulary", "sequence", "batch")
 
 
 def takers(workload: Gpt, ranks: int, micros: int, schedules: Sequence[str]) -> list[Contender]:
@@ -125,8 +126,10 @@ class Figures:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 1 when a contender failed or the losses differ."""
     options = _parser().parse_args(arguments)
-    workload = workloads.CONFIGURATIONS[options.config]
-    assert isinstance(workload, Gpt)
+    named = workloads.CONFIGURATIONS[options.config]
+    assert isinstance(named, Gpt)
+    given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    workload = replace(named, **given)
     console = Console(width=None if sys.stdout.isatty() else 110)
     about = machine.describe()
     for name, value in about.items():
@@ -185,6 +188,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="timed, per round")
     parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="per turn")
+    for name in SIZES:
+        parser.add_argument(f"--{name}", type=int, metavar="N", help="in place of the named one's")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     return parser
 

@@ -525,8 +525,14 @@ class Engine(Resumable):
         differs, evaluation on rank 0 alone.
 
         All ranks enter and leave; a rank that leaves serves the gathers of the others until all
-        have left. Without sharded parameters it does nothing. No training inside.
+        have left. Without sharded parameters it does nothing. No training inside. Raises UsageError
+        with `--pipeline`, where a forward takes all workers of a replica.
         """
+        if self._recipe.line is not None:
+            raise UsageError(
+                "engine.uneven() with --pipeline: no worker has all layers, so none can run a "
+                "forward alone. Inside with engine.full_parameters() each can."
+            )
         shown = self._states.shown
         with nullcontext() if shown is None else shown.residency.uneven():
             self._uneven = True

@@ -1,0 +1,63 @@
+"""`shardwise split`, and a script whose layers are shared out, as a user types it."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from tests.system.launcher import Launcher
+from tests.system.test_launchers import EXAMPLES
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+QUICK = {"OMP_NUM_THREADS": "1"}
+MODEL = [
+    "--width",
+    "32",
+    "--layers",
+    "4",
+    "--heads",
+    "2",
+    "--context",
+    "16",
+    "--vocabulary",
+    "256",
+    "--batch-size",
+    "8",
+    "--steps",
+    "6",
+    "--evaluate-every",
+    "6",
+    "--held-out",
+    "8",
+    "--sample",
+    "4",
+]
+
+
+def test_the_cut_is_shown_and_what_is_advised_runs(shardwise: Launcher) -> None:
+    """The losses are those of one worker."""
+    example = str(EXAMPLES / "language_model.py")
+    shown = shardwise.run("split", "--pipeline", "2", example, *MODEL, env=QUICK)
+    assert shown.code == 0, shown.out + shown.err
+    assert "2 stages, alike in time" in shown.out
+    assert "zero-bubble" in shown.out
+    advised = r"shardwise run (-n 2 --pipeline 2 --stages \S+ --microbatches \d+)"
+    (line,) = re.findall(advised, shown.out)
+    losses = {}
+    for name, flags in (("two", line.split()), ("one", ["-n", "1"])):
+        ran = shardwise.run("run", *flags, example, *MODEL, "--out", name, env=QUICK)
+        assert ran.code == 0, ran.out + ran.err
+        assert ("2 stages (1f1b): 0: embedding to" in ran.out) == (name == "two")
+        lines = (shardwise.folder / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-4)
+    assert len(losses["one"]) >= 6
+
+
+def test_what_cannot_be_split_is_said(shardwise: Launcher) -> None:
+    (shardwise.folder / "tests_bad.py").write_text("raise SystemExit(3)")
+    ran = shardwise.run("split", "--pipeline", "2", "tests_bad.py", env=QUICK)
+    assert ran.code != 0
+    assert "failed (exit code 3), so there is nothing to split" in ran.err
