@@ -458,6 +458,9 @@ def misused(world, how):
             engine.forward_backward(lambda x: model(x).mean((1, 2)), x)
         elif how == "odd":
             engine.forward_backward(lambda x: model(x).mean(), x)
+        elif how == "uneven":
+            with engine.uneven():
+                raise AssertionError("entered")
         elif how == "set":
 
             def loss(x):
@@ -485,6 +488,7 @@ def misused(world, how):
         ("ragged", "tensors of one equal first dimension above 0, not \\[3, 8\\]"),
         ("vector", "loss_of returns a scalar loss"),
         ("odd", "cannot have 5 micro-batches.*multiple of 2"),
+        ("uneven", "no worker has all layers.*engine.full_parameters"),
         ("set", "A part of a tensor that all ranks have"),
     ],
 )

@@ -74,20 +74,7 @@ def test_a_split_pair_gives_what_the_whole_one_does() -> None:
 @pytest.mark.full
 def test_layers_shared_out_do_the_same_work(tmp_path: Path) -> None:
     """Also those of torch's pipelining by hand: it fails where losses differ."""
-    tiny = [
-        "--width",
-        "64",
-        "--layers",
-        "4",
-        "--vocabulary",
-        "64",
-        "--sequence",
-        "16",
-        "--batch",
-        "4",
-        "--microbatches",
-        "4",
-    ]
+    tiny = [*TINY, "--layers", "4", "--microbatches", "4"]
     path = tmp_path / "figures.json"
     shown = run("pipeline.py", *tiny, "--rounds", "1", "--steps", "2", "--json", str(path))
     assert "torch 1F1B, by hand" in shown

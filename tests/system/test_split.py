@@ -13,26 +13,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for proce
 
 QUICK = {"OMP_NUM_THREADS": "1"}
 MODEL = [
-    "--width",
-    "32",
-    "--layers",
-    "4",
-    "--heads",
-    "2",
-    "--context",
-    "16",
-    "--vocabulary",
-    "256",
-    "--batch-size",
-    "8",
-    "--steps",
-    "6",
-    "--evaluate-every",
-    "6",
-    "--held-out",
-    "8",
-    "--sample",
-    "4",
+    *("--width", "32", "--layers", "4", "--heads", "2", "--context", "16", "--vocabulary", "256"),
+    *("--batch-size", "8", "--steps", "6", "--evaluate-every", "6", "--held-out", "8"),
+    *("--sample", "4"),
 ]
 
 
