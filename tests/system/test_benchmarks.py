@@ -71,7 +71,6 @@ def test_a_split_pair_gives_what_the_whole_one_does() -> None:
         assert name in shown
 
 
-@pytest.mark.full
 def test_layers_shared_out_do_the_same_work(tmp_path: Path) -> None:
     """Also those of torch's pipelining by hand: it fails where losses differ."""
     tiny = [*TINY, "--layers", "4", "--microbatches", "4"]
@@ -83,6 +82,7 @@ def test_layers_shared_out_do_the_same_work(tmp_path: Path) -> None:
     assert all(line["rounds"] and not line["note"] for line in figures)
 
 
+@pytest.mark.full
 def test_a_convolutional_network(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     once = ["--config", "R", "--ranks", "2", "--rounds", "1", "--steps", "1"]
