@@ -1,6 +1,7 @@
 """Layers shared out, beside parity: checkpoints across meshes, models of others, values read in a
 plain loop, what is refused."""
 
+import copy
 import os
 import re
 from pathlib import Path
@@ -458,6 +459,27 @@ def misused(world, how):
             engine.forward_backward(lambda x: model(x).mean((1, 2)), x)
         elif how == "odd":
             engine.forward_backward(lambda x: model(x).mean(), x)
+        elif how == "copy":
+            with engine.full_parameters():
+                plain = copy.deepcopy(model)
+            assert torch.isfinite(plain(x)).all()
+            copy.deepcopy(model)
+        elif how == "state":
+            model.state_dict()
+        elif how == "whole":
+            with engine.full_parameters():
+                engine.backward(model(x).mean())
+        elif how == "failing":
+            rounds = []
+
+            def fails(x):
+                rounds.append(0)
+                loss = model(x).mean()
+                if len(rounds) == 3:  # the second micro-batch, after the trial
+                    raise UsageError("in the middle")
+                return loss
+
+            engine.forward_backward(fails, x)
         elif how == "uneven":
             with engine.uneven():
                 raise AssertionError("entered")
@@ -471,11 +493,12 @@ def misused(world, how):
             engine.forward_backward(loss, x)
     except (UsageError, ConfigError) as error:
         told = str(error)
-    x = batch(1)
-    loss = loss_of(model, x, (x * 5 + 1) % 24)
-    if how != "odd":
-        engine.backward(loss)  # it goes on
-        engine.step()
+    losses = []
+    for step in range(0 if how == "odd" else 2):  # it goes on
+        x = batch(step)
+        engine.forward_backward(lambda x: loss_of(model, x, (x * 5 + 1) % 24), x)
+        losses.append(engine.step(max_norm=0.5).loss)
+    assert losses == pytest.approx(plain_losses(len(losses)), rel=1e-9)
     engine.close()
     return told
 
@@ -488,6 +511,10 @@ def misused(world, how):
         ("ragged", "tensors of one equal first dimension above 0, not \\[3, 8\\]"),
         ("vector", "loss_of returns a scalar loss"),
         ("odd", "cannot have 5 micro-batches.*multiple of 2"),
+        ("copy", "A copy of a model of which this worker has some layers only"),
+        ("state", "state_dict\\(\\) of a model of which this worker has some layers only"),
+        ("whole", "engine.backward inside engine.full_parameters"),
+        ("failing", "in the middle"),
         ("uneven", "no worker has all layers.*engine.full_parameters"),
         ("set", "A part of a tensor that all ranks have"),
     ],

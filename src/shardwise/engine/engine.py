@@ -212,7 +212,8 @@ class Engine(Resumable):
         """
         given = self._begin_backward(weighted=weight is not None)
         rows = pipelining.rows_of(batch)
-        cut = pipelining.parts_of(batch, rows, pipelining.count_of(self.settings, rows))
+        count = pipelining.count_of(self.settings, rows, self._recipe.group)
+        cut = pipelining.parts_of(batch, rows, count)
         empty = given is not None and given.samples == 0
         parts = [
             (0.0 if empty or not count else float(weight(*part) if weight else count), part)
@@ -227,14 +228,19 @@ class Engine(Resumable):
                 *(self.world.seed, "forward_backward", self._number, self.steps),
                 *(self.world.data_rank, self._window.backwards),
             )
-            loss = self._pipelining.train(
-                loss_of,
-                parts,
-                seed=seed,
-                last=last,
-                buckets=self._states.buckets_by(self._recipe.stage_of),
-                collecting=self._collecting,
-            )
+            try:
+                loss = self._pipelining.train(
+                    loss_of,
+                    parts,
+                    seed=seed,
+                    last=last,
+                    buckets=self._states.buckets_by(self._recipe.stage_of),
+                    collecting=self._collecting,
+                )
+            except BaseException:
+                with suppress(CollectiveError):  # the first error is the one to show
+                    self._abandon()
+                raise
         self._end_backward(loss, total, given, given=weight is not None)
         return loss
 
@@ -265,7 +271,9 @@ class Engine(Resumable):
 
     def _begin_backward(self, *, weighted: bool) -> Batch | None:
         """Look whether a backward may come now, and of which batch."""
-        habits.check_block(averaged=self._averaged, uneven=self._uneven)
+        habits.check_block(
+            averaged=self._averaged, uneven=self._uneven, whole=self._recipe.is_whole
+        )
         self._leave_if_asked()
         self._held.look_for_changes()
         batch = self.world.feed.batch_of_loss(weighted=weighted)
@@ -345,6 +353,8 @@ class Engine(Resumable):
 
     def _abandon(self) -> None:
         """A backward failed: forget this step."""
+        if self._pipelining is not None:
+            self._pipelining.abandon()
         if self._states.shown is not None:
             self._states.shown.residency.reset()
         self._states.gradients.abandon()
@@ -472,8 +482,7 @@ class Engine(Resumable):
         if totals.several and self.settings.reduce_dtype == "fp32":
             self._states.gradients.widen()
         self._window.clear()
-        if self._recipe.line is not None:
-            self._recipe.line.changed()
+        self._tell_line()
         habits.tell_schedulers(self._recipe.optimizers)
         self.steps += 1
         self.world.telling.stepped(self._number, self.steps)
@@ -483,6 +492,11 @@ class Engine(Resumable):
             recording.stepped(self._number, self.steps)
         if totals.asked:
             self._agree_to_end(totals.asked)
+
+    def _tell_line(self) -> None:
+        """Parameters have changed: other stages may have some of them."""
+        if self._recipe.line is not None:
+            self._recipe.line.changed()
 
     def _reseed(self) -> None:
         """Let what is drawn from now on be a pure function of what it is drawn for."""
@@ -557,11 +571,13 @@ class Engine(Resumable):
             context = self._states.averages.swapped_in()
             context.__enter__()
         self._averaged = True
+        self._tell_line()
         try:
             yield
         finally:
             self._averaged = False
             context.__exit__(None, None, None)
+            self._tell_line()
 
     def _is_between_steps(self) -> bool:
         return self._window.backwards == 0 and not self._averaged

@@ -55,13 +55,18 @@ class Seeds:
         self._parts = parts
         self._unit: float | None = None
 
-    def seed(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, float | Tensor]:
-        """What backward of `loss` starts from, in its dtype, and the rest: what its gradients are
-        still to be multiplied by. The first call is collective."""
+    def begin(self, weight: float | Tensor) -> None:
+        """Know about what a step weighs, from each rank's first `weight`; the first call is
+        collective."""
         if self._unit is None:
             row = torch.as_tensor(weight, dtype=torch.float64, device=self._group.small_device)
             weights = self._group.gather_rows(row.reshape(1)).flatten().tolist()
             self.follow(*self._parts.first_step(weights))
+
+    def seed(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, float | Tensor]:
+        """What backward of `loss` starts from, in its dtype, and the rest: what its gradients are
+        still to be multiplied by. The first call is collective."""
+        self.begin(weight)
         exact = torch.as_tensor(weight, dtype=torch.float64) / self._divisor
         narrow = loss.dtype in NARROW
         seed = _power_of_two(exact, loss.dtype) if narrow else exact

@@ -46,8 +46,14 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def check_block(*, averaged: bool, uneven: bool) -> None:
-    """Raise UsageError for a backward inside `engine.ema()` or `engine.uneven()`."""
+def check_block(*, averaged: bool, uneven: bool, whole: bool = False) -> None:
+    """Raise UsageError for a backward inside `engine.ema()` or `engine.uneven()`, or of a split
+    model inside `engine.full_parameters()`."""
+    if whole:
+        raise UsageError(
+            "engine.backward inside engine.full_parameters(), where a model that is split over "
+            "workers is whole on each of them: leave the block first."
+        )
     if averaged:
         raise UsageError(
             "engine.backward inside engine.ema(): what it trains would be undone on leaving. "

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shardwise.collectives import Collectives
 from shardwise.config import Settings
 from shardwise.engine.exact_mean import Seeds
 from shardwise.engine.recipe import Recipe
@@ -35,6 +36,11 @@ def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> Line
 
     Raises ConfigError for settings that cannot be had with it.
     """
+    if settings.exact is not None and (settings.microbatches or 1) > 1:
+        raise ConfigError(
+            f"--exact {settings.exact} and --microbatches {settings.microbatches} cannot be had "
+            "together: both cut a batch, each in its own way. Leave one of them out."
+        )
     if world.pipeline_size == 1:
         return None
     size = world.pipeline_size
@@ -99,12 +105,17 @@ def in_words(cut: Cut) -> str:
 # -- micro-batches -------------------------------------------------------------------------
 
 
-def count_of(settings: Settings, rows: int) -> int:
-    """Into how many micro-batches a batch of `rows` is cut."""
+def count_of(settings: Settings, rows: int, group: Collectives) -> int:
+    """Into how many micro-batches a batch of `rows` is cut, alike in the replicas, of which `group`
+    has this rank's twins. Collective where that is to be found out."""
     if settings.microbatches is not None:
         return settings.microbatches
     size = settings.pipeline
-    return 1 if size == 1 else max(1, min(SPREAD, rows // size)) * size
+    if size == 1:
+        return 1
+    told = torch.tensor([float(rows)], device=group.small_device)
+    most = int(group.gather_rows(told).max())
+    return max(1, min(SPREAD, most // size)) * size
 
 
 def rows_of(batch: Any) -> int:
@@ -201,6 +212,7 @@ class Pipelining:
         rank, ranks = line.group.rank, line.group.size
         order = order_of(self._settings.schedule, ranks, cut.stages, len(parts), rank)
         call = _Call(loss_of, parts, seed, last, collecting)
+        self._seeds.begin(sum(weight for weight, _ in parts))
         self._try(call)
         ends = {a.stage: n for n, a in enumerate(order) if a.kind in "BW"}
         among = buckets if len(buckets) > 1 and not line.shares_at_home else {}
@@ -214,6 +226,12 @@ class Pipelining:
         mean = self._mean(call)
         line.settle()
         return mean
+
+    def abandon(self) -> None:
+        """A batch has failed on its way: what is still to come of it must not be taken for that of
+        another."""
+        self._line.reset()
+        self._tried = False
 
     def _try(self, call: _Call) -> None:
         """Once, find out what goes between which stages, and open the ways for it. Collective."""

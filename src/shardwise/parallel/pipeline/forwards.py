@@ -9,12 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, UsageError
 from shardwise.model.recomputation import RecomputedForward
 from shardwise.parallel.pipeline.values import Piece, at, operate
 
 if TYPE_CHECKING:
     from shardwise.parallel.pipeline.line import Line
+
+
+def refused(what: str, how: str) -> UsageError:
+    """The error for a call that would need layers of other ranks."""
+    return UsageError(
+        f"{what} of a model of which this worker has some layers only (--pipeline). Inside with "
+        f"engine.full_parameters(), {how}; engine.save and engine.export write whole models."
+    )
 
 
 class Forward:
@@ -38,6 +46,8 @@ class Forward:
         raise NotImplementedError
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if not self._line.is_whole:
+            raise refused("A copy", "to copy it")
         return getattr, (self._module, "forward")
 
 

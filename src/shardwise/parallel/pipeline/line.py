@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.collectives import Collectives
 from shardwise.errors import ModelError, UsageError
@@ -22,6 +23,7 @@ from shardwise.parallel.pipeline.forwards import (
     FloatingForward,
     Forward,
     ModelForward,
+    refused,
 )
 from shardwise.parallel.pipeline.values import Following, Run, fakes, stand_in, unsaved
 from shardwise.randomness import seed_from
@@ -51,14 +53,13 @@ class Line:
         self._lent: set[nn.Parameter] = set()
         self._uses_outside = False
         self._forwards: list[Forward] = []
+        self._handles: list[RemovableHandle] = []
 
     def share(self, cut: Cut) -> None:
         """Know which stage has what. Collective."""
         self.cut = cut
         self.stages = frozenset(range(self.group.rank, cut.stages, self.group.size))
         self.run = Run(self.stages)
-        for parameter in cut.lent:
-            self._open_for(parameter)
 
     def rank_of(self, stage: int) -> int:
         """The rank of `group` that has a stage."""
@@ -103,12 +104,26 @@ class Line:
             self._forwards.append(FloatingForward(self, module))
         if model not in {atom.module for atom in self.cut.atoms}:
             self._forwards.append(ModelForward(self, model))
+        for module in model.modules():
+            if any(is_elsewhere(p) for p in module._parameters.values() if p is not None):
+                self._handles += [
+                    module.register_state_dict_pre_hook(_refuse_to_tell),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(_refuse_to_load),  # type: ignore[no-untyped-call]
+                ]
+
+    def reset(self) -> None:
+        """Forget what is under way, and the ways on which it may still come."""
+        self.run = Run(self.stages)
+        self._lent.clear()
+        self.channels.close()
 
     def close(self) -> None:
         """Give the modules their own forwards back, and leave the ways between stages."""
         for forward in reversed(self._forwards):
             forward.undo()
         self._forwards.clear()
+        for handle in self._handles:
+            handle.remove()
         self.channels.close()
 
     # -- runs -------------------------------------------------------------------------------
@@ -212,11 +227,12 @@ class Line:
 
     def lend(self, atom: nn.Module, stage: int) -> None:
         """Let stages that use the parameters of another one have them, once after each change."""
-        if self.run.trying:
-            return
         for parameter in atom.parameters():
             if parameter in self.cut.lent:
-                self._lend(parameter, stage)
+                if self.run.trying or not self.run.planned:
+                    self._open_for(parameter)
+                if not self.run.trying:
+                    self._lend(parameter, stage)
 
     def borrow(self, parameter: nn.Parameter, stage: int) -> None:
         """The same of one parameter, which is used outside of all layers."""
@@ -227,6 +243,7 @@ class Line:
                 raise self._another_way(self.cut.owners[parameter], stage)
             several.append(stage)
             several.sort()
+        if self.run.trying or not self.run.planned:
             self._open_for(parameter)
         if not self.run.trying:
             self._lend(parameter, self.cut.owners[parameter])
@@ -491,6 +508,23 @@ def _form(leaf: Any) -> Any:
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     plain = isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device, type(None)))
     return leaf if plain else type(leaf)
+
+
+def is_elsewhere(parameter: Tensor) -> bool:
+    """Whether another rank has the values of `parameter`."""
+    return parameter.numel() > 1 and parameter.untyped_storage().nbytes() == parameter.itemsize
+
+
+def _refuse_to_tell(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    del prefix, keep_vars
+    if any(is_elsewhere(p) for p in module._parameters.values() if p is not None):
+        raise refused("state_dict()", "to read or copy it")
+
+
+def _refuse_to_load(module: nn.Module, state: Any, *_: Any) -> None:
+    del state
+    if any(is_elsewhere(p) for p in module._parameters.values() if p is not None):
+        raise refused("load_state_dict()", "with write=True")
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
