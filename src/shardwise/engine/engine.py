@@ -496,7 +496,7 @@ class Engine(Resumable):
     def _tell_line(self) -> None:
         """Parameters have changed: other stages may have some of them."""
         if self._recipe.line is not None:
-            self._recipe.line.changed()
+            self._recipe.line.loans.changed()
 
     def _reseed(self) -> None:
         """Let what is drawn from now on be a pure function of what it is drawn for."""

@@ -222,7 +222,7 @@ class Pipelining:
             else:
                 is_last = ends[action.stage] == number
                 self._backward(call, action, among.get(action.stage), is_last=is_last)
-        line.give_back(call.borrowed)
+        line.loans.give_back(call.borrowed)
         mean = self._mean(call)
         line.settle()
         return mean
@@ -284,7 +284,7 @@ class Pipelining:
             return
         assert one.halves is not None
         if is_last:
-            one.halves.add(line.take_back(stage), one.factor)
+            one.halves.add(line.loans.take_back(stage), one.factor)
         del call.passes[stage, action.micro]
         with call.collecting(
             weight,
@@ -326,7 +326,7 @@ class Pipelining:
 
     def _take_borrowed(self, call: _Call, factor: float | Tensor) -> None:
         """Keep the gradients of what another rank trains until they are complete."""
-        for parameter in self._line.borrowed:
+        for parameter in self._line.loans.borrowed:
             if (grad := parameter.grad) is not None:
                 parameter.grad = None
                 grad = grad if isinstance(factor, float) and factor == 1.0 else grad * factor
@@ -372,12 +372,12 @@ class Pipelining:
         self._fetch(call, one, weight)
         assert one.halves is not None
         (stage,) = line.stages
-        one.halves.add(line.take_back(stage), one.factor)
+        one.halves.add(line.loans.take_back(stage), one.factor)
         with collecting(weight, one.factor, last=last, keep_graph=keep_graph):
             one.halves.finish(keep_graph=keep_graph)
         self._send_back(run)
         self._take_borrowed(call, one.factor)
-        line.give_back(call.borrowed)
+        line.loans.give_back(call.borrowed)
         value = self._mean(call)
         line.settle()
         line.run = Run(line.stages)

@@ -92,7 +92,7 @@ class Takeover:
         recipe, located = self.recipe, self.recipe.located()
         real, line = alike.everything(recipe), recipe.line
         if line is not None and recipe.split is None:
-            line.leave_unbuilt()
+            line.custody.leave_unbuilt()
             here = [tracked for tracked in located if line.has(tracked.parameter)]
             fresh = [tracked.parameter for tracked in here if tracked.parameter.is_meta]
             starting.make_all_real(here, recipe.device)
@@ -126,7 +126,7 @@ class Takeover:
         """Let go of what other ranks of the replica have: layers, and the state of these."""
         if (line := self.recipe.line) is None:
             return
-        line.let_go()
+        line.custody.let_go()
         self._fresh = {p: value for p, value in self._fresh.items() if line.has(p)}
         for optimizer in self.recipe.optimizers:
             for parameter in [p for p in optimizer.state if not line.has(p)]:
@@ -142,7 +142,7 @@ class Takeover:
             shapes = {p: shard.shape for p, shard in recipe.split.shards.items()}
             recipe.split.undo(recipe.optimizers, recipe.is_here)
         if recipe.line is not None:
-            recipe.line.undo(recipe.models[0], recipe.optimizers, shapes)
+            recipe.line.custody.undo(recipe.models[0], recipe.optimizers, shapes)
 
     @property
     def _synchronised(self) -> set[nn.Module]:

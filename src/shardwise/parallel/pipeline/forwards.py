@@ -9,20 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ModelError, UsageError
+from shardwise.errors import ModelError
 from shardwise.model.recomputation import RecomputedForward
+from shardwise.parallel.pipeline.custody import refused
 from shardwise.parallel.pipeline.values import Piece, at, operate
 
 if TYPE_CHECKING:
     from shardwise.parallel.pipeline.line import Line
-
-
-def refused(what: str, how: str) -> UsageError:
-    """The error for a call that would need layers of other ranks."""
-    return UsageError(
-        f"{what} of a model of which this worker has some layers only (--pipeline). Inside with "
-        f"engine.full_parameters(), {how}; engine.save and engine.export write whole models."
-    )
 
 
 class Forward:
@@ -81,7 +74,7 @@ class AtomForward(Forward):
                 "modules stand in the model in the order in which they run, or name where stages "
                 "begin: --stages."
             )
-        line.lend(self._module, stage)
+        line.loans.lend(self._module, stage)
         drawn = line.draw()
         with torch._C.DisableTorchFunctionSubclass(), line.inside():
             values = [at(line, leaf, stage) for leaf in leaves]
@@ -97,7 +90,7 @@ class AtomForward(Forward):
             likes = [leaf.like if isinstance(leaf, Piece) else leaf for leaf in leaves]
             plain = self._plain
             once = plain.plain if isinstance(plain, RecomputedForward) else plain
-            result = line.form_of(self._name, self._module, once, likes, spec)
+            result = line.forms.of(self._name, self._module, once, likes, spec)
             return pytree.tree_map_only(
                 Tensor, lambda value: Piece(line, stage, None, value), result
             )

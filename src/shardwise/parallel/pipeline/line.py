@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils import _pytree as pytree
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.collectives import Collectives
-from shardwise.errors import ModelError, UsageError
-from shardwise.model import meta
+from shardwise.errors import UsageError
 from shardwise.parallel.pipeline.atoms import Cut
 from shardwise.parallel.pipeline.channels import Channels
+from shardwise.parallel.pipeline.custody import Custody, refuse_copies
+from shardwise.parallel.pipeline.forms import Forms
 from shardwise.parallel.pipeline.forwards import (
     AtomForward,
     FloatingForward,
     Forward,
     ModelForward,
-    refused,
 )
-from shardwise.parallel.pipeline.values import Following, Run, fakes, stand_in, unsaved
+from shardwise.parallel.pipeline.loans import Loans
+from shardwise.parallel.pipeline.values import Following, Run
 from shardwise.randomness import seed_from
 
 
@@ -49,9 +47,9 @@ class Line:
         """Whether what is written into it then is taken in."""
         self._following = Following(self)
         self._seed, self._draws = 0, 0
-        self._forms: dict[Any, Any] = {}
-        self._lent: set[nn.Parameter] = set()
-        self._uses_outside = False
+        self.loans = Loans(self)
+        self.custody = Custody(self)
+        self.forms = Forms(self)
         self._forwards: list[Forward] = []
         self._handles: list[RemovableHandle] = []
 
@@ -73,7 +71,7 @@ class Line:
     def trained(self) -> list[nn.Parameter]:
         """What gradients come to on this rank."""
         own = [p for p, owner in self.cut.owners.items() if owner in self.stages]
-        return [p for p in [*own, *self.borrowed] if p.requires_grad]
+        return [p for p in [*own, *self.loans.borrowed] if p.requires_grad]
 
     @property
     def shares_at_home(self) -> bool:
@@ -104,17 +102,12 @@ class Line:
             self._forwards.append(FloatingForward(self, module))
         if model not in {atom.module for atom in self.cut.atoms}:
             self._forwards.append(ModelForward(self, model))
-        for module in model.modules():
-            if any(is_elsewhere(p) for p in module._parameters.values() if p is not None):
-                self._handles += [
-                    module.register_state_dict_pre_hook(_refuse_to_tell),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_pre_hook(_refuse_to_load),  # type: ignore[no-untyped-call]
-                ]
+        self._handles = refuse_copies(model)
 
     def reset(self) -> None:
         """Forget what is under way, and the ways on which it may still come."""
         self.run = Run(self.stages)
-        self._lent.clear()
+        self.loans.changed()
         self.channels.close()
 
     def close(self) -> None:
@@ -132,10 +125,6 @@ class Line:
         """What is drawn from now on follows from `seed`; values of a step before are forgotten."""
         self._seed, self._draws = seed, 0
         self.run = Run(self.stages)
-
-    def changed(self) -> None:
-        """Parameters have changed: what is lent is to be sent again."""
-        self._lent.clear()
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
@@ -160,6 +149,10 @@ class Line:
 
     # -- moves ------------------------------------------------------------------------------
 
+    def borrow(self, parameter: nn.Parameter, stage: int) -> None:
+        """Let `stage` have a parameter that another one trains."""
+        self.loans.borrow(parameter, stage)
+
     def owner(self, parameter: Tensor) -> int | None:
         """The stage that trains a parameter; None for one that is not the model's."""
         return self.cut.owners.get(parameter)  # type: ignore[call-overload, no-any-return]
@@ -169,11 +162,12 @@ class Line:
         if self.channels.are_open(source, target):
             return
         if self.run.planned and not self.run.trying:
-            raise self._another_way(source, target)
+            raise self.another_way(source, target)
         self.channels.open("forward", source, target)
         self.channels.open("backward", target, source)
 
-    def _another_way(self, source: int, target: int) -> UsageError:
+    def another_way(self, source: int, target: int) -> UsageError:
+        """The error for a batch that goes another way through the layers than the first."""
         return UsageError(
             f"Stage {source} has something for stage {target} that it did not have in the first "
             "micro-batch. Let the model's forward take the same way through its layers for every "
@@ -225,262 +219,6 @@ class Line:
             self.group.broadcast(near.view(-1), rank).wait()
         return near.to(value.device)
 
-    def lend(self, atom: nn.Module, stage: int) -> None:
-        """Let stages that use the parameters of another one have them, once after each change."""
-        for parameter in atom.parameters():
-            if parameter in self.cut.lent:
-                if self.run.trying or not self.run.planned:
-                    self._open_for(parameter)
-                if not self.run.trying:
-                    self._lend(parameter, stage)
-
-    def borrow(self, parameter: nn.Parameter, stage: int) -> None:
-        """The same of one parameter, which is used outside of all layers."""
-        several = self.cut.lent.setdefault(parameter, [])
-        self._uses_outside = True
-        if stage not in several:
-            if self.run.planned and not self.run.trying:
-                raise self._another_way(self.cut.owners[parameter], stage)
-            several.append(stage)
-            several.sort()
-        if self.run.trying or not self.run.planned:
-            self._open_for(parameter)
-        if not self.run.trying:
-            self._lend(parameter, self.cut.owners[parameter])
-            self._lend(parameter, stage)
-
-    def _lend(self, parameter: nn.Parameter, stage: int) -> None:
-        """Send or receive a parameter, if `stage` is here and has not done so yet."""
-        if parameter in self._lent or stage not in self.run.stages:
-            return
-        owner = self.cut.owners[parameter]
-        if stage == owner:
-            self._lent.add(parameter)
-            with self.inside():
-                for target in self._borrowers(parameter):
-                    self.channels.send("lent", owner, target, parameter.detach())
-        elif not self.has(parameter):
-            self._lent.add(parameter)
-            with torch.no_grad(), self.inside():
-                parameter.data = self.channels.receive(
-                    "lent", owner, self._first_here(parameter), parameter, self.device
-                )
-
-    def _open_for(self, parameter: nn.Parameter) -> None:
-        owner = self.cut.owners[parameter]
-        for borrower in self._borrowers(parameter):
-            self.channels.open("lent", owner, borrower)
-            self.channels.open("back", borrower, owner)
-
-    def _borrowers(self, parameter: nn.Parameter) -> list[int]:
-        """The first stage of each rank that borrows a parameter."""
-        ranks = {self.rank_of(self.cut.owners[parameter])}
-        found = []
-        for stage in self.cut.lent[parameter]:
-            if self.rank_of(stage) not in ranks:
-                ranks.add(self.rank_of(stage))
-                found.append(stage)
-        return found
-
-    def _first_here(self, parameter: nn.Parameter) -> int:
-        return next(s for s in self.cut.lent[parameter] if s in self.stages)
-
-    @property
-    def borrowed(self) -> list[nn.Parameter]:
-        """What this rank uses and another one trains."""
-        return [
-            p
-            for p, stages in self.cut.lent.items()
-            if not self.has(p) and not self.stages.isdisjoint(stages)
-        ]
-
-    def give_back(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Send the owners the gradients of what is borrowed."""
-        for parameter in filter(_is_trained, self.borrowed):
-            if (gradient := gradients.get(parameter)) is None:
-                gradient = torch.zeros_like(parameter)
-            owner, stage = self.cut.owners[parameter], self._first_here(parameter)
-            self.channels.send("back", stage, owner, gradient)
-
-    def take_back(self, stage: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """The gradients of what `stage`, here, has lent, one of each borrower."""
-        return [
-            (p, self.channels.receive("back", borrower, stage, p, self.device))
-            for p in self.cut.lent
-            if self.cut.owners[p] == stage and _is_trained(p)
-            for borrower in self._borrowers(p)
-        ]
-
-    # -- having, letting go, putting together -------------------------------------------------
-
-    def let_go(self) -> None:
-        """Free the memory of what other ranks train: it is NaN here, in the same shape."""
-        for parameter in self.cut.owners:
-            if not self.has(parameter):
-                self._rest(parameter)
-
-    def leave_unbuilt(self) -> None:
-        """The same of what was built without memory and is another rank's."""
-        for parameter in self.cut.owners:
-            if parameter.is_meta and not self.has(parameter):
-                nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=self.device)
-                meta.make_real(parameter, nothing.expand(parameter.shape))
-
-    def _rest(self, parameter: nn.Parameter) -> None:
-        fill = torch.nan if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
-        parameter.data = parameter.data.new_full((), fill).expand(parameter.shape)
-
-    def _bring(self, parameter: nn.Parameter, shape: torch.Size | tuple[int, ...]) -> None:
-        """Have the values of its owner. Collective."""
-        owner = self.rank_of(self.cut.owners[parameter])
-        if owner == self.group.rank:
-            value = parameter.data.contiguous()
-        else:
-            value = torch.empty(shape, dtype=parameter.dtype, device=self.device)
-        if value.numel():
-            self.group.broadcast(value.view(-1), owner).wait()
-        if owner != self.group.rank:
-            parameter.data = value
-
-    @contextmanager
-    def wholes(
-        self,
-        model: nn.Module,
-        chosen: Sequence[nn.Parameter],
-        shapes: Mapping[nn.Parameter, tuple[int, ...]],
-        *,
-        write: bool,
-    ) -> Iterator[None]:
-        """Inside the block this rank has all of `chosen`, and forwards are plain. Collective.
-
-        `shapes` are those of what layers split further, where that is whole now.
-        """
-        several = [p for p in dict.fromkeys(chosen) if p in self.cut.owners]
-        held = {p: p.data for p in several if not self.has(p)}
-        with torch.no_grad():
-            for parameter in several:
-                self._bring(parameter, shapes.get(parameter, tuple(parameter.shape)))
-            self.bring_buffers(model)
-        self.is_whole, self.writes = True, write
-        try:
-            yield
-        finally:
-            self.is_whole = self.writes = False
-            for parameter, value in held.items():
-                parameter.data = value
-            if write:
-                self.changed()
-
-    def bring_buffers(self, model: nn.Module) -> None:
-        """Have the buffers of every module as the rank has them that runs it. Collective."""
-        for module in model.modules():
-            source = self.rank_of(self.stage_of_module(module))
-            for buffer in module._buffers.values():
-                if buffer is not None and buffer.numel():
-                    flat = buffer.detach().contiguous().view(-1).view(torch.uint8)
-                    near = flat.to(self.group.small_device)
-                    self.group.broadcast(near, source).wait()
-                    buffer.copy_(near.to(buffer.device).view(buffer.dtype).view(buffer.shape))
-
-    def states_elsewhere(
-        self, held: Mapping[nn.Parameter, Any], optimizers: Sequence[optim.Optimizer]
-    ) -> dict[nn.Parameter, Any]:
-        """The optimizers' state of what other ranks train. Collective."""
-        places = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        mine = {
-            number: _on_cpu(held[p]) for number, p in enumerate(places) if p in held and self.has(p)
-        }
-        found: dict[nn.Parameter, Any] = {}
-        for rank, told in enumerate(self.group.gather_objects(mine)):
-            if rank != self.group.rank:
-                for number, state in told.items():
-                    found[places[number]] = {
-                        key: value.to(self.device)
-                        if isinstance(value, Tensor) and value.ndim
-                        else value
-                        for key, value in state.items()
-                    }
-        return found
-
-    def undo(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[optim.Optimizer],
-        shapes: Mapping[nn.Parameter, tuple[int, ...]],
-    ) -> None:
-        """Give every rank the whole model, and all of the optimizers' state. Collective."""
-        with torch.no_grad():
-            for parameter in self.cut.owners:
-                self._bring(parameter, shapes.get(parameter, tuple(parameter.shape)))
-            self.bring_buffers(model)
-        held: dict[Any, Any] = {p: state for o in optimizers for p, state in o.state.items()}
-        elsewhere = self.states_elsewhere(held, optimizers)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter in elsewhere:
-                        optimizer.state[parameter] = elsewhere[parameter]
-
-    # -- forms ------------------------------------------------------------------------------
-
-    def form_of(
-        self,
-        name: str,
-        module: nn.Module,
-        plain: Callable[..., Any],
-        leaves: Sequence[Any],
-        spec: Any,
-    ) -> Any:
-        """What the `plain` forward of a module that is elsewhere returns: stand-ins for tensors.
-
-        Worked out once for each form of the arguments.
-        """
-        key = (
-            *(name, module.training, torch.is_grad_enabled(), spec),
-            torch.is_autocast_enabled(self.device.type),
-            *(_form(leaf) for leaf in leaves),
-        )
-        found = self._forms.get(key)
-        if found is None:
-            found = self._forms[key] = self._work_out(name, module, plain, leaves, spec)
-        out, forms = found
-        made = [stand_in(form) if isinstance(form, Tensor) else form for form in forms]
-        return pytree.tree_unflatten(made, out)
-
-    def _work_out(
-        self,
-        name: str,
-        module: nn.Module,
-        plain: Callable[..., Any],
-        leaves: Sequence[Any],
-        spec: Any,
-    ) -> Any:
-        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-        before = torch.get_rng_state()
-        with fakes, unsaved():
-            stands = {
-                key: stand_in(value.detach()).requires_grad_(value.requires_grad)
-                for key, value in tensors.items()
-            }
-            likes = [stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            args, kwargs = pytree.tree_unflatten(likes, spec)
-            try:
-                with self.plainly(), _without_hooks(module), _reparametrize_module(module, stands):
-                    result = plain(*args, **kwargs)
-            except Exception as error:
-                raise ModelError(
-                    f"{name} is on another worker, and what it returns cannot be worked out "
-                    f"without its data: {type(error).__name__}: {error}"
-                ) from error
-        torch.set_rng_state(before)
-        flat, out = pytree.tree_flatten(result)
-        return out, [
-            stand_in(leaf.detach()).requires_grad_(leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in flat
-        ]
-
     @contextmanager
     def plainly(self) -> Iterator[None]:
         """Inside the block forwards are the modules' own."""
@@ -494,58 +232,10 @@ class Line:
     def following(self) -> Any:
         """What follows parameters that are used outside of all layers, unless none is."""
         known = self.run.planned and not self.run.trying
-        return nullcontext() if known and not self._uses_outside else self._following
+        return nullcontext() if known and not self.loans.are_outside else self._following
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Inside the block operations are those of one stage."""
         with self._following.off():
             yield
-
-
-def _form(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    plain = isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device, type(None)))
-    return leaf if plain else type(leaf)
-
-
-def is_elsewhere(parameter: Tensor) -> bool:
-    """Whether another rank has the values of `parameter`."""
-    return parameter.numel() > 1 and parameter.untyped_storage().nbytes() == parameter.itemsize
-
-
-def _refuse_to_tell(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    del prefix, keep_vars
-    if any(is_elsewhere(p) for p in module._parameters.values() if p is not None):
-        raise refused("state_dict()", "to read or copy it")
-
-
-def _refuse_to_load(module: nn.Module, state: Any, *_: Any) -> None:
-    del state
-    if any(is_elsewhere(p) for p in module._parameters.values() if p is not None):
-        raise refused("load_state_dict()", "with write=True")
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-@contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Inside the block nobody hears of the forwards of `module`."""
-    held = [(inner, key, vars(inner)[key]) for inner in module.modules() for key in _HOOKS]
-    try:
-        for inner, key, _ in held:
-            vars(inner)[key] = OrderedDict()
-        yield
-    finally:
-        for inner, key, hooks in held:
-            vars(inner)[key] = hooks
-
-
-def _is_trained(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad
-
-
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}

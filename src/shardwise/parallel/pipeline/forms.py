@@ -1,0 +1,117 @@
+"""What the forward of a layer that is elsewhere returns: its form, without the values."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ModelError
+from shardwise.parallel.pipeline.values import fakes, stand_in, unsaved
+
+if TYPE_CHECKING:
+    from shardwise.parallel.pipeline.line import Line
+
+KEPT = 1024
+"""Forms that are remembered."""
+
+
+class Forms:
+    """The forms that layers of a `line` return, worked out once for each form of their arguments."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._forms: dict[Any, Any] = {}
+
+    def of(
+        self,
+        name: str,
+        module: nn.Module,
+        plain: Callable[..., Any],
+        leaves: Sequence[Any],
+        spec: Any,
+    ) -> Any:
+        """What the `plain` forward of a module that is elsewhere returns: stand-ins for tensors.
+
+        Worked out once for each form of the arguments.
+        """
+        key = (
+            *(name, module.training, torch.is_grad_enabled(), spec),
+            torch.is_autocast_enabled(self._line.device.type),
+            *(_form(leaf) for leaf in leaves),
+        )
+        found = self._forms.get(key)
+        if found is None:
+            if len(self._forms) >= KEPT:
+                self._forms.clear()
+            found = self._forms[key] = self._work_out(name, module, plain, leaves, spec)
+        out, forms = found
+        made = [stand_in(form) if isinstance(form, Tensor) else form for form in forms]
+        return pytree.tree_unflatten(made, out)
+
+    def _work_out(
+        self,
+        name: str,
+        module: nn.Module,
+        plain: Callable[..., Any],
+        leaves: Sequence[Any],
+        spec: Any,
+    ) -> Any:
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        before = torch.get_rng_state()
+        with fakes, unsaved():
+            stands = {
+                key: stand_in(value.detach()).requires_grad_(value.requires_grad)
+                for key, value in tensors.items()
+            }
+            likes = [stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(likes, spec)
+            try:
+                with (
+                    self._line.plainly(),
+                    _without_hooks(module),
+                    _reparametrize_module(module, stands),
+                ):
+                    result = plain(*args, **kwargs)
+            except Exception as error:
+                raise ModelError(
+                    f"{name} is on another worker, and what it returns cannot be worked out "
+                    f"without its data: {type(error).__name__}: {error}"
+                ) from error
+        torch.set_rng_state(before)
+        flat, out = pytree.tree_flatten(result)
+        return out, [
+            stand_in(leaf.detach()).requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in flat
+        ]
+
+
+def _form(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    plain = isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device, type(None)))
+    return leaf if plain else type(leaf)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Inside the block nobody hears of the forwards of `module`."""
+    held = [(inner, key, vars(inner)[key]) for inner in module.modules() for key in _HOOKS]
+    try:
+        for inner, key, _ in held:
+            vars(inner)[key] = OrderedDict()
+        yield
+    finally:
+        for inner, key, hooks in held:
+            vars(inner)[key] = hooks
