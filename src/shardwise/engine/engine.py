@@ -10,16 +10,15 @@ What a step does follows from the placement's cells alone.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from os import PathLike
 from typing import Any
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 from shardwise import config, randomness
 from shardwise import world as world_module
@@ -35,27 +34,24 @@ from shardwise.engine import (
     start_lines,
 )
 from shardwise.engine.assembly import States
+from shardwise.engine.backwards import Backwards, living
 from shardwise.engine.checkpoints import Checkpoints
-from shardwise.engine.exact_mean import Seeds, weight_of
+from shardwise.engine.exact_mean import Seeds
 from shardwise.engine.exchange import exchange, over_stages
 from shardwise.engine.options import Options
 from shardwise.engine.parts import ExactParts, Parts
 from shardwise.engine.pipelining import Pipelining
 from shardwise.engine.recipe import Recipe
-from shardwise.engine.resumable import Resumable
 from shardwise.engine.takeover import Takeover
 from shardwise.engine.window import StepStats, Totals, Window
-from shardwise.errors import CollectiveError, ModelError, UsageError
-from shardwise.feed import Batch
+from shardwise.errors import ModelError, UsageError
 from shardwise.model import precision
-from shardwise.parallel.pipeline import LayerTimes, Piece
+from shardwise.parallel.pipeline import LayerTimes
 from shardwise.parallel.plan import Plan
 from shardwise.timeline import recorder, span
 
-_living: WeakSet[Engine] = WeakSet()
 
-
-class Engine(Resumable):
+class Engine(Backwards):
     """Trains `models` with `optimizers` over all ranks, as one process would.
 
     `models` and `optimizers` are one each or sequences; the objects stay the user's own and are
@@ -129,7 +125,7 @@ class Engine(Resumable):
         self._announced = self._averaged = self._uneven = False
         self.steps = 0
         self._reseed()
-        _living.add(self)
+        living.add(self)
         start_lines.announce_engine(self.world, self._recipe, self._states)
         start_lines.announce_activations(self.world, self._recipe, self._held.activations)
 
@@ -146,7 +142,7 @@ class Engine(Resumable):
 
     def _refuse_second_engine(self) -> None:
         """Two engines that train the same parameter would undo each other's work."""
-        taken = {t.parameter for other in _living for t in other._states.parameters.tracked}
+        taken = {t.parameter for other in living for t in other._states.parameters.tracked}
         for tracked in self._recipe.located():
             if tracked.parameter in taken:
                 raise UsageError(
@@ -156,210 +152,6 @@ class Engine(Resumable):
 
     def _is_in_step(self) -> bool:
         return self._window.backwards > 0
-
-    # -- backward -------------------------------------------------------------------------
-
-    def backward(
-        self,
-        loss: Tensor,
-        *,
-        weight: float | Tensor | None = None,
-        last: bool | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        """Add the gradient of `loss`, a scalar that is a mean over `weight` items of this rank.
-
-        Without `weight` it is the number of samples that the Loader last gave; without a Loader,
-        1. Several losses of one batch add up, as in plain PyTorch: its samples count once. A device
-        tensor is fine. `last=False` says that more backwards come in this step, which
-        saves communication and never changes a result. Touches this engine's parameters only.
-        Where gradients are sharded each backward is collective: every rank makes as many.
-
-        Raises UsageError for a loss that is not a scalar of the graph, or when two training
-        loaders are open and the weight is left out.
-        """
-        habits.check_loss(loss)
-        batch = self._begin_backward(weighted=weight is not None)
-        if last is None:
-            last = batch.last if batch is not None else True
-        given, weight = weight is not None, weight_of(weight, batch)
-        if isinstance(loss, Piece):
-            loss = self._backward_in_turn(loss, float(weight), last=last, keep_graph=retain_graph)
-        else:
-            seed, rest = self._seeds.seed(loss, weight)
-            with self._collecting(weight, rest, last=last, keep_graph=retain_graph):
-                torch.autograd.backward(
-                    loss, seed, retain_graph=retain_graph, inputs=self._inputs()
-                )
-            if not self._states.gradients.reached and not isinstance(weight, Tensor) and weight > 0:
-                habits.check_reachable(loss, several=len(_living) > 1)
-        self._end_backward(loss, weight, batch, given=given)
-
-    def forward_backward(
-        self,
-        loss_of: Callable[..., Tensor],
-        *batch: Any,
-        weight: Callable[..., float | Tensor] | None = None,
-    ) -> Tensor:
-        """`loss = loss_of(*batch)`, then `backward(loss)`, in micro-batches; returns the mean loss.
-
-        `loss_of` calls the model and returns a scalar loss that is a mean over the items of what
-        it is given: the rows of `batch`, a nest of tensors of one equal first dimension, are cut
-        into `--microbatches` parts (default: 1, with `--pipeline P` up to 4 P). What a loss is a
-        mean over, where that is not rows, `weight` tells of the same parts. With `--pipeline` this
-        is what keeps all workers busy; without, it is what the two lines do. The result, 0-dim in
-        fp64, is known on all ranks of the replica. Raises as `backward` does.
-        """
-        given = self._begin_backward(weighted=weight is not None)
-        rows = pipelining.rows_of(batch)
-        count = pipelining.count_of(self.settings, rows, self._recipe.group)
-        cut = pipelining.parts_of(batch, rows, count)
-        empty = given is not None and given.samples == 0
-        parts = [
-            (0.0 if empty or not count else float(weight(*part) if weight else count), part)
-            for count, part in cut
-        ]
-        total = sum(each for each, _ in parts)
-        last = given.last if given is not None else True
-        if self._pipelining is None:
-            loss = self._one_by_one(loss_of, parts, last=last)
-        else:
-            seed = randomness.seed_from(
-                *(self.world.seed, "forward_backward", self._number, self.steps),
-                *(self.world.data_rank, self._window.backwards),
-            )
-            try:
-                loss = self._pipelining.train(
-                    loss_of,
-                    parts,
-                    seed=seed,
-                    last=last,
-                    buckets=self._states.buckets_by(self._recipe.stage_of),
-                    collecting=self._collecting,
-                )
-            except BaseException:
-                with suppress(CollectiveError):  # the first error is the one to show
-                    self._abandon()
-                raise
-        self._end_backward(loss, total, given, given=weight is not None)
-        return loss
-
-    def _one_by_one(
-        self, loss_of: Callable[..., Tensor], parts: Sequence[tuple[float, Any]], *, last: bool
-    ) -> Tensor:
-        """Forward and backward of each of `parts`; their mean loss."""
-        losses = []
-        for number, (weight, part) in enumerate(parts):
-            loss = loss_of(*part)
-            habits.check_loss(loss)
-            seed, rest = self._seeds.seed(loss, weight)
-            with self._collecting(weight, rest, last=last and number == len(parts) - 1):
-                torch.autograd.backward(loss, seed, inputs=self._inputs())
-            losses.append(loss.detach().double() * weight if weight else torch.zeros(()).double())
-        return torch.stack([loss.reshape(()) for loss in losses]).sum() / max(
-            sum(weight for weight, _ in parts), 1e-300
-        )
-
-    def _backward_in_turn(
-        self, loss: Piece, weight: float, *, last: bool, keep_graph: bool
-    ) -> Tensor:
-        """Backward of a loss whose layers are on several ranks, one after the other."""
-        assert self._pipelining is not None
-        return self._pipelining.backward(
-            loss, weight, last=last, keep_graph=keep_graph, collecting=self._collecting
-        )
-
-    def _begin_backward(self, *, weighted: bool) -> Batch | None:
-        """Look whether a backward may come now, and of which batch."""
-        habits.check_block(
-            averaged=self._averaged, uneven=self._uneven, whole=self._recipe.is_whole
-        )
-        self._leave_if_asked()
-        self._held.look_for_changes()
-        batch = self.world.feed.batch_of_loss(weighted=weighted)
-        if not self._announced:
-            self._announced = True
-            start_lines.announce_batch(self.world, self._recipe)
-        self._check_gradients()
-        return batch
-
-    @contextmanager
-    def _collecting(
-        self,
-        weight: float | Tensor,
-        factor: float | Tensor,
-        *,
-        last: bool,
-        keep_graph: bool = False,
-        by_hand: bool = False,
-        among: frozenset[int] | None = None,
-    ) -> Iterator[None]:
-        """Inside the block gradients are taken in as they come; `by_hand`, when it ends."""
-        gradients = self._states.gradients
-        gradients.begin(last=last, weight=weight, factor=factor, among=among)
-        if self._timing is not None:
-            self._timing.backward_begins()
-        try:
-            with span("backward"):
-                with self._showing(keep_graph=keep_graph):
-                    yield
-                    if by_hand:
-                        gradients.bring()
-                if self._timing is not None:
-                    self._timing.backward_ended()
-                gradients.finish()
-        except BaseException:
-            with suppress(CollectiveError):  # the first error is the one to show
-                self._abandon()
-            raise
-
-    def _end_backward(
-        self, loss: Tensor, weight: float | Tensor, batch: Batch | None, *, given: bool
-    ) -> None:
-        self.world.feed.train()
-        self._window.add(loss, weight, batch, given=given)
-        if batch is not None and batch.samples == 0:
-            self._held.buffers.restore()
-        self._held.buffers.after_backward()
-        self._reseed()
-        self._states.gradients.guard()
-
-    @contextmanager
-    def _showing(self, *, keep_graph: bool) -> Iterator[None]:
-        """Let backward have the units that it comes to, where parameters are sharded."""
-        if self._states.shown is None:
-            yield
-            return
-        residency = self._states.shown.residency
-        residency.open_backward()
-        try:
-            yield
-        finally:
-            failed = sys.exc_info()[0] is not None
-            with suppress(CollectiveError) if failed else nullcontext():
-                residency.close_backward(keep_graph=keep_graph, failed=failed)
-
-    def _inputs(self) -> list[nn.Parameter] | None:
-        """This engine's parameters where the graph may hold those of another engine too."""
-        if len(_living) == 1:
-            return None
-        return [tracked.parameter for tracked in self._states.parameters.tracked]
-
-    def _check_gradients(self) -> None:
-        """Raise, and forget the step, if user code cleared gradients that are on their way."""
-        if self._states.gradients.were_cleared():
-            self._abandon()
-            raise habits.cleared_gradients()
-
-    def _abandon(self) -> None:
-        """A backward failed: forget this step."""
-        if self._pipelining is not None:
-            self._pipelining.abandon()
-        if self._states.shown is not None:
-            self._states.shown.residency.reset()
-        self._states.gradients.abandon()
-        self._held.buffers.abandon()
-        self._window.clear()
 
     # -- step -----------------------------------------------------------------------------
 
@@ -624,7 +416,7 @@ class Engine(Resumable):
             self._held.end()
             if self._timing is not None:
                 self._timing.close()
-            _living.discard(self)
+            living.discard(self)
 
     @property
     def loss_scale(self) -> float:

@@ -23,7 +23,7 @@ KEPT = 1024
 
 
 class Forms:
-    """The forms that layers of a `line` return, worked out once for each form of their arguments."""
+    """The forms that layers of a `line` return, worked out once for each of their arguments."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
