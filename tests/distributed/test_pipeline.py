@@ -4,17 +4,25 @@ plain loop, what is refused."""
 import copy
 import os
 import re
-from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError, UsageError
-from tests.distributed.test_tensor import adamw, batch, goes_on, gpt, plain_losses, saves, whole
+from tests.distributed.test_tensor import (
+    adamw,
+    batch,
+    check_files,
+    check_going_on,
+    goes_on,
+    gpt,
+    plain_losses,
+    saves,
+    whole,
+)
 from tests.parity.problems import DeepGPT, SplittableGPT, loss_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -37,19 +45,9 @@ def test_a_checkpoint_goes_on_on_another_mesh(group, tmp_path, first, second):
     told = group(first["size"], **_mesh(first))(
         saves, tmp_path, first["row"], None, background, limit=120
     )
-    path, values, average, state, after = told[0]
-    stock = safetensors.torch.load_file(Path(path) / "model.safetensors")
-    assert all(torch.equal(stock[name], value) for name, value in values.items() if name in stock)
-    exported = safetensors.torch.load_file(tmp_path / "whole.safetensors")
-    assert all(torch.equal(value, values[name]) for name, value in exported.items())
+    path = check_files(told[0], tmp_path)
     results = group(second["size"], **_mesh(second))(goes_on, path, second["row"], None, limit=120)
-    for mine, mean, kept, losses in results:
-        assert all(torch.equal(mine[name], value) for name, value in values.items())
-        assert all(torch.equal(mean[name], value) for name, value in average.items())
-        for number, entries in state["state"].items():
-            for key, value in entries.items():
-                assert torch.equal(kept["state"][number][key], value), (number, key)
-        assert losses == pytest.approx(after, rel=1e-9)
+    check_going_on(told[0], results)
 
 
 # -- what a rank has --------------------------------------------------------------------------

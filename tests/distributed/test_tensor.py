@@ -112,15 +112,27 @@ def test_a_checkpoint_goes_on_on_another_mesh(group, tmp_path, first, second):
     told = group(first["size"], tensor=first["tensor"])(
         saves, tmp_path, first["row"], plan, background, limit=120
     )
-    path, values, average, state, after = told[0]
-    stock = safetensors.torch.load_file(Path(path) / "model.safetensors")
-    assert all(torch.equal(stock[name], value) for name, value in values.items() if name in stock)
-    exported = safetensors.torch.load_file(tmp_path / "whole.safetensors")
-    assert all(torch.equal(value, values[name]) for name, value in exported.items())
+    path = check_files(told[0], tmp_path)
     plan = TIED if second["tensor"] > 1 else None
     results = group(second["size"], tensor=second["tensor"])(
         goes_on, path, second["row"], plan, limit=120
     )
+    check_going_on(told[0], results)
+
+
+def check_files(told, folder):
+    """What `saves` has written is what it says; the checkpoint's path."""
+    path, values, *_ = told
+    stock = safetensors.torch.load_file(Path(path) / "model.safetensors")
+    assert all(torch.equal(stock[name], value) for name, value in values.items() if name in stock)
+    exported = safetensors.torch.load_file(folder / "whole.safetensors")
+    assert all(torch.equal(value, values[name]) for name, value in exported.items())
+    return path
+
+
+def check_going_on(told, results):
+    """What `goes_on` has read is what `saves` had, and trains as it did."""
+    _, values, average, state, after = told
     for mine, mean, kept, losses in results:
         assert all(torch.equal(mine[name], value) for name, value in values.items())
         assert all(torch.equal(mean[name], value) for name, value in average.items())

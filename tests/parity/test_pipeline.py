@@ -1,17 +1,14 @@
 """Promise 1 where layers are shared out: as one plain PyTorch process, by every schedule, on any
 mesh, in every row."""
 
-import hashlib
-
 import pytest
-import torch
 
 import shardwise as sw
 from tests.disk import on_a_disk
 from tests.parity.plain import Trained
 from tests.parity.problems import loss_of, weight_of
-from tests.parity.test_rows import _assert_close, _assert_same, _from_loader
-from tests.parity.test_tensor import TOLERANCE, _problem
+from tests.parity.test_rows import _from_loader
+from tests.parity.test_tensor import _problem, compare, ended
 
 
 def _train(world, problem, plan, in_turn, options) -> tuple[str, Trained]:
@@ -31,26 +28,13 @@ def _train(world, problem, plan, in_turn, options) -> tuple[str, Trained]:
         scheduler.step()
         losses.append(stats.loss)
         norms.append(stats.grad_norm)
-    with engine.full_parameters():
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-    kept = engine.optimizer_state_dict()
-    engine.close()
-    assert dict(model.named_parameters()) == before
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
-    return digest, Trained(losses=losses, norms=norms, model=state, optimizer=kept)
+    return ended(engine, model, before, losses, norms)
 
 
 def _compare(group, plain, problem, size, *, plan=None, in_turn=False, options=None, **mesh):
     wanted = plain(problem)
     results = group(size, **mesh)(_train, problem, plan, in_turn, options or {}, limit=120)
-    assert len({digest for digest, _ in results}) == 1, "ranks end with different models"
-    ours = results[0][1]
-    _assert_close("losses", torch.tensor(ours.losses), torch.tensor(wanted.losses), TOLERANCE)
-    _assert_close("norms", torch.tensor(ours.norms), torch.tensor(wanted.norms), TOLERANCE)
-    assert problem.clip is None or max(wanted.norms) > problem.clip, "clipping was never on"
-    _assert_same("model", ours.model, wanted.model, TOLERANCE)
-    _assert_same("optimizer", ours.optimizer, wanted.optimizer, TOLERANCE)
+    compare(results, wanted, problem)
 
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]

@@ -28,6 +28,11 @@ def _train(world, problem, plan, found, options) -> tuple[str, Trained]:
         scheduler.step()
         losses.append(stats.loss)
         norms.append(stats.grad_norm)
+    return ended(engine, model, before, losses, norms)
+
+
+def ended(engine, model, before, losses, norms) -> tuple[str, Trained]:
+    """What a rank has of the whole model in the end, and a hash of it; close() gives it back."""
     with engine.full_parameters():
         state = {name: value.clone() for name, value in model.state_dict().items()}
     kept = engine.optimizer_state_dict()
@@ -62,6 +67,11 @@ def _compare(group, plain, problem, plan, size, tensor, found=2, apart=None, **o
     results = group(size, tensor=tensor, **(apart or {}))(
         _train, problem, plan, found, options, limit=120
     )
+    compare(results, wanted, problem)
+
+
+def compare(results, wanted, problem):
+    """All ranks end with one model, the one of a plain process."""
     assert len({digest for digest, _ in results}) == 1, "ranks end with different models"
     ours = results[0][1]
     _assert_close("losses", torch.tensor(ours.losses), torch.tensor(wanted.losses), TOLERANCE)
