@@ -59,7 +59,8 @@ def table_of(recipe: Recipe, states: States, transport: str) -> Table:
 
 def _title(recipe: Recipe, transport: str) -> str:
     ranks = "one rank" if recipe.run.size == 1 else f"{recipe.run.size} ranks over {transport}"
-    return f"{recipe.placement.name} on {ranks}; bytes per rank"
+    layers = "" if recipe.line is None else f", of the layers of rank {recipe.run.rank}"
+    return f"{recipe.placement.name} on {ranks}; bytes per rank{layers}"
 
 
 def _heading(placement: Placement, state: str) -> str:

@@ -83,7 +83,10 @@ def sharded_states(placement: Placement) -> str:
 
 
 def _model_line(recipe: Recipe, states: States) -> str:
-    count = sum(tracked.whole_shape.numel() for tracked in states.parameters.tracked)
+    trained = states.parameters.tracked
+    if recipe.line is not None:
+        trained = [t for t in recipe.located() if t.parameter.requires_grad]
+    count = sum(tracked.whole_shape.numel() for tracked in trained)
     line = f"  model: {in_short(count)} parameters in {many(_unit_count(recipe, states), 'unit')}"
     line += f", state {in_bytes(states.expected_bytes())} per worker"
     if recipe.placement.level:

@@ -67,7 +67,8 @@ class Channels:
         if value.numel():
             pair = self._pairs[kind, source, target]
             pair.broadcast(value.view(-1), 1 - pair.rank).wait()
-        return value
+        last = like.ndim == 4 and like.is_contiguous(memory_format=torch.channels_last)
+        return value.contiguous(memory_format=torch.channels_last) if last else value
 
     def settle(self) -> None:
         """Return when all that was sent has been received."""

@@ -83,6 +83,7 @@ class AtomForward(Forward):
                 inner_args, inner_kwargs = pytree.tree_unflatten(values, spec)
                 result = self._plain(*inner_args, **inner_kwargs)
                 line.sow(drawn, "all")
+                self._check(result)
                 return pytree.tree_map_only(
                     Tensor, lambda value: Piece(line, stage, value, value), result
                 )
@@ -94,6 +95,17 @@ class AtomForward(Forward):
             return pytree.tree_map_only(
                 Tensor, lambda value: Piece(line, stage, None, value), result
             )
+
+    def _check(self, result: Any) -> None:
+        """Raise ModelError for tensors in an object that cannot be looked into."""
+        for leaf in pytree.tree_leaves(result):
+            inside = getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, Tensor) else ()
+            if any(isinstance(value, Tensor) for value in inside):
+                raise ModelError(
+                    f"{self._name} returns a {type(leaf).__name__} with tensors in it, which "
+                    "cannot be followed to other workers. Return tensors, tuples, lists or dicts, "
+                    "or register it with torch.utils._pytree."
+                )
 
 
 class FloatingForward(Forward):

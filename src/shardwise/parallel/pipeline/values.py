@@ -163,6 +163,12 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     leaves, spec = pytree.tree_flatten((args, kwargs))
     pieces = [leaf for leaf in leaves if isinstance(leaf, Piece)]
     moves = pieces[0]._moves
+    if any(piece._moves is not moves for piece in pieces):
+        raise UsageError(
+            "Tensors of two models meet, of which each has its layers on several workers "
+            "(--pipeline), and the stages of one are not those of the other. Put them into one "
+            "module, with one engine."
+        )
     if func in _ABOUT:
         return _call(func, [_told(leaf) for leaf in leaves], spec)
     if func in _READS:
