@@ -354,7 +354,7 @@ def trains_transformers(world, name, schedule, row):
 
 @pytest.mark.parametrize(
     ("name", "schedule", "row"),
-    [("gpt2", "1f1b", 0), ("llama", "interleaved", 1), ("t5", "1f1b", 3)],
+    [("gpt2", "1f1b", 0), ("llama", "interleaved", 1), ("t5", "1f1b", 3), ("t5", "zero-bubble", 2)],
 )
 def test_models_of_transformers(group, name, schedule, row):
     model = of_transformers(name)
@@ -442,7 +442,7 @@ def test_what_cannot_be_had(group, settings, hint):
 
 def misused(world, how):
     model = gpt()
-    engine = sw.Engine(model, adamw(model), schedule="interleaved" if how == "odd" else "1f1b",
+    engine = sw.Engine(model, adamw(model), schedule="interleaved" if how in ("odd", "failing, two stages on each") else "1f1b",
                        microbatches=5 if how == "odd" else 2)  # fmt: skip
     x = batch(0)
     told = ""
@@ -467,7 +467,7 @@ def misused(world, how):
         elif how == "whole":
             with engine.full_parameters():
                 engine.backward(model(x).mean())
-        elif how == "failing":
+        elif how.startswith("failing"):
             rounds = []
 
             def fails(x):
@@ -513,6 +513,7 @@ def misused(world, how):
         ("state", "state_dict\\(\\) of a model of which this worker has some layers only"),
         ("whole", "engine.backward inside engine.full_parameters"),
         ("failing", "in the middle"),
+        ("failing, two stages on each", "in the middle"),
         ("uneven", "no worker has all layers.*engine.full_parameters"),
         ("set", "A part of a tensor that all ranks have"),
     ],
@@ -607,3 +608,191 @@ def test_fewer_rows_than_micro_batches(group):
     for losses in group(2, pipeline=2)(mean_loss):
         for mine, wanted in zip(losses, plain, strict=True):
             assert mine == pytest.approx(wanted, rel=1e-9)
+
+
+# -- what a model may do ----------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Two weights tied crosswise, a scale that no layer has, a table made at the first forward, a
+    BatchNorm of buffers alone, a bias of the second half that depends on no input."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.bias = nn.Embedding(1, 6)
+        self.norm = nn.BatchNorm1d(6, affine=False)
+        self.back, self.out = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.back.weight, self.out.weight = self.second.weight, self.first.weight
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.table = None
+
+    def forward(self, x):
+        x = self.second(torch.tanh(self.first(x)))
+        if self.table is None:
+            self.table = torch.linspace(0.5, 1.5, 6, dtype=x.dtype)
+        x = self.norm(x) * self.scale.exp() * self.table
+        x = self.back(x) + self.bias(torch.zeros((), dtype=torch.long))
+        return self.out(x)
+
+
+def odd_problem():
+    torch.manual_seed(2)
+    model = Odd().double()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), torch.randn(8, 6).double()
+
+
+STAGES = ("norm",)
+
+
+def trains_odd(world, schedule, row):
+    model, optimizer, x = odd_problem()
+    engine = sw.Engine(model, optimizer, schedule=schedule, microbatches=2, zero=row, stages=STAGES)
+    losses = []
+    for step in range(4):
+        if step == 2:
+            model.first.requires_grad_(False)
+            model.first.weight.requires_grad_(True)
+        engine.forward_backward(lambda x: (model(x) - x).square().mean(), x)
+        losses.append(engine.step().loss)
+    values = whole(engine, model)
+    engine.close()
+    return losses, values
+
+
+@pytest.mark.parametrize(("schedule", "row"), [("1f1b", 0), ("zero-bubble", 1), ("1f1b", 3)])
+def test_a_model_of_odd_habits(group, schedule, row):
+    model, optimizer, x = odd_problem()
+    wanted = []
+    for step in range(4):
+        if step == 2:
+            model.first.requires_grad_(False)
+            model.first.weight.requires_grad_(True)
+        loss = sum((model(part) - part).square().mean() for part in x.chunk(2)) / 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    for losses, values in group(2, pipeline=2)(trains_odd, schedule, row):
+        assert losses == pytest.approx(wanted, rel=1e-9)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(values[name], value, rtol=1e-8, atol=1e-10)
+
+
+def several_losses(world, how):
+    model = gpt()
+    engine = sw.Engine(model, adamw(model))
+    x, z = batch(0), batch(1)
+    if how == "one forward":
+        scores = model(x)
+        engine.backward(scores.square().mean(), retain_graph=True, last=False)
+        engine.backward(F.cross_entropy(scores, (x * 5 + 1) % 24))
+    else:
+        with torch.no_grad():
+            model(z)
+        model(z)  # recorded, and never used
+        first, second = model(x).square().mean(), loss_of(model, z, (z * 5 + 1) % 24)
+        engine.backward(first, last=False)
+        engine.backward(second)
+    engine.step()
+    values = whole(engine, model)
+    engine.close()
+    return values
+
+
+@pytest.mark.parametrize("how", ["one forward", "two forwards"])
+def test_several_losses_in_a_plain_loop(group, how):
+    model = gpt()
+    optimizer = adamw(model)
+    x, z = batch(0), batch(1)
+    scores = model(x)
+    second = z if how == "two forwards" else x
+    again = scores if how == "one forward" else model(z)
+    loss = scores.square().mean() + F.cross_entropy(again, (second * 5 + 1) % 24)
+    (loss / 2).backward()
+    optimizer.step()
+    for values in group(2, pipeline=2)(several_losses, how):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(values[name], value, rtol=1e-8, atol=1e-10)
+
+
+def ignores(world):
+    """The last micro-batch has nothing that counts: its mean is NaN."""
+    model = gpt()
+    engine = sw.Engine(model, adamw(model), microbatches=2)
+    x = batch(0)
+    y = (x * 5 + 1) % 24
+    y[4:] = -100
+    loss = engine.forward_backward(
+        lambda x, y: loss_of(model, x, y), x, y, weight=lambda x, y: (y != -100).sum()
+    )
+    stats = engine.step(max_norm=0.5)
+    engine.close()
+    return float(loss), stats.loss, stats.grad_norm
+
+
+def test_a_micro_batch_that_counts_for_nothing(group):
+    model = gpt()
+    x = batch(0)[:4]
+    loss = loss_of(model, x, (x * 5 + 1) % 24)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+    for found in group(2, pipeline=2)(ignores):
+        assert found == pytest.approx((loss.item(), loss.item(), norm), rel=1e-9)
+
+
+def what_is_said(world, how):
+    model = gpt()
+    known = list(model.parameters())
+    if how == "outside":
+        known.append(nn.Parameter(torch.zeros(3)))
+    if how == "head only":
+        known = [p for block in model.blocks[1:] for p in block.parameters()]
+    options = {}
+    if how == "recomputed":
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        known, options = list(model.parameters()), {"activations": "recomputed"}
+    engine = None
+    try:
+        engine = sw.Engine(model, torch.optim.AdamW(known), microbatches=2, **options)
+        x = batch(0)
+        if how == "mask":
+            engine.forward_backward(lambda x: model(x).transpose(1, 2)[x > 3].mean(), x)
+        elif how == "mask in a plain loop":
+            model(x).transpose(1, 2)[x > 3].mean()
+        elif how == "in place":
+            hits = torch.zeros((), dtype=torch.long)
+            hits.add_((model(x).argmax(1) == x).sum())
+        elif how == "kept":
+            kept = []
+
+            def loss(x):
+                kept.append(model(x).argmax(1))
+                return loss_of(model, x, x % 24)
+
+            engine.forward_backward(loss, x)
+            kept[-1].sum().item()
+    except (ModelError, ConfigError, UsageError) as error:
+        return str(error)
+    finally:
+        if engine is not None:
+            engine.close()
+    return "taken"
+
+
+@pytest.mark.parametrize(
+    ("how", "hint"),
+    [
+        ("outside", "is in no model, and with --pipeline"),
+        ("head only", "Stage 0 .* has nothing to train"),
+        ("recomputed", "which has no repeated blocks, again as one"),
+        ("mask", "gives a shape, or a number, that depends on its values"),
+        ("mask in a plain loop", "gives a shape, or a number, that depends on its values"),
+        ("in place", "add_: a tensor that all ranks have is written to"),
+        ("kept", "kept from inside engine.forward_backward"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*trainable parameter")
+def test_what_cannot_be_followed_is_said_on_all_ranks(group, how, hint):
+    for said in group(2, pipeline=2)(what_is_said, how):
+        assert re.search(hint, said), said

@@ -227,6 +227,12 @@ def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
                     f"({recipe.placement.name}). Train it with --zero 0, or choose an optimizer "
                     "that treats each tensor by itself."
                 )
+            if not kind.separable and recipe.line is not None:
+                raise ModelError(
+                    f"{type(face).__name__} looks across tensors, and with --pipeline no worker "
+                    "has all of them. Choose an optimizer that treats each tensor by itself, or "
+                    "start without --pipeline."
+                )
             parts = [p for p in options["params"] if recipe.shard_of(p) is not None]
             if not kind.elementwise and parts:
                 raise ModelError(

@@ -111,26 +111,15 @@ class Backwards(Resumable):
         ]
         total = sum(each for each, _ in parts)
         last = given.last if given is not None else True
-        if self._pipelining is None:
-            loss = self._one_by_one(loss_of, parts, last=last)
-        else:
-            seed = randomness.seed_from(
-                *(self.world.seed, "forward_backward", self._number, self.steps),
-                *(self.world.data_rank, self._window.backwards),
-            )
-            try:
-                loss = self._pipelining.train(
-                    loss_of,
-                    parts,
-                    seed=seed,
-                    last=last,
-                    buckets=self._states.buckets_by(self._recipe.stage_of),
-                    collecting=self._collecting,
-                )
-            except BaseException:
-                with suppress(CollectiveError):  # the first error is the one to show
-                    self._abandon()
-                raise
+        try:
+            if self._pipelining is None:
+                loss = self._one_by_one(loss_of, parts, last=last)
+            else:
+                loss = self._through_stages(loss_of, parts, last=last)
+        except BaseException:
+            with suppress(CollectiveError):  # the first error is the one to show
+                self._abandon()
+            raise
         self._end_backward(loss, total, given, given=weight is not None)
         return loss
 
@@ -145,9 +134,26 @@ class Backwards(Resumable):
             seed, rest = self._seeds.seed(loss, weight)
             with self._collecting(weight, rest, last=last and number == len(parts) - 1):
                 torch.autograd.backward(loss, seed, inputs=self._inputs())
-            losses.append(loss.detach().double() * weight if weight else torch.zeros(()).double())
-        return torch.stack([loss.reshape(()) for loss in losses]).sum() / max(
-            sum(weight for weight, _ in parts), 1e-300
+            if not self._states.gradients.reached and weight > 0:
+                habits.check_reachable(loss, several=len(living) > 1)
+            told = loss.detach().double().reshape(())
+            losses.append(told * weight if weight else torch.zeros_like(told))
+        return torch.stack(losses).sum() / max(sum(weight for weight, _ in parts), 1e-300)
+
+    def _through_stages(
+        self, loss_of: Callable[..., Tensor], parts: Sequence[tuple[float, Any]], *, last: bool
+    ) -> Tensor:
+        """The same over the workers that share out the layers."""
+        assert self._pipelining is not None
+        coordinates = self._number, self.steps, self.world.data_rank, self._window.backwards
+        return self._pipelining.train(
+            loss_of,
+            parts,
+            seed=randomness.seed_from(self.world.seed, "forward_backward", *coordinates),
+            last=last,
+            buckets=self._states.buckets_by,
+            inputs=self._inputs(),
+            collecting=self._collecting,
         )
 
     def _backward_in_turn(
@@ -156,7 +162,13 @@ class Backwards(Resumable):
         """Backward of a loss whose layers are on several ranks, one after the other."""
         assert self._pipelining is not None
         return self._pipelining.backward(
-            loss, weight, last=last, keep_graph=keep_graph, collecting=self._collecting
+            loss,
+            weight,
+            last=last,
+            keep_graph=keep_graph,
+            buckets=self._states.buckets_by,
+            inputs=self._inputs(),
+            collecting=self._collecting,
         )
 
     def _begin_backward(self, *, weighted: bool) -> Batch | None:

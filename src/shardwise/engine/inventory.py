@@ -143,6 +143,11 @@ def _place(rank: int, alike: list[bool]) -> tuple[int, int]:
     return sum(alike[:rank]), sum(alike)
 
 
+def _each(*several: list[bool]) -> list[bool]:
+    """By place, whether all of `several` hold."""
+    return [all(flags) for flags in zip(*several, strict=True)]
+
+
 class Lending:
     """All that a rank holds, to be written or to be filled; made by all ranks together."""
 
@@ -158,12 +163,12 @@ class Lending:
         parts = [part == mine[1] for _, part, _ in told]
         shared = [place == mine[0] for place, *_ in told]
         self._among = {
-            False: _place(run.rank, list(map(min, shared, near))),
-            True: _place(run.rank, list(map(min, shared, parts, near))),
+            False: _place(run.rank, _each(shared, near)),
+            True: _place(run.rank, _each(shared, parts, near)),
         }
         self._everywhere = {
             False: _place(run.rank, near),
-            True: _place(run.rank, list(map(min, parts, near))),
+            True: _place(run.rank, _each(parts, near)),
         }
         scattered = recipe.placement.is_sharded("optimizer")
         self.trained = Holdings(
@@ -182,6 +187,14 @@ class Lending:
             return {tracked.parameter: tracked.name for tracked in self.recipe.located()}
         names = {tracked.parameter: tracked.name for tracked in self.states.parameters.tracked}
         return names | {each.parameter: each.name for each in self.idle}
+
+    @property
+    def own_buffers(self) -> dict[str, Tensor]:
+        """Those that this rank writes: on the first one of those that run their modules."""
+        if self.recipe.stage.rank > 0:
+            return {}
+        homes = self.inventory.homes
+        return {n: b for n, b in self.inventory.buffers.items() if self.recipe.runs(homes[n])}
 
     def of_all_layers(self, mine: T) -> list[T]:
         """`mine` of each of the ranks that share out the layers, in their order. Collective."""
@@ -202,10 +215,8 @@ class Lending:
                 yield self._tensor(name, value, each.parameter, holdings.OPTIMIZER)
         for name, value in self.inventory.whole.items():
             yield self._tensor(name, value, value)
-        if self.recipe.stage.rank == 0:
-            for name, value in self.inventory.buffers.items():
-                if self.recipe.runs(self.inventory.homes[name]):
-                    yield holdings.of_tensor(name, value, 0, 1)
+        for name, value in self.own_buffers.items():
+            yield holdings.of_tensor(name, value, 0, 1)
 
     def _tensor(
         self, name: str, value: Tensor, parameter: Tensor, kind: str = holdings.MODEL

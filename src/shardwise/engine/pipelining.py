@@ -8,7 +8,7 @@ when; gradients of what a stage was given go back to the stage that gave it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -23,6 +23,8 @@ from shardwise.config import Settings
 from shardwise.engine.exact_mean import Seeds
 from shardwise.engine.recipe import Recipe
 from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.model import units
+from shardwise.model.precision import NARROW
 from shardwise.parallel.pipeline import Action, Cut, Line, Piece, Run, atoms, halves, order_of
 from shardwise.randomness import seed_everything, seed_from
 from shardwise.world import World
@@ -59,6 +61,11 @@ def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> Line
             "--schedule zero-bubble runs backward in two, and sharded parameters (--zero 3) would "
             "be gathered for both: write --zero 2, or --schedule 1f1b."
         )
+    if settings.schedule == "zero-bubble" and settings.activations == "recomputed":
+        raise ConfigError(
+            "--schedule zero-bubble runs backward in two, and --activations recomputed would run "
+            "every forward again for both: write --schedule 1f1b."
+        )
     several = stages_of(settings) // size
     if several > 1 and settings.schedule in ("gpipe", "1f1b"):
         raise ConfigError(
@@ -88,13 +95,36 @@ def share_out(recipe: Recipe, line: Line) -> None:
     """Let every rank know which layers are its own. Raises ModelError, ConfigError on all alike."""
     settings = recipe.settings
     made = atoms.cut(recipe.models[0], stages_of(settings), settings.units, settings.stages)
+    optimized = {p for o in recipe.optimizers for group in o.param_groups for p in group["params"]}
+    if outside := [t.name for t in recipe.located() if not t.places]:
+        raise ModelError(
+            f"{outside[0]} is in no model, and with --pipeline nobody knows which stage uses it: "
+            "make it a parameter of the model."
+        )
     for stage in range(made.stages):
-        if not any(p.requires_grad for p, owner in made.owners.items() if owner == stage):
+        own = {p for p, owner in made.owners.items() if owner == stage and p.requires_grad}
+        if not own & optimized:
             raise ModelError(
                 f"Stage {stage} ({made.in_words(stage)}) has nothing to train: cut the model "
                 "elsewhere with --stages, or start fewer with --pipeline."
             )
+    _check_recomputed(recipe, made)
     line.share(made)
+
+
+def _check_recomputed(recipe: Recipe, cut: Cut) -> None:
+    """Raise ConfigError where what is recomputed as one holds several layers, between which values
+    would be sent again."""
+    if recipe.settings.activations != "recomputed":
+        return
+    model, layers = recipe.models[0], {atom.module for atom in cut.atoms}
+    for name, unit in units.find_units(model) or [("", model)]:
+        if any(inner in layers for inner in unit.modules() if inner is not unit):
+            what = name or f"{type(model).__name__}, which has no repeated blocks,"
+            raise ConfigError(
+                f"--activations recomputed runs {what} again as one, and with --pipeline it is "
+                "several layers: leave --units out, or --activations."
+            )
 
 
 def in_words(cut: Cut) -> str:
@@ -145,6 +175,12 @@ def parts_of(batch: Any, rows: int, count: int) -> list[tuple[int, Any]]:
 # -- through the stages --------------------------------------------------------------------
 
 
+class Buckets(Protocol):
+    """The numbers of the buckets by a key of their parameters, each of which has one."""
+
+    def __call__(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]: ...
+
+
 class Collecting(Protocol):
     """Inside the block gradients are taken in: of the buckets `among`, if given."""
 
@@ -183,6 +219,8 @@ class _Call:
     """Whether nothing more comes in this step."""
     collecting: Collecting
     passes: dict[tuple[int, int], _Pass] = field(default_factory=dict)
+    inputs: Sequence[Tensor] | None = None
+    """What gradients are made of, where the graph may reach further."""
     borrowed: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     home: int = 0
@@ -204,24 +242,29 @@ class Pipelining:
         *,
         seed: int,
         last: bool,
-        buckets: Mapping[int, frozenset[int]],
+        buckets: Buckets,
+        inputs: Sequence[Tensor] | None,
         collecting: Collecting,
     ) -> Tensor:
         """Forward and backward of all `parts`; returns their mean loss, in fp64, on all ranks."""
         line, cut = self._line, self._line.cut
         rank, ranks = line.group.rank, line.group.size
         order = order_of(self._settings.schedule, ranks, cut.stages, len(parts), rank)
-        call = _Call(loss_of, parts, seed, last, collecting)
+        call = _Call(loss_of, parts, seed, last, collecting, inputs=inputs)
+        line.loans.changed()  # whatever user code has written since
         self._seeds.begin(sum(weight for weight, _ in parts))
         self._try(call)
         ends = {a.stage: n for n, a in enumerate(order) if a.kind in "BW"}
-        among = buckets if len(buckets) > 1 and not line.shares_at_home else {}
+        by_stage = buckets(lambda p: cut.owners[p])
+        among = by_stage if len(by_stage) > 1 and not line.shares_at_home else {}
         for number, action in enumerate(order):
             if action.kind == "F":
                 self._forward(call, action)
             else:
                 is_last = ends[action.stage] == number
                 self._backward(call, action, among.get(action.stage), is_last=is_last)
+                if is_last:
+                    self._take_back(call, action.stage, buckets)
         line.loans.give_back(call.borrowed)
         mean = self._mean(call)
         line.settle()
@@ -275,7 +318,7 @@ class Pipelining:
     def _backward(
         self, call: _Call, action: Action, among: frozenset[int] | None, *, is_last: bool
     ) -> None:
-        line, stage = self._line, action.stage
+        stage = action.stage
         one, weight = call.passes[stage, action.micro], call.parts[action.micro][0]
         if action.kind != "W":
             self._fetch(call, one, weight)
@@ -283,20 +326,29 @@ class Pipelining:
             self._give(one)
             return
         assert one.halves is not None
-        if is_last:
-            one.halves.add(line.loans.take_back(stage), one.factor)
         del call.passes[stage, action.micro]
         with call.collecting(
             weight,
             one.factor,
             last=is_last and call.last,
-            by_hand=action.kind == "W" and one.halves.is_open,
+            by_hand=one.halves.puts_by_hand,
             among=among,
         ):
             one.halves.finish()
-            if action.kind == "B":
+            if not one.halves.is_half:
                 self._send_back(one.run)
-        self._take_borrowed(call, one.factor)
+        self._take_borrowed(call, weight, one.factor)
+
+    def _take_back(self, call: _Call, stage: int, buckets: Buckets) -> None:
+        """Take in the gradients of what `stage` has lent: sums over all micro-batches."""
+        grads = self._line.loans.take_back(stage)
+        if not grads:
+            return
+        lent = set(self._line.loans.of(stage))
+        tied = buckets(lambda p: int(p in lent))[1]
+        with call.collecting(1.0, 1.0, last=call.last, among=tied):
+            several, values = zip(*grads, strict=True)
+            torch.autograd.backward(several, values)
 
     def _fetch(self, call: _Call, one: _Pass, weight: float) -> None:
         """The roots of a backward, and the gradients that it starts from."""
@@ -311,7 +363,8 @@ class Pipelining:
             roots.append(value)
             grads.append(self._line.gradient(source, target, value))
         leaves = [leaf for _, _, leaf in one.run.received]
-        one.halves = halves.Halves(roots, grads, leaves, self._line.trained)
+        inputs = None if call.inputs is None else [*call.inputs, *leaves]
+        one.halves = halves.Halves(roots, grads, leaves, self._line.trained, inputs)
 
     def _give(self, one: _Pass) -> None:
         """The first half of a backward, for what waits for it."""
@@ -324,12 +377,14 @@ class Pipelining:
         for source, target, leaf in run.received:
             self._line.return_gradient(source, target, leaf)
 
-    def _take_borrowed(self, call: _Call, factor: float | Tensor) -> None:
+    def _take_borrowed(self, call: _Call, weight: float, factor: float | Tensor) -> None:
         """Keep the gradients of what another rank trains until they are complete."""
         for parameter in self._line.loans.borrowed:
             if (grad := parameter.grad) is not None:
                 parameter.grad = None
-                grad = grad if isinstance(factor, float) and factor == 1.0 else grad * factor
+                if not weight:
+                    continue  # whatever it is, it counts for nothing
+                grad = (grad.float() if grad.dtype in NARROW else grad) * factor
                 held = call.borrowed.get(parameter)
                 call.borrowed[parameter] = grad if held is None else held.add_(grad)
 
@@ -354,6 +409,8 @@ class Pipelining:
         *,
         last: bool,
         keep_graph: bool,
+        buckets: Buckets,
+        inputs: Sequence[Tensor] | None,
         collecting: Collecting,
     ) -> Tensor:
         """Backward of a loss that a plain loop has made, stage after stage; returns its value."""
@@ -364,21 +421,34 @@ class Pipelining:
                 f"{self._settings.schedule}): write loss = engine.forward_backward(loss_of, "
                 "*batch), which knows their order."
             )
-        run = line.run
+        if any(run.is_over for run in loss.runs):
+            raise UsageError(
+                "engine.backward of a loss whose forward another backward has used up: write "
+                "retain_graph=True there, or give the sum of the losses to one backward."
+            )
+        run = Run(line.stages)
+        for part in loss.runs:
+            run.sent += part.sent
+            run.received += part.received
         one = _Pass(run, loss.dtype, loss.value if loss.home in line.stages else None)
-        call = _Call(lambda: loss, [(weight, ())], 0, last, collecting, home=loss.home)
+        call = _Call(
+            lambda: loss, [(weight, ())], 0, last, collecting, inputs=inputs, home=loss.home
+        )
         if one.loss is not None:
             call.losses[0] = one.loss.detach()
         self._fetch(call, one, weight)
         assert one.halves is not None
-        (stage,) = line.stages
-        one.halves.add(line.loans.take_back(stage), one.factor)
         with collecting(weight, one.factor, last=last, keep_graph=keep_graph):
             one.halves.finish(keep_graph=keep_graph)
         self._send_back(run)
-        self._take_borrowed(call, one.factor)
+        self._take_borrowed(call, weight, one.factor)
         line.loans.give_back(call.borrowed)
+        (stage,) = line.stages
+        self._take_back(call, stage, buckets)
         value = self._mean(call)
         line.settle()
-        line.run = Run(line.stages)
+        for part in loss.runs if not keep_graph else ():
+            part.is_over = True
+            part.sent.clear()
+            part.received.clear()
         return value

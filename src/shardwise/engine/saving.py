@@ -56,9 +56,11 @@ def plan(lending: Lending, limit: int) -> Plan:
     """What is to be written, in files of at most `limit` bytes. Collective."""
     inventory, states = lending.inventory, lending.states
     told = lending.trained.told()
-    buffers = {name: spec_of(name, value) for name, value in inventory.buffers.items()}
-    # Ranks may differ in the shape of a buffer that grows; rank 0's is the one that is written.
-    theirs: dict[str, TensorSpec] = lending.recipe.run.gather_objects(buffers)[0]
+    # Ranks may differ in the shape of a buffer that grows; who writes it tells.
+    buffers = {name: spec_of(name, value) for name, value in lending.own_buffers.items()}
+    theirs: dict[str, TensorSpec] = {}
+    for several in lending.recipe.run.gather_objects(buffers):
+        theirs |= several
     numbers: dict[str, dict[str, Any]] = {}
     for part in lending.of_all_layers(_numbers(lending, told)):
         numbers |= part

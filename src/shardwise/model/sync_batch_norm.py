@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.collectives import Collectives
@@ -118,7 +119,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (N, C, ...). In eval mode as the plain class; in training over all ranks."""
-        if not self.training:
+        if not self.training or isinstance(x, FakeTensor):  # of that only the shape is wanted
             return super().forward(x)
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         batch = self._feed.current

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,8 @@ class Layer:
     forward: float
     backward: float
     nbytes: float
+    fresh: bool
+    """Whether it has a parameter to train that no layer before has."""
 
     @property
     def time(self) -> float:
@@ -89,7 +92,14 @@ def _timed(asked: Asked) -> list[Layer]:
             )
         told: dict[str, Any] = json.loads(path.read_text())
     return [
-        Layer(each["name"], each["parameters"], each["forward"], each["backward"], each["bytes"])
+        Layer(
+            each["name"],
+            each["parameters"],
+            each["forward"],
+            each["backward"],
+            each["bytes"],
+            each["fresh"],
+        )
         for each in told["layers"]
     ]
 
@@ -103,6 +113,7 @@ def rows(layers: Sequence[Layer], asked: Asked, stages: int) -> list[Sequence[La
         )
     sizes = [each.time if asked.by == "time" else float(each.parameters) for each in layers]
     starts = atoms.balanced(sizes, stages)
+    starts = atoms.with_something_to_train(starts, [each.fresh for each in layers])
     return [[layers[n] for n in each] for each in atoms.rows_of(starts, len(layers))]
 
 
@@ -168,8 +179,9 @@ def advice(layers: Sequence[Layer], asked: Asked) -> list[str]:
     """The line that starts it so."""
     cut = rows(layers, asked, asked.pipeline)
     names = ",".join(several[0].name for several in cut[1:])
-    flags = f"--pipeline {asked.pipeline} --stages {names} --microbatches {asked.microbatches}"
+    flags = ["--pipeline", str(asked.pipeline), "--stages", names]
+    flags += ["--microbatches", str(asked.microbatches)]
     return [
         "The loop has to call engine.forward_backward (docs/parallel.md). To start it so:",
-        f"  shardwise run -n {asked.pipeline} {flags} {' '.join(asked.words)}",
+        f"  shardwise run -n {asked.pipeline} {shlex.join([*flags, *asked.flags, *asked.words])}",
     ]

@@ -2,7 +2,7 @@
 
 An *atom* is one of the model's repeated blocks, or a module outside of them that computes by
 itself: an embedding, a norm, a head. Stages are rows of atoms in the order of registration. A
-module without parameters (dropout, an activation) floats: it runs where its input is.
+module without parameters or buffers (dropout, an activation) floats: it runs where its input is.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def find(
         seen.add(module)
         opens = module in around or isinstance(module, _LISTS) or module is model
         if module in blocks or not opens or not any(True for _ in module.children()):
-            if next(module.parameters(), None) is None:
+            if _is_empty(module):
                 floating.append(module)
             else:
                 atoms.append(Atom(name, module))
@@ -114,6 +114,11 @@ def find(
 
     walk(model, "")
     return atoms, floating, {p: min(n, len(atoms) - 1) for p, n in loose.items()}
+
+
+def _is_empty(module: nn.Module) -> bool:
+    """Whether a module has neither parameters nor buffers."""
+    return next(module.parameters(), None) is None and next(module.buffers(), None) is None
 
 
 def cut(
@@ -145,20 +150,30 @@ def cut(
     else:
         sizes = [costs[atom.name] if costs else float(atom.size) for atom in atoms]
         starts = balanced(sizes, stages)
-        while starts != (better := _with_something_to_train(atoms, starts)):
-            starts = better
+        starts = with_something_to_train(starts, fresh_in(atoms))
     return Cut(atoms, floating, starts, loose)
 
 
-def _with_something_to_train(atoms: Sequence[Atom], starts: list[int]) -> list[int]:
-    """`starts`, the first stage that only uses what earlier ones train begun an atom earlier."""
+def fresh_in(atoms: Sequence[Atom]) -> list[bool]:
+    """By atom, whether it has a parameter to train that no earlier one has."""
     seen: set[nn.Parameter] = set()
-    for stage, several in enumerate(rows_of(starts, len(atoms))):
-        own = {p for n in several for p in atoms[n].module.parameters() if p.requires_grad} - seen
-        if not own and stage and starts[stage] - 1 > starts[stage - 1]:
-            return [start - (number == stage) for number, start in enumerate(starts)]
+    found = []
+    for atom in atoms:
+        own = {p for p in atom.module.parameters() if p.requires_grad} - seen
+        found.append(bool(own))
         seen |= own
-    return starts
+    return found
+
+
+def with_something_to_train(starts: Sequence[int], fresh: Sequence[bool]) -> list[int]:
+    """`starts`, stages without anything `fresh` begun earlier, as long as the one before keeps an
+    atom."""
+    moved = list(starts)
+    for stage in range(len(moved) - 1, 0, -1):
+        end = moved[stage + 1] if stage + 1 < len(moved) else len(fresh)
+        while not any(fresh[moved[stage] : end]) and moved[stage] - 1 > moved[stage - 1]:
+            moved[stage] -= 1
+    return moved
 
 
 def _named(atoms: Sequence[Atom], pattern: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +13,8 @@ from shardwise.collectives import Collectives, Handle
 KEPT = 64
 """Messages that may be on their way, where nothing says when they have come."""
 
-Kind = Literal["forward", "backward", "lent", "back"]
+Kind = str
+"""forward and backward: values, and their gradients; lent and back, each with a number: weights."""
 
 
 class Channels:
@@ -86,3 +86,5 @@ class Channels:
         for pair in self._pairs.values():
             pair.close()
         self._pairs.clear()
+        self._kept.clear()
+        self._flying.clear()

@@ -34,12 +34,15 @@ class Custody:
         """The same of what was built without memory and is another rank's."""
         for parameter in self._line.cut.owners:
             if parameter.is_meta and not self._line.has(parameter):
-                nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=self._line.device)
-                meta.make_real(parameter, nothing.expand(parameter.shape))
+                meta.make_real(parameter, self._nothing(parameter))
 
     def _rest(self, parameter: nn.Parameter) -> None:
+        parameter.data = self._nothing(parameter)
+
+    def _nothing(self, parameter: nn.Parameter) -> Tensor:
         fill = torch.nan if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
-        parameter.data = parameter.data.new_full((), fill).expand(parameter.shape)
+        one = torch.full((), fill, dtype=parameter.dtype, device=self._line.device)
+        return one.expand(parameter.shape)
 
     def _bring(self, parameter: nn.Parameter, shape: torch.Size | tuple[int, ...]) -> None:
         """Have the values of its owner. Collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,16 +42,19 @@ class Forms:
 
         Worked out once for each form of the arguments.
         """
+        trained = tuple(p.requires_grad for p in module.parameters())
         key = (
-            *(name, module.training, torch.is_grad_enabled(), spec),
+            *(name, module.training, trained, torch.is_grad_enabled(), spec),
             torch.is_autocast_enabled(self._line.device.type),
             *(_form(leaf) for leaf in leaves),
         )
         found = self._forms.get(key)
         if found is None:
+            found = self._work_out(name, module, plain, leaves, spec)
             if len(self._forms) >= KEPT:
                 self._forms.clear()
-            found = self._forms[key] = self._work_out(name, module, plain, leaves, spec)
+            if all(map(_is_known, leaves)):
+                self._forms[key] = found
         out, forms = found
         made = [stand_in(form) if isinstance(form, Tensor) else form for form in forms]
         return pytree.tree_unflatten(made, out)
@@ -75,6 +79,7 @@ class Forms:
             try:
                 with (
                     self._line.plainly(),
+                    _unchanged(module),
                     _without_hooks(module),
                     _reparametrize_module(module, stands),
                 ):
@@ -94,11 +99,39 @@ class Forms:
         ]
 
 
+_PLAIN = (bool, int, float, str, bytes, Enum, slice, torch.dtype, torch.device, type(None))
+
+
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    plain = isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device, type(None)))
-    return leaf if plain else type(leaf)
+    if isinstance(leaf, slice):  # it cannot be a key itself
+        return slice, leaf.start, leaf.stop, leaf.step
+    return leaf if isinstance(leaf, _PLAIN) else type(leaf)
+
+
+def _is_known(leaf: Any) -> bool:
+    """Whether what a layer returns can be told from the form of `leaf`: not of an object."""
+    return isinstance(leaf, (Tensor, *_PLAIN))
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """After the block what hangs on `module` is what it was: caches that its forward fills would
+    else hold stand-ins."""
+    held = [
+        (inner, dict(vars(inner)), dict(inner._buffers), set(inner._non_persistent_buffers_set))
+        for inner in module.modules()
+    ]
+    try:
+        yield
+    finally:
+        for inner, attributes, buffers, names in held:
+            vars(inner).clear()
+            vars(inner).update(attributes)
+            inner._buffers.clear()
+            inner._buffers.update(buffers)
+            inner._non_persistent_buffers_set = names
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

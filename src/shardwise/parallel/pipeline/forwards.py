@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ModelError
 from shardwise.model.recomputation import RecomputedForward
 from shardwise.parallel.pipeline.custody import refused
-from shardwise.parallel.pipeline.values import Piece, at, operate
+from shardwise.parallel.pipeline.values import Piece, at, operate, runs_of
 
 if TYPE_CHECKING:
     from shardwise.parallel.pipeline.line import Line
@@ -50,8 +50,7 @@ class ModelForward(Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._line.is_whole:
             return self._plain(*args, **kwargs)
-        self._line.tidy()
-        with self._line.following():
+        with self._line.following(), self._line.forward():
             return self._plain(*args, **kwargs)
 
 
@@ -74,6 +73,7 @@ class AtomForward(Forward):
                 "modules stand in the model in the order in which they run, or name where stages "
                 "begin: --stages."
             )
+        runs = runs_of(line, leaves)
         line.loans.lend(self._module, stage)
         drawn = line.draw()
         with torch._C.DisableTorchFunctionSubclass(), line.inside():
@@ -85,7 +85,7 @@ class AtomForward(Forward):
                 line.sow(drawn, "all")
                 self._check(result)
                 return pytree.tree_map_only(
-                    Tensor, lambda value: Piece(line, stage, value, value), result
+                    Tensor, lambda value: Piece(line, stage, value, value, runs), result
                 )
             line.sow(drawn, "all")
             likes = [leaf.like if isinstance(leaf, Piece) else leaf for leaf in leaves]
@@ -93,7 +93,7 @@ class AtomForward(Forward):
             once = plain.plain if isinstance(plain, RecomputedForward) else plain
             result = line.forms.of(self._name, self._module, once, likes, spec)
             return pytree.tree_map_only(
-                Tensor, lambda value: Piece(line, stage, None, value), result
+                Tensor, lambda value: Piece(line, stage, None, value, runs), result
             )
 
     def _check(self, result: Any) -> None:

@@ -16,44 +16,41 @@ from torch.distributed.pipelining import _backward as torch_halves
 
 
 class Halves:
-    """The backward of `roots` from `grads` to `leaves` and to the parameters that are trained."""
+    """The backward of `roots` from `grads` to `leaves` and to the parameters that are trained.
+
+    Of `inputs` only, where these are given. Where a root depends on no leaf, the second half starts
+    from the roots again: what the two have in common is made twice.
+    """
 
     def __init__(
         self,
-        roots: list[Tensor],
-        grads: list[Tensor],
+        roots: Sequence[Tensor],
+        grads: Sequence[Tensor],
         leaves: Sequence[Tensor],
         trained: Callable[[], list[nn.Parameter]],
+        inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        self._roots, self._grads = roots, grads
+        pairs = [pair for pair in zip(roots, grads, strict=True) if pair[0].requires_grad]
+        self._roots = [root for root, _ in pairs]
+        self._grads = [grad for _, grad in pairs]
         self._leaves = leaves
         self._trained = trained
+        self._inputs = inputs
         self._groups: list[dict[str, Any]] | None = None
+        self.is_half = False
+        """Whether the leaves have their gradients already."""
 
     @property
-    def is_open(self) -> bool:
-        """Whether the first half has been run."""
+    def puts_by_hand(self) -> bool:
+        """Whether the second half puts gradients into `grad` itself, so that no hook is called."""
         return self._groups is not None
-
-    def add(self, more: Sequence[tuple[Tensor, Tensor]], factor: float | Tensor) -> None:
-        """Let gradients that come in another way be added: each with its parameter.
-
-        They are multiplied by `factor` later, and have been already.
-        """
-        for parameter, grad in more:
-            self._roots.append(parameter)
-            self._grads.append(grad / factor)
 
     def begin(self) -> None:
         """The first half: gradients of the leaves, in their `grad`."""
-        find = torch_halves._get_grad_fn_or_grad_acc
-        nodes = [node for root in self._roots if (node := find(root)) is not None]
-        reverse = torch_halves.construct_reverse_graph(nodes)
-        inputs = [node for leaf in self._leaves if (node := find(leaf)) is not None]
-        weights = [node for p in self._trained() if (node := find(p)) is not None]
-        self._groups = torch_halves.get_param_groups(inputs, weights, reverse)
+        self.is_half = True
+        groups = self._cut()
         handles = []
-        for group in self._groups:
+        for group in groups or []:
             group["intermediates"] = list(group["intermediates"])
             group["grads"] = [None] * len(group["intermediates"])
             for place, node in enumerate(group["intermediates"]):
@@ -67,25 +64,37 @@ class Halves:
                 handle.remove()
         for leaf, grad in zip(self._leaves, found, strict=True):
             leaf.grad = grad
-        self._roots, self._grads = [], []
+        self._groups = groups
+        if groups is not None:
+            self._roots, self._grads = [], []
+
+    def _cut(self) -> list[dict[str, Any]] | None:
+        """Parameters with the nodes at which the two halves part; None where a root is not reached
+        from the leaves."""
+        find = torch_halves._get_grad_fn_or_grad_acc
+        nodes = [node for root in self._roots if (node := find(root)) is not None]
+        reverse = torch_halves.construct_reverse_graph(nodes)
+        inputs = [node for leaf in self._leaves if (node := find(leaf)) is not None]
+        reached, _ = torch_halves.reverse_closure(inputs, set(), reverse)
+        if any(node not in reached for node in nodes):
+            return None
+        weights = [node for p in self._trained() if (node := find(p)) is not None]
+        return torch_halves.get_param_groups(inputs, weights, reverse)
 
     def finish(self, *, keep_graph: bool = False) -> None:
         """The rest: gradients of parameters, in their `grad`; of the leaves too, if that has not
         been."""
-        if self._groups is None:
-            pairs = [
-                pair for pair in zip(self._roots, self._grads, strict=True) if pair[0].requires_grad
-            ]
-            if pairs:
-                roots, grads = zip(*pairs, strict=True)
-                torch.autograd.backward(roots, grads, retain_graph=keep_graph)
-            return
-        kept = [group for group in self._groups if any(g is not None for g in group["grads"])]
-        kept = [_reached(group) for group in kept]
-        torch_halves.stage_backward_weight(iter(self._trained()), kept)
-        for parameter, grad in zip(self._roots, self._grads, strict=True):
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-        self._groups = None
+        if self._groups is not None:
+            kept = [g for g in self._groups if any(grads is not None for grads in g["grads"])]
+            torch_halves.stage_backward_weight(
+                iter(self._trained()), [_reached(group) for group in kept]
+            )
+        elif self._roots:
+            inputs = self._trained() if self.is_half else self._inputs
+            torch.autograd.backward(
+                self._roots, self._grads, retain_graph=keep_graph, inputs=inputs
+            )
+        self._roots, self._grads, self._groups = [], [], None
 
 
 def _keep(group: dict[str, Any], place: int) -> Callable[[Any], None]:

@@ -47,6 +47,7 @@ class Line:
         """Whether what is written into it then is taken in."""
         self._following = Following(self)
         self._seed, self._draws = 0, 0
+        self._in_forward = False
         self.loans = Loans(self)
         self.custody = Custody(self)
         self.forms = Forms(self)
@@ -56,6 +57,11 @@ class Line:
     def share(self, cut: Cut) -> None:
         """Know which stage has what. Collective."""
         self.cut = cut
+        self._stage_of = {
+            inner: cut.stage_of(number)
+            for number, atom in enumerate(cut.atoms)
+            for inner in atom.module.modules()
+        }
         self.stages = frozenset(range(self.group.rank, cut.stages, self.group.size))
         self.run = Run(self.stages)
 
@@ -84,9 +90,8 @@ class Line:
 
     def stage_of_module(self, module: nn.Module) -> int:
         """The stage that runs `module`, or the first one that runs a part of it."""
-        for number, atom in enumerate(self.cut.atoms):
-            if any(module is inner for inner in atom.module.modules()):
-                return self.cut.stage_of(number)
+        if (found := self._stage_of.get(module)) is not None:
+            return found
         inside = set(module.modules())
         numbers = [n for n, atom in enumerate(self.cut.atoms) if atom.module in inside]
         return self.cut.stage_of(min(numbers, default=0))
@@ -117,14 +122,14 @@ class Line:
         self._forwards.clear()
         for handle in self._handles:
             handle.remove()
+        self.group.barrier()  # nobody waits for a message any more
         self.channels.close()
 
     # -- runs -------------------------------------------------------------------------------
 
     def begin(self, seed: int) -> None:
-        """What is drawn from now on follows from `seed`; values of a step before are forgotten."""
+        """What is drawn from now on follows from `seed`."""
         self._seed, self._draws = seed, 0
-        self.run = Run(self.stages)
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
@@ -178,10 +183,18 @@ class Line:
         """Return when what was sent has come."""
         self.channels.settle()
 
-    def tidy(self) -> None:
-        """Forget what has come, where a plain loop runs forwards only."""
-        if not self.run.planned:
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Inside the block is a forward of the model: a run of its own, unless a schedule or a
+        forward around it has begun one."""
+        if not self.run.planned and not self._in_forward:
             self.channels.tidy()
+            self.run = Run(self.stages)
+        before, self._in_forward = self._in_forward, True
+        try:
+            yield
+        finally:
+            self._in_forward = before
 
     def gradient(self, source: int, target: int, value: Tensor) -> Tensor:
         """The gradient of a value that `source`, here, has sent to `target`."""
@@ -194,19 +207,23 @@ class Line:
             "backward", target, source, torch.zeros_like(leaf) if grad is None else grad
         )
 
-    def send(self, source: int, target: int, value: Tensor) -> None:
+    def send(self, run: Run, source: int, target: int, value: Tensor) -> None:
         """Send a value forward."""
         self.channels.send("forward", source, target, value.detach())
         if value.requires_grad and torch.is_grad_enabled():
-            self.run.sent.append((source, target, value))
+            run.sent.append((source, target, value))
 
-    def receive(self, source: int, target: int, like: Tensor) -> Tensor:
+    def receive(self, run: Run, source: int, target: int, like: Tensor) -> Tensor:
         """Receive a value: a leaf of this rank's graph, where it carries gradients."""
         value = self.channels.receive("forward", source, target, like, self.device)
         if like.requires_grad and torch.is_grad_enabled():
             value.requires_grad_()
-            self.run.received.append((source, target, value))
+            run.received.append((source, target, value))
         return value
+
+    def followed(self) -> None:
+        """A parameter was used outside of all layers."""
+        self.loans.are_outside = True
 
     def spread(self, source: int, value: Tensor | None, like: Tensor) -> Tensor:
         """What `source` has, on all ranks. Collective."""

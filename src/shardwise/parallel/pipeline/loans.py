@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+from shardwise.model.precision import NARROW
 
 if TYPE_CHECKING:
     from shardwise.parallel.pipeline.line import Line
@@ -59,19 +62,25 @@ class Loans:
             self._lent.add(parameter)
             with self._line.inside():
                 for target in self._borrowers(parameter):
-                    self._line.channels.send("lent", owner, target, parameter.detach())
+                    self._line.channels.send(
+                        self._kind("lent", parameter), owner, target, parameter.detach()
+                    )
         elif not self._line.has(parameter):
             self._lent.add(parameter)
             with torch.no_grad(), self._line.inside():
                 parameter.data = self._line.channels.receive(
-                    "lent", owner, self._first_here(parameter), parameter, self._line.device
+                    self._kind("lent", parameter),
+                    owner,
+                    self._first_here(parameter),
+                    parameter,
+                    self._line.device,
                 )
 
     def _open_for(self, parameter: nn.Parameter) -> None:
         owner = self._line.cut.owners[parameter]
         for borrower in self._borrowers(parameter):
-            self._line.channels.open("lent", owner, borrower)
-            self._line.channels.open("back", borrower, owner)
+            self._line.channels.open(self._kind("lent", parameter), owner, borrower)
+            self._line.channels.open(self._kind("back", parameter), borrower, owner)
 
     def _borrowers(self, parameter: nn.Parameter) -> list[int]:
         """The first stage of each rank that borrows a parameter."""
@@ -101,16 +110,40 @@ class Loans:
             if (gradient := gradients.get(parameter)) is None:
                 gradient = torch.zeros_like(parameter)
             owner, stage = self._line.cut.owners[parameter], self._first_here(parameter)
-            self._line.channels.send("back", stage, owner, gradient)
+            self._line.channels.send(
+                self._kind("back", parameter), stage, owner, gradient.to(_wide(parameter))
+            )
 
     def take_back(self, stage: int) -> list[tuple[nn.Parameter, Tensor]]:
         """The gradients of what `stage`, here, has lent, one of each borrower."""
+        found = []
+        for parameter in self.of(stage):
+            like = torch.empty(parameter.shape, dtype=_wide(parameter), device="meta")
+            kind = self._kind("back", parameter)
+            for borrower in self._borrowers(parameter):
+                grad = self._line.channels.receive(kind, borrower, stage, like, self._line.device)
+                found.append((parameter, grad.to(parameter.dtype)))
+        return found
+
+    def of(self, stage: int) -> list[nn.Parameter]:
+        """What `stage` trains and ranks of others use."""
+        cut = self._line.cut
         return [
-            (p, self._line.channels.receive("back", borrower, stage, p, self._line.device))
-            for p in self._line.cut.lent
-            if self._line.cut.owners[p] == stage and _is_trained(p)
-            for borrower in self._borrowers(p)
+            p for p in cut.lent if cut.owners[p] == stage and self._borrowers(p) and _is_trained(p)
         ]
+
+    def _kind(self, way: str, parameter: nn.Parameter) -> str:
+        """The messages of one weight: ranks may come to several in different orders."""
+        return f"{way} {self._numbers[parameter]}"
+
+    @cached_property
+    def _numbers(self) -> dict[nn.Parameter, int]:
+        return {parameter: number for number, parameter in enumerate(self._line.cut.owners)}
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    """What gradients of a weight add up in, and travel as."""
+    return torch.float32 if parameter.dtype in NARROW else parameter.dtype
 
 
 def _is_trained(parameter: nn.Parameter) -> bool:

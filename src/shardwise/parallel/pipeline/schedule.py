@@ -1,7 +1,8 @@
 """In which order each rank runs its stages, micro-batch by micro-batch: torch's own schedules.
 
-torch.distributed.pipelining makes them as tables of actions, one row for each rank. What is run
-for an action, and what is sent, is not torch's here but this package's.
+torch.distributed.pipelining makes most of them as tables of actions, a row for each rank; that of
+1f1b, which it has not, is made here. What is run for an action, and what is sent, is this
+package's own.
 
 - gpipe: all forwards, then all backwards (Huang et al., 2019);
 - 1f1b: a backward as soon as there is one, so that few micro-batches are held (PipeDream-Flush,
@@ -27,7 +28,6 @@ from shardwise.errors import ConfigError
 
 _NAMES = {
     "gpipe": "LoopedBFS",
-    "1f1b": "Interleaved1F1B",
     "interleaved": "Interleaved1F1B",
     "zero-bubble": "InterleavedZeroBubble",
 }
@@ -53,6 +53,8 @@ Table = tuple[tuple[Action | None, ...], ...]
 def table(name: str, ranks: int, stages: int, micros: int) -> Table:
     """The table of a schedule; stage s is on rank s % ranks. Raises ConfigError where the schedule
     cannot have so many micro-batches."""
+    if name == "1f1b" and stages == ranks:
+        return tuple(_one_by_one(rank, ranks, micros) for rank in range(ranks))
     mine = [_Stage(stage, stages, ranks) for stage in range(0, stages, ranks)]
     try:
         made: Any = get_schedule_class(_NAMES[name])(mine, micros)
@@ -65,6 +67,16 @@ def table(name: str, ranks: int, stages: int, micros: int) -> Table:
         tuple(None if action is None else _read(str(action)) for action in made.pipeline_order[r])
         for r in range(ranks)
     )
+
+
+def _one_by_one(rank: int, ranks: int, micros: int) -> tuple[Action, ...]:
+    """As many forwards as there are stages after this one, then in turn a forward and a backward,
+    then the backwards that are left."""
+    ahead = min(ranks - 1 - rank, micros)
+    row = [Action(rank, "F", micro) for micro in range(ahead)]
+    for micro in range(micros - ahead):
+        row += [Action(rank, "F", ahead + micro), Action(rank, "B", micro)]
+    return (*row, *(Action(rank, "B", micro) for micro in range(micros - ahead, micros)))
 
 
 class _Stage(SimpleNamespace):

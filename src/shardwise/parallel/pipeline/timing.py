@@ -21,7 +21,7 @@ from shardwise.parallel.pipeline import atoms
 class LayerTimes:
     """Times the layers of `model` while it trains, and writes them to `path` after each step.
 
-    {"layers": [{"name", "parameters", "forward", "backward", "bytes"}, ...], "steps": N}
+    {"layers": [{"name", "parameters", "forward", "backward", "bytes", "fresh"}, ...], "steps": N}
 
     Seconds of a step, medians over the steps but the first two; `bytes` are what a layer gives to
     the next one in a step. What comes between two layers, and after the last (a loss), is of the
@@ -101,8 +101,11 @@ class LayerTimes:
                 "forward": median(times.forward for times in rows[number]),
                 "backward": median(times.backward for times in rows[number]),
                 "bytes": median(times.nbytes for times in rows[number]),
+                "fresh": fresh,
             }
-            for number, atom in enumerate(self._atoms)
+            for number, (atom, fresh) in enumerate(
+                zip(self._atoms, atoms.fresh_in(self._atoms), strict=True)
+            )
         ]
         aside = self._path.with_suffix(".part")
         aside.write_text(json.dumps({"layers": layers, "steps": len(taken)}))

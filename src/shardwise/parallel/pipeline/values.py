@@ -11,14 +11,20 @@ Tensors that are no pieces (the batch, and what is made of it) are alike on all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -61,6 +67,10 @@ class Run:
     """From which stage to which, and what, of what carries gradients; in order."""
     received: list[tuple[int, int, Tensor]] = field(default_factory=list)
     """The same of what has come: the leaves of this rank's graph."""
+    is_over: bool = False
+    """Whether a backward has used it up."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Its place among the runs of this process."""
 
 
 class Moves(Protocol):
@@ -68,10 +78,10 @@ class Moves(Protocol):
 
     run: Run
 
-    def send(self, source: int, target: int, value: Tensor) -> None:
+    def send(self, run: Run, source: int, target: int, value: Tensor) -> None:
         """Let the rank of `target` have what `source`, here, has."""
 
-    def receive(self, source: int, target: int, like: Tensor) -> Tensor:
+    def receive(self, run: Run, source: int, target: int, like: Tensor) -> Tensor:
         """What `source` has sent to `target`, here."""
 
     def spread(self, source: int, value: Tensor | None, like: Tensor) -> Tensor:
@@ -86,6 +96,9 @@ class Moves(Protocol):
     def borrow(self, parameter: torch.nn.Parameter, stage: int) -> None:
         """Let `stage` have a parameter that another one trains."""
 
+    def followed(self) -> None:
+        """A parameter was used outside of all layers."""
+
 
 class Piece(Tensor):
     """A tensor that the stage `home` has: `value` where it is known, `like` to tell its shape."""
@@ -94,16 +107,21 @@ class Piece(Tensor):
     value: Tensor | None
     known: set[int]
     """The stages that have it."""
+    runs: tuple[Run, ...]
+    """Those in which it was made, in their order."""
     _moves: Moves
     _like: FakeTensor | None
 
     @staticmethod
-    def __new__(cls, moves: Moves, home: int, value: Tensor | None, like: Tensor) -> Piece:
+    def __new__(
+        cls, moves: Moves, home: int, value: Tensor | None, like: Tensor, runs: tuple[Run, ...]
+    ) -> Piece:
         made: Piece = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         made.home, made.value, made.known, made._moves = home, value, {home}, moves
         made._like = like if isinstance(like, FakeTensor) else None
+        made.runs = runs
         return made
 
     @property
@@ -153,9 +171,16 @@ _ABOUT = {
 _READS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__float__,
     Tensor.__int__, Tensor.__index__, Tensor.__contains__, Tensor.__repr__, Tensor.__format__,
-    Tensor.cpu, Tensor.equal, torch.equal, torch.allclose, Tensor.allclose,
+    Tensor.cpu, Tensor.equal, torch.equal, torch.allclose, Tensor.allclose, torch.is_nonzero,
+    Tensor.is_nonzero,
 }  # fmt: skip
 """What takes values out of a tensor: all ranks get them."""
+
+_SHAPED_BY_VALUES = {
+    Tensor.__getitem__, Tensor.nonzero, torch.nonzero, Tensor.masked_select, torch.masked_select,
+    Tensor.unique, torch.unique, torch.argwhere, Tensor.argwhere, torch.where,
+}  # fmt: skip
+"""What may give a shape that depends on values."""
 
 
 def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,21 +213,62 @@ def operate(
     moves: Moves, func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec
 ) -> Any:
     """`func` of pieces, parameters and tensors that all have, where the last of them is."""
+    runs = runs_of(moves, leaves)
     homes = [home for leaf in leaves if (home := _home(moves, leaf)) is not None]
     home = max(homes)
-    if func is Tensor.__setitem__ and _home(moves, leaves[0]) is None:
-        raise UsageError(
-            "A part of a tensor that all ranks have is set to what one stage has made, which the "
-            "others would not see. Make a new tensor of it: torch.where, torch.cat."
-        )
+    _check_in_place(moves, func, leaves, spec)
     if home in moves.run.stages:
+        if func in _SHAPED_BY_VALUES:
+            _shapes(func, leaves, spec)  # the error that the others have
         found = _call(func, [at(moves, leaf, home) for leaf in leaves], spec)
-        return pytree.tree_map_only(Tensor, lambda v: Piece(moves, home, v, v), found)
+        return pytree.tree_map_only(Tensor, lambda v: Piece(moves, home, v, v, runs), found)
     for leaf in leaves:
         at(moves, leaf, home)
-    with fakes, unsaved():
-        found = _call(func, [_shape_of(leaf) for leaf in leaves], spec)
-    return pytree.tree_map_only(Tensor, lambda v: Piece(moves, home, None, v), found)
+    found = _shapes(func, leaves, spec)
+    return pytree.tree_map_only(Tensor, lambda v: Piece(moves, home, None, v, runs), found)
+
+
+def runs_of(moves: Moves, leaves: Iterable[Any]) -> tuple[Run, ...]:
+    """The runs of what is made of `leaves`: theirs, or the present one. Raises UsageError for a
+    piece of another micro-batch."""
+    found = {run for leaf in leaves if isinstance(leaf, Piece) for run in leaf.runs}
+    if any(run.planned and run is not moves.run for run in found):
+        raise UsageError(
+            "A tensor of the model was kept from inside engine.forward_backward, where each stage "
+            "has a part of each micro-batch: it cannot be used outside. Let loss_of return the "
+            "loss alone, and compute what else is wanted in a forward of its own."
+        )
+    return tuple(sorted(found or {moves.run}, key=lambda run: run.number))
+
+
+def _check_in_place(
+    moves: Moves, func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec
+) -> None:
+    """Raise UsageError where a tensor that all ranks have is written to with one stage's."""
+    name = getattr(func, "__name__", "")
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    writes = func is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
+    targets = [kwargs["out"]] if kwargs.get("out") is not None else list(args[:1]) if writes else []
+    if any(isinstance(t, Tensor) and _home(moves, t) is None for t in targets):
+        raise UsageError(
+            f"{name}: a tensor that all ranks have is written to with what one stage has made, "
+            "which the others would not see. Make a new tensor of it: total = total + hits, "
+            "torch.where, torch.cat."
+        )
+
+
+def _shapes(func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+    """What `func` gives, as stand-ins. Raises UsageError where that depends on values."""
+    try:
+        with fakes, unsaved():
+            return _call(func, [_shape_of(leaf) for leaf in leaves], spec)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UsageError(
+            f"{getattr(func, '__name__', func)} of a tensor of the model gives a shape, or a "
+            "number, that depends on its values, which the ranks of other stages do not have. "
+            "Write it without: torch.where or ignore_index in place of a mask; or read the values "
+            "first: .tolist() outside of engine.forward_backward."
+        ) from error
 
 
 def unsaved() -> saved_tensors_hooks:
@@ -239,12 +305,13 @@ def at(moves: Moves, leaf: Any, stage: int) -> Any:
     if stage not in leaf.known:
         leaf.known.add(stage)
         moves.open(leaf.home, stage)
+        run = leaf.runs[-1]
         here, there = leaf.home in moves.run.stages, stage in moves.run.stages
         if here and not there:
             assert leaf.value is not None
-            moves.send(leaf.home, stage, leaf.value)
+            moves.send(run, leaf.home, stage, leaf.value)
         elif there and not here:
-            leaf.value = moves.receive(leaf.home, stage, leaf.like)
+            leaf.value = moves.receive(run, leaf.home, stage, leaf.like)
     return leaf.value
 
 
@@ -257,6 +324,7 @@ def everywhere(piece: Piece) -> Tensor:
             "are in other micro-batches: its values cannot be read (.item(), if, print). Return "
             "the loss, and read what comes back from engine.forward_backward."
         )
+    runs_of(moves, [piece])
     here = piece.home in moves.run.stages
     return moves.spread(piece.home, piece.value if here else None, piece.like)
 
@@ -291,6 +359,7 @@ class Following(TorchFunctionMode):
         if any(
             _home(self._moves, leaf) is not None for leaf in leaves if not isinstance(leaf, Piece)
         ):
+            self._moves.followed()
             with torch._C.DisableTorchFunctionSubclass(), self.off():
                 return operate(self._moves, func, leaves, spec)
         return func(*args, **kwargs)
