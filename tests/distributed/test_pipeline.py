@@ -442,8 +442,9 @@ def test_what_cannot_be_had(group, settings, hint):
 
 def misused(world, how):
     model = gpt()
-    engine = sw.Engine(model, adamw(model), schedule="interleaved" if how in ("odd", "failing, two stages on each") else "1f1b",
-                       microbatches=5 if how == "odd" else 2)  # fmt: skip
+    several = how in ("odd", "failing, two stages on each")
+    options = {"schedule": "interleaved" if several else "1f1b"}
+    engine = sw.Engine(model, adamw(model), microbatches=5 if how == "odd" else 2, **options)
     x = batch(0)
     told = ""
     try:

@@ -362,6 +362,7 @@ class Pipelining:
         for source, target, value in one.run.sent:
             roots.append(value)
             grads.append(self._line.gradient(source, target, value))
+        self._line.arrived(one.run)
         leaves = [leaf for _, _, leaf in one.run.received]
         inputs = None if call.inputs is None else [*call.inputs, *leaves]
         one.halves = halves.Halves(roots, grads, leaves, self._line.trained, inputs)
@@ -430,6 +431,8 @@ class Pipelining:
         for part in loss.runs:
             run.sent += part.sent
             run.received += part.received
+            run.flying += part.flying
+            part.flying.clear()
         one = _Pass(run, loss.dtype, loss.value if loss.home in line.stages else None)
         call = _Call(
             lambda: loss, [(weight, ())], 0, last, collecting, inputs=inputs, home=loss.home

@@ -29,7 +29,7 @@ class Channels:
         self._rank_of = rank_of
         self._pairs: dict[tuple[Kind, int, int], Collectives] = {}
         self._kept: dict[tuple[Kind, int, int], deque[Tensor]] = {}
-        self._flying: list[tuple[Handle, Tensor]] = []
+        self._flying: dict[Handle, Tensor] = {}
 
     def open(self, kind: Kind, source: int, target: int) -> None:
         """Make the channel. Collective over the group, alike on all of its ranks."""
@@ -46,23 +46,30 @@ class Channels:
         way = ("forward", source, target)
         return way in self._pairs or way in self._kept
 
-    def send(self, kind: Kind, source: int, target: int, value: Tensor) -> None:
+    def send(self, kind: Kind, source: int, target: int, value: Tensor) -> Handle:
         """Send `value`, of which a copy is taken."""
+        copy = value.detach().clone(memory_format=torch.contiguous_format)
         if (kept := self._kept.get((kind, source, target))) is not None:
-            kept.append(value)
-            return
-        if not value.numel():
-            return
+            kept.append(copy)
+            return Handle()
+        if not copy.numel():
+            return Handle()
         pair = self._pairs[kind, source, target]
-        flat = value.detach().clone(memory_format=torch.contiguous_format).view(-1)
-        self._flying.append((pair.broadcast(flat, pair.rank), flat))
+        handle = pair.broadcast(copy.view(-1), pair.rank)
+        self._flying[handle] = copy
+        return handle
+
+    def arrived(self, handle: Handle) -> None:
+        """What was sent is known to have come: let go of it."""
+        if self._flying.pop(handle, None) is not None:
+            handle.reusable()
 
     def receive(
         self, kind: Kind, source: int, target: int, like: Tensor, device: torch.device
     ) -> Tensor:
         """What was sent, of the shape and dtype of `like`. Waits for it."""
         if (kept := self._kept.get((kind, source, target))) is not None:
-            return kept.popleft().detach()
+            return kept.popleft()
         value = torch.empty(like.shape, dtype=like.dtype, device=device)
         if value.numel():
             pair = self._pairs[kind, source, target]
@@ -72,14 +79,13 @@ class Channels:
 
     def settle(self) -> None:
         """Return when all that was sent has been received."""
-        flying, self._flying = self._flying, []
-        for handle, _ in flying:
-            handle.reusable()
+        for handle in list(self._flying):
+            self.arrived(handle)
 
     def tidy(self) -> None:
         """Let go of what was sent long ago; what receives it has no need of this rank by then."""
-        while len(self._flying) > KEPT:
-            self._flying.pop(0)[0].reusable()
+        for handle in list(self._flying)[:-KEPT]:
+            self.arrived(handle)
 
     def close(self) -> None:
         """Leave the pairs."""

@@ -200,6 +200,11 @@ class Line:
         """The gradient of a value that `source`, here, has sent to `target`."""
         return self.channels.receive("backward", target, source, value, self.device)
 
+    def arrived(self, run: Run) -> None:
+        """The gradients of all that was sent in `run` have come, so that has come too."""
+        while run.flying:
+            self.channels.arrived(run.flying.pop())
+
     def return_gradient(self, source: int, target: int, leaf: Tensor) -> None:
         """Send the gradient of a value that `target`, here, has of `source`."""
         grad, leaf.grad = leaf.grad, None
@@ -209,9 +214,10 @@ class Line:
 
     def send(self, run: Run, source: int, target: int, value: Tensor) -> None:
         """Send a value forward."""
-        self.channels.send("forward", source, target, value.detach())
+        handle = self.channels.send("forward", source, target, value)
         if value.requires_grad and torch.is_grad_enabled():
             run.sent.append((source, target, value))
+            run.flying.append(handle)
 
     def receive(self, run: Run, source: int, target: int, like: Tensor) -> Tensor:
         """Receive a value: a leaf of this rank's graph, where it carries gradients."""

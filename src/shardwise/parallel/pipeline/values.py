@@ -29,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from shardwise.collectives import Handle
 from shardwise.errors import UsageError
 
 fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -67,6 +68,8 @@ class Run:
     """From which stage to which, and what, of what carries gradients; in order."""
     received: list[tuple[int, int, Tensor]] = field(default_factory=list)
     """The same of what has come: the leaves of this rank's graph."""
+    flying: list[Handle] = field(default_factory=list)
+    """What was sent, on its way."""
     is_over: bool = False
     """Whether a backward has used it up."""
     number: int = field(default_factory=itertools.count().__next__)
