@@ -71,11 +71,11 @@ class States:
         return self.parameters.state_bytes + gradients + self.optimizer.state_bytes + averages
 
     def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
-        """The numbers of the buckets by `key` of their parameters, alike in each of them."""
+        """By `key` of a parameter the numbers of the buckets that have such ones."""
         found: dict[int, set[int]] = defaultdict(set)
         for number, bucket in enumerate(self.parameters.buckets):
-            first = self.parameters.tracked[bucket.slots[0].parameter].parameter
-            found[key(first)].add(number)
+            for slot in bucket.slots:
+                found[key(self.parameters.tracked[slot.parameter].parameter)].add(number)
         return {value: frozenset(numbers) for value, numbers in found.items()}
 
     def expected_bytes(self) -> int:

@@ -176,7 +176,7 @@ def parts_of(batch: Any, rows: int, count: int) -> list[tuple[int, Any]]:
 
 
 class Buckets(Protocol):
-    """The numbers of the buckets by a key of their parameters, each of which has one."""
+    """By a key of parameters the numbers of the buckets that have such ones."""
 
     def __call__(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]: ...
 

@@ -2,7 +2,7 @@
 
 An *atom* is one of the model's repeated blocks, or a module outside of them that computes by
 itself: an embedding, a norm, a head. Stages are rows of atoms in the order of registration. A
-module without parameters or buffers (dropout, an activation) floats: it runs where its input is.
+module without parameters (dropout, an activation) floats: it runs where its input is.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def find(
         seen.add(module)
         opens = module in around or isinstance(module, _LISTS) or module is model
         if module in blocks or not opens or not any(True for _ in module.children()):
-            if _is_empty(module):
+            if next(module.parameters(), None) is None:
                 floating.append(module)
             else:
                 atoms.append(Atom(name, module))
@@ -114,11 +114,6 @@ def find(
 
     walk(model, "")
     return atoms, floating, {p: min(n, len(atoms) - 1) for p, n in loose.items()}
-
-
-def _is_empty(module: nn.Module) -> bool:
-    """Whether a module has neither parameters nor buffers."""
-    return next(module.parameters(), None) is None and next(module.buffers(), None) is None
 
 
 def cut(

@@ -119,6 +119,7 @@ class FloatingForward(Forward):
         drawn = line.draw()
         with torch._C.DisableTorchFunctionSubclass(), line.inside():
             line.sow(drawn, "floating")
+            line.ran(self._module, max(leaf.home for leaf in leaves if isinstance(leaf, Piece)))
             result = operate(line, self._plain, leaves, spec)
             line.sow(drawn, "all")
             return result

@@ -87,7 +87,9 @@ class Halves:
         if self._groups is not None:
             kept = [g for g in self._groups if any(grads is not None for grads in g["grads"])]
             torch_halves.stage_backward_weight(
-                iter(self._trained()), [_reached(group) for group in kept]
+                iter(self._trained()),
+                [_reached(group) for group in kept],
+                retain_graph=True,  # groups may have nodes in common
             )
         elif self._roots:
             inputs = self._trained() if self.is_half else self._inputs

@@ -96,6 +96,11 @@ class Line:
         numbers = [n for n, atom in enumerate(self.cut.atoms) if atom.module in inside]
         return self.cut.stage_of(min(numbers, default=0))
 
+    def ran(self, module: nn.Module, stage: int) -> None:
+        """A module without parameters has run where its input was."""
+        for inner in module.modules():
+            self._stage_of[inner] = stage
+
     # -- standing in for forwards -----------------------------------------------------------
 
     def install(self, model: nn.Module) -> None:
