@@ -150,7 +150,11 @@ def _curves(axes: Any, report: Report, of: Callable[[Measured], Curve], label: s
                     markersize=3.5,
                     label=f"{row.run.workers} ({kind})",
                 )
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    low, high = axes.get_ylim()
+    if high - low < (least := 0.01 * max(abs(low), abs(high))):  # they part by rounding
+        axes.set_ylim((low + high - least) / 2, (low + high + least) / 2)
+    axes.ticklabel_format(axis="y", useOffset=False)
     axes.set_xlabel("epoch")
     axes.set_ylabel(label)
     axes.legend(frameon=False, fontsize=9, title="workers", title_fontsize=9, handlelength=3)
