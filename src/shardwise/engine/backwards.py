@@ -195,10 +195,11 @@ class Backwards(Resumable):
         keep_graph: bool = False,
         by_hand: bool = False,
         among: frozenset[int] | None = None,
+        usual: bool = True,
     ) -> Iterator[None]:
         """Inside the block gradients are taken in as they come; `by_hand`, when it ends."""
         gradients = self._states.gradients
-        gradients.begin(last=last, weight=weight, factor=factor, among=among)
+        gradients.begin(last=last, weight=weight, factor=factor, among=among, usual=usual)
         if self._timing is not None:
             self._timing.backward_begins()
         try:

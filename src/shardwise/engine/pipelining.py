@@ -182,7 +182,8 @@ class Buckets(Protocol):
 
 
 class Collecting(Protocol):
-    """Inside the block gradients are taken in: of the buckets `among`, if given."""
+    """Inside the block gradients are taken in: of the buckets `among`, if given; of a backward
+    that is not `usual` it is not learned which ones come."""
 
     def __call__(
         self,
@@ -193,6 +194,7 @@ class Collecting(Protocol):
         keep_graph: bool = False,
         by_hand: bool = False,
         among: frozenset[int] | None = None,
+        usual: bool = True,
     ) -> AbstractContextManager[None]: ...
 
 
@@ -346,7 +348,7 @@ class Pipelining:
             return
         lent = set(self._line.loans.of(stage))
         tied = buckets(lambda p: int(p in lent))[1]
-        with call.collecting(1.0, 1.0, last=call.last, among=tied):
+        with call.collecting(1.0, 1.0, last=call.last, among=tied, usual=False):
             several, values = zip(*grads, strict=True)
             torch.autograd.backward(several, values)
 

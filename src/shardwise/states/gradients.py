@@ -129,8 +129,10 @@ class Gradients:
         weight: float | Tensor,
         factor: float | Tensor = 1.0,
         among: Collection[int] | None = None,
+        usual: bool = True,
     ) -> None:
-        """Make ready for a backward, of the buckets `among` only where that is given.
+        """Make ready for a backward, of the buckets `among` only where that is given; of one that
+        is not `usual` nothing is learned.
 
         `last`: nothing more comes in this step, so replicated gradients may start their way.
         With a `weight` of zero whatever arrives (perhaps NaN) is thrown away; else it is
@@ -152,6 +154,7 @@ class Gradients:
         for collector in self._now:
             collector.begin(self._backward)
         self._cursor = 0
+        self._usual = usual
         self._overdue.clear()
         self._arrivals = [0] * len(self._params)
         self._active = True
@@ -247,7 +250,7 @@ class Gradients:
 
     def _learn(self) -> None:
         """Remember how often each gradient came, and forget those that stay away."""
-        if self._arrivals == self._learned and not self._absent:
+        if not self._usual or (self._arrivals == self._learned and not self._absent):
             return
         for index in (index for collector in self._now for index in collector.indices):
             count = self._arrivals[index]
