@@ -90,6 +90,7 @@ def test_a_widths_that_nothing_divides_accumulated(group, plain):
         {"zero": 3, "activations": "recomputed"},
         {"zero": 3, "offload_optimizer": "nvme", "offload_params": "nvme"},
         {"zero": 2, "transport": "gloo"},
+        {"zero": 3, "transport": "gloo", "schedule": "interleaved"},
     ],
     ids=str,
 )

@@ -204,7 +204,7 @@ class Backwards(Resumable):
             self._timing.backward_begins()
         try:
             with span("backward"):
-                with self._showing(keep_graph=keep_graph):
+                with self._showing(keep_graph=keep_graph) if usual else nullcontext():
                     yield
                     if by_hand:
                         gradients.bring()

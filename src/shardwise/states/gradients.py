@@ -189,8 +189,10 @@ class Gradients:
     def start(self, numbers: Sequence[int]) -> None:
         """Start the buckets `numbers` now, where `paced`; alike on all ranks."""
         if self._active and self._overlap:
-            for number in numbers:
-                self._complete(self._collectors[number])
+            now = {collector.rest.index for collector in self._now}
+            for collector in (self._collectors[number] for number in numbers if number in now):
+                if not collector.closed:
+                    self._complete(collector)
 
     def finish(self) -> None:
         """Backward has ended: start what has not started, set late gradients aside, learn."""
