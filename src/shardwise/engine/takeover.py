@@ -17,6 +17,7 @@ from shardwise.model.activations import Activations
 from shardwise.model.buffers import Buffers
 from shardwise.model.forwards import Forwards
 from shardwise.model.micro_shard_buffers import MicroShardBuffers
+from shardwise.parallel.pipeline import install
 from shardwise.parallel.plan import Plan
 from shardwise.world import World
 
@@ -59,7 +60,7 @@ class Takeover:
         )
         self._forwards = Forwards(recipe.models, recipe.settings.units)
         if recipe.line is not None:
-            recipe.line.install(recipe.models[0])
+            install(recipe.line, recipe.models[0])
         for optimizer in recipe.optimizers:
             habits.forbid(optimizer, self._welcome)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -13,16 +13,16 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import UsageError
 from shardwise.model import meta
-
-if TYPE_CHECKING:
-    from shardwise.parallel.pipeline.line import Line
+from shardwise.parallel.pipeline.loans import Loans
+from shardwise.parallel.pipeline.stages import Stages
 
 
 class Custody:
     """The parameters, buffers and optimizer state that the ranks of `line` have between them."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Stages, loans: Loans) -> None:
         self._line = line
+        self._loans = loans
 
     def let_go(self) -> None:
         """Free the memory of what other ranks train: it is NaN here, in the same shape."""
@@ -83,7 +83,7 @@ class Custody:
             for parameter, value in held.items():
                 parameter.data = value
             if write:
-                self._line.loans.changed()
+                self._loans.changed()
 
     def bring_buffers(self, model: nn.Module) -> None:
         """Have the buffers of every module as the rank has them that runs it. Collective."""
@@ -138,8 +138,19 @@ class Custody:
                         optimizer.state[parameter] = elsewhere[parameter]
 
 
-def refuse_copies(model: nn.Module) -> list[RemovableHandle]:
+class NoCopies:
     """Hooks that refuse to tell or to load the state of modules whose values are elsewhere."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._handles = _refuse_copies(model)
+
+    def undo(self) -> None:
+        """Refuse no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _refuse_copies(model: nn.Module) -> list[RemovableHandle]:
     return [
         handle
         for module in model.modules()

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ModelError
+from shardwise.parallel.pipeline.stages import Stages
 from shardwise.parallel.pipeline.values import fakes, stand_in, unsaved
-
-if TYPE_CHECKING:
-    from shardwise.parallel.pipeline.line import Line
 
 KEPT = 1024
 """Forms that are remembered."""
@@ -26,7 +24,7 @@ KEPT = 1024
 class Forms:
     """The forms that layers of a `line` return, worked out once for each of their arguments."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Stages) -> None:
         self._line = line
         self._forms: dict[Any, Any] = {}
 

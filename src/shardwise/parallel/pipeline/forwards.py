@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,21 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import ModelError
 from shardwise.model.recomputation import RecomputedForward
-from shardwise.parallel.pipeline.custody import refused
+from shardwise.parallel.pipeline.custody import NoCopies, refused
+from shardwise.parallel.pipeline.line import Line
 from shardwise.parallel.pipeline.values import Piece, at, operate, runs_of
 
-if TYPE_CHECKING:
-    from shardwise.parallel.pipeline.line import Line
+
+def install(line: Line, model: nn.Module) -> None:
+    """Stand in for the forwards of `model` and its layers, until `line` is closed."""
+    cut = line.cut
+    for number, atom in enumerate(cut.atoms):
+        stage = cut.stage_of(number)
+        line.forwards.append(AtomForward(line, atom.module, atom.name, stage))
+    line.forwards += [FloatingForward(line, module) for module in cut.floating]
+    if model not in {atom.module for atom in cut.atoms}:
+        line.forwards.append(ModelForward(line, model))
+    line.forwards.append(NoCopies(model))
 
 
 class Forward:

@@ -4,75 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.collectives import Collectives
-from shardwise.errors import UsageError
-from shardwise.parallel.pipeline.atoms import Cut
-from shardwise.parallel.pipeline.channels import Channels
-from shardwise.parallel.pipeline.custody import Custody, refuse_copies
+from shardwise.parallel.pipeline.custody import Custody
 from shardwise.parallel.pipeline.forms import Forms
-from shardwise.parallel.pipeline.forwards import (
-    AtomForward,
-    FloatingForward,
-    Forward,
-    ModelForward,
-)
 from shardwise.parallel.pipeline.loans import Loans
+from shardwise.parallel.pipeline.stages import Stages
 from shardwise.parallel.pipeline.values import Following, Run
 from shardwise.randomness import seed_from
 
 
-class Line:
-    """The stages of a model over the ranks of `group`, stage s on rank s % size.
+class Undoable(Protocol):
+    """What was put into modules, and can be taken out again."""
 
-    It stands in for the forwards of `model` and its atoms, and moves what goes between stages.
+    def undo(self) -> None:
+        """Take it out."""
+
+
+class Line(Stages):
+    """What goes between the stages, and what the ranks have of each other.
+
+    `forwards` are what stands in for those of the model and its layers.
     """
 
-    cut: Cut
-
     def __init__(self, group: Collectives, device: torch.device) -> None:
-        self.group = group
-        self.device = device
-        self.channels = Channels(group, self.rank_of)
-        self.stages: frozenset[int] = frozenset()
-        self.run = Run(self.stages)
-        self.is_whole = False
-        """Whether this rank has the whole model for now, so that forwards are the plain ones."""
-        self.writes = False
-        """Whether what is written into it then is taken in."""
+        super().__init__(group, device)
+        self.loans = Loans(self)
+        self.custody = Custody(self, self.loans)
+        self.forms = Forms(self)
+        self.forwards: list[Undoable] = []
         self._following = Following(self)
         self._seed, self._draws = 0, 0
         self._in_forward = False
-        self.loans = Loans(self)
-        self.custody = Custody(self)
-        self.forms = Forms(self)
-        self._forwards: list[Forward] = []
-        self._handles: list[RemovableHandle] = []
-
-    def share(self, cut: Cut) -> None:
-        """Know which stage has what. Collective."""
-        self.cut = cut
-        self._stage_of = {
-            inner: cut.stage_of(number)
-            for number, atom in enumerate(cut.atoms)
-            for inner in atom.module.modules()
-        }
-        self.stages = frozenset(range(self.group.rank, cut.stages, self.group.size))
-        self.run = Run(self.stages)
-
-    def rank_of(self, stage: int) -> int:
-        """The rank of `group` that has a stage."""
-        return stage % self.group.size
-
-    def has(self, parameter: Tensor) -> bool:
-        """Whether this rank trains `parameter`."""
-        owner = self.cut.owners.get(parameter)  # type: ignore[call-overload]
-        return owner is None or owner in self.stages
 
     def trained(self) -> list[nn.Parameter]:
         """What gradients come to on this rank."""
@@ -88,32 +55,6 @@ class Line:
             if p in self.cut.lent
         )
 
-    def stage_of_module(self, module: nn.Module) -> int:
-        """The stage that runs `module`, or the first one that runs a part of it."""
-        if (found := self._stage_of.get(module)) is not None:
-            return found
-        inside = set(module.modules())
-        numbers = [n for n, atom in enumerate(self.cut.atoms) if atom.module in inside]
-        return self.cut.stage_of(min(numbers, default=0))
-
-    def ran(self, module: nn.Module, stage: int) -> None:
-        """A module without parameters has run where its input was."""
-        for inner in module.modules():
-            self._stage_of[inner] = stage
-
-    # -- standing in for forwards -----------------------------------------------------------
-
-    def install(self, model: nn.Module) -> None:
-        """Stand in for the forwards of `model` and its layers."""
-        for number, atom in enumerate(self.cut.atoms):
-            stage = self.cut.stage_of(number)
-            self._forwards.append(AtomForward(self, atom.module, atom.name, stage))
-        for module in self.cut.floating:
-            self._forwards.append(FloatingForward(self, module))
-        if model not in {atom.module for atom in self.cut.atoms}:
-            self._forwards.append(ModelForward(self, model))
-        self._handles = refuse_copies(model)
-
     def reset(self) -> None:
         """Forget what is under way, and the ways on which it may still come."""
         self.run = Run(self.stages)
@@ -122,11 +63,9 @@ class Line:
 
     def close(self) -> None:
         """Give the modules their own forwards back, and leave the ways between stages."""
-        for forward in reversed(self._forwards):
+        for forward in reversed(self.forwards):
             forward.undo()
-        self._forwards.clear()
-        for handle in self._handles:
-            handle.remove()
+        self.forwards.clear()
         self.group.barrier()  # nobody waits for a message any more
         self.channels.close()
 
@@ -135,15 +74,6 @@ class Line:
     def begin(self, seed: int) -> None:
         """What is drawn from now on follows from `seed`."""
         self._seed, self._draws = seed, 0
-
-    @contextmanager
-    def running(self, run: Run) -> Iterator[None]:
-        """Inside the block forwards are those of `run`."""
-        before, self.run = self.run, run
-        try:
-            yield
-        finally:
-            self.run = before
 
     def draw(self) -> int:
         """A number for what is drawn next, alike on all ranks of the line."""
@@ -163,10 +93,6 @@ class Line:
         """Let `stage` have a parameter that another one trains."""
         self.loans.borrow(parameter, stage)
 
-    def owner(self, parameter: Tensor) -> int | None:
-        """The stage that trains a parameter; None for one that is not the model's."""
-        return self.cut.owners.get(parameter)  # type: ignore[call-overload, no-any-return]
-
     def open(self, source: int, target: int) -> None:
         """Make the ways between two stages, on all ranks: not while a schedule runs."""
         if self.channels.are_open(source, target):
@@ -175,14 +101,6 @@ class Line:
             raise self.another_way(source, target)
         self.channels.open("forward", source, target)
         self.channels.open("backward", target, source)
-
-    def another_way(self, source: int, target: int) -> UsageError:
-        """The error for a batch that goes another way through the layers than the first."""
-        return UsageError(
-            f"Stage {source} has something for stage {target} that it did not have in the first "
-            "micro-batch. Let the model's forward take the same way through its layers for every "
-            "batch, or use a plain loop: loss = ...; engine.backward(loss)."
-        )
 
     def settle(self) -> None:
         """Return when what was sent has come."""
@@ -247,23 +165,7 @@ class Line:
             self.group.broadcast(near.view(-1), rank).wait()
         return near.to(value.device)
 
-    @contextmanager
-    def plainly(self) -> Iterator[None]:
-        """Inside the block forwards are the modules' own."""
-        before, self.is_whole = self.is_whole, True
-        try:
-            with self._following.off():
-                yield
-        finally:
-            self.is_whole = before
-
     def following(self) -> Any:
         """What follows parameters that are used outside of all layers, unless none is."""
         known = self.run.planned and not self.run.trying
         return nullcontext() if known and not self.loans.are_outside else self._following
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Inside the block operations are those of one stage."""
-        with self._following.off():
-            yield

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.model.precision import NARROW
-
-if TYPE_CHECKING:
-    from shardwise.parallel.pipeline.line import Line
+from shardwise.parallel.pipeline.stages import Stages
 
 
 class Loans:
     """What the ranks of `line` lend each other; sent again when parameters have `changed`."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Stages) -> None:
         self._line = line
         self._lent: set[nn.Parameter] = set()
         self.are_outside = False

@@ -12,8 +12,8 @@ Tensors that are no pieces (the batch, and what is made of it) are alike on all 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -79,7 +79,9 @@ class Run:
 class Moves(Protocol):
     """What carries values between the stages."""
 
-    run: Run
+    @property
+    def run(self) -> Run:
+        """What runs now."""
 
     def send(self, run: Run, source: int, target: int, value: Tensor) -> None:
         """Let the rank of `target` have what `source`, here, has."""
@@ -101,6 +103,13 @@ class Moves(Protocol):
 
     def followed(self) -> None:
         """A parameter was used outside of all layers."""
+
+    @property
+    def inside_of(self) -> int:
+        """Of how many blocks `inside` this is."""
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Inside the block operations are those of one stage."""
 
 
 class Piece(Tensor):
@@ -346,7 +355,6 @@ class Following(TorchFunctionMode):
     def __init__(self, moves: Moves) -> None:
         super().__init__()
         self._moves = moves
-        self._off = 0
 
     def __torch_function__(
         self,
@@ -356,22 +364,13 @@ class Following(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._off or func in _ABOUT or func in _MEMORY:
+        if self._moves.inside_of or func in _ABOUT or func in _MEMORY:
             return func(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if any(
             _home(self._moves, leaf) is not None for leaf in leaves if not isinstance(leaf, Piece)
         ):
             self._moves.followed()
-            with torch._C.DisableTorchFunctionSubclass(), self.off():
+            with torch._C.DisableTorchFunctionSubclass(), self._moves.inside():
                 return operate(self._moves, func, leaves, spec)
         return func(*args, **kwargs)
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Inside the block nothing is followed: what is computed there is on one stage."""
-        self._off += 1
-        try:
-            yield
-        finally:
-            self._off -= 1
