@@ -34,7 +34,7 @@ def test_the_cut_is_shown_and_what_is_advised_runs(shardwise: Launcher) -> None:
         assert ran.code == 0, ran.out + ran.err
         assert ("2 stages (1f1b): 0: embedding to" in ran.out) == (name == "two")
         lines = (shardwise.folder / name / "metrics.jsonl").read_text().splitlines()
-        losses[name] = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+        losses[name] = [float(x) for line in lines for x in re.findall(r'loss": ([0-9.]+)', line)]
     assert losses["two"] == pytest.approx(losses["one"], rel=1e-4)
     assert len(losses["one"]) >= 6
 

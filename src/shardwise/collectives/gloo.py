@@ -211,7 +211,7 @@ class Gloo(Collectives):
             place, roster = members.index(self.rank), self.roster.part(members)
             return Gloo(place, len(members), group, roster, self._timeout, self.lookout)
 
-        return split(self.rank, self.roster, groups, "gloo", make, self._timeout)
+        return split(self, self.roster, groups, "gloo", make, self._timeout)
 
     def close(self) -> None:
         self._end()

@@ -126,7 +126,7 @@ class Nccl(Collectives):
             place, roster = members.index(self.rank), self._roster.part(members)
             return Nccl(place, len(members), self._device, group, self.lookout, roster)
 
-        return split(self.rank, self._roster, groups, "nccl", make)
+        return split(self, self._roster, groups, "nccl", make)
 
     @property
     def small_device(self) -> torch.device:

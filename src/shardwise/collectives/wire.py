@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -37,36 +38,64 @@ def gathered_rows(
     return rows
 
 
+class _Placeholder:
+    """Counts as a group where torch counts groups, to make a name of the number."""
+
+
+_highest = 0
+"""The highest number that has been in the name of a group of this process."""
+
+
+@contextmanager
+def _fresh_name(group: Collectives) -> Iterator[None]:
+    """Inside the block torch gives a group of ranks of `group` a name that none has had before.
+
+    It names such groups by their ranks and the number of groups that a rank has now: a number that
+    ranks need not have alike, and that comes again when groups are closed, while the store still
+    tells where ranks could be reached for the one before. Collective.
+    """
+    global _highest
+    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+    mine = torch.tensor([float(max(len(names), _highest + 1))], device=group.small_device)
+    _highest = int(group.gather_rows(mine).max())
+    extra = [_Placeholder() for _ in range(_highest - len(names))]
+    names.update((each, f"placeholder {number}") for number, each in enumerate(extra))
+    try:
+        yield
+    finally:
+        for each in extra:
+            del names[each]
+
+
 def split(
-    rank: int,
+    group: Collectives,
     roster: Roster,
     groups: Sequence[Sequence[int]],
     backend: str,
     make: Callable[[Sequence[int], dist.ProcessGroup], Collectives],
     timeout: timedelta | None = None,
 ) -> Collectives:
-    """The group of `groups` that `rank` is in; `make` is given its members, in order.
+    """The group of `groups` that this rank is in; `make` is given its members, in order.
 
-    All are places in `roster`, the group that is split. Without a `timeout` torch's own of half an
+    All are places in `roster`, the ranks of `group`, which is split. Without a `timeout` torch's own of half an
     hour bounds a wait.
     """
+    rank = group.rank
     check_groups(groups, len(roster.ranks))
     mine = sorted(next((members for members in groups if rank in members), [rank]))
     options: dict[str, Any] = {"backend": backend, "timeout": timeout}
     made: dist.ProcessGroup | None = None
     if len(roster.ranks) < roster.size:
-        # The name of such a group counts those that a rank has made, so that all make one.
-        made = dist.new_group(
-            list(roster.part(mine).ranks), use_local_synchronization=True, **options
-        )
+        with _fresh_name(group):
+            if len(mine) > 1:
+                ranks = list(roster.part(mine).ranks)
+                made = dist.new_group(ranks, use_local_synchronization=True, **options)
     else:
         for members in groups:  # every rank takes part in making every group
             if len(members) > 1:
-                group = dist.new_group(list(members), **options)
-                made = group if rank in members else made
+                found = dist.new_group(list(members), **options)
+                made = found if rank in members else made
     if len(mine) == 1:
-        if made is not None:
-            dist.destroy_process_group(made)
         return Solo()
     assert isinstance(made, dist.ProcessGroup)
     return make(mine, made)
