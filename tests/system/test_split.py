@@ -1,6 +1,5 @@
 """`shardwise split`, and a script whose layers are shared out, as a user types it."""
 
-import json
 import re
 import sys
 

@@ -77,8 +77,8 @@ def split(
 ) -> Collectives:
     """The group of `groups` that this rank is in; `make` is given its members, in order.
 
-    All are places in `roster`, the ranks of `group`, which is split. Without a `timeout` torch's own of half an
-    hour bounds a wait.
+    All are places in `roster`, the ranks of `group`, which is split. Without a `timeout` torch's
+    own of half an hour bounds a wait.
     """
     rank = group.rank
     check_groups(groups, len(roster.ranks))

@@ -153,8 +153,14 @@ class Backwards(Resumable):
             last=last,
             buckets=self._states.buckets_by,
             inputs=self._inputs(),
+            telling=self._tell_stage,
             collecting=self._collecting,
         )
+
+    def _tell_stage(self, stage: int | None) -> None:
+        """Which stage runs from now on, where units are shown for it."""
+        if self._states.shown is not None:
+            self._states.shown.residency.part = stage
 
     def _backward_in_turn(
         self, loss: Piece, weight: float, *, last: bool, keep_graph: bool
@@ -257,6 +263,7 @@ class Backwards(Resumable):
     def _abandon(self) -> None:
         """A backward failed: forget this step."""
         if self._pipelining is not None:
+            self._tell_stage(None)
             self._pipelining.abandon()
         if self._states.shown is not None:
             self._states.shown.residency.reset()

@@ -181,6 +181,12 @@ class Buckets(Protocol):
     def __call__(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]: ...
 
 
+class Telling(Protocol):
+    """Says which stage runs from now on; None when no schedule does."""
+
+    def __call__(self, stage: int | None) -> None: ...
+
+
 class Collecting(Protocol):
     """Inside the block gradients are taken in: of the buckets `among`, if given; of a backward
     that is not `usual` it is not learned which ones come."""
@@ -246,6 +252,7 @@ class Pipelining:
         last: bool,
         buckets: Buckets,
         inputs: Sequence[Tensor] | None,
+        telling: Telling,
         collecting: Collecting,
     ) -> Tensor:
         """Forward and backward of all `parts`; returns their mean loss, in fp64, on all ranks."""
@@ -260,6 +267,7 @@ class Pipelining:
         by_stage = buckets(lambda p: cut.owners[p])
         among = by_stage if len(by_stage) > 1 and not line.shares_at_home else {}
         for number, action in enumerate(order):
+            telling(action.stage if len(line.stages) > 1 else None)
             if action.kind == "F":
                 self._forward(call, action)
             else:
@@ -267,6 +275,7 @@ class Pipelining:
                 self._backward(call, action, among.get(action.stage), is_last=is_last)
                 if is_last:
                     self._take_back(call, action.stage, buckets)
+        telling(None)
         line.loans.give_back(call.borrowed)
         mean = self._mean(call)
         line.settle()

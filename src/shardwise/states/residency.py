@@ -74,6 +74,8 @@ class Residency:
         self._gathers = InPlace() if shared else ByAllGather(group)
         self._turns = Turns([unit.name for unit in units], self._agree)
         self._inside = inside
+        self.part: int | None = None
+        """Of a model that runs in parts, the one that does now: each needs units of its own."""
         self._expected: dict[Hashable, Sequence[int]] = {}
         self._over: Callable[[int], None] | None = None
         self._flying: dict[int, Gather] = {}
@@ -109,7 +111,7 @@ class Residency:
         self._close_dead_backward()
         if self._depth == 0 and self._pass is None:
             self._let_go_of_all(but_lasting=self._is_awaited())
-            kind = ("forward", door, torch.is_grad_enabled())
+            kind = ("forward", door, torch.is_grad_enabled(), self.part)
             if kind not in self._expected:
                 self._expected[kind] = self._inside(module)
             self._open(kind)
@@ -145,7 +147,7 @@ class Residency:
         """A backward over what was recorded since the last one begins."""
         self._close_dead_backward()
         self._backwards += 1
-        self._open(("backward", self._backwards, *self._tape))
+        self._open(("backward", self._backwards, self.part, *self._tape))
 
     def close_backward(self, *, keep_graph: bool = False, failed: bool = False) -> None:
         """A backward has ended, or failed; with `keep_graph` another one may follow over it."""

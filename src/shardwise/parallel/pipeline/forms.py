@@ -30,7 +30,6 @@ class Forms:
 
     def of(
         self,
-        name: str,
         module: nn.Module,
         plain: Callable[..., Any],
         leaves: Sequence[Any],
@@ -42,13 +41,13 @@ class Forms:
         """
         trained = tuple(p.requires_grad for p in module.parameters())
         key = (
-            *(name, module.training, trained, torch.is_grad_enabled(), spec),
+            *(module, module.training, trained, torch.is_grad_enabled(), spec),
             torch.is_autocast_enabled(self._line.device.type),
             *(_form(leaf) for leaf in leaves),
         )
         found = self._forms.get(key)
         if found is None:
-            found = self._work_out(name, module, plain, leaves, spec)
+            found = self._work_out(module, plain, leaves, spec)
             if len(self._forms) >= KEPT:
                 self._forms.clear()
             if all(map(_is_known, leaves)):
@@ -59,7 +58,6 @@ class Forms:
 
     def _work_out(
         self,
-        name: str,
         module: nn.Module,
         plain: Callable[..., Any],
         leaves: Sequence[Any],
@@ -84,7 +82,7 @@ class Forms:
                     result = plain(*args, **kwargs)
             except Exception as error:
                 raise ModelError(
-                    f"{name} is on another worker, and what it returns cannot be worked out "
+                    f"{type(module).__name__} is on another worker, and its output cannot be told "
                     f"without its data: {type(error).__name__}: {error}"
                 ) from error
         torch.set_rng_state(before)

@@ -13,7 +13,7 @@ from shardwise.errors import ModelError
 from shardwise.model.recomputation import RecomputedForward
 from shardwise.parallel.pipeline.custody import NoCopies, refused
 from shardwise.parallel.pipeline.line import Line
-from shardwise.parallel.pipeline.values import Piece, at, operate, runs_of
+from shardwise.parallel.pipeline.values import Piece, at, runs_of
 
 
 def install(line: Line, model: nn.Module) -> None:
@@ -83,28 +83,10 @@ class AtomForward(Forward):
                 "modules stand in the model in the order in which they run, or name where stages "
                 "begin: --stages."
             )
-        runs = runs_of(line, leaves)
         line.loans.lend(self._module, stage)
-        drawn = line.draw()
-        with torch._C.DisableTorchFunctionSubclass(), line.inside():
-            values = [at(line, leaf, stage) for leaf in leaves]
-            if stage in line.run.stages:
-                line.sow(drawn, "stage", stage)
-                inner_args, inner_kwargs = pytree.tree_unflatten(values, spec)
-                result = self._plain(*inner_args, **inner_kwargs)
-                line.sow(drawn, "all")
-                self._check(result)
-                return pytree.tree_map_only(
-                    Tensor, lambda value: Piece(line, stage, value, value, runs), result
-                )
-            line.sow(drawn, "all")
-            likes = [leaf.like if isinstance(leaf, Piece) else leaf for leaf in leaves]
-            plain = self._plain
-            once = plain.plain if isinstance(plain, RecomputedForward) else plain
-            result = line.forms.of(self._name, self._module, once, likes, spec)
-            return pytree.tree_map_only(
-                Tensor, lambda value: Piece(line, stage, None, value, runs), result
-            )
+        result = run_at(line, stage, self._module, self._plain, leaves, spec)
+        self._check(result)
+        return result
 
     def _check(self, result: Any) -> None:
         """Raise ModelError for tensors in an object that cannot be looked into."""
@@ -118,6 +100,34 @@ class AtomForward(Forward):
                 )
 
 
+def run_at(
+    line: Line,
+    stage: int,
+    module: nn.Module,
+    plain: Callable[..., Any],
+    leaves: list[Any],
+    spec: pytree.TreeSpec,
+) -> Any:
+    """The forward of `module` where `stage` is, and what it returns as pieces on all ranks."""
+    runs, drawn = runs_of(line, leaves), line.draw()
+    with torch._C.DisableTorchFunctionSubclass(), line.inside():
+        values = [at(line, leaf, stage) for leaf in leaves]
+        if is_here := stage in line.run.stages:
+            line.sow(drawn, "stage", stage)
+            args, kwargs = pytree.tree_unflatten(values, spec)
+            result = plain(*args, **kwargs)
+        else:
+            likes = [leaf.like if isinstance(leaf, Piece) else leaf for leaf in leaves]
+            once = plain.plain if isinstance(plain, RecomputedForward) else plain
+            result = line.forms.of(module, once, likes, spec)
+        line.sow(drawn, "all")
+        return pytree.tree_map_only(
+            Tensor,
+            lambda value: Piece(line, stage, value if is_here else None, value, runs),
+            result,
+        )
+
+
 class FloatingForward(Forward):
     """That of a module without parameters: run where its input is."""
 
@@ -126,10 +136,6 @@ class FloatingForward(Forward):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if line.is_whole or not any(isinstance(leaf, Piece) for leaf in leaves):
             return self._plain(*args, **kwargs)
-        drawn = line.draw()
-        with torch._C.DisableTorchFunctionSubclass(), line.inside():
-            line.sow(drawn, "floating")
-            line.ran(self._module, max(leaf.home for leaf in leaves if isinstance(leaf, Piece)))
-            result = operate(line, self._plain, leaves, spec)
-            line.sow(drawn, "all")
-            return result
+        home = max(leaf.home for leaf in leaves if isinstance(leaf, Piece))
+        line.ran(self._module, home)
+        return run_at(line, home, self._module, self._plain, leaves, spec)
