@@ -273,10 +273,10 @@ class Pipelining:
             else:
                 is_last = ends[action.stage] == number
                 self._backward(call, action, among.get(action.stage), is_last=is_last)
-                if is_last:
-                    self._take_back(call, action.stage, buckets)
         telling(None)
-        line.loans.give_back(call.borrowed)
+        line.loans.give_back(call.borrowed)  # before any waits: two ranks may lend to each other
+        for stage in sorted(line.stages):
+            self._take_back(call, stage, buckets)
         mean = self._mean(call)
         line.settle()
         return mean
