@@ -646,11 +646,20 @@ def odd_problem():
 
 
 STAGES = ("bias",)
+CROSSWISE = ("second", "back", "out")
+"""Each of two workers lends the other a weight."""
 
 
 def trains_odd(world, schedule, row):
     model, optimizer, x = odd_problem()
-    engine = sw.Engine(model, optimizer, schedule=schedule, microbatches=2, zero=row, stages=STAGES)
+    engine = sw.Engine(
+        model,
+        optimizer,
+        schedule=schedule,
+        microbatches=2,
+        zero=row,
+        stages=CROSSWISE if schedule == "interleaved" else STAGES,
+    )
     losses = []
     for step in range(4):
         if step == 2:
@@ -663,7 +672,9 @@ def trains_odd(world, schedule, row):
     return losses, values
 
 
-@pytest.mark.parametrize(("schedule", "row"), [("1f1b", 0), ("zero-bubble", 1), ("1f1b", 3)])
+@pytest.mark.parametrize(
+    ("schedule", "row"), [("1f1b", 0), ("zero-bubble", 1), ("1f1b", 3), ("interleaved", 2)]
+)
 def test_a_model_of_odd_habits(group, schedule, row):
     model, optimizer, x = odd_problem()
     wanted = []
