@@ -298,7 +298,12 @@ class Settings:
         rare=True,
     )
     ema_decay: float | None = _setting(
-        None, _fraction, "precision", "keep an exponential moving average of the weights", "D"
+        None,
+        _fraction,
+        "precision",
+        "keep an exponential moving average of the weights",
+        "D",
+        rare=True,
     )
     timeline: Path | None = _setting(
         None, _file, "watch", "where time goes, event by event, as Chrome trace JSON", "FILE"
