@@ -214,7 +214,7 @@ class Settings:
         "1f1b",
         _one_of(*SCHEDULES),
         "spread",
-        "in which order stages run them: " + ", ".join(SCHEDULES),
+        "order of the stages: " + ", ".join(SCHEDULES),
         "NAME",
         rare=True,
     )

@@ -115,7 +115,7 @@ class World:
     @property
     def data_size(self) -> int:
         """How many replicas there are."""
-        return self.mesh.data
+        return self.size // self.mesh.replica
 
     @property
     def tensor_rank(self) -> int:

@@ -24,6 +24,7 @@ DEPTH = 6
 OBJECTS = {
     "Engine": "engine",
     "Resumable": "engine",
+    "Backwards": "engine",
     "World": "world",
     "Loader": "loader",
     "Metrics": "metrics",
