@@ -200,7 +200,7 @@ class Settings:
         1, _integer(1), "spread", "split every layer over T neighbouring workers", "T"
     )
     pipeline: int = _setting(
-        1, _integer(1), "spread", "share the layers out over P workers, stage after stage", "P"
+        1, _integer(1), "spread", "share layers out over P workers, in stages", "P"
     )
     microbatches: int | None = _setting(
         None,
