@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise import collectives, config, launch, randomness, recording, repeatable
+from shardwise import collectives, config, launch, randomness, recording, repeatable, rows
 from shardwise.collectives import Collectives, Solo
 from shardwise.errors import ConfigError, DataError, LaunchError, UsageError
 from shardwise.feed import Batch, Feed, Plan
@@ -206,23 +206,19 @@ class World:
                 "world.share takes rows out of a total batch, and --batch worker lets every worker "
                 "have a batch of its own: use sw.Loader(...), or leave --batch out."
             )
-        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
+        lengths = rows.lengths(batch)
         if len(lengths) != 1 or 0 in lengths:
             raise DataError(
-                "world.share takes tensors of one equal first dimension above 0, not "
-                f"{sorted(lengths)}."
+                f"world.share takes tensors of one equal first dimension above 0, not {lengths}."
             )
-        rows = lengths.pop()
-        cuts = even_cuts(rows, self.data_size)
-        first, end = cuts[self.data_rank], cuts[self.data_rank + 1]
-        taken = slice(first, end) if end > first else slice(0, 1)
-        plan = Plan(batch_size=rows, micro_batches=1, steps_per_epoch=None)
+        total = lengths.pop()
+        count, mine = rows.part(batch, even_cuts(total, self.data_size), self.data_rank)
+        plan = Plan(batch_size=total, micro_batches=1, steps_per_epoch=None)
         stream = self.feed.open("world.share", plan, passing=True)
-        self.feed.give(stream, Batch(samples=end - first), training=torch.is_grad_enabled())
+        self.feed.give(stream, Batch(samples=count), training=torch.is_grad_enabled())
         if torch.is_grad_enabled():
-            self.step_log.given(end - first)
-        return pytree.tree_map_only(Tensor, lambda leaf: leaf[taken].to(self.device), batch)  # type: ignore[no-any-return]
+            self.step_log.given(count)
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), mine)  # type: ignore[no-any-return]
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print`, on rank 0 alone."""

@@ -24,7 +24,6 @@ def full_parameters(
 ) -> Iterator[None]:
     """See Engine.full_parameters."""
     if recipe.is_whole:
-        assert recipe.split is not None or recipe.line is not None
         _check_inner(write=write, outer=recipe.is_written)
         yield  # all is whole already; what is written here is the outer block's to take in
         return
@@ -72,16 +71,19 @@ def _joined(
     recipe: Recipe, module: nn.Module | None, *, write: bool, here: bool = True
 ) -> Iterator[None]:
     """Inside the block a model that a replica has in parts is whole, where wanted `here`."""
+    if not here:
+        yield
+        return
     line, split = recipe.line, recipe.split
     several = recipe.models if module is None else (module,)
-    parameters = [p for each in several for p in each.parameters()] if here else []
+    parameters = [p for each in several for p in each.parameters()]
     with ExitStack() as stack:
-        if split is not None and here:
+        if split is not None:
             group = recipe.run if write and line is None else None
             stack.enter_context(
                 split.wholes(parameters, write=write, group=group, is_here=recipe.is_here)
             )
-        if line is not None and here:
+        if line is not None:
             shapes = {p: s.shape for p in parameters if (s := recipe.shard_of(p)) is not None}
             stack.enter_context(
                 line.custody.wholes(recipe.models[0], parameters, shapes, write=write)

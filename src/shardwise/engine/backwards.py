@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import randomness
-from shardwise.engine import habits, pipelining, start_lines
+from shardwise.engine import habits, micro_batches, start_lines
 from shardwise.engine.assembly import States
 from shardwise.engine.exact_mean import Seeds, weight_of
-from shardwise.engine.pipelining import Pipelining
+from shardwise.engine.micro_batches import Pipelining
 from shardwise.engine.recipe import Recipe
 from shardwise.engine.resumable import Resumable
 from shardwise.engine.takeover import Takeover
@@ -101,9 +101,8 @@ class Backwards(Resumable):
         fp64, is known on all ranks of the replica. Raises as `backward` does.
         """
         given = self._begin_backward(weighted=weight is not None)
-        rows = pipelining.rows_of(batch)
-        count = pipelining.count_of(self.settings, rows, self._recipe.group)
-        cut = pipelining.parts_of(batch, rows, count)
+        count = micro_batches.count_of(self.settings, batch, self._recipe.group)
+        cut = micro_batches.parts_of(batch, count)
         empty = given is not None and given.samples == 0
         parts = [
             (0.0 if empty or not count else float(weight(*part) if weight else count), part)

@@ -38,9 +38,9 @@ from shardwise.engine.backwards import Backwards, living
 from shardwise.engine.checkpoints import Checkpoints
 from shardwise.engine.exact_mean import Seeds
 from shardwise.engine.exchange import exchange, over_stages
+from shardwise.engine.micro_batches import Pipelining
 from shardwise.engine.options import Options
 from shardwise.engine.parts import ExactParts, Parts
-from shardwise.engine.pipelining import Pipelining
 from shardwise.engine.recipe import Recipe
 from shardwise.engine.takeover import Takeover
 from shardwise.engine.window import StepStats, Totals, Window

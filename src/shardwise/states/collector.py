@@ -62,7 +62,7 @@ class Collector:
         self.remaining = 0
         self.filled = False
         """Whether `rest.kept` holds gradients of this step."""
-        self.closed = False
+        self.closed = True
         """Whether this backward has collected the bucket: what comes now is late."""
         self._reduction = reduction
         self._forms = [tracked[index] for index in self.indices]

@@ -141,7 +141,9 @@ class Gradients:
         self._guarded = False
         for param in self._params:
             param.grad = None
-        self._now = [each for each in self._collectors if among is None or each.rest.index in among]
+        self._now = self._collectors
+        if among is not None:
+            self._now = [self._collectors[number] for number in sorted(among)]
         reductions = max((self._reductions[each.rest.index] for each in self._now), default=0)
         self._backward = Backward(
             # After a first reduction in a step, sums must not be mixed with parts: reduce each.
@@ -189,10 +191,9 @@ class Gradients:
     def start(self, numbers: Sequence[int]) -> None:
         """Start the buckets `numbers` now, where `paced`; alike on all ranks."""
         if self._active and self._overlap:
-            now = {collector.rest.index for collector in self._now}
-            for collector in (self._collectors[number] for number in numbers if number in now):
-                if not collector.closed:
-                    self._complete(collector)
+            for number in numbers:
+                if not self._collectors[number].closed:
+                    self._complete(self._collectors[number])
 
     def finish(self) -> None:
         """Backward has ended: start what has not started, set late gradients aside, learn."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ def install(line: Line, model: nn.Module) -> None:
     line.forwards.append(NoCopies(model))
 
 
-class Forward:
+class Forward(ABC):
     """Stands in for the forward of a module; copies and pickles of the module have their own."""
 
     def __init__(self, line: Line, module: nn.Module) -> None:
@@ -45,8 +46,9 @@ class Forward:
             if self._before is not None:
                 self._module.forward = self._before
 
+    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        """What the module returns."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not self._line.is_whole:

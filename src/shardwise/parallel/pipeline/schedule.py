@@ -1,4 +1,4 @@
-"""In which order each rank runs its stages, micro-batch by micro-batch: torch's own schedules.
+"""In which order each rank runs its stages, micro-batch by micro-batch.
 
 torch.distributed.pipelining makes most of them as tables of actions, a row for each rank; that of
 1f1b, which it has not, is made here. What is run for an action, and what is sent, is this
@@ -15,7 +15,7 @@ package's own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
@@ -117,13 +117,10 @@ def bubble(
     times: Mapping[Kind, Sequence[float]],
 ) -> float:
     """The part of the time in which ranks wait, from 0 to 1; `times` are by kind and stage."""
-    ends = _simulated(
-        [list(filter(None, row)) for row in table(name, ranks, stages, micros)], times
-    )
-    busy = sum(
-        times[a.kind][a.stage] for row in table(name, ranks, stages, micros) for a in row if a
-    )
-    return 1.0 - busy / (ranks * max(ends)) if max(ends) > 0 else 0.0
+    rows = [order_of(name, ranks, stages, micros, rank) for rank in range(ranks)]
+    end = max(_simulated(rows, times))
+    busy = sum(times[action.kind][action.stage] for row in rows for action in row)
+    return 1.0 - busy / (ranks * end) if end > 0 else 0.0
 
 
 def _simulated(
@@ -151,15 +148,16 @@ def _simulated(
 
 def _needed(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:
     """When what an action needs of other stages is there; None where it is not known yet."""
-    stage, micro = action.stage, action.micro
-    find: Callable[[int, str], float | None] = lambda s, kinds: next(  # noqa: E731
-        (done[Action(s, k, micro)] for k in kinds if Action(s, k, micro) in done),  # type: ignore[arg-type]
-        None,
-    )
+    stage = action.stage
+
+    def end_of(other: int, *kinds: Kind) -> float | None:
+        ends = (done.get(Action(other, kind, action.micro)) for kind in kinds)
+        return next((end for end in ends if end is not None), None)
+
     if action.kind == "F":
-        return 0.0 if stage == 0 else find(stage - 1, "F")
+        return 0.0 if stage == 0 else end_of(stage - 1, "F")
     if action.kind == "W":
-        return find(stage, "I")
-    own = find(stage, "F")
-    after = own if stage == stages - 1 else find(stage + 1, "BI")
+        return end_of(stage, "I")
+    own = end_of(stage, "F")
+    after = own if stage == stages - 1 else end_of(stage + 1, "B", "I")
     return None if own is None or after is None else max(own, after)
