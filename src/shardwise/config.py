@@ -199,6 +199,13 @@ class Settings:
     tensor: int = _setting(
         1, _integer(1), "spread", "split every layer over T neighbouring workers", "T"
     )
+    sequence_parallel: bool = _setting(
+        False,
+        _switch,
+        "spread",
+        "with --tensor: norms and residuals by tokens, on one worker each",
+        rare=True,
+    )
     pipeline: int = _setting(
         1, _integer(1), "spread", "share layers out over P workers, in stages", "P"
     )

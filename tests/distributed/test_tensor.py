@@ -259,12 +259,13 @@ def encoder_loss(model, x):
     return mixed.square().mean() + weights.square().mean()
 
 
-def torch_modules(world):
+def torch_modules(world, by_tokens):
     """TransformerEncoderLayer and MultiheadAttention, training and in torch's fast inference."""
     torch.manual_seed(3)
     model, plain = encoder().double(), encoder().double()
     plain.load_state_dict(model.state_dict())
-    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = sw.Engine(model, optimizer, sequence_parallel=by_tokens)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     assert model.layers[0].self_attn.num_heads < 3
     for step in range(3):
@@ -289,8 +290,9 @@ def torch_modules(world):
     return True
 
 
-def test_modules_of_torch(group):
-    assert all(group(2, tensor=2)(torch_modules))
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_modules_of_torch(group, by_tokens):
+    assert all(group(2, tensor=2)(torch_modules, by_tokens))
 
 
 def mistral():
@@ -304,14 +306,15 @@ def mistral():
     return transformers.MistralForCausalLM(config), "model.layers.0"
 
 
-def hugging(world, make):
+def hugging(world, make, by_tokens):
     from tests.distributed import test_sharded_transformers as others
 
     make = mistral if make == "mistral" else getattr(others, make)
     (model, _), (plain, _) = (others.built(make) for _ in range(2))
     for each in (model, plain):
         each.train()
-    engine, optimizer = sw.Engine(model, others.sgd(model), zero=3), others.sgd(plain)
+    optimizer = others.sgd(plain)
+    engine = sw.Engine(model, others.sgd(model), zero=3, sequence_parallel=by_tokens)
     cut = [p for p, q in zip(model.parameters(), plain.parameters(), strict=True)
            if p.shape != q.shape]  # fmt: skip
     assert len(cut) >= 8
@@ -334,10 +337,11 @@ def hugging(world, make):
     return True
 
 
+@pytest.mark.parametrize("by_tokens", [False, True])
 @pytest.mark.parametrize("make", ["gpt2", "llama", "t5", "mistral"])
-def test_transformers(group, make):
+def test_transformers(group, make, by_tokens):
     pytest.importorskip("transformers")
-    assert all(group(2, tensor=2)(hugging, make, limit=120))
+    assert all(group(2, tensor=2)(hugging, make, by_tokens, limit=120))
 
 
 # -- the loss over a split vocabulary ---------------------------------------------------------
@@ -490,10 +494,11 @@ def recomputes(world, plan, how):
     return told
 
 
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "zero": 3}], ids=str)
 @pytest.mark.parametrize("plan", [None, {"head": "colwise"}], ids=str)
-def test_what_is_recomputed_draws_as_its_forward_did(group, plan):
+def test_what_is_recomputed_draws_as_its_forward_did(group, plan, options):
     kept, ours, theirs = (
-        group(2, tensor=2)(recomputes, plan, how)[0]
+        group(2, tensor=2)(recomputes, plan, how | options)[0]
         for how in ({}, {"activations": "recomputed"}, {"checkpointed": True})
     )
     assert ours == pytest.approx(kept, rel=1e-9)
@@ -598,17 +603,19 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(group, 
         assert losses == pytest.approx(plain_losses(1), rel=1e-9)
 
 
-def half(world, precision):
+def half(world, precision, by_tokens):
     model = gpt().float()
-    engine = sw.Engine(model, adamw(model), zero=2, precision=precision)
+    options = {"precision": precision, "sequence_parallel": by_tokens}
+    engine = sw.Engine(model, adamw(model), zero=2, **options)
     losses = train(world, engine, model, range(4))
     engine.close()
     return losses
 
 
+@pytest.mark.parametrize("by_tokens", [False, True])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16", "fp16-mixed"])
-def test_sixteen_bits(group, precision):
-    for losses in group(4, tensor=2)(half, precision):
+def test_sixteen_bits(group, precision, by_tokens):
+    for losses in group(4, tensor=2)(half, precision, by_tokens):
         assert losses == pytest.approx(plain_losses(4), rel=3e-2)
 
 

@@ -66,9 +66,11 @@ def test_times_data_and_tensor(group, plain, row):
     _compare(group, plain, problem, 8, pipeline=2, tensor=2, options={"zero": row})
 
 
-def test_four_stages_of_two_halves(group, plain):
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_four_stages_of_two_halves(group, plain, by_tokens):
     problem = _problem("splittable_gpt", micro="1")
-    _compare(group, plain, problem, 8, pipeline=4, tensor=2, options={"microbatches": 3})
+    options = {"microbatches": 3, "sequence_parallel": by_tokens}
+    _compare(group, plain, problem, 8, pipeline=4, tensor=2, options=options)
 
 
 @pytest.mark.parametrize("row", [0, 3])

@@ -117,3 +117,23 @@ def test_a_gpt_with_a_split_vocabulary_in_every_row(group, plain, row):
 def test_what_it_can_be_had_with(group, plain, options):
     options = {k: f"nvme:{on_a_disk()}" if v == "nvme" else v for k, v in options.items()}
     _compare(group, plain, _problem("splittable_gpt"), TIED, 4, 2, found=8, **options)
+
+
+SEQUENCE = {"norm": "sequence_parallel", "blocks.*.norms.*": "sequence_parallel"}
+
+
+@pytest.mark.parametrize(
+    ("size", "tensor", "plan", "options"),
+    [
+        (2, 2, None, {"zero": 0}),
+        (3, 3, TIED, {"zero": 2}),
+        (4, 2, TIED, {"zero": 1}),
+        (4, 2, None, {"zero": 3}),
+        (4, 2, TIED, {"zero": 3, "activations": "recomputed"}),
+        (4, 2, TIED, {"zero": 3, "apart": {"transport": "gloo"}}),
+    ],
+    ids=str,
+)
+def test_by_tokens_between_split_layers(group, plain, size, tensor, plan, options):
+    problem = _problem("splittable_gpt", micro="short" if tensor == 3 else "3")
+    _compare(group, plain, problem, plan, size, tensor, found=6, sequence_parallel=True, **options)

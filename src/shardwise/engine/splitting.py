@@ -20,15 +20,15 @@ def begin(world: World, settings: Settings, plan: Plan | None) -> Split | None:
 
     Raises ConfigError for settings that cannot be had with it.
     """
-    del plan  # without --tensor a plan splits nothing, so that one script serves both
-    if world.tensor_size == 1:
+    if world.tensor_size == 1:  # a plan splits nothing then, so that one script serves both
         return None
     if settings.compile:
         raise ConfigError(
             f"--tensor {world.tensor_size} and --compile cannot be had together: what ranks tell "
             "each other inside a layer cannot be compiled. Leave one of them out."
         )
-    return Split(world.tensor, world.device)
+    by_tokens = settings.sequence_parallel or plans.goes_by_tokens(plan or {})
+    return Split(world.tensor, world.device, by_tokens=by_tokens)
 
 
 def split(recipe: Recipe, made: Split, plan: Plan | None) -> None:
@@ -103,4 +103,7 @@ def in_words(made: Split) -> str:
         name = ".".join("*" if part.isdigit() else part for part in group.name.split("."))
         said = " ".join(part for part in (group.what, name) if part)
         counts[said] = counts.get(said, 0) + 1
-    return ", ".join(said if count == 1 else f"{said} ({count})" for said, count in counts.items())
+    told = [said if count == 1 else f"{said} ({count})" for said, count in counts.items()]
+    if made.replica.by_tokens:
+        told.append("what is between them by tokens")
+    return ", ".join(told)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,16 @@ class RecomputedForward:
         return getattr, (SimpleNamespace(forward=self._before), "forward")
 
 
+class StandsForPart(Tensor):
+    """A tensor that computes nothing itself: what it is made of, graph and all, is its `part`."""
+
+    part: Tensor
+
+    def form(self) -> Callable[[Tensor], Tensor]:
+        """What makes such a tensor of another part, and holds none."""
+        raise NotImplementedError
+
+
 class _Call:
     """One forward of a unit, which can be run again.
 
@@ -80,8 +91,8 @@ class _Call:
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, which are held here no longer."""
         found = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self._leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        return found
+        self._leaves = [_form_of(leaf) for leaf in self._leaves]
+        return [leaf.part if isinstance(leaf, StandsForPart) else leaf for leaf in found]
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self._given is None:
@@ -97,14 +108,25 @@ class _Call:
 
     def _again(self, tensors: tuple[Tensor, ...]) -> Any:
         rest = iter(tensors)
-        leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self._leaves]
+        leaves = [
+            leaf.make(next(rest)) if isinstance(leaf, _Form) else leaf for leaf in self._leaves
+        ]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         with self._tape.replaying(), stand_ins(self._before):
             return self._forward.plain(*args, **kwargs)
 
 
-_TENSOR = object()
-"""Stands in for a tensor among the leaves."""
+@dataclass(frozen=True)
+class _Form:
+    """Stands in for a tensor among the leaves; `make` makes it of what was saved."""
+
+    make: Callable[[Tensor], Tensor]
+
+
+def _form_of(leaf: Any) -> Any:
+    if isinstance(leaf, StandsForPart):
+        return _Form(leaf.form())
+    return _Form(lambda saved: saved) if isinstance(leaf, Tensor) else leaf
 
 
 class UnitBuffers:

@@ -6,5 +6,8 @@ plan.py       which modules, by patterns of the user's
 split.py      the models cut, put together, given back
 modules.py    what the class of a split module becomes
 regions.py    where ranks go apart and come together, in forward and backward
-replica.py    who they are, and what they draw
+replica.py    who they are
+draws.py      what they draw
+tokens.py     tensors of which each rank has some tokens
+retold.py     those, given whole to a split layer, kept in parts for backward
 """

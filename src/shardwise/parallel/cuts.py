@@ -11,6 +11,7 @@ from torch import nn
 from shardwise.errors import ModelError
 from shardwise.parallel.modules import (
     Colwise,
+    OnTokens,
     Part,
     Rowwise,
     SplitEmbedding,
@@ -122,6 +123,16 @@ def part(
 ) -> Cut:
     """A module that computes with its part as the plain one would."""
     return Cut(name, module, Part, tensors, local)
+
+
+def on_tokens(name: str, module: nn.Module) -> Cut:
+    """A module without others in it that computes each token from its own values alone."""
+    if next(module.children(), None) is not None:
+        raise ModelError(
+            f"{name} is a {type(module).__name__} with modules in it: sequence_parallel is for "
+            "single ones that compute token by token, such as norms; name those."
+        )
+    return Cut(name, module, OnTokens, {})
 
 
 def _check_linear(name: str, module: nn.Module) -> None:

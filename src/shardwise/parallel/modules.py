@@ -7,6 +7,7 @@ time (`Replica.is_whole`) its forward is the plain one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import UsageError
-from shardwise.parallel.regions import apart, gathered, is_stand_in, together
+from shardwise.parallel.regions import Parts, apart, gathered, is_stand_in
 from shardwise.parallel.replica import Replica
+from shardwise.parallel.tokens import Tokens
 from shardwise.shards import Range
 
 
@@ -72,14 +74,14 @@ class Colwise(SplitModule):
     """By rank its output features."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """value: (..., in_features), alike on all ranks."""
+        """value: (..., in_features), of which all ranks have the same, or each some tokens."""
         replica = self._replica
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
         if self._gathers:
-            part = super().forward(apart(value, replica.group))
-            return gathered(part, replica.group, self.ranges)
-        return super().forward(replica.enter(value))  # type: ignore[no-any-return]
+            part = replica.opened(value).given_to(super().forward)
+            return gathered(part, replica.group, Parts(-1, self.ranges))
+        return replica.enter(value, super().forward)
 
 
 class Rowwise(SplitModule):
@@ -121,7 +123,27 @@ class SplitEmbedding(SplitModule):
         if padding is not None:
             padding = padding - first if first <= padding < end else None
         rows = F.embedding((numbers - first).masked_fill(elsewhere, 0), self.weight, padding)
-        return together(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), replica.group)
+        return replica.closed(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+
+class OnTokens(SplitModule):
+    """A module that computes token by token, such as a norm: on this rank's tokens, where its
+    input is in parts."""
+
+    def forward(self, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """value: (..., tokens, features); the result has the same tokens."""
+        if not isinstance(value, Tokens):
+            return super().forward(value, *args, **kwargs)
+        before = dict(self._parameters)
+        trained = {k: p for k, p in before.items() if p is not None and p.requires_grad}
+        if trained and torch.is_grad_enabled():
+            shared = apart(self._replica.group, *trained.values())
+            self._parameters.update(zip(trained, shared, strict=True))  # type: ignore[arg-type]
+        try:
+            with value.draws.own() if self.training else nullcontext():
+                return value.like(super().forward(value.checked(), *args, **kwargs))
+        finally:
+            self._parameters.update(before)
 
 
 class Part(SplitModule):

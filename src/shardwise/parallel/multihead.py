@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from shardwise.errors import ModelError
 from shardwise.parallel import cuts
 from shardwise.parallel.cuts import Cut, Group
 from shardwise.parallel.modules import SplitModule
-from shardwise.parallel.regions import gathered, together
+from shardwise.parallel.regions import Parts, gathered, together
 from shardwise.shards import Range
 
 
@@ -63,12 +64,7 @@ class SplitAttention(SplitModule):
                 "nn.Transformer.generate_square_subsequent_mask(length)."
             )
         batched = query.ndim == 3
-        several = [replica.enter(each) for each in (query, key, value)]
-        if not batched:
-            several = [each.unsqueeze(0) for each in several]
-        elif not self.batch_first:
-            several = [each.transpose(0, 1) for each in several]
-        q, k, v = self._projected(several)
+        q, k, v = self._projected((query, key, value))
         mask = self._mask(q, k, key_padding_mask, attn_mask, batched=batched)
         drop = self.dropout if self.training else 0.0
         weights: Tensor | None = None
@@ -80,16 +76,19 @@ class SplitAttention(SplitModule):
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, drop)
         mixed = mixed.transpose(1, 2).flatten(2)
+        if not batched:
+            mixed = mixed.squeeze(0)
+        elif not self.batch_first:
+            mixed = mixed.transpose(0, 1)
         out = replica.leave(lambda: F.linear(mixed, self.out_proj.weight))
         if self.out_proj.bias is not None:
             out = out + self.out_proj.bias.to(out.dtype)
         if weights is not None:
             weights = self._shared_weights(weights, average=average_attn_weights)
-        if not batched:
-            return out.squeeze(0), None if weights is None else weights.squeeze(0)
-        return (out if self.batch_first else out.transpose(0, 1)), weights
+            weights = weights if batched else weights.squeeze(0)
+        return out, weights
 
-    def _projected(self, several: list[Tensor]) -> list[Tensor]:
+    def _projected(self, several: Sequence[Tensor]) -> list[Tensor]:
         """Queries, keys and values of this rank's heads, each (N, heads, length, head_dim)."""
         if self._qkv_same_embed_dim:
             matrices = self.in_proj_weight.chunk(3)
@@ -97,13 +96,15 @@ class SplitAttention(SplitModule):
             names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
             matrices = tuple(getattr(self, name) for name in names)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        projected = (
-            F.linear(each, matrix, bias)
-            for each, matrix, bias in zip(several, matrices, biases, strict=True)
-        )
-        return [
-            each.view(*each.shape[:-1], self.num_heads, -1).transpose(1, 2) for each in projected
-        ]
+        projected = []
+        for each, matrix, bias in zip(several, matrices, biases, strict=True):
+            found = self._replica.enter(each, partial(F.linear, weight=matrix, bias=bias))
+            if each.ndim == 2:
+                found = found.unsqueeze(0)
+            elif not self.batch_first:
+                found = found.transpose(0, 1)
+            projected.append(found.view(*found.shape[:-1], self.num_heads, -1).transpose(1, 2))
+        return projected
 
     def _mask(
         self,
@@ -132,7 +133,7 @@ class SplitAttention(SplitModule):
         group, heads = self._replica.group, self.ranges[-1][1]
         if average:
             return together(weights.sum(1), group) / heads
-        return gathered(weights.movedim(1, -1), group, self.ranges).movedim(-1, 1)
+        return gathered(weights, group, Parts(1 - weights.ndim, self.ranges))
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,12 +14,14 @@ from shardwise.parallel.attention import Attention, split_attention
 from shardwise.parallel.cuts import Group
 
 WHOLE = "whole"
+SEQUENCE = "sequence_parallel"
 
 STYLES = {
     "colwise": "a linear map by its output features, whose output stays split",
     "colwise_rep": "the same, its output put together again",
     "rowwise": "a linear map by its input features, its outputs summed",
     "embedding": "an embedding by its vocabulary",
+    SEQUENCE: "a module that computes token by token, on each rank's tokens",
     WHOLE: "nothing of it, and of what is in it",
 }
 
@@ -100,6 +102,11 @@ def taken(several: Sequence[Named]) -> set[nn.Module]:
     return found
 
 
+def goes_by_tokens(plan: Plan) -> bool:
+    """Whether `plan` has ranks compute on some tokens each."""
+    return SEQUENCE in plan.values()
+
+
 def planned(several: Sequence[Named], parts: int) -> list[Group]:
     """How what the plan names is cut into `parts`."""
     groups = []
@@ -114,6 +121,8 @@ def planned(several: Sequence[Named], parts: int) -> list[Group]:
 
 
 def _cut(each: Named, parts: int) -> cuts.Cut:
+    if each.style == SEQUENCE:
+        return cuts.on_tokens(each.name, each.module)
     if each.style == "embedding":
         return cuts.embedding(each.name, each.module, parts)
     if not cuts.is_linear(each.module):

@@ -1,17 +1,23 @@
 """Where the ranks of a replica go apart and come together, in forward and in backward.
 
 Between the two each rank has a part of an activation; outside all have the same. What is a copy in
-one direction is a sum in the other (f and g of Megatron-LM, Shoeybi et al., 2019):
+one direction is a sum in the other (f and g of Megatron-LM, Shoeybi et al., 2019; the last two are
+those of its sequence parallelism, Korthikanti et al., 2022):
 
-                 forward                backward
-    apart        as it is               summed over the ranks
-    together     summed                 as it is
-    gathered     parts joined           this rank's part
+                 forward                      backward
+    apart        as it is                     summed over the ranks
+    together     summed                       as it is
+    gathered     parts joined                 this rank's part
+    taken        this rank's part             parts joined
+    spread       parts joined                 summed, of it this rank's part
+    scattered    summed, of it this rank's    parts joined
+                 part
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +27,37 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.collectives import Collectives
 from shardwise.shards import Range
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A dimension, counted from the last, of which each rank has a range."""
+
+    dim: int
+    ranges: Sequence[Range]
+
+    @property
+    def size(self) -> int:
+        """The length of the whole."""
+        return self.ranges[-1][1]
+
+    def of(self, whole: Tensor, rank: int) -> Tensor:
+        """The part of `rank`, a view."""
+        first, end = self.ranges[rank]
+        return whole.narrow(self.dim, first, end - first)
+
+    def shapes(self, like: Sequence[int]) -> list[list[int]]:
+        """By rank the shape of its part of what is shaped as `like` in all other dimensions."""
+        return [self._shape(like, end - first) for first, end in self.ranges]
+
+    def whole_shape(self, like: Sequence[int]) -> list[int]:
+        """The shape of that whole."""
+        return self._shape(like, self.size)
+
+    def _shape(self, like: Sequence[int], length: int) -> list[int]:
+        shape = list(like)
+        shape[self.dim] = length
+        return shape
 
 
 def is_stand_in(value: Tensor) -> bool:
@@ -38,15 +75,57 @@ def summed(value: Tensor, group: Collectives) -> Tensor:
     return total
 
 
+def joined(part: Tensor, group: Collectives, parts: Parts) -> Tensor:
+    """The whole of which each rank has its `part`, on all."""
+    shapes = parts.shapes(part.shape)
+    edges = _edges(shapes)
+    flat = part.new_empty(edges[-1])
+    flat[edges[group.rank] : edges[group.rank + 1]] = part.detach().reshape(-1)
+    if not is_stand_in(part):
+        group.all_gather(flat, edges).wait()
+    if part.shape[: parts.dim].numel() == 1:  # one after the other they are the whole
+        return flat.view(parts.whole_shape(part.shape))
+    pieces = [flat[a:b].view(s) for (a, b), s in zip(pairwise(edges), shapes, strict=True)]
+    return torch.cat(pieces, parts.dim)
+
+
+def part_of_sum(value: Tensor, group: Collectives, parts: Parts) -> Tensor:
+    """This rank's part of the sum of all ranks' `value`s."""
+    pieces = [parts.of(value.detach(), rank) for rank in range(group.size)]
+    own = torch.empty_like(pieces[group.rank], memory_format=torch.contiguous_format)
+    if is_stand_in(value):
+        return own
+    flat = torch.cat([piece.reshape(-1) for piece in pieces])
+    edges = _edges([piece.shape for piece in pieces])
+    group.reduce_scatter(flat, edges, into=own.view(-1)).wait()
+    return own
+
+
+def _edges(shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Where tensors of these shapes begin and end, one after the other."""
+    edges = [0]
+    for shape in shapes:
+        edges.append(edges[-1] + torch.Size(shape).numel())
+    return edges
+
+
 class _Apart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Collectives) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
+    """Of several values at once, whose gradients are summed together."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return summed(grad, ctx.group), None
+    def forward(ctx: Any, group: Collectives, *several: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(value.view_as(value) for value in several)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if len(grads) == 1:
+            return None, summed(grads[0], ctx.group)
+        flat = summed(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)
+        sums = torch.split(flat, [grad.numel() for grad in grads])
+        return None, *(
+            part.view(grad.shape).to(grad.dtype) for part, grad in zip(sums, grads, strict=True)
+        )
 
 
 class _Together(torch.autograd.Function):
@@ -59,31 +138,39 @@ class _Together(torch.autograd.Function):
         return grad, None
 
 
-class _Gathered(torch.autograd.Function):
+class _Joined(torch.autograd.Function):
+    """Where it `sums`, each rank uses the whole in its own way, and has a part of its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Collectives, ranges: Sequence[Range]) -> Tensor:
-        ctx.range = ranges[group.rank]
-        lead = value.shape[:-1].numel()
-        edges = [0, *(lead * end for _, end in ranges)]
-        flat = value.new_empty(edges[-1])
-        flat[edges[group.rank] : edges[group.rank + 1]] = value.detach().reshape(-1)
-        if not is_stand_in(value):
-            group.all_gather(flat, edges).wait()
-        pieces = [
-            flat[a:b].view(*value.shape[:-1], end - first)
-            for (a, b), (first, end) in zip(pairwise(edges), ranges, strict=True)
-        ]
-        return torch.cat(pieces, -1)
+    def forward(ctx: Any, part: Tensor, group: Collectives, parts: Parts, sums: bool) -> Tensor:
+        ctx.group, ctx.parts, ctx.sums = group, parts, sums
+        return joined(part, group, parts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        first, end = ctx.range
-        return grad[..., first:end], None, None
+        if ctx.sums:
+            return part_of_sum(grad, ctx.group, ctx.parts), None, None, None
+        return ctx.parts.of(grad, ctx.group.rank), None, None, None
 
 
-def apart(value: Tensor, group: Collectives) -> Tensor:
-    """`value`, alike on all ranks, about to be used by each in its own way."""
-    return _Apart.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
+class _Parted(torch.autograd.Function):
+    """Where it `sums`, of what each rank has a part of in its `value`; else of what all have."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Collectives, parts: Parts, sums: bool) -> Tensor:
+        ctx.group, ctx.parts = group, parts
+        if sums:
+            return part_of_sum(value, group, parts)
+        return parts.of(value, group.rank).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return joined(grad, ctx.group, ctx.parts), None, None, None
+
+
+def apart(group: Collectives, *several: Tensor) -> tuple[Tensor, ...]:
+    """`several`, alike on all ranks, about to be used by each in its own way."""
+    return _Apart.apply(group, *several)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def together(value: Tensor, group: Collectives) -> Tensor:
@@ -91,6 +178,21 @@ def together(value: Tensor, group: Collectives) -> Tensor:
     return _Together.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def gathered(value: Tensor, group: Collectives, ranges: Sequence[Range]) -> Tensor:
-    """The whole of what is split along the last dimension; `ranges` are the ranks' parts."""
-    return _Gathered.apply(value, group, ranges)  # type: ignore[no-any-return, no-untyped-call]
+def gathered(part: Tensor, group: Collectives, parts: Parts) -> Tensor:
+    """The whole of what is split, for all to use alike."""
+    return _Joined.apply(part, group, parts, False)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def taken(value: Tensor, group: Collectives, parts: Parts) -> Tensor:
+    """This rank's part of `value`, which is alike on all ranks."""
+    return _Parted.apply(value, group, parts, False)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def spread(part: Tensor, group: Collectives, parts: Parts) -> Tensor:
+    """The whole of what is split, about to be used by each rank in its own way."""
+    return _Joined.apply(part, group, parts, True)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scattered(value: Tensor, group: Collectives, parts: Parts) -> Tensor:
+    """This rank's part of the sum of the ranks' `value`s."""
+    return _Parted.apply(value, group, parts, True)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,4 +1,4 @@
-"""The ranks that hold one copy of the model between them, and what they draw."""
+"""The ranks that hold one copy of the model between them."""
 
 from __future__ import annotations
 
@@ -9,59 +9,24 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives
-from shardwise.model.replay import once
-from shardwise.parallel.regions import apart, is_stand_in, together
-from shardwise.randomness import seed_from
+from shardwise.parallel.draws import Draws
+from shardwise.parallel.regions import apart, is_stand_in, scattered, spread, together
+from shardwise.parallel.retold import Retold
+from shardwise.parallel.tokens import Tokens, parts_of
 
 
-class Draws:
-    """Lets each rank draw for itself where an activation is split, and all alike elsewhere.
+@dataclass(frozen=True)
+class Opened:
+    """A value that each rank uses in its own way, and what keeps it for backward."""
 
-    A region of split activations begins with one draw that all ranks make alike; of it and its own
-    number each makes the seed of what is drawn inside. Where the region ends, all go on from where
-    they were. So dropout has one mask in all ranks on what all have, and another in each on its
-    part of a whole.
+    whole: Tensor
+    retold: Retold | None = None
 
-    A recomputation is told where its forward's regions began and ended, and leaves none open: it
-    stops at the last tensor that backward needs, which may be inside of one.
-    """
-
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank = rank
-        self._device = device
-        self._outside: Tensor | None = None
-
-    @property
-    def _generator(self) -> torch.Generator:
-        if self._device.type == "cuda":
-            return torch.cuda.default_generators[self._device.index or 0]
-        return torch.default_generator
-
-    def enter(self) -> None:
-        """What follows is this rank's own."""
-        if once(lambda: self._outside is None):
-            # Drawn again by a recomputation: what else draws on the host goes on from there.
-            common = int(torch.randint(2**31, (), generator=torch.default_generator))
-            once(self._begin)
-            self._generator.manual_seed(seed_from("split", common, self._rank))
-
-    def _begin(self) -> None:
-        self._outside = self._generator.get_state()
-
-    def leave(self) -> None:
-        """What follows is alike on all ranks."""
-        outside = once(self._end)
-        if outside is not None:
-            self._generator.set_state(outside)
-
-    def _end(self) -> Tensor | None:
-        """Where all were when the region began; None outside of one."""
-        outside, self._outside = self._outside, None
-        return outside
-
-    def forget(self) -> None:
-        """All generators are set anew: nothing is to go on from."""
-        self._outside = None
+    def given_to(self, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `layer` makes of it."""
+        if self.retold is None or not torch.is_grad_enabled():
+            return layer(self.whole)
+        return self.retold.given(layer, self.whole)
 
 
 @dataclass(eq=False)
@@ -70,26 +35,38 @@ class Replica:
 
     group: Collectives
     draws: Draws
+    by_tokens: bool = False
+    """Whether what a split layer gives is spread over the ranks, some tokens on each."""
     is_whole: bool = False
     """Whether every rank has whole parameters for now, so that forwards are the plain ones."""
-    _taken: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _taken: dict[tuple[int, bool], tuple[Tensor, Opened]] = field(default_factory=dict)
 
-    def enter(self, value: Tensor) -> Tensor:
-        """`value`, alike on all ranks, for a region in which each uses it in its own way.
+    def enter(self, value: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `layer` makes of `value`, of which all have the same or each some tokens: it gets
+        the whole, for a region in which each rank uses it in its own way.
 
         Layers of one region that take the same value (queries, keys, values) share it, so that
-        its gradient is summed once. A forward that autograd does not record shares nothing with
-        one that it does.
+        it is told, and its gradient summed, once. A forward that autograd does not record shares
+        nothing with one that it does.
         """
         if is_stand_in(value):
-            return value
+            return layer(value)
         self.draws.enter()
-        if not (torch.is_grad_enabled() and value.requires_grad):
-            return value  # no gradient is to be summed
-        known = self._taken.get(id(value))
+        recorded = torch.is_grad_enabled() and value.requires_grad
+        if not recorded and not isinstance(value, Tokens):
+            return layer(value)  # no gradient is to be summed
+        known = self._taken.get((id(value), recorded))
         if known is None:
-            known = self._taken[id(value)] = value, apart(value, self.group)
-        return known[1]
+            known = self._taken[id(value), recorded] = value, self.opened(value)
+        return known[1].given_to(layer)
+
+    def opened(self, value: Tensor) -> Opened:
+        """The same without a region, for whoever puts together at once what follows."""
+        if not isinstance(value, Tokens):
+            return Opened(apart(self.group, value)[0])
+        part = value.checked()
+        whole = spread(part, self.group, value.parts)
+        return Opened(whole, Retold(part, self.group, value.parts))
 
     def leave(self, part: Callable[[], Tensor]) -> Tensor:
         """The sum of the ranks' `part()`s, with which the region ends.
@@ -97,9 +74,16 @@ class Replica:
         Also where that raises, as it does to end a checkpoint's recomputation early.
         """
         try:
-            return together(part(), self.group)
+            return self.closed(part())
         finally:
             self.close()
+
+    def closed(self, value: Tensor) -> Tensor:
+        """The sum of the ranks' `value`s: all of it, or this rank's tokens."""
+        parts = parts_of(value, self.group) if self.by_tokens else None
+        if parts is None:
+            return together(value, self.group)
+        return Tokens(scattered(value, self.group, parts), self.group, self.draws, parts)
 
     def close(self) -> None:
         """A region ends here."""

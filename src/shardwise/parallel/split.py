@@ -8,24 +8,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.collectives import Collectives
 from shardwise.errors import ModelError
 from shardwise.parallel import modules
 from shardwise.parallel.cuts import Cut, Group
+from shardwise.parallel.draws import Draws
 from shardwise.parallel.modules import SplitModule
-from shardwise.parallel.replica import Draws, Replica
+from shardwise.parallel.replica import Replica
+from shardwise.parallel.tokens import whole_of
 from shardwise.shards import Shard
 
 
 class Split:
     """What of some models is split over the ranks of `group`, and what each rank has of it."""
 
-    def __init__(self, group: Collectives, device: torch.device) -> None:
-        self.replica = Replica(group, Draws(group.rank, device))
+    def __init__(
+        self, group: Collectives, device: torch.device, *, by_tokens: bool = False
+    ) -> None:
+        self.replica = Replica(group, Draws(group.rank, device), by_tokens)
         self.shards: dict[nn.Parameter, Shard] = {}
         self.groups: list[Group] = []
         self._modules: list[SplitModule] = []
+        self._handles: list[RemovableHandle] = []
         self._versions: dict[nn.Parameter, int] = {}
         """Of what is whole for now, when it had not been written yet."""
         self.writes = False
@@ -41,7 +47,7 @@ class Split:
     def cut(
         self,
         groups: Sequence[Group],
-        models: Iterable[nn.Module],
+        models: Sequence[nn.Module],
         optimizers: Iterable[optim.Optimizer],
     ) -> None:
         """Let this rank have its part of what `groups` name, the optimizers' state of it too.
@@ -64,6 +70,8 @@ class Split:
                 parameter.data = shard.of(parameter.detach())
         for cut in cuts:
             self._become(cut)
+        if self.replica.by_tokens:
+            self._handles = [model.register_forward_hook(_settled) for model in models]
 
     def _shards_of(self, cuts: Iterable[Cut]) -> dict[nn.Parameter, Shard]:
         found: dict[nn.Parameter, Shard] = {}
@@ -200,7 +208,15 @@ class Split:
                 parameter.data = self.whole(parameter, parameter.data)
         for module in self._modules:
             modules.restore(module)
+        for handle in self._handles:
+            handle.remove()
         self.shards, self._modules = {}, []
+
+
+def _settled(model: nn.Module, args: Any, output: Any) -> Any:
+    """What a model gives is whole, whatever is done with it."""
+    del model, args
+    return whole_of(output)
 
 
 def _check_around(

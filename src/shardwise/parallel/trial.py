@@ -21,7 +21,8 @@ from shardwise.collectives import Handle, Solo
 from shardwise.collectives.sums import PLAIN, Sum
 from shardwise.parallel import cuts, modules
 from shardwise.parallel.cuts import Cut, Group
-from shardwise.parallel.replica import Draws, Replica
+from shardwise.parallel.draws import Draws
+from shardwise.parallel.replica import Replica
 from shardwise.randomness import preserved
 from shardwise.shards import Shard
 

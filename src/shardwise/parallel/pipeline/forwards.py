@@ -15,6 +15,7 @@ from shardwise.model.recomputation import RecomputedForward
 from shardwise.parallel.pipeline.custody import NoCopies, refused
 from shardwise.parallel.pipeline.line import Line
 from shardwise.parallel.pipeline.values import Piece, at, runs_of
+from shardwise.parallel.tokens import whole_of
 
 
 def install(line: Line, model: nn.Module) -> None:
@@ -112,12 +113,13 @@ def run_at(
 ) -> Any:
     """The forward of `module` where `stage` is, and what it returns as pieces on all ranks."""
     runs, drawn = runs_of(line, leaves), line.draw()
-    with torch._C.DisableTorchFunctionSubclass(), line.inside():
-        values = [at(line, leaf, stage) for leaf in leaves]
+    with line.inside():
+        with torch._C.DisableTorchFunctionSubclass():
+            values = [at(line, leaf, stage) for leaf in leaves]
         if is_here := stage in line.run.stages:
             line.sow(drawn, "stage", stage)
             args, kwargs = pytree.tree_unflatten(values, spec)
-            result = plain(*args, **kwargs)
+            result = whole_of(plain(*args, **kwargs))
         else:
             likes = [leaf.like if isinstance(leaf, Piece) else leaf for leaf in leaves]
             once = plain.plain if isinstance(plain, RecomputedForward) else plain

@@ -1,0 +1,272 @@
+"""Tensors of which each rank of a replica has some tokens: everything that is done with one gives
+what it gives of the whole."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.errors import ModelError, UsageError
+from shardwise.parallel.draws import Draws
+from shardwise.parallel.regions import scattered
+from shardwise.parallel.tokens import Tokens, parts_of, whole_of
+
+ROWS, LENGTH, WIDTH = 2, 5, 6
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
+class Block(nn.Module):
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.norm = norm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x):
+        return x + self.drop(self.down(self.up(self.norm(x)).tanh()))
+
+
+class Model(nn.Module):
+    def __init__(self, count=3, norm=nn.LayerNorm):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(norm) for _ in range(count))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def built(norm=nn.LayerNorm, plan=PLAN, count=3, **settings):
+    torch.manual_seed(0)
+    model = Model(count, norm).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"sequence_parallel": True} | settings
+    return model, sw.Engine(model, optimizer, tensor_plan=plan, **settings)
+
+
+def some(*shape, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=draw, dtype=torch.double)
+
+
+# -- what is done with them -------------------------------------------------------------------
+
+WEIGHT, OTHER = some(WIDTH, seed=1), some(ROWS, LENGTH, WIDTH, seed=2)
+
+OPERATIONS = {
+    "x + 1": (lambda x, w, o: x + 1, True),
+    "2 / x": (lambda x, w, o: 2 / (x + 9), True),
+    "2 ** x": (lambda x, w, o: 2**x, True),
+    "x ** 2": (lambda x, w, o: x**2, True),
+    "a bias": (lambda x, w, o: x + w, True),
+    "a scale first": (lambda x, w, o: w * x, True),
+    "what all have": (lambda x, w, o: o * x, True),
+    "what all have, of fewer dimensions": (lambda x, w, o: x + o[0], True),
+    "a column of what all have": (lambda x, w, o: x * o[..., :1], True),
+    "one row for all tokens": (lambda x, w, o: x - o[:, :1], True),
+    "itself": (lambda x, w, o: x * x.sigmoid(), True),
+    "where": (lambda x, w, o: torch.where(o > 0, x, w), True),
+    "in place": (lambda x, w, o: (x * 1).add_(w).mul_(o), True),
+    "layer norm": (lambda x, w, o: F.layer_norm(x, (WIDTH,), w, w), True),
+    "rms norm": (lambda x, w, o: F.rms_norm(x, (WIDTH,), w), True),
+    "a norm by hand": (
+        lambda x, w, o: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+        True,
+    ),
+    "another dtype": (lambda x, w, o: x.float().to(torch.double), True),
+    "its mean": (lambda x, w, o: x.mean(), False),
+    "over tokens": (lambda x, w, o: x.softmax(1), False),
+    "a norm over tokens": (lambda x, w, o: F.layer_norm(x, (LENGTH, WIDTH)), False),
+    "one token": (lambda x, w, o: x[:, 2], False),
+    "another shape": (lambda x, w, o: x.reshape(-1, WIDTH) @ w, False),
+    "put to what all have": (lambda x, w, o: (o * 1).add_(x), False),
+    "beside what all have": (lambda x, w, o: torch.cat([o, x], 1), False),
+    "a shift": (lambda x, w, o: x + x.roll(1, 1), True),
+    "more dimensions": (lambda x, w, o: x + o[:, :1, :1, None], True),
+    "its transpose": (lambda x, w, o: x.transpose(1, 2).cumsum(-1), False),
+}
+
+
+def done(world, name):
+    """Value and gradients of an operation, on tokens and on the whole."""
+    operation, stays = OPERATIONS[name]
+    draws = Draws(world.tensor.rank, torch.device("cpu"))
+    told = []
+    for by_tokens in (True, False):
+        x, w, o = (
+            value.clone().requires_grad_() for value in (some(ROWS, LENGTH, WIDTH), WEIGHT, OTHER)
+        )
+        value = x
+        if by_tokens:
+            parts = parts_of(x, world.tensor)
+            share = scattered(x / world.size, world.tensor, parts)
+            value = Tokens(share, world.tensor, draws, parts)
+            assert value.shape == x.shape
+        found = operation(value, w, o)
+        assert isinstance(found, Tokens) == (by_tokens and stays)
+        found = whole_of(found)
+        (found * some(*found.shape, seed=3)).sum().backward()
+        # `x` was divided, and each rank has its own share of the gradient of all of it.
+        grad = x.grad * (world.size if by_tokens else 1)
+        told.append([found.detach(), grad, w.grad, o.grad])
+    return told
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_is_that_of_the_whole(group, name, size):
+    for ours, wanted in group(size, tensor=size)(done, name):
+        for one, other in zip(ours, wanted, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+# -- in a model -------------------------------------------------------------------------------
+
+
+def kept(world, by_tokens):
+    """How many tokens the norms see, and the bytes that forward keeps."""
+    model, engine = built(sequence_parallel=by_tokens)
+    seen, bytes_of = [], {}
+    model.blocks[2].norm.register_forward_hook(
+        lambda module, args, out: seen.append((args[0].part if by_tokens else args[0]).shape[1])
+    )
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        bytes_of[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = some(ROWS, LENGTH, WIDTH)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(x)
+    assert type(out) is torch.Tensor
+    engine.backward(out.square().mean())
+    engine.step()
+    engine.close()
+    assert not model._forward_hooks
+    return seen[0], sum(bytes_of.values())
+
+
+def test_norms_see_a_ranks_own_tokens_and_less_is_kept(group):
+    whole, parts = (group(2, tensor=2)(kept, by_tokens) for by_tokens in (False, True))
+    assert [tokens for tokens, _ in whole] == [LENGTH, LENGTH]
+    assert [tokens for tokens, _ in parts] == [3, 2]
+    assert all(less < more for (_, less), (_, more) in zip(parts, whole, strict=True))
+
+
+def dropped(world):
+    """What is left of ones after dropout: between split layers, and of what all have."""
+    model, engine = built()
+    seen = []
+    for block in model.blocks:
+        block.drop.p = 0.5
+        block.down.register_forward_hook(lambda module, args, out: out * 0 + 1)
+        block.drop.register_forward_hook(lambda module, args, out: seen.append(out.whole() != 0))
+    whole = nn.Dropout(0.5)
+    model(some(ROWS, 4, WIDTH))
+    after = whole(torch.ones(64)) != 0
+    engine.close()
+    return torch.stack(seen), after
+
+
+def test_dropout_differs_where_tokens_do(group):
+    (first, after), (second, other) = group(2, tensor=2)(dropped)
+    assert torch.equal(first, second)  # the whole of it is one thing
+    assert torch.equal(after, other)  # and all go on alike
+    assert not torch.equal(first[:, :, :2], first[:, :, 2:])
+    assert not torch.equal(first[0], first[1])
+
+
+def reads(world):
+    model, engine = built(count=1)
+    model.eval()
+    with torch.no_grad():
+        one = model(some(ROWS, 1, WIDTH))  # fewer tokens than ranks: all have it
+        row = model(some(WIDTH))
+        five = model(some(ROWS, LENGTH, WIDTH))
+    with engine.full_parameters(), torch.no_grad():
+        assert torch.allclose(one, model(some(ROWS, 1, WIDTH)))
+        assert torch.allclose(row, model(some(WIDTH)))
+        assert torch.allclose(five, model(some(ROWS, LENGTH, WIDTH)))
+    engine.close()
+    return True
+
+
+def test_what_has_too_few_tokens_stays_whole(group):
+    assert all(group(2, tensor=2)(reads))
+
+
+# -- what cannot be looked into ---------------------------------------------------------------
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return 2 * weight * grad, (2 * x * grad).flatten(0, -2).sum(0)
+
+
+class Own(nn.Module):
+    """A norm in a function of its own."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return Doubled.apply(x, self.weight)
+
+
+def trained(world, plan, tensor):
+    model, engine = built(Own, plan | PLAN, zero=tensor)
+    told = []
+    for step in range(3):
+        engine.backward(model(some(ROWS, LENGTH, WIDTH, seed=step)).square().mean())
+        stats = engine.step(max_norm=1.0)
+        told += [stats.loss, stats.grad_norm]
+    engine.close()
+    return told
+
+
+def test_a_module_that_the_plan_names_computes_with_its_rows(group):
+    plan = {"blocks.*.norm": "sequence_parallel"}
+    alone = group(1)(trained, plan, 0)[0]
+    for row in (0, 3):
+        for told in group(2, tensor=2)(trained, plan, row):
+            assert told == pytest.approx(alone, rel=1e-10)
+
+
+def strays(world, how):
+    model, engine = built(Own) if how == "function" else built()
+    if how == "reentrant":
+        for block in model.blocks:
+            block.forward = lambda x, plain=block.forward: checkpoint(plain, x, use_reentrant=True)
+    with pytest.raises(UsageError, match=r"some tokens.*autograd.Function.*sequence_parallel"):
+        engine.backward(model(some(ROWS, LENGTH, WIDTH).requires_grad_()).square().mean())
+    engine.close()
+    return True
+
+
+@pytest.mark.parametrize("how", ["function", "reentrant"])
+def test_what_loses_the_graph_is_refused(group, how):
+    assert all(group(2, tensor=2)(strays, how))
+
+
+def refuses(world):
+    with pytest.raises(ModelError, match=r"blocks.0 is a Block with modules in it.*name those"):
+        built(plan={"blocks.*": "sequence_parallel"})
+    return True
+
+
+def test_modules_with_others_in_them_are_refused(group):
+    assert all(group(2, tensor=2)(refuses))
