@@ -1,6 +1,7 @@
 """Layers shared out over ranks, schedule by schedule, beside torch's pipelining by hand.
 
-    python benchmarks/pipeline.py [--config A] [--ranks 2] [--microbatches 8] [--json FILE]
+    python benchmarks/pipeline.py [--config A] [--ranks 2] [--microbatches 8] [--stages blocks.5]
+        [--json FILE]
 
 All train the same model from the same weights on the same batches, in fp32 with torch's fused
 AdamW and one thread per rank, in turns as step_time.py takes them; the run fails when losses
@@ -10,7 +11,8 @@ differ in the fourth decimal.
 - its micro-batches: the same in M parts, which is what the stages run between them;
 - naive: the layers on N ranks, the batch as one: one rank works while the others wait;
 - ours by schedule, and torch.distributed.pipelining by hand (cut into equal blocks, as ours is
-  here), which scales its gradients by itself.
+  here), which scales its gradients by itself;
+- with --stages, ours cut there instead, as `shardwise split` proposes.
 
 *waits* is the part of the ranks' time that is not the work of its micro-batches on one process:
 1 - (its micro-batches) / (N x step); beside it the formula, (N - 1) / (M + N - 1), for stages that
@@ -43,8 +45,10 @@ BY_HAND = ("GPipe", "1F1B")
 SIZES = ("width", "layers", "vocabulary", "sequence", "batch")
 
 
-def takers(workload: Gpt, ranks: int, micros: int, schedules: Sequence[str]) -> list[Contender]:
-    """Everyone, the two of one process first."""
+def takers(
+    workload: Gpt, ranks: int, micros: int, schedules: Sequence[str], stages: Sequence[str]
+) -> list[Contender]:
+    """Everyone, the two of one process first; with `stages` ours once more, cut there."""
 
     def ours(key: str, label: str, *, alone: bool = False, **settings: Any) -> Contender:
         return Contender(
@@ -63,6 +67,9 @@ def takers(workload: Gpt, ranks: int, micros: int, schedules: Sequence[str]) -> 
         if name != "interleaved":
             settings["stages"] = cut
         found.append(ours(name, f"Shardwise {name}", **settings))
+        if stages and name != "interleaved":
+            label = f"Shardwise {name}, {', '.join(stages)}"
+            found.append(ours(f"{name}-cut", label, **settings | {"stages": list(stages)}))
     return found + [
         Contender(
             key=f"torch-{name}",
@@ -137,7 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     neighbours = Neighbours()
     with console.status("") as status:
         lines = measure(
-            takers(workload, options.ranks, options.microbatches, options.schedules),
+            takers(
+                workload, options.ranks, options.microbatches, options.schedules, options.stages
+            ),
             Plan(rounds=options.rounds, steps=options.steps),
             lambda who: Crew(who, workload, options.ranks, options.limit),
             lambda turn: status.update(turn),
@@ -184,6 +193,13 @@ def _parser() -> argparse.ArgumentParser:
         type=lambda text: text.split(","),
         default=["gpipe", "1f1b", "interleaved", "zero-bubble"],
         metavar="NAMES",
+    )
+    parser.add_argument(
+        "--stages",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAMES",
+        help="modules at which stages begin, for ours once more",
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="timed, per round")

@@ -1,6 +1,8 @@
 """Tensors of which each rank of a replica has some tokens: everything that is done with one gives
 what it gives of the whole."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -88,7 +90,43 @@ OPERATIONS = {
     "a shift": (lambda x, w, o: x + x.roll(1, 1), True),
     "more dimensions": (lambda x, w, o: x + o[:, :1, :1, None], True),
     "its transpose": (lambda x, w, o: x.transpose(1, 2).cumsum(-1), False),
+    "a token written": (lambda x, w, o: written(x * 1, w), True),
+    "a view written": (lambda x, w, o: viewed(x * 1, w), True),
+    "a view taken before": (lambda x, w, o: taken_before(x * 1, o), False),
+    "an activation in place": (lambda x, w, o: F.leaky_relu(x * 1, 0.1, inplace=True) * o, True),
+    "given where to write": (lambda x, w, o: into(x * 1, w), True),
+    "to its dtype": (lambda x, w, o: o.float().to(x) * w.type_as(x) + x.mean(), False),
+    "a hook": (lambda x, w, o: hooked(x * 1) * o, True),
 }
+
+
+def written(x, w):
+    x[:, 1] = w
+    x[..., :2] *= 3
+    return x + 1
+
+
+def viewed(x, w):
+    x.view(-1, WIDTH).add_(w)
+    return x * w
+
+
+def taken_before(x, o):
+    flat = x.flatten(0, 1)
+    x += 1
+    x.masked_fill_(o > 1, 0.5)
+    return flat * o.flatten(0, 1)
+
+
+def into(x, w):
+    with torch.no_grad():
+        torch.add(x, 1, out=x)
+    return x * w
+
+
+def hooked(x):
+    x.register_hook(lambda grad: grad / grad.norm())
+    return x
 
 
 def done(world, name):
@@ -199,6 +237,103 @@ def reads(world):
 
 def test_what_has_too_few_tokens_stays_whole(group):
     assert all(group(2, tensor=2)(reads))
+
+
+class Masked(nn.Module):
+    """A mask of the tokens' dtype meets the scores of a rank's own heads (as in Meta's Llama)."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(7, WIDTH)
+        self.n_head = 2
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def attend(self, x, mask):
+        q, k, v = (
+            each(x).view(*x.shape[:2], -1, WIDTH // 2).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        chances = (q @ k.transpose(-2, -1) + mask.type_as(x)).softmax(-1)
+        return self.o((chances @ v).transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        x = self.tokens(x)
+        mask = torch.full((x.shape[1],) * 2, float("-inf")).triu(1)
+        return x + self.attend(x * x.square().mean(-1, keepdim=True).rsqrt(), mask)
+
+
+def attends(world, tensor):
+    torch.manual_seed(1)
+    model = Masked().double()
+    plan = {"tokens": "embedding"}
+    plan |= {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = sw.Engine(model, optimizer, tensor_plan=plan, sequence_parallel=True)
+    told = []
+    for step in range(2):
+        x = (torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) * (step + 2)) % 7
+        engine.backward(model(x).square().mean())
+        stats = engine.step(max_norm=1.0)
+        told += [stats.loss, stats.grad_norm]
+    engine.close()
+    return told
+
+
+def test_what_meets_a_ranks_own_heads_is_whole(group):
+    alone = group(1)(attends, 1)[0]
+    for told in group(2, tensor=2)(attends, 2):
+        assert told == pytest.approx(alone, rel=1e-10)
+
+
+@dataclass
+class Given:
+    """What a model may return, of which torch knows nothing."""
+
+    hidden: torch.Tensor
+
+
+class Returning(Model):
+    def forward(self, x):
+        return {"all": [Given(super().forward(x))]}
+
+
+def gives(world):
+    torch.manual_seed(0)
+    model = Returning().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = sw.Engine(model, optimizer, tensor_plan=PLAN, sequence_parallel=True)
+    given = model(some(ROWS, LENGTH, WIDTH))["all"][0].hidden
+    assert type(given) is torch.Tensor
+    alone = model.blocks[0](some(ROWS, LENGTH, WIDTH))  # nobody would make it whole in the end
+    assert type(alone) is torch.Tensor
+    model.blocks[1].drop.forward = lambda x: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        model(some(ROWS, LENGTH, WIDTH))
+    replica = model.blocks[0].up._replica
+    assert (replica.running, replica._taken, replica.draws.is_open) == (0, {}, False)
+    engine.close()
+    return True
+
+
+def test_what_a_model_gives_is_whole(group):
+    assert all(group(2, tensor=2)(gives))
+
+
+def penalised(world, tensor):
+    """A penalty on the gradient of the input: backward is gone through again."""
+    model, engine = built(sequence_parallel=tensor > 1)
+    x = some(ROWS, LENGTH, WIDTH).requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    engine.backward(grad.square().sum() * 100)
+    norm = engine.step(max_norm=1e9).grad_norm
+    engine.close()
+    return norm
+
+
+def test_backward_can_be_gone_through_again(group):
+    alone = group(1)(penalised, 1)[0]
+    for norm in group(2, tensor=2)(penalised, 2):
+        assert norm == pytest.approx(alone, rel=1e-9)
 
 
 # -- what cannot be looked into ---------------------------------------------------------------

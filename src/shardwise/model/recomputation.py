@@ -67,7 +67,10 @@ class RecomputedForward:
 class StandsForPart(Tensor):
     """A tensor that computes nothing itself: what it is made of, graph and all, is its `part`."""
 
-    part: Tensor
+    @property
+    def part(self) -> Tensor:
+        """What it is made of."""
+        raise NotImplementedError
 
     def form(self) -> Callable[[Tensor], Tensor]:
         """What makes such a tensor of another part, and holds none."""

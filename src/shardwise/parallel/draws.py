@@ -30,6 +30,11 @@ class Draws:
         self._outside: Tensor | None = None
 
     @property
+    def is_open(self) -> bool:
+        """Whether what is computed now is this rank's own."""
+        return once(lambda: self._outside is not None)
+
+    @property
     def _generator(self) -> torch.Generator:
         if self._device.type == "cuda":
             return torch.cuda.default_generators[self._device.index or 0]
@@ -64,7 +69,7 @@ class Draws:
     @contextmanager
     def own(self) -> Iterator[None]:
         """Inside the block a region is open: the one that is, or one of the block's own."""
-        if once(lambda: self._outside is not None):
+        if self.is_open:
             yield
             return
         self.enter()

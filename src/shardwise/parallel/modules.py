@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from shardwise.errors import UsageError
 from shardwise.parallel.regions import Parts, apart, gathered, is_stand_in
 from shardwise.parallel.replica import Replica
-from shardwise.parallel.tokens import Tokens
+from shardwise.parallel.tokens import Tokens, bring_to_parts
 from shardwise.shards import Range
 
 
@@ -130,20 +131,27 @@ class OnTokens(SplitModule):
     """A module that computes token by token, such as a norm: on this rank's tokens, where its
     input is in parts."""
 
-    def forward(self, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """value: (..., tokens, features); the result has the same tokens."""
-        if not isinstance(value, Tokens):
-            return super().forward(value, *args, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Of tensors (..., tokens, features); those that it gives have the same tokens."""
+        found = (each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tokens))
+        tokens = next(found, None)
+        if tokens is None:
+            return super().forward(*args, **kwargs)
+        args, kwargs = bring_to_parts(tokens, (args, kwargs))
         before = dict(self._parameters)
         trained = {k: p for k, p in before.items() if p is not None and p.requires_grad}
         if trained and torch.is_grad_enabled():
             shared = apart(self._replica.group, *trained.values())
             self._parameters.update(zip(trained, shared, strict=True))  # type: ignore[arg-type]
         try:
-            with value.draws.own() if self.training else nullcontext():
-                return value.like(super().forward(value.checked(), *args, **kwargs))
+            with tokens.draws.own() if self.training else nullcontext():
+                made = super().forward(*args, **kwargs)
         finally:
             self._parameters.update(before)
+        return pytree.tree_map_only(Tensor, tokens.like, made)
+
+    def _refuse(self, call: str, how: str) -> None:
+        """Every rank has all of it."""
 
 
 class Part(SplitModule):

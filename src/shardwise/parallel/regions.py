@@ -79,14 +79,16 @@ def joined(part: Tensor, group: Collectives, parts: Parts) -> Tensor:
     """The whole of which each rank has its `part`, on all."""
     shapes = parts.shapes(part.shape)
     edges = _edges(shapes)
-    flat = part.new_empty(edges[-1])
+    whole = part.new_empty(parts.whole_shape(part.shape))
+    in_order = part.shape[: parts.dim].numel() == 1  # one after the other they are the whole
+    flat = whole.view(-1) if in_order else torch.empty_like(whole).view(-1)
     flat[edges[group.rank] : edges[group.rank + 1]] = part.detach().reshape(-1)
     if not is_stand_in(part):
         group.all_gather(flat, edges).wait()
-    if part.shape[: parts.dim].numel() == 1:  # one after the other they are the whole
-        return flat.view(parts.whole_shape(part.shape))
+    if in_order:
+        return whole
     pieces = [flat[a:b].view(s) for (a, b), s in zip(pairwise(edges), shapes, strict=True)]
-    return torch.cat(pieces, parts.dim)
+    return torch.cat(pieces, parts.dim, out=whole)
 
 
 def part_of_sum(value: Tensor, group: Collectives, parts: Parts) -> Tensor:
@@ -109,6 +111,9 @@ def _edges(shapes: Sequence[Sequence[int]]) -> list[int]:
     return edges
 
 
+# The backward of each is another one, so that it can be gone through again.
+
+
 class _Apart(torch.autograd.Function):
     """Of several values at once, whose gradients are summed together."""
 
@@ -120,8 +125,8 @@ class _Apart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if len(grads) == 1:
-            return None, summed(grads[0], ctx.group)
-        flat = summed(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)
+            return None, together(grads[0], ctx.group)
+        flat = together(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)
         sums = torch.split(flat, [grad.numel() for grad in grads])
         return None, *(
             part.view(grad.shape).to(grad.dtype) for part, grad in zip(sums, grads, strict=True)
@@ -131,11 +136,12 @@ class _Apart(torch.autograd.Function):
 class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Collectives) -> Tensor:
+        ctx.group = group
         return summed(value, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+        return (apart(ctx.group, grad)[0] if torch.is_grad_enabled() else grad), None
 
 
 class _Joined(torch.autograd.Function):
@@ -143,14 +149,12 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Collectives, parts: Parts, sums: bool) -> Tensor:
-        ctx.group, ctx.parts, ctx.sums = group, parts, sums
+        ctx.how = group, parts, sums
         return joined(part, group, parts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.sums:
-            return part_of_sum(grad, ctx.group, ctx.parts), None, None, None
-        return ctx.parts.of(grad, ctx.group.rank), None, None, None
+        return _Parted.apply(grad, *ctx.how), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _Parted(torch.autograd.Function):
@@ -158,14 +162,14 @@ class _Parted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Collectives, parts: Parts, sums: bool) -> Tensor:
-        ctx.group, ctx.parts = group, parts
+        ctx.how = group, parts, sums
         if sums:
             return part_of_sum(value, group, parts)
         return parts.of(value, group.rank).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return joined(grad, ctx.group, ctx.parts), None, None, None
+        return _Joined.apply(grad, *ctx.how), None, None, None  # type: ignore[no-untyped-call]
 
 
 def apart(group: Collectives, *several: Tensor) -> tuple[Tensor, ...]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
+from shardwise.model.replay import once
 from shardwise.parallel.draws import Draws
 from shardwise.parallel.regions import apart, is_stand_in, scattered, spread, together
 from shardwise.parallel.retold import Retold
-from shardwise.parallel.tokens import Tokens, parts_of
+from shardwise.parallel.tokens import Tokens, parts_of, whole_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,31 @@ class Opened:
         return self.retold.given(layer, self.whole)
 
 
+class Forwards:
+    """Hooks on the forwards of models that `replica` has. Those of a copy do nothing."""
+
+    def __init__(self, replica: Replica | None = None) -> None:
+        self._replica = replica
+
+    def begin(self, model: nn.Module, args: Any) -> None:
+        """Before forward."""
+        del model, args
+        if self._replica is not None:
+            self._replica.running += 1
+
+    def end(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """After forward, also after one that failed: what a model gives is whole."""
+        del model, args
+        if self._replica is None:
+            return None
+        self._replica.running -= 1
+        self._replica.ended(failed=output is None)
+        return whole_of(output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Forwards, ()
+
+
 @dataclass(eq=False)
 class Replica:
     """The ranks of `group`, which split layers between them."""
@@ -39,7 +66,9 @@ class Replica:
     """Whether what a split layer gives is spread over the ranks, some tokens on each."""
     is_whole: bool = False
     """Whether every rank has whole parameters for now, so that forwards are the plain ones."""
-    _taken: dict[tuple[int, bool], tuple[Tensor, Opened]] = field(default_factory=dict)
+    _taken: dict[tuple[int, int, bool], tuple[Tensor, Opened]] = field(default_factory=dict)
+    running: int = 0
+    """How many forwards of models are under way, one inside the other."""
 
     def enter(self, value: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
         """What `layer` makes of `value`, of which all have the same or each some tokens: it gets
@@ -55,16 +84,19 @@ class Replica:
         recorded = torch.is_grad_enabled() and value.requires_grad
         if not recorded and not isinstance(value, Tokens):
             return layer(value)  # no gradient is to be summed
-        known = self._taken.get((id(value), recorded))
-        if known is None:
-            known = self._taken[id(value), recorded] = value, self.opened(value)
-        return known[1].given_to(layer)
+        here = value.part if isinstance(value, Tokens) else value
+        key = id(here), 0 if here.is_inference() else here._version, recorded
+        if key not in self._taken:
+            self._taken[key] = here, self.opened(value)
+        return self._taken[key][1].given_to(layer)
 
     def opened(self, value: Tensor) -> Opened:
         """The same without a region, for whoever puts together at once what follows."""
         if not isinstance(value, Tokens):
             return Opened(apart(self.group, value)[0])
-        part = value.checked()
+        part = value.part
+        if part.dtype == torch.float32 and torch.is_autocast_enabled(part.device.type):
+            part = part.to(torch.get_autocast_dtype(part.device.type))  # as the layer would
         whole = spread(part, self.group, value.parts)
         return Opened(whole, Retold(part, self.group, value.parts))
 
@@ -73,17 +105,35 @@ class Replica:
 
         Also where that raises, as it does to end a checkpoint's recomputation early.
         """
+        by_tokens = self._leaves_tokens()
         try:
-            return self.closed(part())
+            return self._sum(part(), by_tokens)
         finally:
             self.close()
 
     def closed(self, value: Tensor) -> Tensor:
+        """The same without a region."""
+        return self._sum(value, self._leaves_tokens())
+
+    def _leaves_tokens(self) -> bool:
+        """Whether there is somebody who makes whole what is left in parts in the end."""
+        return self.by_tokens and once(
+            lambda: self.running > 0 or torch._C._current_graph_task_id() != -1
+        )
+
+    def _sum(self, value: Tensor, by_tokens: bool) -> Tensor:
         """The sum of the ranks' `value`s: all of it, or this rank's tokens."""
-        parts = parts_of(value, self.group) if self.by_tokens else None
+        parts = parts_of(value, self.group) if by_tokens else None
         if parts is None:
             return together(value, self.group)
         return Tokens(scattered(value, self.group, parts), self.group, self.draws, parts)
+
+    def ended(self, *, failed: bool) -> None:
+        """A model's forward has ended: what it took is its own. Where it failed, so has its
+        region."""
+        self._taken.clear()
+        if failed:
+            self.draws.leave()
 
     def close(self) -> None:
         """A region ends here."""

@@ -18,50 +18,51 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Retold:
-    """A whole of which this rank keeps its `part`; layers that share it are told it once."""
+    """A whole of which this rank keeps its `part`; layers that share it are told it once in a
+    backward."""
 
     def __init__(self, part: Tensor, group: Collectives, parts: Parts) -> None:
         self._part: Tensor | None = part.detach()
         self._group, self._parts = group, parts
         self._saved: Any = None
-        self._outer: Hooks | None = None
-        self._waiting = 0
+        self._hooks: Hooks = _PLAIN
+        self._keepers = 0
         self._again: Tensor | None = None
+        self._backward, self._asked = -1, 0
 
     def given(self, layer: Callable[[Tensor], Tensor], whole: Tensor) -> Tensor:
         """What `layer` makes of `whole`, of which it keeps nothing."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or _PLAIN
         memory = whole.untyped_storage().data_ptr()
 
         def pack(tensor: Tensor) -> Any:
             if type(tensor) is Tensor and tensor.untyped_storage().data_ptr() == memory:
                 self._keep(outer)
                 return _Note(self, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-            return tensor if outer is None else outer[0](tensor)
+            return outer[0](tensor)
 
-        def unpack(saved: Any) -> Any:
-            if isinstance(saved, _Note):
-                return saved.value()
-            return saved if outer is None else outer[1](saved)
+        def unpack(saved: Any) -> Tensor:
+            return saved.value() if isinstance(saved, _Note) else outer[1](saved)
 
         with saved_tensors_hooks(pack, unpack):
             return layer(whole)
 
-    def _keep(self, outer: Hooks | None) -> None:
-        """Once, keep the part, as hooks further `outer` say."""
+    def _keep(self, hooks: Hooks) -> None:
+        """Once, keep the part, as hooks further out say."""
         if self._part is not None:
-            self._saved = self._part if outer is None else outer[0](self._part)
-            self._part, self._outer = None, outer
-        self._waiting += 1
+            self._saved, self._hooks, self._part = hooks[0](self._part), hooks, None
+        self._keepers += 1
 
     def whole(self) -> Tensor:
         """All of it; held until everyone who keeps it has asked. Collective."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward, self._asked, self._again = backward, 0, None
         whole = self._again
         if whole is None:
-            part = self._saved if self._outer is None else self._outer[1](self._saved)
-            whole = joined(part, self._group, self._parts)
-        self._waiting -= 1
-        self._again = whole if self._waiting > 0 else None
+            whole = joined(self._hooks[1](self._saved), self._group, self._parts)
+        self._asked += 1
+        self._again = whole if self._asked < self._keepers else None
         return whole
 
 
@@ -76,3 +77,22 @@ class _Note:
 
     def value(self) -> Tensor:
         return self.retold.whole().as_strided(self.size, self.stride, self.offset)
+
+
+def _with_version(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
+
+
+def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
+    """What was saved. Raises RuntimeError, as torch does, where it was written to since."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            f"A tensor of shape {tuple(tensor.shape)} that backward needs was changed in place "
+            "after the forward that has saved it."
+        )
+    return tensor
+
+
+_PLAIN: Hooks = (_with_version, _unchanged)
+"""What torch does where there are no hooks."""

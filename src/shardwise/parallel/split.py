@@ -16,8 +16,7 @@ from shardwise.parallel import modules
 from shardwise.parallel.cuts import Cut, Group
 from shardwise.parallel.draws import Draws
 from shardwise.parallel.modules import SplitModule
-from shardwise.parallel.replica import Replica
-from shardwise.parallel.tokens import whole_of
+from shardwise.parallel.replica import Forwards, Replica
 from shardwise.shards import Shard
 
 
@@ -70,8 +69,12 @@ class Split:
                 parameter.data = shard.of(parameter.detach())
         for cut in cuts:
             self._become(cut)
-        if self.replica.by_tokens:
-            self._handles = [model.register_forward_hook(_settled) for model in models]
+        forwards = Forwards(self.replica)
+        for model in models:
+            self._handles += [
+                model.register_forward_pre_hook(forwards.begin),
+                model.register_forward_hook(forwards.end, always_call=True),
+            ]
 
     def _shards_of(self, cuts: Iterable[Cut]) -> dict[nn.Parameter, Shard]:
         found: dict[nn.Parameter, Shard] = {}
@@ -211,12 +214,6 @@ class Split:
         for handle in self._handles:
             handle.remove()
         self.shards, self._modules = {}, []
-
-
-def _settled(model: nn.Module, args: Any, output: Any) -> Any:
-    """What a model gives is whole, whatever is done with it."""
-    del model, args
-    return whole_of(output)
 
 
 def _check_around(
