@@ -127,10 +127,12 @@ SEQUENCE = {"norm": "sequence_parallel", "blocks.*.norms.*": "sequence_parallel"
     [
         (2, 2, None, {"zero": 0}),
         (3, 3, TIED, {"zero": 2}),
-        (4, 2, TIED, {"zero": 1}),
+        pytest.param(4, 2, TIED, {"zero": 1}, marks=pytest.mark.full),
         (4, 2, None, {"zero": 3}),
         (4, 2, TIED, {"zero": 3, "activations": "recomputed"}),
-        (4, 2, TIED, {"zero": 3, "apart": {"transport": "gloo"}}),
+        pytest.param(
+            *(4, 2, TIED, {"zero": 3, "apart": {"transport": "gloo"}}), marks=pytest.mark.full
+        ),
     ],
     ids=str,
 )

@@ -315,6 +315,7 @@ def test_ways_to_save(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["figures.json"]
 
 
+@pytest.mark.full
 def test_three_faults(tmp_path: Path) -> None:
     path = tmp_path / "counts.json"
     small = ["--count", "3", "--each", "3", "--rows", "2", "--steps", "20", "--width", "64"]

@@ -20,7 +20,14 @@ def started_by(launcher: str, *flags: str) -> list[str]:
     return [mpirun(launcher), "-n", "2", sys.executable]
 
 
-@pytest.mark.parametrize("launcher", ["shardwise", "openmpi", "mpich", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "shardwise",
+        "openmpi",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("mpich", "torchrun")),
+    ],
+)
 def test_the_mnist_example(shardwise: Launcher, launcher: str) -> None:
     words = started_by(launcher)
     ran = run(shardwise, *words, str(EXAMPLES / "horovod_mnist.py"), "--checkpoint", "model.pt")

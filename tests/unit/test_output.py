@@ -159,6 +159,14 @@ def test_the_tail_is_plain_text_of_the_last_lines() -> None:
         ([b"saving\n", b"saved\n"], b"saving\nsaved\n", b""),
         ([b"x\nTraceback (most recent call last):\n  File\n", b"KeyboardInterrupt\n"], b"x\n", b""),
         (
+            [
+                b"Exception ignored in: <f>\nTraceback (most",
+                b" recent call last):\nKeyboardInterrupt:\n",
+            ],
+            b"",
+            b"",
+        ),
+        (
             [b"x\nTraceback (most recent call last):\n  File\n", b"OSError: full\n"],
             b"x\n",
             b"Traceback (most recent call last):\n  File\nOSError: full\n",

@@ -223,8 +223,12 @@ def _style_after(style: bytes, token: bytes, args: bytes) -> bytes:
     return token if args.startswith(b"0;") or len(style) > 128 else style + token
 
 
+_TRACEBACKS = re.compile(rb"Traceback \(most recent call last\):|Exception ignored in")
+
+
 class Hush:
-    """After Ctrl-C: withholds a traceback, and forgets it if it only tells of the interrupt."""
+    """After Ctrl-C: withholds a traceback, and forgets it if it only tells of the interrupt; also
+    one from where Python can raise nothing."""
 
     def __init__(self) -> None:
         self._held = b""
@@ -232,9 +236,10 @@ class Hush:
     def feed(self, data: bytes) -> bytes:
         """What may be shown of `data` now."""
         data = self._held + data
-        start = data.find(b"Traceback (most recent call last):")
-        self._held = data[start:] if start >= 0 else b""
-        return data[:start] if start >= 0 else data
+        found = _TRACEBACKS.search(data)
+        start = found.start() if found else len(data)
+        self._held = data[start:]
+        return data[:start]
 
     def close(self) -> bytes:
         """What was withheld for no reason."""

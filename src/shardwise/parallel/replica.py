@@ -48,9 +48,9 @@ class Forwards:
         del model, args
         if self._replica is None:
             return None
-        self._replica.running -= 1
+        self._replica.running = max(0, self._replica.running - 1)  # a hook before may have failed
         self._replica.ended(failed=output is None)
-        return whole_of(output)
+        return whole_of(output) if self._replica.by_tokens else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Forwards, ()

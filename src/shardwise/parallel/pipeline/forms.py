@@ -65,7 +65,7 @@ class Forms:
     ) -> Any:
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         before = torch.get_rng_state()
-        with fakes, unsaved():
+        with fakes(), unsaved():
             stands = {
                 key: stand_in(value.detach()).requires_grad_(value.requires_grad)
                 for key, value in tensors.items()

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import _backward as torch_halves
 
 
 class Halves:
@@ -71,6 +70,7 @@ class Halves:
     def _cut(self) -> list[dict[str, Any]] | None:
         """Parameters with the nodes at which the two halves part; None where a root is not reached
         from the leaves."""
+        torch_halves = _of_torch()
         find = torch_halves._get_grad_fn_or_grad_acc
         nodes = [node for root in self._roots if (node := find(root)) is not None]
         reverse = torch_halves.construct_reverse_graph(nodes)
@@ -79,14 +79,15 @@ class Halves:
         if any(node not in reached for node in nodes):
             return None
         weights = [node for p in self._trained() if (node := find(p)) is not None]
-        return torch_halves.get_param_groups(inputs, weights, reverse)
+        groups: list[dict[str, Any]] = torch_halves.get_param_groups(inputs, weights, reverse)
+        return groups
 
     def finish(self, *, keep_graph: bool = False) -> None:
         """The rest: gradients of parameters, in their `grad`; of the leaves too, if that has not
         been."""
         if self._groups is not None:
             kept = [g for g in self._groups if any(grads is not None for grads in g["grads"])]
-            torch_halves.stage_backward_weight(
+            _of_torch().stage_backward_weight(
                 iter(self._trained()),
                 [_reached(group) for group in kept],
                 retain_graph=True,  # groups may have nodes in common
@@ -97,6 +98,13 @@ class Halves:
                 self._roots, self._grads, retain_graph=keep_graph, inputs=inputs
             )
         self._roots, self._grads, self._groups = [], [], None
+
+
+def _of_torch() -> Any:
+    """torch's own halves. Imported when asked for: it takes seconds that every rank would wait."""
+    from torch.distributed.pipelining import _backward
+
+    return _backward
 
 
 def _keep(group: dict[str, Any], place: int) -> Callable[[Any], None]:

@@ -22,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from torch import nn
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from shardwise.errors import ConfigError
 
@@ -55,6 +54,9 @@ def table(name: str, ranks: int, stages: int, micros: int) -> Table:
     cannot have so many micro-batches."""
     if name == "1f1b" and stages == ranks:
         return tuple(_one_by_one(rank, ranks, micros) for rank in range(ranks))
+    # Imported when asked for: it takes seconds that every rank would wait at its start.
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
     mine = [_Stage(stage, stages, ranks) for stage in range(0, stages, ranks)]
     try:
         made: Any = get_schedule_class(_NAMES[name])(mine, micros)

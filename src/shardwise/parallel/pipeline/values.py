@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,14 @@ from torch.utils import _pytree as pytree
 from shardwise.collectives import Handle
 from shardwise.errors import UsageError
 
-fakes = FakeTensorMode(allow_non_fake_inputs=True)
-"""Where stand-ins are made: tensors without memory, of which torch works out shapes and dtypes."""
+
+@cache
+def fakes() -> FakeTensorMode:
+    """Where stand-ins are made: tensors without memory, of which torch works out shapes and dtypes.
+
+    Made when asked for: that takes seconds, which every rank would wait at its start.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def stand_in(value: Tensor) -> FakeTensor:
@@ -41,7 +48,7 @@ def stand_in(value: Tensor) -> FakeTensor:
     if isinstance(value, FakeTensor):
         made: Tensor = value.detach()
     else:
-        with fakes:
+        with fakes():
             made = torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device=value.device
             )
@@ -272,7 +279,7 @@ def _check_in_place(
 def _shapes(func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:
     """What `func` gives, as stand-ins. Raises UsageError where that depends on values."""
     try:
-        with fakes, unsaved():
+        with fakes(), unsaved():
             return _call(func, [_shape_of(leaf) for leaf in leaves], spec)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UsageError(
