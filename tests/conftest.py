@@ -15,7 +15,7 @@ from shardwise import world as worlds
 from shardwise.collectives import Solo
 from shardwise.launch.identity import Identity
 from shardwise.world import World
-from tests.disk import on_a_disk, wait_until
+from tests.disk import make_own, on_a_disk, remove_own, wait_until
 from tests.distributed.group import Groups
 
 
@@ -25,6 +25,7 @@ def pytest_configure() -> None:
     The launcher keeps to what it inherits, and is tested for what these do. Examples of hypothesis
     have no time limit of their own: a busy machine is no failure.
     """
+    make_own()
     hypothesis.settings.register_profile("unhurried", deadline=None)
     hypothesis.settings.load_profile("unhurried")
     for number, plain in (
@@ -34,6 +35,11 @@ def pytest_configure() -> None:
     ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, plain)
+
+
+def pytest_unconfigure() -> None:
+    """Leave nothing behind."""
+    remove_own()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import mmap
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,12 +21,29 @@ from shardwise.tiers.nvme import Store
 MB = 2**20
 
 
+OWN = "TESTS_DISK"
+"""Names the folder of this run of the tests: another one beside it must not see its files."""
+
+
 def on_a_disk() -> Path:
-    """A folder that is not in memory, as /tmp is on some machines."""
+    """A folder that is not in memory, as /tmp is on some machines, and this run's own."""
+    if OWN not in os.environ:
+        pytest.skip("no folder here is on a disk")
+    return Path(os.environ[OWN])
+
+
+def make_own() -> None:
+    """Make that folder, where one can be, for this process and those that it starts."""
     for folder in (Path(tempfile.gettempdir()), Path(__file__).parent, Path("/var/tmp")):
         if mount_of(folder).kind not in IN_MEMORY and os.access(folder, os.W_OK):
-            return folder
-    pytest.skip("no folder here is on a disk")
+            os.environ[OWN] = tempfile.mkdtemp(prefix="sw", dir=folder)
+            return
+
+
+def remove_own() -> None:
+    """Remove it, with what failed tests have left in it."""
+    if OWN in os.environ:
+        shutil.rmtree(os.environ.pop(OWN), ignore_errors=True)
 
 
 def pattern(seed: int, nbytes: int) -> Tensor:
