@@ -262,7 +262,7 @@ class Masked(nn.Module):
         return x + self.attend(x * x.square().mean(-1, keepdim=True).rsqrt(), mask)
 
 
-def attends(world, tensor):
+def attends(world):
     torch.manual_seed(1)
     model = Masked().double()
     plan = {"tokens": "embedding"}
@@ -280,8 +280,8 @@ def attends(world, tensor):
 
 
 def test_what_meets_a_ranks_own_heads_is_whole(group):
-    alone = group(1)(attends, 1)[0]
-    for told in group(2, tensor=2)(attends, 2):
+    alone = group(1)(attends)[0]
+    for told in group(2, tensor=2)(attends):
         assert told == pytest.approx(alone, rel=1e-10)
 
 
@@ -362,8 +362,8 @@ class Own(nn.Module):
         return Doubled.apply(x, self.weight)
 
 
-def trained(world, plan, tensor):
-    model, engine = built(Own, plan | PLAN, zero=tensor)
+def trained(world, plan, row):
+    model, engine = built(Own, plan | PLAN, zero=row)
     told = []
     for step in range(3):
         engine.backward(model(some(ROWS, LENGTH, WIDTH, seed=step)).square().mean())

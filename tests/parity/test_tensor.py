@@ -119,9 +119,6 @@ def test_what_it_can_be_had_with(group, plain, options):
     _compare(group, plain, _problem("splittable_gpt"), TIED, 4, 2, found=8, **options)
 
 
-SEQUENCE = {"norm": "sequence_parallel", "blocks.*.norms.*": "sequence_parallel"}
-
-
 @pytest.mark.parametrize(
     ("size", "tensor", "plan", "options"),
     [

@@ -44,7 +44,7 @@ _Key = tuple[int, int, int, int]
 """Storage, version, first byte and number of bytes."""
 
 
-class _Kept:
+class Kept:
     """A tensor that stays, with the version that it must still have in backward."""
 
     __slots__ = ("tensor", "version")
@@ -126,10 +126,10 @@ class SavedTensors:
 
     # -- forward --------------------------------------------------------------------------
 
-    def pack(self, tensor: Tensor) -> _Kept | _Moved:
+    def pack(self, tensor: Tensor) -> Kept | _Moved:
         """What autograd keeps in the place of `tensor`."""
         if (key := self._key(tensor)) is None:
-            return _Kept(tensor)
+            return Kept(tensor)
         self._let_go(LEAVING)
         piece = self._by_key.get(key)
         if piece is None or piece.storage.expired():
@@ -192,9 +192,9 @@ class SavedTensors:
 
     # -- backward -------------------------------------------------------------------------
 
-    def unpack(self, held: _Kept | _Moved) -> Tensor:
+    def unpack(self, held: Kept | _Moved) -> Tensor:
         """The tensor that `held` stands for. Raises UsageError when it was changed in place."""
-        if isinstance(held, _Kept):
+        if isinstance(held, Kept):
             return held.value()
         self._let_go(LEAVING)
         piece = held.piece

@@ -42,7 +42,7 @@ class Draws:
 
     def enter(self) -> None:
         """What follows is this rank's own."""
-        if once(lambda: self._outside is None):
+        if not self.is_open:
             # Drawn again by a recomputation: what else draws on the host goes on from there.
             common = int(torch.randint(2**31, (), generator=torch.default_generator))
             once(self._begin)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.collectives import Collectives
+from shardwise.model.saved_tensors import Kept
 from shardwise.parallel.regions import Parts, joined
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -79,20 +80,5 @@ class _Note:
         return self.retold.whole().as_strided(self.size, self.stride, self.offset)
 
 
-def _with_version(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor, tensor._version
-
-
-def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
-    """What was saved. Raises RuntimeError, as torch does, where it was written to since."""
-    tensor, version = saved
-    if tensor._version != version:
-        raise RuntimeError(
-            f"A tensor of shape {tuple(tensor.shape)} that backward needs was changed in place "
-            "after the forward that has saved it."
-        )
-    return tensor
-
-
-_PLAIN: Hooks = (_with_version, _unchanged)
+_PLAIN: Hooks = (Kept, Kept.value)
 """What torch does where there are no hooks."""
