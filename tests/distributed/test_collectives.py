@@ -1,5 +1,6 @@
 """The verbs of each CPU transport against what torch says they are, for many sizes and dtypes."""
 
+import re
 from itertools import pairwise
 from operator import add
 
@@ -8,7 +9,7 @@ import torch
 
 from shardwise import tree
 from shardwise.collectives import Sum
-from shardwise.errors import PeerLost
+from shardwise.errors import CollectiveError, PeerLost
 from shardwise.layout import even_cuts
 
 TRANSPORTS = ["shared", "gloo"]
@@ -169,10 +170,37 @@ def told_sums(world, numel):
         assert torch.equal(torch.cat(pieces), buffer[own])
 
 
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("numel", [1, 300, 300_000])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sums_are_told_in_pieces(group, transport, numel):
-    group(3, transport=transport)(told_sums, numel)
+def test_sums_are_told_in_pieces(group, transport, numel, size):
+    group(size, transport=transport)(told_sums, numel)
+
+
+def unlike_calls(world, which):
+    """A sum that Gloo would make itself, and on the other rank something else."""
+    group, large = world.collectives, torch.ones(50_000)
+    world.barrier()
+    if world.rank == 0:
+        group.all_reduce(large).wait()
+    elif which == "other call":
+        group.reduce_scatter(large, [0, 10, 50_000]).wait()
+    elif which == "other length":
+        group.all_reduce(torch.ones(40_000)).wait()
+    elif which == "other dtype":
+        group.all_reduce(large.double()).wait()
+    else:
+        group.all_reduce(torch.ones(40)).wait()
+
+
+@pytest.mark.parametrize("which", ["other call", "other length", "other dtype", "small"])
+def test_two_ranks_in_unlike_calls_are_told(group, which):
+    for error in group(2, transport="gloo").errors(unlike_calls, which):
+        assert error is not None
+        kind, message = error
+        assert kind == CollectiveError.__name__, message
+        assert re.search(r"Call \d+ is .* on rank [01] and .* on rank [01], of 2\.", message)
+        assert "all-reduce of 50000 float32 values" in message
 
 
 def in_tree(world, numel, dtype):

@@ -26,6 +26,9 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "gloo": {"transport": "gloo"},
     "hosts": {"transport": "auto", "hosts": (0, 0, 1, 1), "size": 4},
 }
+PAIR = {"transport": "gloo", "size": 2}
+"""Two ranks, which leave the sum of a bucket to Gloo's threads."""
+
 PATIENT, IMPATIENT = 60.0, 4.0
 """Seconds of the time-out for ranks that are killed, which nobody waits for, and stopped."""
 
@@ -97,6 +100,23 @@ def test_a_rank_that_is_killed_is_named_at_once(faults, transport, phase, repeat
         **TRANSPORTS[transport],
     )
     _check(faults(case), "PeerLost", AT_ONCE)
+
+
+@pytest.mark.parametrize("repeat", range(REPEATS))
+@pytest.mark.parametrize("phase", ["backward", "between", "anywhere"])
+def test_one_of_two_that_is_killed_is_named_at_once(faults, phase, repeat):
+    case = Case(phase, signal.SIGKILL, zero=0, timeout=PATIENT, seed=repeat, **PAIR)
+    _check(faults(case), "PeerLost", AT_ONCE)
+
+
+@pytest.mark.parametrize("repeat", range(REPEATS))
+@pytest.mark.parametrize("phase", ["backward", "between"] if REPEATS > 1 else ["backward"])
+def test_one_of_two_that_is_stopped_is_named_in_time(faults, phase, repeat):
+    case = Case(phase, signal.SIGSTOP, zero=0, timeout=IMPATIENT, **PAIR)
+    outcomes = faults(case)
+    _check(outcomes, "CollectiveError", IMPATIENT + AT_ONCE)
+    for outcome in outcomes:
+        assert f"Rank {VICTIM} is stopped (T)." in outcome.message, outcome
 
 
 @pytest.mark.parametrize("repeat", range(REPEATS))
