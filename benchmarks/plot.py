@@ -69,10 +69,10 @@ def _times(axes: Any, result: Result) -> None:
     lines = _shown(result)
     _bars(axes, lines, [line.median for line in lines])
     title = f"{result.workload.name}, {result.ranks} ranks: ms per step"
-    axes.set_title(title, fontsize=9, loc="left")
     if result.limit is not None:
         axes.axvline(result.limit, color="black", linewidth=1, linestyle="--")
-        axes.text(result.limit, -0.75, "limit", fontsize=7, ha="center", va="bottom")
+        title += f" (dashed: the limit, {milliseconds(result.limit)})"
+    axes.set_title(title, fontsize=9, loc="left")
 
 
 def _memory(axes: Any, result: Result) -> None:

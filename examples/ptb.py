@@ -152,7 +152,8 @@ def run(world: sw.World, text: lanes.Text, config: Config, args: argparse.Namesp
         read_by = lanes.Lanes(tokens, args.batch_size, config.steps)
         return sw.Loader(read_by, batch_size=args.batch_size)
 
-    model = Model(len(text.vocabulary), config).to(world.device)
+    dtype = torch.float64 if args.double else torch.float32
+    model = Model(len(text.vocabulary), config).to(world.device, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda epoch: config.decay ** max(0, epoch - config.decay_from)
@@ -231,6 +232,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", help="instead of the configuration's", **whole)
     parser.add_argument("--steps", help="tokens of a window, instead", **whole)
     parser.add_argument("--epochs", help="instead", **whole)
+    parser.add_argument("--double", action="store_true", help="compute in fp64")
     add_flags(parser)
     args = parser.parse_args()
     numbers = (args.batch_size, args.vocabulary, args.hidden, args.steps, args.epochs)

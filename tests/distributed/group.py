@@ -6,8 +6,8 @@
     def test_rows(group):
         assert group(2)(rows, 5) == [[0, 1], [2, 3, 4]]
 
-Importing torch costs seconds of CPU, so one process does it (multiprocessing's forkserver) and the
-ranks are forked from it. A group is started by the first case that needs it and serves all later
+Importing torch costs seconds of CPU, its compiler as many again with the first optimizer, so one
+process does both (multiprocessing's forkserver) and the ranks are forked from it. A group is started by the first case that needs it and serves all later
 cases of that size.
 """
 
@@ -32,7 +32,16 @@ from tests.distributed import worker
 from tests.distributed.worker import Outcome
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["torch", "torch.utils.data", "shardwise", "pytest"])
+FORKED.set_forkserver_preload(
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.pipelining",
+        "torch.utils.data",
+        "shardwise",
+        "pytest",
+    ]
+)
 
 START_LIMIT = 120.0
 GRACE = 1.0

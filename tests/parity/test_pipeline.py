@@ -14,7 +14,7 @@ from tests.parity.test_tensor import _problem, compare, ended
 def _train(world, problem, plan, in_turn, options) -> tuple[str, Trained]:
     model, optimizer, scheduler = problem.model_and_optimizer(seed=world.rank)
     before = dict(model.named_parameters())
-    engine = sw.Engine(model, optimizer, tensor_plan=plan, bucket_mb=0.002, **options)
+    engine = sw.Engine(model, optimizer, tensor_plan=plan, bucket_mb=0.01, **options)
     is_text = problem.model.endswith("gpt")
     weigh = (lambda x, y: weight_of(y)) if is_text else None
     losses, norms = [], []

@@ -17,7 +17,7 @@ TOLERANCE = 1e-8
 def _train(world, problem, plan, found, options) -> tuple[str, Trained]:
     model, optimizer, scheduler = problem.model_and_optimizer(seed=world.rank)
     before = dict(model.named_parameters())
-    engine = sw.Engine(model, optimizer, tensor_plan=plan, bucket_mb=0.002, **options)
+    engine = sw.Engine(model, optimizer, tensor_plan=plan, bucket_mb=0.01, **options)
     split = [name for name, cut in _cut(problem, model).items() if cut]
     assert len(split) >= found, f"only {split} were split"
     losses, norms = [], []

@@ -62,6 +62,9 @@ def test_contenders_do_the_same_work(tmp_path: Path) -> None:
     )
     assert written["machine"]["command"].startswith("python benchmarks/step_time.py --width 32")
     assert "| Shardwise ZERO_2 |" in run("markdown.py", str(path))
+    short = run("markdown.py", "--short", str(path)).splitlines()
+    assert short[0] == "| ms/step (x DDP) | A, 2 ranks |"
+    assert short[-1].startswith("| **Shardwise ZERO_2** | ")
 
 
 def test_a_split_pair_gives_what_the_whole_one_does() -> None:
@@ -71,6 +74,7 @@ def test_a_split_pair_gives_what_the_whole_one_does() -> None:
         assert name in shown
 
 
+@pytest.mark.full
 def test_layers_shared_out_do_the_same_work(tmp_path: Path) -> None:
     """Also those of torch's pipelining by hand: it fails where losses differ."""
     tiny = [*TINY, "--layers", "4", "--microbatches", "4"]

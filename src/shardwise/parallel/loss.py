@@ -14,7 +14,7 @@ from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
 from shardwise.model.precision import NARROW
 from shardwise.parallel.modules import Colwise, check_within
-from shardwise.parallel.regions import is_stand_in
+from shardwise.parallel.regions import told_by_all
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -95,7 +95,8 @@ class _CrossEntropy(torch.autograd.Function):
         highest = scores.amax(-1)
         powers = (scores - highest.unsqueeze(-1)).exp_()
         mine = scores.gather(-1, own).squeeze(-1).masked_fill(elsewhere, 0.0)
-        told = _told_by_all(torch.stack([highest, powers.sum(-1), mine]), group)
+        own_terms = torch.stack([highest, powers.sum(-1), mine])
+        told = torch.stack(told_by_all(own_terms, group, [own_terms.shape] * group.size))
         top = told[:, 0].amax(0)
         total = (told[:, 1] * (told[:, 0] - top).exp()).sum(0)
         ctx.save_for_backward(powers.mul_(((highest - top).exp() / total).unsqueeze(-1)))
@@ -109,14 +110,3 @@ class _CrossEntropy(torch.autograd.Function):
         hits = (~ctx.elsewhere).to(chances.dtype).unsqueeze(-1)
         slope = chances.scatter_add(-1, ctx.own, -hits)
         return slope.mul_(grad.unsqueeze(-1)), None, None, None
-
-
-def _told_by_all(mine: Tensor, group: Collectives) -> Tensor:
-    """Every rank's tensor, stacked."""
-    numel = mine.numel()
-    flat = mine.new_empty(group.size * numel)
-    flat[group.rank * numel :][:numel] = mine.reshape(-1)
-    if is_stand_in(mine):
-        return flat.view(group.size, *mine.shape)
-    group.all_gather(flat, [rank * numel for rank in range(group.size + 1)]).wait()
-    return flat.view(group.size, *mine.shape)

@@ -78,17 +78,23 @@ def summed(value: Tensor, group: Collectives) -> Tensor:
 def joined(part: Tensor, group: Collectives, parts: Parts) -> Tensor:
     """The whole of which each rank has its `part`, on all."""
     shapes = parts.shapes(part.shape)
-    edges = _edges(shapes)
     whole = part.new_empty(parts.whole_shape(part.shape))
     in_order = part.shape[: parts.dim].numel() == 1  # one after the other they are the whole
     flat = whole.view(-1) if in_order else torch.empty_like(whole).view(-1)
-    flat[edges[group.rank] : edges[group.rank + 1]] = part.detach().reshape(-1)
-    if not is_stand_in(part):
+    pieces = told_by_all(part, group, shapes, flat)
+    return whole if in_order else torch.cat(pieces, parts.dim, out=whole)
+
+
+def told_by_all(
+    piece: Tensor, group: Collectives, shapes: Sequence[Sequence[int]], flat: Tensor | None = None
+) -> list[Tensor]:
+    """Every rank's `piece`, by rank of these `shapes`, on all: views of `flat`, or of new memory."""
+    edges = _edges(shapes)
+    flat = piece.new_empty(edges[-1]) if flat is None else flat
+    flat[edges[group.rank] : edges[group.rank + 1]] = piece.detach().reshape(-1)
+    if not is_stand_in(piece):
         group.all_gather(flat, edges).wait()
-    if in_order:
-        return whole
-    pieces = [flat[a:b].view(s) for (a, b), s in zip(pairwise(edges), shapes, strict=True)]
-    return torch.cat(pieces, parts.dim, out=whole)
+    return [flat[a:b].view(s) for (a, b), s in zip(pairwise(edges), shapes, strict=True)]
 
 
 def part_of_sum(value: Tensor, group: Collectives, parts: Parts) -> Tensor:

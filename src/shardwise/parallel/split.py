@@ -16,6 +16,7 @@ from shardwise.parallel import modules
 from shardwise.parallel.cuts import Cut, Group
 from shardwise.parallel.draws import Draws
 from shardwise.parallel.modules import SplitModule
+from shardwise.parallel.regions import told_by_all
 from shardwise.parallel.replica import Forwards, Replica
 from shardwise.shards import Shard
 
@@ -112,16 +113,8 @@ class Split:
         """The whole of which every rank has its `part`, cut as `parameter` is. Collective."""
         shard = self.shards[parameter]
         shapes = [shard.part_shape(rank) for rank in range(self.group.size)]
-        edges = [0]
-        for shape in shapes:
-            edges.append(edges[-1] + torch.Size(shape).numel())
-        rank = self.group.rank
         near = part.detach() if part.device.type != "cpu" else part.detach().to(self._reached)
-        flat = near.new_empty(edges[-1])
-        flat[edges[rank] : edges[rank + 1]] = near.reshape(-1)
-        self.group.all_gather(flat, edges).wait()
-        several = [flat[edges[r] : edges[r + 1]].view(shape) for r, shape in enumerate(shapes)]
-        return shard.joined(several).to(part.device)
+        return shard.joined(told_by_all(near, self.group, shapes)).to(part.device)
 
     @property
     def _reached(self) -> torch.device:

@@ -29,6 +29,7 @@ from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
 from shardwise.model.recomputation import StandsForPart
 from shardwise.parallel.draws import Draws
+from shardwise.parallel.forms import FORM, GRAPH
 from shardwise.parallel.regions import Parts, apart, gathered, is_stand_in, taken
 from shardwise.shards import even_ranges
 
@@ -172,20 +173,6 @@ def _strayed() -> UsageError:
     )
 
 
-_FORM = {
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta",
-                 "is_sparse", "is_quantized", "itemsize", "nbytes")
-} | {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex,
-    Tensor.element_size, Tensor.get_device, Tensor.__len__, Tensor.nelement, Tensor.ndimension,
-    torch.is_floating_point, torch.is_complex, torch.numel,
-}  # fmt: skip
-"""What asks for the form of the whole."""
-
-_GRAPH = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf", "requires_grad")}
-"""What asks for the place in the graph, which is the part's."""
-
 _REFUSED = {Tensor.retain_grad} | {
     getattr(Tensor, name).__set__ for name in ("data", "grad", "requires_grad")
 }
@@ -220,9 +207,9 @@ _OVER_FEATURES = {torch.mean, Tensor.mean, torch.sum, Tensor.sum}
 
 def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func`, of whose arguments some are Tokens."""
-    if func in _FORM:
+    if func in FORM:
         return func(*args, **kwargs)
-    if func in _GRAPH:
+    if func in GRAPH:
         return func(args[0].part, *args[1:], **kwargs)
     if func is Tensor.register_hook:
         return args[0].part.register_hook(_Hook(args[1], args[0].form()))

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.collectives import Handle
 from shardwise.errors import UsageError
+from shardwise.parallel.forms import FORM, GRAPH
 
 
 @cache
@@ -174,17 +175,7 @@ class Piece(Tensor):
         )
 
 
-_ABOUT = {
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta", "is_sparse",
-                 "requires_grad", "is_quantized", "itemsize", "nbytes", "is_cpu",
-                 "is_leaf")
-} | {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point,
-    Tensor.is_complex, Tensor.is_contiguous, Tensor.element_size, Tensor.get_device, Tensor.__len__,
-    Tensor.nelement, Tensor.ndimension, Tensor.is_signed, torch.is_floating_point,
-    torch.is_complex, torch.numel,
-}  # fmt: skip
+_ABOUT = (FORM | GRAPH) - {Tensor.grad_fn.__get__}
 """What asks for the form of a tensor only, which all ranks know."""
 
 _READS = {
