@@ -7,8 +7,8 @@
         assert group(2)(rows, 5) == [[0, 1], [2, 3, 4]]
 
 Importing torch costs seconds of CPU, its compiler as many again with the first optimizer, so one
-process does both (multiprocessing's forkserver) and the ranks are forked from it. A group is started by the first case that needs it and serves all later
-cases of that size.
+process does both (multiprocessing's forkserver) and the ranks are forked from it. A group is
+started by the first case that needs it and serves all later cases of that size.
 """
 
 import contextlib

@@ -16,6 +16,3 @@ FORM = {
     Tensor.__len__, Tensor.nelement, Tensor.ndimension,
     torch.is_floating_point, torch.is_complex, torch.numel,
 }  # fmt: skip
-
-GRAPH = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf", "requires_grad")}
-"""What asks for the place in autograd's graph."""

@@ -88,7 +88,7 @@ def joined(part: Tensor, group: Collectives, parts: Parts) -> Tensor:
 def told_by_all(
     piece: Tensor, group: Collectives, shapes: Sequence[Sequence[int]], flat: Tensor | None = None
 ) -> list[Tensor]:
-    """Every rank's `piece`, by rank of these `shapes`, on all: views of `flat`, or of new memory."""
+    """Every rank's `piece`, by rank of these `shapes`, on all: views of `flat` or new memory."""
     edges = _edges(shapes)
     flat = piece.new_empty(edges[-1]) if flat is None else flat
     flat[edges[group.rank] : edges[group.rank + 1]] = piece.detach().reshape(-1)

@@ -29,7 +29,7 @@ from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
 from shardwise.model.recomputation import StandsForPart
 from shardwise.parallel.draws import Draws
-from shardwise.parallel.forms import FORM, GRAPH
+from shardwise.parallel.forms import FORM
 from shardwise.parallel.regions import Parts, apart, gathered, is_stand_in, taken
 from shardwise.shards import even_ranges
 
@@ -173,6 +173,9 @@ def _strayed() -> UsageError:
     )
 
 
+_GRAPH = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf", "requires_grad")}
+"""What asks for the place in the graph, which is the part's."""
+
 _REFUSED = {Tensor.retain_grad} | {
     getattr(Tensor, name).__set__ for name in ("data", "grad", "requires_grad")
 }
@@ -209,7 +212,7 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     """`func`, of whose arguments some are Tokens."""
     if func in FORM:
         return func(*args, **kwargs)
-    if func in GRAPH:
+    if func in _GRAPH:
         return func(args[0].part, *args[1:], **kwargs)
     if func is Tensor.register_hook:
         return args[0].part.register_hook(_Hook(args[1], args[0].form()))

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.collectives import Handle
 from shardwise.errors import UsageError
-from shardwise.parallel.forms import FORM, GRAPH
+from shardwise.parallel.forms import FORM
 
 
 @cache
@@ -175,7 +175,7 @@ class Piece(Tensor):
         )
 
 
-_ABOUT = (FORM | GRAPH) - {Tensor.grad_fn.__get__}
+_ABOUT = FORM | {getattr(Tensor, name).__get__ for name in ("is_leaf", "requires_grad")}
 """What asks for the form of a tensor only, which all ranks know."""
 
 _READS = {
