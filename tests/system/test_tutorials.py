@@ -113,7 +113,6 @@ def test_digits_reach_95_percent_at_every_size(tmp_path: Path, workers: int) -> 
 
 PTB = "TESTS_PTB"
 """Names the folder of real text in the form of the Penn Treebank that these tests read."""
-SMALL = ("--hidden", "64", "--vocabulary", "2000", "--epochs", "1")
 
 
 class TestPtb:
@@ -122,18 +121,19 @@ class TestPtb:
         record = folder / str(workers)
         settings = ("--stop-after", "40", "--record", str(record))
         command = [sys.executable, "-m", "shardwise", "run", "-n", str(workers), *settings]
-        words = [*command, str(EXAMPLES / "ptb.py"), "--data", os.environ[PTB], *SMALL]
+        words = [*command, str(EXAMPLES / "ptb.py"), "--data", os.environ[PTB], "--double"]
         start(*words, folder=folder)
         rows = map(json.loads, (record / "rank-0.jsonl").read_text().splitlines())
         return [row["loss"] for row in rows]
 
     @pytest.mark.skipif(PTB not in os.environ, reason=f"{PTB} names no folder of text")
     def test_the_first_losses_are_those_of_one_worker(self, tmp_path: Path) -> None:
+        """At full size. In fp32 what differs in the last bit has grown to 0.7 % by then."""
         alone = self.losses(1, tmp_path)
         assert len(alone) == 40
         assert alone[-1] < 0.9 * alone[0]
         for workers in (2, 4):
-            assert self.losses(workers, tmp_path) == pytest.approx(alone, rel=1e-4)
+            assert self.losses(workers, tmp_path) == pytest.approx(alone, rel=1e-8)
 
     def test_the_exact_mode_has_the_bits_of_one_worker(self, tmp_path: Path) -> None:
         """Of the whole run, dropout and the evaluations included; lanes are remembered."""
