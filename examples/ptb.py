@@ -8,7 +8,9 @@
 
 The batch is the total one, so the learning rate is that of a single worker, and so are the
 perplexities. In fp32 the small model's losses are alike for some steps only: at a learning rate of
-1 rounding grows, between two runs of one worker with other threads as well. Models and schedules are those of Zaremba et al. (2014, arXiv:1409.2329).
+1 rounding grows, between two runs of one worker with other threads as well.
+
+Models and schedules are those of Zaremba et al. (2014, arXiv:1409.2329).
 """
 
 from __future__ import annotations
