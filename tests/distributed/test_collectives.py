@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise import tree
-from shardwise.collectives import Sum
+from shardwise.collectives import Sum, gloo
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.layout import even_cuts
 
@@ -138,6 +138,23 @@ def many_in_flight(world, length):
 def test_many_in_flight_waited_for_in_any_order(group, transport, length):
     for _ in range(5):
         group(3, transport=transport)(many_in_flight, length)
+
+
+def many_calls(world):
+    """Of each kind, small and large, one after the other; what Gloo keeps of them."""
+    group = world.collectives
+    for step in range(3 * gloo.REMEMBERED):
+        numel = (3, 300, 6_000)[step % 3]
+        buffer = torch.ones(numel) if step % 2 else torch.ones(numel, dtype=torch.bfloat16)
+        group.all_reduce(buffer).wait()
+        assert buffer.eq(world.size).all()
+        group.all_gather(buffer, even_cuts(numel, world.size)).wait()
+    return len(group._sent), len(group._unwaited)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_nothing_is_kept_of_calls_that_are_over(group, size):
+    assert group(size, transport="gloo")(many_calls) == [(gloo.REMEMBERED, 0)] * size
 
 
 def half_precision(world, numel):

@@ -100,7 +100,7 @@ class Gloo(Collectives):
     def all_reduce_pieces(
         self, pieces: Sequence[Tensor], buffer: Tensor, how: Sum = PLAIN
     ) -> Handle:
-        first, second = self.number(), self.number()
+        first = self.number()
         cuts = even_cuts(buffer.numel(), self.size)
         if buffer.nbytes <= SMALL:
             join(pieces, buffer)
@@ -108,6 +108,7 @@ class Gloo(Collectives):
         if self._by_gloo(buffer.numel(), buffer.dtype):
             join(pieces, buffer)
             return self._all_reduce_of_two(first, buffer, cuts, how)
+        second = self.number()
         own = interval(buffer, cuts, self.rank)
         scatter = self._reduce_scatter(first, pieces, cuts, own, how)
         second_half: list[Handle] = []
