@@ -195,7 +195,7 @@ def test_sums_are_told_in_pieces(group, transport, numel, size):
 
 
 def unlike_calls(world, which):
-    """A sum that Gloo would make itself, and on the other rank something else."""
+    """A sum, and on the other rank something else."""
     group, large = world.collectives, torch.ones(50_000)
     world.barrier()
     if world.rank == 0:
@@ -217,7 +217,6 @@ def test_two_ranks_in_unlike_calls_are_told(group, which):
         kind, message = error
         assert kind == CollectiveError.__name__, message
         assert re.search(r"Call \d+ is .* on rank [01] and .* on rank [01], of 2\.", message)
-        assert "all-reduce of 50000 float32 values" in message
 
 
 def in_tree(world, numel, dtype):

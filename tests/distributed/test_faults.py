@@ -27,7 +27,7 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "hosts": {"transport": "auto", "hosts": (0, 0, 1, 1), "size": 4},
 }
 PAIR = {"transport": "gloo", "size": 2}
-"""Two ranks, which leave the sum of a bucket to Gloo's threads."""
+"""Two ranks, of which none can be lost for another one's sake."""
 
 PATIENT, IMPATIENT = 60.0, 4.0
 """Seconds of the time-out for ranks that are killed, which nobody waits for, and stopped."""

@@ -8,13 +8,15 @@ from tests.disk import on_a_disk
 from tests.parity.plain import Trained
 from tests.parity.problems import loss_of, weight_of
 from tests.parity.test_rows import _from_loader
-from tests.parity.test_tensor import _problem, compare, ended
+from tests.parity.test_tensor import BUCKET, _problem, compare, ended
 
 
 def _train(world, problem, plan, in_turn, options) -> tuple[str, Trained]:
     model, optimizer, scheduler = problem.model_and_optimizer(seed=world.rank)
     before = dict(model.named_parameters())
-    engine = sw.Engine(model, optimizer, tensor_plan=plan, bucket_mb=0.01, **options)
+    engine = sw.Engine(
+        model, optimizer, tensor_plan=plan, bucket_mb=BUCKET[problem.model], **options
+    )
     is_text = problem.model.endswith("gpt")
     weigh = (lambda x, y: weight_of(y)) if is_text else None
     losses, norms = [], []

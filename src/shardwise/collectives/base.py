@@ -67,6 +67,9 @@ class Collectives(ABC):
     copies: int = 1
     """How many groups like this one hold the same intervals."""
 
+    sends_pieces = False
+    """Whether pieces of a buffer are sent from where they lie, rather than moved into it first."""
+
     @property
     def knows_tree(self) -> bool:
         """Whether sums in the tree can be had of this group."""
@@ -77,12 +80,6 @@ class Collectives(ABC):
         self.rank = rank
         self.size = size
         self.lookout = lookout or Lookout(rank, size)
-
-    def sends_pieces(self, *, scatter: bool) -> bool:
-        """Whether a reduce-scatter (else an all-reduce) sends large pieces of a buffer from where
-        they lie, rather than have them moved into it first."""
-        del scatter
-        return False
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A zeroed flat buffer of `numel` elements in memory that this transport moves well."""

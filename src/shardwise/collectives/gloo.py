@@ -19,7 +19,7 @@ from shardwise.collectives.courier import Courier, Trip
 from shardwise.collectives.pieces import clipped, join
 from shardwise.collectives.pieces import rows as split_rows
 from shardwise.collectives.roster import Roster
-from shardwise.collectives.sums import CHUNK, PLAIN, Sum, sum_in_rank_order
+from shardwise.collectives.sums import PLAIN, Sum, sum_in_rank_order
 from shardwise.collectives.wire import (
     SAME_CALLS,
     explain,
@@ -44,10 +44,6 @@ SMALL = 1 << 14
 """Bytes up to which ranks tell each other all of what they sum: one way of a message, not two."""
 
 
-OWN_SUMS = (torch.float32, torch.float64)
-"""What Gloo may add: narrower floats are rounded once here, at the end."""
-
-
 class Gloo(Collectives):
     """CPU ranks over Gloo, by its point-to-point messages.
 
@@ -55,12 +51,12 @@ class Gloo(Collectives):
     sends, so both are done here by direct exchange: each rank sends every other rank that one's
     interval and sums what comes in, always in rank order. Measured on 64 MB, 2 ranks: 26 ms
     against 100 (reduce-scatter), 19 against 77 (all-gather); `benchmarks/collectives.py` prints
-    the figures of this machine. Of two ranks Gloo's own all-reduce is taken, once they have agreed
-    that it is the same. Messages also know whom they are from: a rank that is lost, or
+    the figures of this machine. Messages also know whom they are from: a rank that is lost, or
     does not come, is named.
     """
 
     name = "gloo"
+    sends_pieces = True
 
     def __init__(
         self,
@@ -91,9 +87,6 @@ class Gloo(Collectives):
         self._channel = "all" if group is None else str(group.group_name)
         self.lookout.channels[self._channel] = self
 
-    def sends_pieces(self, *, scatter: bool) -> bool:
-        return scatter or self.size != 2  # two ranks: see `_all_reduce_of_two`
-
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         return self.all_reduce_pieces([buffer], buffer, how)
 
@@ -105,9 +98,6 @@ class Gloo(Collectives):
         if buffer.nbytes <= SMALL:
             join(pieces, buffer)
             return self._exchange_all(first, buffer, how)
-        if self._by_gloo(buffer.numel(), buffer.dtype):
-            join(pieces, buffer)
-            return self._all_reduce_of_two(first, buffer, cuts, how)
         second = self.number()
         own = interval(buffer, cuts, self.rank)
         scatter = self._reduce_scatter(first, pieces, cuts, own, how)
@@ -126,49 +116,6 @@ class Gloo(Collectives):
             second_half[0].wait()
 
         return Handle(finish)
-
-    def _by_gloo(self, numel: int, dtype: torch.dtype) -> bool:
-        """Whether an all-reduce is Gloo's own."""
-        return self.size == 2 and dtype in OWN_SUMS and numel * dtype.itemsize > SMALL
-
-    def _all_reduce_of_two(self, call: int, buffer: Tensor, cuts: Cuts, how: Sum) -> Handle:
-        """Gloo's own, which at two ranks costs the processor least: what comes in is summed while
-        it is in the cache. Of two numbers there is but one sum, whoever adds them."""
-        (other,) = self._others
-        agreed = self._agree(call, other, buffer)
-
-        def begin() -> None:
-            agreed()
-            with self._named("all-reduce", call, other):
-                work = dist.all_reduce(buffer, group=self._group, async_op=True)
-            assert work is not None
-            self._unwaited[call] = [(other, work)]
-
-        trip = self._courier.follow(begin)
-
-        def finish() -> None:
-            self._follow(f"all-reduce (call {call})", trip)
-            self._wait("all-reduce", call, {})
-            how.scaled(buffer)
-            if how.each is not None:
-                for piece in torch.split(interval(buffer, cuts, self.rank), CHUNK):
-                    how.each(piece)
-
-        return Handle(finish)
-
-    def _agree(self, call: int, other: int, buffer: Tensor) -> Callable[[], None]:
-        """Tell the other rank that an all-reduce of `buffer` comes; returns what waits until it
-        has said the same. Gloo would end the process if it had another length."""
-        same = messages.contents("all-reduce", {other: [buffer]})
-        self._remember(call, same)
-        tag, said, heard = messages.tag("all-reduce", call, buffer), torch.zeros(1), torch.zeros(1)
-        with self._named("all-reduce", call, other):
-            works = [
-                dist.irecv(heard, group=self._group, tag=tag, group_src=other),
-                dist.isend(said, group=self._group, tag=tag, group_dst=other),
-            ]
-        self._unwaited[call] = [(other, work) for work in works if work is not None]
-        return partial(self._wait, "all-reduce", call, same)
 
     def _follow(self, call: str, trip: Trip) -> None:
         with self.lookout.waits.noted(call, trip.missing):
@@ -286,7 +233,10 @@ class Gloo(Collectives):
         """Start the messages to and from every other rank (empty ones are not sent); returns what
         waits for them all."""
         works: list[tuple[int, dist.Work]] = []
-        self._remember(call, messages.contents(what, sends))
+        self._sent[call] = messages.contents(what, sends)
+        for old in list(self._sent):  # not all calls send, and second halves come later
+            if old <= call - REMEMBERED:
+                self._sent.pop(old, None)
         for peer, start, tensors in (
             ("group_src", dist.irecv, receives),
             ("group_dst", dist.isend, sends),
@@ -301,10 +251,6 @@ class Gloo(Collectives):
         self._unwaited[call] = works
         # Not the tensors: whoever looks at this wait must not keep their memory.
         return partial(self._wait, what, call, messages.contents(what, receives))
-
-    def _remember(self, call: int, sent: dict[int, messages.Content]) -> None:
-        self._sent[call] = sent
-        self._sent.pop(call - REMEMBERED, None)
 
     def _wait(self, what: str, call: int, awaited: dict[int, messages.Content]) -> None:
         self.lookout.refuse_after_failure()
@@ -373,13 +319,10 @@ class Gloo(Collectives):
 
     def let_go(self, to: int, awaited: list[Any]) -> None:
         """Send to a place what it waits for, so that it waits no longer."""
-        call, (what, lengths, name) = awaited
-        dtype = getattr(torch, name)
+        call, (what, lengths, dtype) = awaited
         for length in lengths:
-            filler = torch.zeros(length, dtype=dtype)
+            filler = torch.zeros(length, dtype=getattr(torch, dtype))
             tag = messages.tag(what, call, filler)
-            if what == "all-reduce" and self._by_gloo(length, dtype):
-                filler = torch.zeros(1)  # it waits for an agreement
             try:
                 work = dist.isend(wire(filler), group=self._group, tag=tag, group_dst=to)
             except RuntimeError:  # it waits no longer: it is gone

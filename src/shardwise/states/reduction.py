@@ -179,7 +179,7 @@ class Reduction:
         return [Tally([next(helds) for _ in range(depth)], fan_ins, kind[1]) for kind in kinds]
 
     def _straight(self, bucket: Bucket) -> list[int]:
-        slots = bucket.slots if self._group.sends_pieces(scatter=self._scatter) else ()
+        slots = bucket.slots if self._group.sends_pieces else ()
         return [place for place, slot in enumerate(slots) if slot.numel >= STRAIGHT]
 
     def launch(
