@@ -63,7 +63,7 @@ def test_contenders_do_the_same_work(tmp_path: Path) -> None:
     assert written["machine"]["command"].startswith("python benchmarks/step_time.py --width 32")
     assert "| Shardwise ZERO_2 |" in run("markdown.py", str(path))
     short = run("markdown.py", "--short", str(path)).splitlines()
-    assert short[0] == "| ms/step (x DDP) | A, 2 ranks |"
+    assert short[0] == "| ms/step (x DDP) | A, changed, 2 ranks |"
     assert short[-1].startswith("| **Shardwise ZERO_2** | ")
 
 
@@ -319,6 +319,7 @@ def test_ways_to_save(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["figures.json"]
 
 
+@pytest.mark.full
 @pytest.mark.full
 def test_three_faults(tmp_path: Path) -> None:
     path = tmp_path / "counts.json"
