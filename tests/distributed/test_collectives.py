@@ -41,6 +41,13 @@ def verbs(world, dtype, cuts):
     group.all_gather(buffer, cuts).wait()
     assert torch.equal(buffer, total)
 
+    buffer = everyone[world.rank].clone()
+    mine = buffer[own].clone()
+    buffer[own] = 99
+    group.reduce_scatter_onto(mine, buffer, cuts).wait()
+    assert torch.equal(mine, total[own])
+    assert torch.equal(buffer[outside], everyone[world.rank][outside])
+
     for source in range(world.size):
         buffer = everyone[world.rank].clone()
         group.broadcast(buffer, source).wait()
@@ -75,6 +82,12 @@ def verbs_in_our_memory(world, dtype, cuts):
         assert torch.equal(into, total[own])
         assert torch.equal(buffer, everyone[world.rank])
         scattered.reusable()
+        into.copy_(buffer[own])
+        buffer[own] = 99
+        onto = group.reduce_scatter_onto(into, buffer, cuts)
+        onto.wait()
+        assert torch.equal(into, total[own])
+        onto.reusable()
         buffer.zero_()
         buffer[own] = into
         gathered = group.all_gather(buffer, cuts)

@@ -143,9 +143,9 @@ def straight_case(world, row, precision, smallest):
     sent = []
     launch = reduction.Reduction.launch
 
-    def counting(self, rest, buffer, elsewhere=reduction._NOWHERE):
+    def counting(self, rest, buffer, elsewhere=reduction._NOWHERE, onto=None):
         sent.extend(elsewhere)
-        launch(self, rest, buffer, elsewhere)
+        launch(self, rest, buffer, elsewhere, onto)
 
     reduction.Reduction.launch = counting
     try:

@@ -70,6 +70,9 @@ class Collectives(ABC):
     sends_pieces = False
     """Whether pieces of a buffer are sent from where they lie, rather than moved into it first."""
 
+    sums_onto = False
+    """Whether `reduce_scatter_onto` saves moving this rank's own values."""
+
     @property
     def knows_tree(self) -> bool:
         """Whether sums in the tree can be had of this group."""
@@ -131,6 +134,14 @@ class Collectives(ABC):
         """`reduce_scatter` of `pieces`, which are as those of `all_reduce_pieces`."""
         join(pieces, buffer)
         return self.reduce_scatter(buffer, cuts, how, into=into)
+
+    def reduce_scatter_onto(
+        self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
+    ) -> Handle:
+        """`reduce_scatter` into `own`, which has this rank's values of its own interval until then;
+        `buffer` may have anything there."""
+        buffer[cuts[self.rank] : cuts[self.rank + 1]] = own
+        return self.reduce_scatter(buffer, cuts, how, into=own)
 
     @abstractmethod
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
@@ -211,6 +222,7 @@ class Solo(Collectives):
     """A group of one: every verb is already done."""
 
     name = "none"
+    sums_onto = True
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
@@ -226,6 +238,12 @@ class Solo(Collectives):
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
         how.scaled(buffer if into is None else into.copy_(buffer))
+        return Handle()
+
+    def reduce_scatter_onto(
+        self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
+    ) -> Handle:
+        how.scaled(own)
         return Handle()
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:

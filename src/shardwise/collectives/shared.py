@@ -64,6 +64,7 @@ class Shared(Collectives):
     """
 
     name = "shared memory"
+    sums_onto = True
 
     def __init__(
         self,
@@ -119,9 +120,14 @@ class Shared(Collectives):
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
         buffer, cuts = real(buffer, cuts)
-        target = interval(buffer, cuts, self.rank) if into is None else wire(into)
-        begin = self.opening("reduce-scatter", buffer, hash(tuple(cuts)))
-        return self._flights.start(begin, self._reduce_scatter(begin, buffer, cuts, target, how))
+        own = interval(buffer, cuts, self.rank)
+        return self._scatter(own, buffer, cuts, own if into is None else wire(into), how)
+
+    def reduce_scatter_onto(
+        self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
+    ) -> Handle:
+        own, (buffer, cuts) = wire(own), real(buffer, cuts)
+        return self._scatter(own, buffer, cuts, own, how)
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
         return self._gather("all-gather", buffer, cuts)
@@ -141,6 +147,11 @@ class Shared(Collectives):
     def barrier(self) -> None:
         begin = self.opening("barrier", torch.empty(0))
         self._flights.start(begin, self._barrier(begin)).wait()
+
+    def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Flight:
+        begin = self.opening("reduce-scatter", buffer, hash(tuple(cuts)))
+        plan = self._reduce_scatter(begin, own, buffer, cuts, target, how)
+        return self._flights.start(begin, plan)
 
     def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Flight:
         buffer, cuts = real(buffer, cuts)
@@ -184,12 +195,12 @@ class Shared(Collectives):
         self.take_back(public, buffer)
 
     def _reduce_scatter(
-        self, begin: Message, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum
+        self, begin: Message, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum
     ) -> Plan:
         public = self.publish(begin, buffer)
         came = yield READY
-        # Nobody else reads this interval, so the sum may go over it.
-        rows = self.rows(came, interval(buffer, cuts, self.rank), cuts[self.rank])
+        # Nobody else reads this rank's interval, so the sum may go over it.
+        rows = self.rows(came, own, cuts[self.rank])
         sum_in_rank_order(rows, target, how)
         self._flights.say(begin, DONE)
         yield DONE

@@ -30,7 +30,7 @@ from shardwise.collectives.gloo import Gloo
 from shardwise.collectives.mesh import INLINE, Message
 from shardwise.collectives.shared import Shared, as_bytes, real
 from shardwise.collectives.sums import PLAIN, Sum, sum_in_rank_order
-from shardwise.collectives.wire import gathered_rows, interval
+from shardwise.collectives.wire import gathered_rows, interval, wire
 from shardwise.layout import even_cuts
 from shardwise.tree import node_sizes
 
@@ -46,6 +46,8 @@ class Spanning(Collectives):
 
     `inside` are this host's ranks, `between` this rank and its peers, `under` all ranks over Gloo.
     """
+
+    sums_onto = True
 
     def __init__(
         self,
@@ -95,11 +97,14 @@ class Spanning(Collectives):
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
         buffer, cuts = real(buffer, cuts)
-        target = interval(buffer, cuts, self.rank) if into is None else real(into, ())[0]
-        begin = self._inside.opening("reduce-scatter", buffer, hash(tuple(cuts)))
-        call = self._between.number()
-        plan = self._reduce_scatter(begin, call, buffer, cuts, target, how)
-        return self._inside.start(begin, plan)
+        own = interval(buffer, cuts, self.rank)
+        return self._scatter(own, buffer, cuts, own if into is None else wire(into), how)
+
+    def reduce_scatter_onto(
+        self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
+    ) -> Handle:
+        own, (buffer, cuts) = wire(own), real(buffer, cuts)
+        return self._scatter(own, buffer, cuts, own, how)
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
         return self._gather("all-gather", buffer, cuts)
@@ -116,6 +121,11 @@ class Spanning(Collectives):
     def barrier(self) -> None:
         begin = self._inside.opening("barrier", torch.empty(0))
         self._inside.start(begin, self._barrier(begin, self._between.number())).wait()
+
+    def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
+        begin = self._inside.opening("reduce-scatter", buffer, hash(tuple(cuts)))
+        plan = self._reduce_scatter(begin, self._between.number(), own, buffer, cuts, target, how)
+        return self._inside.start(begin, plan)
 
     def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Handle:
         buffer, cuts = real(buffer, cuts)
@@ -136,13 +146,14 @@ class Spanning(Collectives):
         self,
         begin: Message,
         call: int,
+        own: Tensor,
         buffer: Tensor,
         cuts: Cuts,
         target: Tensor,
         how: Sum,
     ) -> Plan:
         public = self._inside.publish(begin, buffer)
-        yield from self._sum(begin, call, buffer, cuts, target, how, last=True)
+        yield from self._sum(begin, call, own, buffer, cuts, target, how, last=True)
         yield DONE
         self._inside.take_back(public, buffer)
 
@@ -156,7 +167,7 @@ class Spanning(Collectives):
     ) -> Plan:
         public = self._inside.publish(begin, buffer)
         own = interval(buffer, cuts, self.rank)
-        came = yield from self._sum(begin, calls[0], buffer, cuts, own, how)
+        came = yield from self._sum(begin, calls[0], own, buffer, cuts, own, how)
         # Of this buffer nobody else reads the intervals of this rank's peers before HALFWAY.
         yield self._fetch(calls[1], buffer, cuts)
         self._copy_peers(buffer, public, cuts)
@@ -174,6 +185,7 @@ class Spanning(Collectives):
         self,
         begin: Message,
         call: int,
+        own: Tensor,
         buffer: Tensor,
         cuts: Cuts,
         target: Tensor,
@@ -181,12 +193,13 @@ class Spanning(Collectives):
         *,
         last: bool = False,
     ) -> Step:
-        """Sum this rank's interval over all ranks; `last` when nothing more is read here."""
+        """Sum this rank's interval, of which it has `own`, over all ranks; `last` when nothing
+        more is read here."""
         came = yield READY
         dtype = how.wide(buffer.dtype)
         sums = []
         for rank in self._peers:
-            part = interval(buffer, cuts, rank)
+            part = own if rank == self.rank else interval(buffer, cuts, rank)
             sums.append(self._between.borrow(part.numel(), dtype))
             rows = self._inside.rows(came, part, cuts[rank])
             sum_in_rank_order(rows, sums[-1], how.partial)

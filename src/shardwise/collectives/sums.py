@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise import tree
 
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 """Elements summed at a time: a piece of every rank's row stays in the cache."""
 
 NARROW = (torch.bfloat16, torch.float16)

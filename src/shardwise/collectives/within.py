@@ -34,6 +34,7 @@ class Within(Collectives):
         super().__init__(inside.rank, inside.size, inside.lookout)
         self.name = f"{inside.name} within a host, {between.name} between"
         self.copies = between.size
+        self.sums_onto = inside.sums_onto
         self._inside = inside
         self._between = between
 
@@ -54,6 +55,13 @@ class Within(Collectives):
         how = _of_two_halves(how)
         own = buffer[cuts[self.rank] : cuts[self.rank + 1]] if into is None else into
         first = self._inside.reduce_scatter(buffer, cuts, how.partial, into=into)
+        return self._then_between(first, first.wait, own, how)
+
+    def reduce_scatter_onto(
+        self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
+    ) -> Handle:
+        how = _of_two_halves(how)
+        first = self._inside.reduce_scatter_onto(own, buffer, cuts, how.partial)
         return self._then_between(first, first.wait, own, how)
 
     def _then_between(

@@ -67,10 +67,9 @@ class Collector:
         self._reduction = reduction
         self._forms = [tracked[index] for index in self.indices]
         self._straight = frozenset(reduction.straight[rest.index])
-        ends, starts = [slot.end for slot in slots], [slot.start for slot in slots]
-        gaps = zip([0, *ends], [*starts, rest.bucket.numel], strict=True)
-        self._gaps = [(end, start) for end, start in gaps if end < start]
         self._buffer: Tensor | None = None
+        self._onto: Tensor | None = None
+        """What takes the elements that this rank sums, where they are apart from the buffer."""
         # By slot: its gradient of this backward is in the buffer, or elsewhere.
         self._has = [False] * len(slots)
         self._elsewhere: dict[int, Tensor] = {}
@@ -98,11 +97,12 @@ class Collector:
         if (first := self._elsewhere.pop(place, None)) is not None:
             slot = self.rest.bucket.slots[place]
             buffer[slot.start : slot.end] = first
-        view = self.views(buffer)[place]
-        if again or self._adds:
-            view.add_(value)
-        else:
-            view.copy_(value)
+        landing = self._reduction.landing(self.rest, buffer, self._onto)
+        for target, part in zip(landing.targets[place], landing.parts(place, value), strict=True):
+            if again or self._adds:
+                target.add_(part)
+            else:
+                target.copy_(part)
         return True
 
     def complete(self) -> tuple[list[int], list[Tensor]]:
@@ -116,7 +116,7 @@ class Collector:
         if self.rest.kept is buffer:
             self.filled = True
         if self._backward.reduces:
-            self._reduction.launch(self.rest, buffer, self._elsewhere)
+            self._reduction.launch(self.rest, buffer, self._elsewhere, self._onto)
         self._elsewhere = {}
         return found
 
@@ -128,13 +128,10 @@ class Collector:
 
     def add(self, buffer: Tensor, entries: Sequence[tuple[int, Tensor]]) -> None:
         """Add gradients, each with its parameter, to what `buffer` holds."""
-        views = dict(zip(self.indices, self.views(buffer), strict=True))
+        targets = self._reduction.landing(self.rest, buffer).targets
+        views = dict(zip(self.indices, targets, strict=True))
         for index, grad in entries:
-            views[index].add_(grad)
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """By slot, its part of `buffer`."""
-        return self._reduction.views(self.rest, buffer)
+            views[index][0].add_(grad)
 
     @property
     def _own(self) -> Tensor | None:
@@ -151,6 +148,7 @@ class Collector:
         if self._buffer is None:
             own = self._own
             self._buffer = self._reduction.borrow(self.rest) if own is None else own
+            self._onto = self._reduction.onto(self.rest) if own is None else None
         return self._buffer
 
     def _taken(self, place: int) -> Tensor | None:
@@ -176,16 +174,17 @@ class Collector:
         """Move what has not been taken, small gradients, in one call; blank what none came for."""
         targets: dict[bool, list[Tensor]] = {False: [], True: []}
         grads: dict[bool, list[Tensor]] = {False: [], True: []}
-        absent = [buffer[a:b] for a, b in self._gaps]
+        landing = self._reduction.landing(self.rest, buffer, self._onto)
+        absent = list(landing.gaps)
         adds, plain, found = self._adds, self._backward.plain, []
-        for place, view in enumerate(self.views(buffer)):
+        for place, parts in enumerate(landing.targets):
             if (grad := self._taken(place)) is None:
                 if not self._has[place]:
-                    absent.append(view)
+                    absent += parts
                 continue
             again = adds or self._has[place]
-            targets[again].append(view)
-            grads[again].append(grad if plain else self._backward.cleaned(grad))
+            targets[again] += parts
+            grads[again] += landing.parts(place, grad if plain else self._backward.cleaned(grad))
             found.append(self.indices[place])
         if targets[False]:
             torch._foreach_copy_(targets[False], grads[False])

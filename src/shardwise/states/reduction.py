@@ -19,6 +19,7 @@ from shardwise.layout import Bucket
 from shardwise.model.precision import NARROW
 from shardwise.placement import Placement
 from shardwise.states.held import Held, InMemory, Span
+from shardwise.states.landing import Landing
 from shardwise.states.parameters import Parameters
 from shardwise.states.shelf import Kind, Shelf
 from shardwise.states.squares import Squares
@@ -139,8 +140,8 @@ class Reduction:
         self._flight: deque[_Flying] = deque()
         self._parameters = parameters
         self._pool: dict[tuple[torch.dtype, torch.device], deque[_Spare]] = {}
-        # By the address of a buffer and the bucket in it; as long as the buffer is ours.
-        self._views: dict[int, dict[int, list[Tensor]]] = {}
+        # By the address of a buffer, and the bucket in it; as long as the buffer is ours.
+        self._landings: dict[int, dict[tuple[int, bool], Landing]] = {}
         self._out = self._most_out = 0
         borrowed = summation.in_tree or placement.is_sharded("gradients")
         self.rests = self._rests(parameters, shelf, borrowed=borrowed)
@@ -183,10 +184,15 @@ class Reduction:
         return [place for place, slot in enumerate(slots) if slot.numel >= STRAIGHT]
 
     def launch(
-        self, rest: Rest, buffer: Tensor, elsewhere: Mapping[int, Tensor] = _NOWHERE
+        self,
+        rest: Rest,
+        buffer: Tensor,
+        elsewhere: Mapping[int, Tensor] = _NOWHERE,
+        onto: Tensor | None = None,
     ) -> None:
         """Start to reduce `buffer`, a bucket's gradients of this rank; those of the slots
-        `elsewhere` are there, flat, and not in the buffer."""
+        `elsewhere` are there, flat, and those of its own interval in what `onto` gave, if that is
+        given: not in the buffer."""
         # The first sum of a step goes straight to where it rests.
         into = rest.in_place if not rest.awaited else None
         rest.squares.announce()
@@ -194,11 +200,14 @@ class Reduction:
         how = Sum(self._exact_sum, self._summation.in_tree, each)
         what = "reduce-scatter" if self._scatter else "all-reduce"
         launched = recorder.launched(what, buffer, rest.index)
-        pieces, group = self._pieces(rest, buffer, elsewhere), self._group
-        if self._scatter:
-            cuts = rest.bucket.cuts
+        cuts, group = rest.bucket.cuts, self._group
+        if onto is not None:
+            handle = group.reduce_scatter_onto(onto, buffer, cuts, how)
+        elif self._scatter:
+            pieces = self._pieces(rest, buffer, elsewhere)
             handle = group.reduce_scatter_pieces(pieces, buffer, cuts, how, into=into)
         else:
+            pieces = self._pieces(rest, buffer, elsewhere)
             handle = group.all_reduce_pieces(pieces, buffer, how)
         handle.noted(launched)
         rest.awaited = True
@@ -256,7 +265,7 @@ class Reduction:
                 rest.kept = rest.kept.float()
                 mine = InMemory(rest.kept[rest.own[0] : rest.own[1]])
                 rest.tally = Tally([mine], (), rest.kind[1])
-        self._views.clear()
+        self._landings.clear()
 
     def clear(self) -> None:
         """Forget the sums of this step, once no other rank reads a kept buffer any more.
@@ -276,18 +285,26 @@ class Reduction:
             while len(spares) > max(self._most_out, IN_FLIGHT):
                 spare = spares.popleft()
                 spare.reusable()
-                self._views.pop(spare.buffer.data_ptr(), None)
+                self._landings.pop(spare.buffer.data_ptr(), None)
         self._most_out = self._out
 
-    def views(self, rest: Rest, buffer: Tensor) -> list[Tensor]:
-        """By slot of the bucket, its part of `buffer`, a kept or a borrowed one."""
-        by_bucket = self._views.setdefault(buffer.data_ptr(), {})
-        if rest.index not in by_bucket:
-            by_bucket[rest.index] = [
-                self._parameters.tracked[slot.parameter].view(buffer, slot.start)
-                for slot in rest.bucket.slots
-            ]
-        return by_bucket[rest.index]
+    def onto(self, rest: Rest) -> Tensor | None:
+        """Where this rank's own interval of a bucket's gradients can be collected apart from the
+        buffer, since the sum is made there; None where it must be in the buffer."""
+        place = None if rest.awaited else rest.in_place
+        if place is None or not (self._scatter and self._group.sums_onto):
+            return None
+        return place if (place.dtype, place.device) == rest.kind else None
+
+    def landing(self, rest: Rest, buffer: Tensor, onto: Tensor | None = None) -> Landing:
+        """The bucket's place in `buffer`, a kept or a borrowed one, its own interval in `onto` if
+        that is given."""
+        landings = self._landings.setdefault(buffer.data_ptr(), {})
+        key = rest.index, onto is not None
+        if key not in landings:
+            tracked = [self._parameters.tracked[slot.parameter] for slot in rest.bucket.slots]
+            landings[key] = Landing(rest.bucket, tracked, buffer, rest.own, onto)
+        return landings[key]
 
     def borrow(self, rest: Rest) -> Tensor:
         """A buffer of the bucket's length, with anything in it."""
