@@ -71,6 +71,21 @@ def alone() -> str:
     return found[1]
 
 
+@pytest.fixture(scope="module")
+def whole() -> tuple[float, float]:
+    """What one process trains a model to that others have in parts."""
+    words = [sys.executable, script("parts")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=100)
+    return trained_to(done.stdout)
+
+
+def trained_to(out: str) -> tuple[float, float]:
+    """The loss and the sum of parameters that a run printed."""
+    found = re.search(r"loss (\S+) sum (\S+) on", out)
+    assert found, out
+    return float(found[1]), float(found[2])
+
+
 class TestTheSameResult:
     def test_two_hosts_by_a_hostfile_of_open_mpi(
         self, shardwise: Launcher, hosts: Lab, alone: str
@@ -97,6 +112,31 @@ class TestTheSameResult:
         assert ran.code == 0, ran.err
         assert f"[0] parity {alone} by shardwise run of 3" in ran.lines()
         assert "[0] shardwise: 3 workers, 1 of them on node1 (cpu), over gloo" in ran.out
+
+
+class TestPartsOfAModel:
+    """Layers split and shared out over hosts, from the command line."""
+
+    @pytest.mark.parametrize(
+        ("spread", "flags"),
+        [
+            ("node1,node2", "--pipeline 2 --schedule zero-bubble"),
+            pytest.param("node1,node2", "--tensor 2 --sequence-parallel", marks=pytest.mark.full),
+            ("node1:2,node2:2", "--tensor 2 --pipeline 2 --sequence-parallel --zero 3"),
+            pytest.param("node1:2,node2", "--pipeline 3 --transport gloo", marks=pytest.mark.full),
+        ],
+    )
+    def test_they_train_to_the_same(
+        self,
+        shardwise: Launcher,
+        hosts: Lab,
+        whole: tuple[float, float],
+        spread: str,
+        flags: str,
+    ) -> None:
+        ran = shardwise.run(*over(hosts, "-H", spread, *flags.split()), script("parts"))
+        assert ran.code == 0, ran.err
+        assert trained_to(ran.out) == pytest.approx(whole, rel=1e-8, abs=0)
 
 
 class TestWhatRanksAreTold:
