@@ -78,12 +78,12 @@ def main() -> None:
 def show(args: argparse.Namespace, found: dict[int, dict[str, float]]) -> None:
     """Print the scaling table, the source's figures beside ours."""
     table = Table(
-        title=f"pi from {args.points:,} points, theirs from 5,000,000; % is efficiency",
+        title=f"pi from {args.points:,} points, published ones from 5,000,000; % is efficiency",
         title_justify="left",
     )
     for name in ("ranks", "pi", "seconds", "speed-up", "%"):
         table.add_column(name, justify="right")
-    for name in ("their pi", "seconds", "%"):
+    for name in ("published pi", "seconds", "%"):
         table.add_column(name, justify="right", style="dim")
     first = min(found)
     for size, run in found.items():

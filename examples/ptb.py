@@ -229,13 +229,17 @@ def arguments() -> argparse.Namespace:
     """The flags of this script; those of the run belong to `shardwise run`."""
     parser = argparse.ArgumentParser(description="An LSTM language model.")
     whole: dict[str, Any] = {"type": int, "metavar": "N"}
-    parser.add_argument("--data", type=Path, required=True, metavar="PATH", help="train.txt and so")
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="PATH", help="the folder with ptb.train.txt"
+    )
     parser.add_argument("--config", choices=CONFIGS, default="small", help="%(default)s")
     parser.add_argument("--batch-size", default=20, help="in all: %(default)s", **whole)
     parser.add_argument("--vocabulary", default=10_000, help="words: %(default)s", **whole)
     parser.add_argument("--hidden", help="instead of the configuration's", **whole)
-    parser.add_argument("--steps", help="tokens of a window, instead", **whole)
-    parser.add_argument("--epochs", help="instead", **whole)
+    parser.add_argument(
+        "--steps", help="tokens of a window, instead of the configuration's", **whole
+    )
+    parser.add_argument("--epochs", help="instead of the configuration's", **whole)
     parser.add_argument("--double", action="store_true", help="compute in fp64")
     add_flags(parser)
     args = parser.parse_args()

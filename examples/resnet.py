@@ -196,7 +196,7 @@ def show(found: dict[int, Any]) -> None:
     table = Table(title=title, title_justify="left")
     for name in ("workers", "images/s", "95 %", "efficiency"):
         table.add_column(name, justify="right")
-    for name in ("their GPUs' images/s", "efficiency"):
+    for name in ("published, on GPUs", "efficiency"):
         table.add_column(name, justify="right", style="dim")
     first = min(found)
     for size, run in found.items():

@@ -15,9 +15,9 @@ import click
 
 from shardwise import config, launch
 from shardwise.checkpoint.commands import checkpoint
-from shardwise.errors import ConfigError, LaunchError
+from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import explain as explaining
-from shardwise.launch import flags, gpus, srun, start
+from shardwise.launch import flags, gpus, program, srun, start
 from shardwise.launch.flags import Flag
 from shardwise.scaling import flags as scaling_flags
 from shardwise.splitting import flags as splitting_flags
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         message = _no_such_flag(error)
     except click.ClickException as error:
         message = error.format_message()
-    except (LaunchError, ConfigError) as error:
+    except ShardwiseError as error:
         message = str(error)
     except click.Abort:
         return 130
@@ -146,7 +146,7 @@ def _run(words: tuple[str, ...], **given: Any) -> int:
 
 def _mention_misplaced(arguments: Sequence[str]) -> None:
     """Say, in case it was not meant, which of our flags stand among the script's arguments."""
-    ours = {config.flag(name) for name in config.FIELDS}
+    ours = {config.flag(name) for name in config.FIELDS} | OF_THE_SIZE
     misplaced = [word for word in arguments if word.split("=")[0] in ours]
     if misplaced:
         click.echo(
@@ -194,6 +194,7 @@ def _scale(
     _check(settings)
     if not words:
         raise LaunchError("What shall be measured? For example: shardwise scale -n 1,2 train.py")
+    program.command(words[0], words[1:], module=module)  # raises where there is none
     _mention_misplaced(words[1:])
     passed = [word for name, value in settings.items() for word in _spelled(name, value)]
     for name, value in (("-H", hosts), ("--hostfile", hostfile)):
@@ -218,12 +219,16 @@ def _split(
     _check(settings)
     if not words:
         raise LaunchError("What shall be split? For example: shardwise split --pipeline 2 train.py")
+    program.command(words[0], words[1:], module=False)  # raises where there is none
     _mention_misplaced(words[1:])
     command = import_module("shardwise.splitting.command")
     passed = [word for name, value in settings.items() for word in _spelled(name, value)]
     asked = command.Asked(words, tuple(passed), parts, micros or 4 * parts, steps, by)
     return command.split(asked)  # type: ignore[no-any-return]
 
+
+OF_THE_SIZE = {"-n", "-np", "--nproc-per-node", "--nproc_per_node"}
+"""The launcher's flags that no script is likely to have."""
 
 KINDS = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
 

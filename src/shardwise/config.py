@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ PREFIX = "SHARDWISE_"
 
 FLAG = "flag"
 """The name of the strongest source, in messages."""
+
+FILE = "file"
+"""What the name of a TOML file as a source begins with."""
 
 PRECISIONS = ("fp32", "bf16-mixed", "bf16", "fp16-mixed")
 
@@ -394,11 +397,27 @@ def parse(name: str, value: Any, source: str) -> Any:
         raise ConfigError(f"{place} takes {wanted}, not {value!r}.") from None
 
 
-def unknown_key(name: str, known: Mapping[str, Any], source: str) -> ConfigError:
-    """The error for a key that does not exist, naming the nearest one that does."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+FLAGS_ALONE = (
+    *("-n", "-np", "-m", "-H", "-x", "--nproc-per-node", "--host", "--hosts", "--hostfile"),
+    *("--machinefile", "--port", "--interface", "--config", "--ssh", "--ssh-port", "--python"),
+    *("--dry-run", "--nnodes", "--rdzv-endpoint", "--rdzv-id", "--node-rank", "--restarts"),
+    *("--max-restarts", "--log-dir", "--show", "--host-timeout", "--grace"),
+)
+"""The flags of the launcher, which are no settings: where ranks run, and what is shown of them."""
+
+
+def unknown_key(name: str, known: Iterable[str], source: str) -> ConfigError:
+    """The error for a key that does not exist, naming the nearest one that does, as it is spelt in
+    the `source`."""
+    said = f"{source}: there is no setting {name!r}."
+    for alone in FLAGS_ALONE:
+        if alone.lstrip("-") == name.replace("_", "-"):
+            return ConfigError(f"{said} {alone} is a flag of shardwise run alone: give it there.")
+    if source.startswith(FILE):
+        known = [each.replace("_", "-") for each in known]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"Did you mean {near[0]}?" if near else f"Known are: {', '.join(known)}."
-    return ConfigError(f"{source}: there is no setting {name!r}. {hint}")
+    return ConfigError(f"{said} {hint}")
 
 
 _ELSEWHERE = {
@@ -438,7 +457,7 @@ def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[Sou
     config = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
     found = [Source(FLAG, flags), Source("environment", _from_environment(environ))]
     if config:
-        found.append(Source(f"file {config}", _from_toml(Path(config))))
+        found.append(Source(f"{FILE} {config}", _from_toml(Path(config))))
     found.append(Source("the script", keywords))
     return found
 
@@ -530,6 +549,6 @@ def _from_toml(path: Path) -> dict[str, Any]:
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in FIELDS:
-            raise unknown_key(key, FIELDS, f"file {path}")
+            raise unknown_key(key, FIELDS, f"{FILE} {path}")
         values[name] = value
     return values

@@ -50,3 +50,15 @@ def large_case(world, zero):
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_large_gradient_is_finite(group, zero):
     group(2)(large_case, zero)
+
+
+def test_steps_that_are_skipped_for_ever_are_told_of(solo, capsys):
+    model = nn.Linear(2, 1)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), nonfinite="skip")
+    for step in range(45):
+        good = step == 3
+        engine.backward((model(torch.ones(1, 2)) * (1.0 if good else float("nan"))).mean())
+        assert engine.step().skipped != good
+    said = capsys.readouterr().out
+    assert said.count("20 steps in a row were skipped") == 1
+    assert "--nonfinite stop" in said

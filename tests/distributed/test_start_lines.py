@@ -128,3 +128,29 @@ def tiers_case(world, row):
 @pytest.mark.parametrize("row", [1, 2, 3])
 def test_bytes_are_the_same_wherever_they_rest(group, row):
     group(2)(tiers_case, row)
+
+
+def stages_case(world, *, at_once, settings):
+    """What is said at the first backward of a model whose layers are shared out."""
+    model = blocks(rest=False)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=False, **settings)
+    said, x = io.StringIO(), torch.ones(8, WIDTH)
+    with contextlib.redirect_stdout(said):
+        if at_once:
+            engine.forward_backward(lambda x: model(x).mean(), x)
+        else:
+            engine.backward(model(x).mean())
+    engine.step()
+    return said.getvalue().splitlines()
+
+
+def test_how_a_batch_goes_through_the_stages(group):
+    spread = group(2, pipeline=2)
+    (whole, *more) = spread(partial(stages_case, at_once=True, settings={}))[0]
+    assert whole.endswith("; each goes through the stages in 8 parts")
+    assert more == []
+    (_, line) = spread(partial(stages_case, at_once=False, settings={}))[0]
+    assert line.startswith("  engine.backward goes from stage to stage, one worker at a time: ")
+    settings = {"microbatches": 4}
+    (_, line) = spread(partial(stages_case, at_once=False, settings=settings))[0]
+    assert ", and --microbatches does nothing: " in line

@@ -351,7 +351,7 @@ class TestRefusing:
             (["run", "--nnodes", "2", "-n", "4", "train.py"], "-n 4 counts all ranks, which"),
             (["run", "--nnodes", "2", "-H", "h1", "train.py"], "--nnodes is for a command that"),
             (["run", "trian.py"], "There is no script trian.py in .* Did you mean train.py?"),
-            (["run", "-m", "no.such"], "There is no module no for"),
+            (["run", "-m", "no.such"], "There is no module 'no' for"),
             (["run", "temporary"], "temporary is a directory"),
             (["run", "nosuchprogram"], "There is no program nosuchprogram on PATH"),
             (["run"], "What shall be run"),
@@ -361,6 +361,8 @@ class TestRefusing:
             (["run", "--bucket-mb", "big", "train.py"], "--bucket-mb takes a number above 0"),
             (["run", "--config", "bad.toml", "train.py"], "no setting 'zreo'. Did you mean zero?"),
             (["run", "--config", "none.toml", "train.py"], "none.toml cannot be read"),
+            (["scale", "-n", "1,2", "trian.py"], "There is no script trian.py in"),
+            (["split", "--pipeline", "2", "trian.py"], "There is no script trian.py in"),
             (["train.py", "-n", "2"], "no command 'train.py'. Did you mean: shardwise run train"),
         ],
     )
@@ -427,11 +429,11 @@ def test_our_flag_after_the_script_is_mentioned(tmp_path: Path) -> None:
     script = tmp_path / "nothing.py"
     script.write_text("pass\n")
     done = subprocess.run(
-        [sys.executable, "-m", "shardwise", "run", "-n", "1", str(script), "--zero=2", "--epochs"],
+        [sys.executable, "-m", "shardwise", "run", str(script), "--zero=2", "-n", "1", "--epochs"],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    assert "--zero=2 stands after the script" in done.stderr
+    assert "--zero=2 -n stands after the script" in done.stderr
     assert "--epochs" not in done.stderr

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.system.launcher import Launcher
+from tests.system.launcher import Launcher, script
 from tests.system.test_launchers import EXAMPLES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -43,3 +43,7 @@ def test_what_cannot_be_split_is_said(shardwise: Launcher) -> None:
     ran = shardwise.run("split", "--pipeline", "2", "tests_bad.py", env=QUICK)
     assert ran.code != 0
     assert "failed (exit code 3), so there is nothing to split" in ran.err
+    words = ["split", "--pipeline", "9", "--steps", "1", script("parts")]
+    ran = shardwise.run(*words, env=QUICK)
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert "fewer than 9 stages" in ran.err

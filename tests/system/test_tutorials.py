@@ -83,7 +83,7 @@ class TestPi:
         (count,) = re.findall(r"inside ([\d,]+) of", said)
         assert screen.count(f"inside {count} of 420,001") == 2
         assert "8.03" in screen
-        assert "their pi" in screen
+        assert "published pi" in screen
 
 
 def test_digits_at_two_sizes_write_all_plots(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from shardwise import config
 from shardwise.config import Settings, Source
 from shardwise.errors import ConfigError, PlacementError
+from shardwise.launch import flags as launcher_flags
 
 
 def resolve(environ: dict[str, str], **keywords: Any) -> tuple[Settings, list[str]]:
@@ -113,6 +114,9 @@ class TestTypos:
         ("text", "message"),
         [
             ("zreo = 2", "file .*: there is no setting 'zreo'. Did you mean zero"),
+            ("bucketmb = 2", "no setting 'bucketmb'. Did you mean bucket-mb"),
+            ("log_dir = 'x'", "no setting 'log_dir'. --log-dir is a flag of shardwise run alone"),
+            ("n = 2", "-n is a flag of shardwise run alone"),
             ("[zero]\nstage = 2", "zero takes a whole number"),
             ("zero =", "is not TOML"),
             (None, "cannot be read: No such file"),
@@ -177,3 +181,8 @@ class TestTimeline:
     def test_it_is_a_file(self) -> None:
         with pytest.raises(ConfigError, match="--timeline takes the name of a file"):
             resolve(flags(timeline="folder/"))
+
+
+def test_the_flags_that_are_no_settings_are_known() -> None:
+    spelt = {word for flag in launcher_flags.own() for word in flag.opts if "_" not in word}
+    assert spelt - {"-hostfile"} == set(config.FLAGS_ALONE)

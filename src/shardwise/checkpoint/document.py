@@ -44,6 +44,17 @@ def dump(fields: Mapping[str, Any]) -> bytes:
     return json.dumps(whole, indent=1, allow_nan=False).encode() + b"\n"
 
 
+def _others(folder: Path) -> str:
+    """What to name instead of `folder`, which holds no checkpoint."""
+    there = sorted(
+        (p.parent.name for p in folder.parent.glob(f"*/{DOCUMENT}")),
+        key=lambda name: (len(name), name),
+    )
+    if there:
+        return f"In {folder.parent} there are {', '.join(there)}."
+    return "Name the folder of one step, as in checkpoints/step-200, or that of all steps."
+
+
 def load(folder: Path) -> dict[str, Any]:
     """The fields of the checkpoint in `folder`.
 
@@ -55,8 +66,8 @@ def load(folder: Path) -> dict[str, Any]:
         told = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(
-            f"{folder} is no checkpoint: {DOCUMENT} cannot be read ({error.strerror}). Name the "
-            "folder of one step, as in checkpoints/step-200."
+            f"{folder} is no checkpoint: {DOCUMENT} cannot be read ({error.strerror}). "
+            f"{_others(folder)}"
         ) from error
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpoint(f"{path} is no JSON ({error}). Take another checkpoint.") from error

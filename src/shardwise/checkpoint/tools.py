@@ -79,7 +79,8 @@ class Opened:
 def export(path: Path, to: Path, kind: str = "model") -> int:
     """Write the tensors of set `kind` as one plain .safetensors or .pt file; returns how many.
 
-    Raises CheckpointError for another ending, or where the checkpoint has no such set.
+    The folder is made where there is none. Raises CheckpointError for another ending, where the
+    checkpoint has no such set, or where nothing can be written.
     """
     if to.suffix not in (".safetensors", ".pt"):
         raise CheckpointError(
@@ -95,6 +96,11 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
         _check_all(opened, kind, values)
         aliases = {k: v for k, v in tensors.metadata.items() if v in values}
         aside = to.with_name(f".{to.name}.partial")
+        try:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            aside.touch()
+        except OSError as error:
+            raise CheckpointError(f"{to} cannot be written: {error.strerror}.") from error
         try:
             if to.suffix == ".pt":
                 torch.save(

@@ -100,8 +100,8 @@ class Backwards(Resumable):
         is what keeps all workers busy; without, it is what the two lines do. The result, 0-dim in
         fp64, is known on all ranks of the replica. Raises as `backward` does.
         """
-        given = self._begin_backward(weighted=weight is not None)
         count = micro_batches.count_of(self.settings, batch, self._recipe.group)
+        given = self._begin_backward(weighted=weight is not None, parts=count)
         cut = micro_batches.parts_of(batch, count)
         empty = given is not None and given.samples == 0
         parts = [
@@ -176,8 +176,9 @@ class Backwards(Resumable):
             collecting=self._collecting,
         )
 
-    def _begin_backward(self, *, weighted: bool) -> Batch | None:
-        """Look whether a backward may come now, and of which batch."""
+    def _begin_backward(self, *, weighted: bool, parts: int | None = None) -> Batch | None:
+        """Look whether a backward may come now, and of which batch, which goes through the stages
+        in so many `parts`."""
         habits.check_block(
             averaged=self._averaged, uneven=self._uneven, whole=self._recipe.is_whole
         )
@@ -186,7 +187,7 @@ class Backwards(Resumable):
         batch = self.world.feed.batch_of_loss(weighted=weighted)
         if not self._announced:
             self._announced = True
-            start_lines.announce_batch(self.world, self._recipe)
+            start_lines.announce_batch(self.world, self._recipe, parts)
         self._check_gradients()
         return batch
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from rich.table import Table
 
@@ -50,8 +49,10 @@ def table_of(recipe: Recipe, states: States, transport: str) -> Table:
     headings += [_heading(recipe.placement, state) for state in STATES]
     table = Table(title=_title(recipe, transport), title_justify="left", show_footer=True)
     for heading, sum_of in zip(headings, total.cells, strict=True):
-        side: Literal["left", "right"] = "left" if heading == "unit" else "right"
-        table.add_column(heading, footer=sum_of, justify=side, overflow="fold")
+        if heading == "unit":
+            table.add_column(heading, footer=sum_of, overflow="fold")
+        else:
+            table.add_column(heading, footer=sum_of, justify="right", no_wrap=True)
     for row in _together(rows):
         table.add_row(*row.cells)
     return table
@@ -66,7 +67,7 @@ def _title(recipe: Recipe, transport: str) -> str:
 def _heading(placement: Placement, state: str) -> str:
     spread = "sharded" if placement.is_sharded(state) else "replicated"
     name = "optimizer state" if state == "optimizer" else state
-    return f"{name}\n{spread}, {placement.tier(state).kind}"
+    return f"{name}\n{spread}\n{placement.tier(state).kind}"
 
 
 def _rows(states: States) -> list[_Row]:

@@ -12,6 +12,27 @@ from shardwise.engine.assembly import States
 from shardwise.engine.window import Window
 from shardwise.errors import NonFiniteError
 
+SKIPS = 20
+"""Steps that are skipped in a row until it is told; a loss scale finds its value in fewer."""
+
+
+class Skips:
+    """The steps in a row that were skipped; `scaled` where there is a loss scale."""
+
+    def __init__(self, *, scaled: bool) -> None:
+        self._scaled = scaled
+        self._count = 0
+
+    def words(self, *, finite: bool) -> str:
+        """What there is to say after a step whose gradient was `finite` or not; mostly nothing."""
+        self._count = 0 if finite else self._count + 1
+        if self._count != SKIPS:
+            return ""
+        told = f"{SKIPS} steps in a row were skipped, their gradients not being finite: "
+        if self._scaled:
+            return f"{told}no loss scale helps. Look at the loss, or try --precision bf16-mixed."
+        return f"{told}nothing is learned. --nonfinite stop names the parameter and the rank."
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Testimony:

@@ -123,6 +123,7 @@ class Engine(Backwards):
         )
         self._timing = self._time_layers()
         self._announced = self._averaged = self._uneven = False
+        self._skips = diagnosis.Skips(scaled=self._scale.active)
         self.steps = 0
         self._reseed()
         living.add(self)
@@ -227,6 +228,8 @@ class Engine(Backwards):
             error = diagnosis.nonfinite_error(self.steps, self._states, self._window, self._group)
             self._abandon()
             raise error
+        if words := self._skips.words(finite=finite):
+            self.world.print(f"shardwise: {words}")
         return StepStats(
             loss=totals.loss / totals.weight,
             grad_norm=norm,

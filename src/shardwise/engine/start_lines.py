@@ -44,11 +44,19 @@ def announce_activations(world: World, recipe: Recipe, activations: Activations)
         world.print(f"  activations: {line}")
 
 
-def announce_batch(world: World, recipe: Recipe) -> None:
-    """The last line, at the first backward: the batch, and what promise 1 does not cover."""
+def announce_batch(world: World, recipe: Recipe, parts: int | None) -> None:
+    """The last lines, at the first backward: the batch, in how many `parts` it goes through the
+    stages (None: whole, from one to the next), and what promise 1 does not cover."""
     if recipe.settings.quiet:
         return
-    world.print(_batch_line(world))
+    line = _batch_line(world)
+    if recipe.line is None:
+        world.print(line)
+    elif parts is not None:
+        world.print(f"{line}; each goes through the stages in {many(parts, 'part')}")
+    else:
+        world.print(line)
+        world.print(_in_turn_line(recipe))
     outside = outside_promise(recipe) if recipe.shards is None else []
     if outside:
         world.print(f"  not the same on every number of workers: {'; '.join(outside)}")
@@ -89,7 +97,7 @@ def _model_line(recipe: Recipe, states: States) -> str:
     count = sum(tracked.whole_shape.numel() for tracked in trained)
     line = f"  model: {in_short(count)} parameters in {many(_unit_count(recipe, states), 'unit')}"
     line += f", state {in_bytes(states.expected_bytes())} per worker"
-    if recipe.placement.level:
+    if recipe.placement.level and recipe.group.size > 1:
         line += f" (replicated: {in_bytes(_replicated_bytes(recipe, states))})"
     elsewhere = _elsewhere(recipe, states)
     return f"{line}, of it {elsewhere}" if elsewhere else line
@@ -134,6 +142,14 @@ def _replicated_bytes(recipe: Recipe, states: States) -> int:
     for tracked, _ in states.parameters.frozen_bytes():
         total += sum(each.shape.numel() * each.dtype.itemsize for each in tracked)
     return total
+
+
+def _in_turn_line(recipe: Recipe) -> str:
+    unused = "" if recipe.settings.microbatches is None else ", and --microbatches does nothing"
+    return (
+        f"  engine.backward goes from stage to stage, one worker at a time{unused}: "
+        "engine.forward_backward keeps all busy"
+    )
 
 
 def _batch_line(world: World) -> str:

@@ -104,7 +104,7 @@ def _no_module(name: str, missing: str) -> LaunchError:
         if name.endswith(".py")
         else ("Is it spelt so, and installed for this Python?")
     )
-    return LaunchError(f"There is no module {missing} for {sys.executable}. {hint}")
+    return LaunchError(f"There is no module {missing!r} for {sys.executable}. {hint}")
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """What a user asked for and cannot have: a sentence says it all, a traceback of ours says nothing.
 
-sw.init, sw.Engine, hvd.init ─▶ our frames only ─▶ an error of ours     a refusal
+sw.init, sw.Engine, sw.Loader, hvd.init ─▶ our frames only ─▶ an error of ours     a refusal
                              ─▶ a frame of the user's ─▶ any error      no refusal
 """
 
@@ -21,9 +21,10 @@ OURS = Path(__file__).parents[1]
 ENTRIES = {
     (OURS / "world.py", "init"),
     (OURS / "engine" / "engine.py", "Engine.__init__"),
+    (OURS / "data" / "loader.py", "Loader.__init__"),
     (OURS / "horovod" / "context.py", "init"),
 }
-"""The file and the name of what takes settings."""
+"""The file and the name of what takes settings, or data."""
 
 
 def sentence(error: BaseException) -> str:

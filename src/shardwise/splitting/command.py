@@ -182,6 +182,7 @@ def advice(layers: Sequence[Layer], asked: Asked) -> list[str]:
     flags = ["--pipeline", str(asked.pipeline), "--stages", names]
     flags += ["--microbatches", str(asked.microbatches)]
     return [
-        "The loop has to call engine.forward_backward (docs/parallel.md). To start it so:",
+        "engine.forward_backward in the loop keeps all workers busy; with engine.backward they "
+        "take turns (docs/parallel.md). To start it so:",
         f"  shardwise run -n {asked.pipeline} {shlex.join([*flags, *asked.flags, *asked.words])}",
     ]

@@ -273,3 +273,17 @@ def test_export(whole, tmp_path):
     for words in (("m.onnx",), ("m.pt", "--average")):
         _, _, error = ran("export", whole, tmp_path / words[0], *words[1:])
         assert "ends in .onnx" in str(error) or "has no average" in str(error)
+
+
+def test_export_into_a_folder_that_is_not_there(whole, tmp_path):
+    for name in ("m.pt", "m.safetensors"):
+        assert ran("export", whole, tmp_path / "new" / name / name)[0] == 0
+        assert (tmp_path / "new" / name / name).exists()
+    (tmp_path / "file").touch()
+    _, _, error = ran("export", whole, tmp_path / "file" / "m.pt")
+    assert "m.pt cannot be written" in str(error)
+
+
+def test_a_step_that_is_not_there(whole):
+    _, _, error = ran("verify", whole / "step-7")
+    assert str(error).endswith(f"In {whole} there are step-3.")
