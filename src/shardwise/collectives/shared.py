@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -56,7 +57,40 @@ POOLED = 1 << 25
 """Bytes up to which a place for private memory is kept for later calls."""
 
 
-class Shared(Collectives):
+class Mapped(Collectives):
+    """Ranks that map the memory of those on their host."""
+
+    sums_onto = True
+
+    def reduce_scatter(
+        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
+    ) -> Handle:
+        buffer, cuts = real(buffer, cuts)
+        own = interval(buffer, cuts, self.rank)
+        return self._scatter(own, buffer, cuts, own if into is None else wire(into), how)
+
+    def reduce_scatter_onto(
+        self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
+    ) -> Handle:
+        own, (buffer, cuts) = wire(own), real(buffer, cuts)
+        return self._scatter(own, buffer, cuts, own, how)
+
+    def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
+        return self._gather("all-gather", buffer, cuts)
+
+    def gather_rows(self, row: Tensor) -> Tensor:
+        return gathered_rows(self, row, partial(self._gather, "exchange of rows"))
+
+    @abstractmethod
+    def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
+        """A reduce-scatter into `target`, this rank's values of its interval being in `own`."""
+
+    @abstractmethod
+    def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Handle:
+        """An all-gather that says it is a call of this `kind`."""
+
+
+class Shared(Mapped):
     """CPU ranks of one host, over shared memory.
 
     `under` is the group that they agreed on it over, which is left with this one; `roster` says
@@ -64,7 +98,6 @@ class Shared(Collectives):
     """
 
     name = "shared memory"
-    sums_onto = True
 
     def __init__(
         self,
@@ -116,22 +149,6 @@ class Shared(Collectives):
         plan = self._exchange if buffer.nbytes <= INLINE else self._all_reduce
         return self._flights.start(begin, plan(begin, buffer, how))
 
-    def reduce_scatter(
-        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
-    ) -> Handle:
-        buffer, cuts = real(buffer, cuts)
-        own = interval(buffer, cuts, self.rank)
-        return self._scatter(own, buffer, cuts, own if into is None else wire(into), how)
-
-    def reduce_scatter_onto(
-        self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
-    ) -> Handle:
-        own, (buffer, cuts) = wire(own), real(buffer, cuts)
-        return self._scatter(own, buffer, cuts, own, how)
-
-    def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
-        return self._gather("all-gather", buffer, cuts)
-
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         buffer = wire(buffer)
         begin = self.opening("broadcast", buffer, source)
@@ -140,9 +157,6 @@ class Shared(Collectives):
     def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
         begin = self.opening("all-to-all", sent.new_empty(0), hash(tuple(map(tuple, counts))))
         return self._flights.start(begin, self._all_to_all(begin, sent, counts, received))
-
-    def gather_rows(self, row: Tensor) -> Tensor:
-        return gathered_rows(self, row, partial(self._gather, "exchange of rows"))
 
     def barrier(self) -> None:
         begin = self.opening("barrier", torch.empty(0))

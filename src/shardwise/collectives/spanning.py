@@ -17,7 +17,6 @@ by host.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from functools import partial
 from weakref import ref
 
 import torch
@@ -28,9 +27,9 @@ from shardwise.collectives.courier import Courier, Trip
 from shardwise.collectives.flights import DONE, HALFWAY, READY, Messages, Plan
 from shardwise.collectives.gloo import Gloo
 from shardwise.collectives.mesh import INLINE, Message
-from shardwise.collectives.shared import Shared, as_bytes, real
+from shardwise.collectives.shared import Mapped, Shared, as_bytes, real
 from shardwise.collectives.sums import PLAIN, Sum, sum_in_rank_order
-from shardwise.collectives.wire import gathered_rows, interval, wire
+from shardwise.collectives.wire import interval
 from shardwise.layout import even_cuts
 from shardwise.tree import node_sizes
 
@@ -41,13 +40,11 @@ Step = Generator[int | Trip, Messages, Messages]
 """A part of a plan; what it returns are the messages that came first."""
 
 
-class Spanning(Collectives):
+class Spanning(Mapped):
     """CPU ranks of several hosts, as many on each and two at least.
 
     `inside` are this host's ranks, `between` this rank and its peers, `under` all ranks over Gloo.
     """
-
-    sums_onto = True
 
     def __init__(
         self,
@@ -93,30 +90,11 @@ class Spanning(Collectives):
         calls = self._between.number(), self._between.number()
         return self._inside.start(begin, self._all_reduce(begin, calls, buffer, cuts, how))
 
-    def reduce_scatter(
-        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
-    ) -> Handle:
-        buffer, cuts = real(buffer, cuts)
-        own = interval(buffer, cuts, self.rank)
-        return self._scatter(own, buffer, cuts, own if into is None else wire(into), how)
-
-    def reduce_scatter_onto(
-        self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
-    ) -> Handle:
-        own, (buffer, cuts) = wire(own), real(buffer, cuts)
-        return self._scatter(own, buffer, cuts, own, how)
-
-    def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
-        return self._gather("all-gather", buffer, cuts)
-
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         buffer, _ = real(buffer, ())
         begin = self._inside.opening("broadcast", buffer, source)
         plan = self._broadcast(begin, self._between.number(), buffer, source)
         return self._inside.start(begin, plan)
-
-    def gather_rows(self, row: Tensor) -> Tensor:
-        return gathered_rows(self, row, partial(self._gather, "exchange of rows"))
 
     def barrier(self) -> None:
         begin = self._inside.opening("barrier", torch.empty(0))
