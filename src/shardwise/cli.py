@@ -194,6 +194,7 @@ def _scale(
     _check(settings)
     if not words:
         raise LaunchError("What shall be measured? For example: shardwise scale -n 1,2 train.py")
+    counts = _sizes(sizes)
     program.command(words[0], words[1:], module=module)  # raises where there is none
     _mention_misplaced(words[1:])
     passed = [word for name, value in settings.items() for word in _spelled(name, value)]
@@ -202,7 +203,7 @@ def _scale(
     plan = import_module("shardwise.scaling.runs").Plan(
         words=words,
         flags=(*passed, *(["-m"] if module else [])),
-        sizes=_sizes(sizes),
+        sizes=counts,
         kinds=KINDS[kinds],
         warmup=warmup,
         steps=steps,
