@@ -4,7 +4,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import Field
 from importlib import import_module
 from importlib.metadata import version
@@ -140,13 +140,14 @@ def _run(words: tuple[str, ...], **given: Any) -> int:
     _check(settings)
     if not words:
         raise LaunchError("What shall be run? For example: shardwise run -n 2 train.py")
-    _mention_misplaced(words[1:])
+    _mention_misplaced(words[1:], OF_THE_SIZE if given.get("size") is None else set())
     return start.run(start.Asked(words=words, settings=settings, **given))
 
 
-def _mention_misplaced(arguments: Sequence[str]) -> None:
-    """Say, in case it was not meant, which of our flags stand among the script's arguments."""
-    ours = {config.flag(name) for name in config.FIELDS} | OF_THE_SIZE
+def _mention_misplaced(arguments: Sequence[str], more: Collection[str] = ()) -> None:
+    """Say, in case it was not meant, which of our flags stand among the script's arguments: those
+    of settings, and `more`."""
+    ours = {*(config.flag(name) for name in config.FIELDS), *more}
     misplaced = [word for word in arguments if word.split("=")[0] in ours]
     if misplaced:
         click.echo(
@@ -229,7 +230,7 @@ def _split(
 
 
 OF_THE_SIZE = {"-n", "-np", "--nproc-per-node", "--nproc_per_node"}
-"""The launcher's flags that no script is likely to have."""
+"""How many ranks there are to be; where that is not said, it may stand in the wrong place."""
 
 KINDS = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
 

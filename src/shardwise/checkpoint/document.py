@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.folders import DOCUMENT
+from shardwise.checkpoint.folders import DOCUMENT, complete
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 FORMAT = "shardwise checkpoint"
@@ -44,14 +44,16 @@ def dump(fields: Mapping[str, Any]) -> bytes:
     return json.dumps(whole, indent=1, allow_nan=False).encode() + b"\n"
 
 
+SHOWN = 8
+"""Other checkpoints that a message names, the newest."""
+
+
 def _others(folder: Path) -> str:
     """What to name instead of `folder`, which holds no checkpoint."""
-    there = sorted(
-        (p.parent.name for p in folder.parent.glob(f"*/{DOCUMENT}")),
-        key=lambda name: (len(name), name),
-    )
+    there = [found.path.name for found in complete(folder.parent) if found.path != folder]
     if there:
-        return f"In {folder.parent} there are {', '.join(there)}."
+        named = ", ".join(there[-SHOWN:])
+        return f"In {folder.parent} there are {named if len(there) <= SHOWN else f'..., {named}'}."
     return "Name the folder of one step, as in checkpoints/step-200, or that of all steps."
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from shardwise.checkpoint import document
@@ -99,9 +100,6 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
         try:
             to.parent.mkdir(parents=True, exist_ok=True)
             aside.touch()
-        except OSError as error:
-            raise CheckpointError(f"{to} cannot be written: {error.strerror}.") from error
-        try:
             if to.suffix == ".pt":
                 torch.save(
                     values | {alias: values[first] for alias, first in aliases.items()}, aside
@@ -110,8 +108,12 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
                 safetensors.torch.save_file(values, aside, {"format": "pt"} | aliases)
                 aside.chmod(0o666 & ~umask())  # safetensors writes for the owner alone
             aside.replace(to)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{to} cannot be written: {why}.") from error
         finally:
-            aside.unlink(missing_ok=True)
+            with suppress(OSError):  # the folder may be none
+                aside.unlink(missing_ok=True)
         return len(values)
 
 

@@ -49,13 +49,10 @@ def announce_batch(world: World, recipe: Recipe, parts: int | None) -> None:
     stages (None: whole, from one to the next), and what promise 1 does not cover."""
     if recipe.settings.quiet:
         return
-    line = _batch_line(world)
-    if recipe.line is None:
-        world.print(line)
-    elif parts is not None:
-        world.print(f"{line}; each goes through the stages in {many(parts, 'part')}")
-    else:
-        world.print(line)
+    world.print(_batch_line(world))
+    if recipe.line is not None and parts is not None:
+        world.print(f"  it goes through the stages in {many(parts, 'part')}")
+    elif recipe.line is not None and recipe.line.cut.stages == recipe.line.group.size:
         world.print(_in_turn_line(recipe))
     outside = outside_promise(recipe) if recipe.shards is None else []
     if outside:

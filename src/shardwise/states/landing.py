@@ -34,15 +34,17 @@ class Landing:
 
         def memory(start: int, end: int) -> list[Tensor]:
             """That of the elements [start, end), in order."""
-            if own is None:
-                return [buffer[start:end]]
             first, last = apart
+            if own is None or end <= first or start >= last:
+                return [buffer[start:end]]
+            if first <= start and end <= last:
+                return [own[start - first : end - first]]
             found = [
                 buffer[start : min(end, first)],
                 own[max(start - first, 0) : max(min(end, last) - first, 0)],
                 buffer[max(start, last) : max(end, last)],
             ]
-            return [each for each in found if each.numel()] or found[:1]
+            return [each for each in found if each.numel()]
 
         end = 0
         for slot, form in zip(bucket.slots, tracked, strict=True):

@@ -256,16 +256,16 @@ class Reduction:
         Done once steps turn out to have several micro-batches: their sum would soon be too large
         for 16 bits to add another one to.
         """
-        for rest in self.rests:
-            if rest.reduced.dtype not in NARROW:
-                continue
+        narrow = [rest for rest in self.rests if rest.reduced.dtype in NARROW]
+        for rest in narrow:
             if rest.kept is None:
                 rest.tally.widen()
             else:
                 rest.kept = rest.kept.float()
                 mine = InMemory(rest.kept[rest.own[0] : rest.own[1]])
                 rest.tally = Tally([mine], (), rest.kind[1])
-        self._landings.clear()
+        if narrow:
+            self._landings.clear()
 
     def clear(self) -> None:
         """Forget the sums of this step, once no other rank reads a kept buffer any more.

@@ -282,8 +282,14 @@ def test_export_into_a_folder_that_is_not_there(whole, tmp_path):
     (tmp_path / "file").touch()
     _, _, error = ran("export", whole, tmp_path / "file" / "m.pt")
     assert "m.pt cannot be written" in str(error)
+    (tmp_path / "folder.pt").mkdir()
+    _, _, error = ran("export", whole, tmp_path / "folder.pt")
+    assert "folder.pt cannot be written" in str(error)
+    assert not list(tmp_path.glob(".*.partial"))
 
 
 def test_a_step_that_is_not_there(whole):
+    (whole / ".step-9.partial").mkdir()
+    (whole / ".step-9.partial" / "checkpoint.json").touch()
     _, _, error = ran("verify", whole / "step-7")
     assert str(error).endswith(f"In {whole} there are step-3.")
