@@ -140,7 +140,7 @@ def _run(words: tuple[str, ...], **given: Any) -> int:
     _check(settings)
     if not words:
         raise LaunchError("What shall be run? For example: shardwise run -n 2 train.py")
-    _mention_misplaced(words[1:], OF_THE_SIZE if given.get("size") is None else set())
+    _mention_misplaced(words[1:], OF_THE_SIZE if given.get("size") is None else ())
     return start.run(start.Asked(words=words, settings=settings, **given))
 
 

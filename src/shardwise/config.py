@@ -415,7 +415,7 @@ def unknown_key(name: str, known: Iterable[str], source: str) -> ConfigError:
             return ConfigError(f"{said} {alone} is a flag of shardwise run alone: give it there.")
     if source.startswith(FILE):
         known = [each.replace("_", "-") for each in known]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]}?" if near else f"Known are: {', '.join(known)}."
     return ConfigError(f"{said} {hint}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from shardwise.checkpoint.folders import DOCUMENT, complete
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.checkpoint.reader import Safetensors, open_set
 from shardwise.errors import BrokenCheckpoint, CheckpointError
-from shardwise.model.export import umask
+from shardwise.model.export import written_aside
 
 
 @dataclass(frozen=True)
@@ -96,24 +96,16 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
         values = {name: tensors.whole(name) for name in sorted(tensors.specs)}
         _check_all(opened, kind, values)
         aliases = {k: v for k, v in tensors.metadata.items() if v in values}
-        aside = to.with_name(f".{to.name}.partial")
         try:
-            to.parent.mkdir(parents=True, exist_ok=True)
-            aside.touch()
-            if to.suffix == ".pt":
-                torch.save(
-                    values | {alias: values[first] for alias, first in aliases.items()}, aside
-                )
-            else:
-                safetensors.torch.save_file(values, aside, {"format": "pt"} | aliases)
-                aside.chmod(0o666 & ~umask())  # safetensors writes for the owner alone
-            aside.replace(to)
+            with written_aside(to) as aside:
+                if to.suffix == ".pt":
+                    twins = {alias: values[first] for alias, first in aliases.items()}
+                    torch.save(values | twins, aside)
+                else:
+                    safetensors.torch.save_file(values, aside, {"format": "pt"} | aliases)
         except (OSError, RuntimeError, SafetensorError) as error:
             why = getattr(error, "strerror", None) or error
             raise CheckpointError(f"{to} cannot be written: {why}.") from error
-        finally:
-            with suppress(OSError):  # the folder may be none
-                aside.unlink(missing_ok=True)
         return len(values)
 
 

@@ -70,6 +70,7 @@ class Backwards(Resumable):
         """
         habits.check_loss(loss)
         batch = self._begin_backward(weighted=weight is not None)
+        self._announce(None)
         if last is None:
             last = batch.last if batch is not None else True
         given, weight = weight is not None, weight_of(weight, batch)
@@ -100,8 +101,9 @@ class Backwards(Resumable):
         is what keeps all workers busy; without, it is what the two lines do. The result, 0-dim in
         fp64, is known on all ranks of the replica. Raises as `backward` does.
         """
+        given = self._begin_backward(weighted=weight is not None)
         count = micro_batches.count_of(self.settings, batch, self._recipe.group)
-        given = self._begin_backward(weighted=weight is not None, parts=count)
+        self._announce(count)
         cut = micro_batches.parts_of(batch, count)
         empty = given is not None and given.samples == 0
         parts = [
@@ -176,20 +178,22 @@ class Backwards(Resumable):
             collecting=self._collecting,
         )
 
-    def _begin_backward(self, *, weighted: bool, parts: int | None = None) -> Batch | None:
-        """Look whether a backward may come now, and of which batch, which goes through the stages
-        in so many `parts`."""
+    def _begin_backward(self, *, weighted: bool) -> Batch | None:
+        """Look whether a backward may come now, and of which batch."""
         habits.check_block(
             averaged=self._averaged, uneven=self._uneven, whole=self._recipe.is_whole
         )
         self._leave_if_asked()
         self._held.look_for_changes()
         batch = self.world.feed.batch_of_loss(weighted=weighted)
+        self._check_gradients()
+        return batch
+
+    def _announce(self, parts: int | None) -> None:
+        """Say of the first batch how it goes: through the stages in so many `parts`, or whole."""
         if not self._announced:
             self._announced = True
             start_lines.announce_batch(self.world, self._recipe, parts)
-        self._check_gradients()
-        return batch
 
     @contextmanager
     def _collecting(

@@ -78,7 +78,7 @@ class Link:
                 self._received += data
             self.is_open = False
         except BlockingIOError:
-            pass
+            pass  # all that has come is read
         except OSError:
             self.is_open = False
         *lines, rest = self._received.split(b"\n")

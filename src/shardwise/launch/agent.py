@@ -170,7 +170,7 @@ class Agent:
         try:
             self._out = self._out[os.write(OUT, self._out) :]
         except BlockingIOError:
-            pass
+            pass  # it takes none of it now; the selector says when
         except OSError:  # nobody reads: the connection is gone
             self._open, self._out = False, b""
         if self._out and not waiting:

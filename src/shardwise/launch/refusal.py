@@ -1,7 +1,7 @@
 """What a user asked for and cannot have: a sentence says it all, a traceback of ours says nothing.
 
 sw.init, sw.Engine, sw.Loader, hvd.init ─▶ our frames only ─▶ an error of ours     a refusal
-                             ─▶ a frame of the user's ─▶ any error      no refusal
+                                        ─▶ a frame of the user's ─▶ any error      no refusal
 """
 
 from __future__ import annotations

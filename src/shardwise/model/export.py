@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
@@ -15,19 +17,25 @@ def write_safetensors(model: nn.Module, path: str | PathLike[str]) -> None:
 
     Tied weights are written once; the metadata names the alias as safetensors' `save_model` does.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tensors, metadata = _plain_tensors(model)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with written_aside(Path(path)) as aside:
+        tensors, metadata = _plain_tensors(model)
         safetensors.torch.save_file(tensors, aside, metadata)
-        aside.chmod(0o666 & ~umask())  # safetensors writes for the owner alone
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """Gives the place of a file that becomes `path` once it is whole; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield aside
+        aside.chmod(0o666 & ~_umask())  # safetensors writes for the owner alone
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
 
 
-def umask() -> int:
+def _umask() -> int:
     """The process's mask for new files, which can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -34,17 +35,14 @@ class Landing:
 
         def memory(start: int, end: int) -> list[Tensor]:
             """That of the elements [start, end), in order."""
-            first, last = apart
-            if own is None or end <= first or start >= last:
+            if own is None:
                 return [buffer[start:end]]
-            if first <= start and end <= last:
-                return [own[start - first : end - first]]
-            found = [
-                buffer[start : min(end, first)],
-                own[max(start - first, 0) : max(min(end, last) - first, 0)],
-                buffer[max(start, last) : max(end, last)],
+            first, last = apart
+            borders = sorted({border for border in apart if start < border < end})
+            return [
+                own[a - first : b - first] if first <= a < last else buffer[a:b]
+                for a, b in pairwise([start, *borders, end])
             ]
-            return [each for each in found if each.numel()]
 
         end = 0
         for slot, form in zip(bucket.slots, tracked, strict=True):

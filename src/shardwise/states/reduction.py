@@ -76,9 +76,10 @@ class Rest:
 
     @property
     def in_place(self) -> Tensor | None:
-        """Memory that a sum can come to without a copy."""
+        """Memory that the next sum can come to without a copy: the first of a step."""
         held = self.tally.levels[0]
-        return held.tensor if self.kept is None and isinstance(held, InMemory) else None
+        free = self.kept is None and not self.awaited
+        return held.tensor if free and isinstance(held, InMemory) else None
 
     def take_in(self, part: Tensor) -> Handle:
         """Add `part`, a sum over the ranks, to this step's.
@@ -193,8 +194,7 @@ class Reduction:
         """Start to reduce `buffer`, a bucket's gradients of this rank; those of the slots
         `elsewhere` are there, flat, and those of its own interval in what `onto` gave, if that is
         given: not in the buffer."""
-        # The first sum of a step goes straight to where it rests.
-        into = rest.in_place if not rest.awaited else None
+        into = rest.in_place
         rest.squares.announce()
         each = rest.squares.add if self._summation.measure is None else None
         how = Sum(self._exact_sum, self._summation.in_tree, each)
@@ -291,7 +291,7 @@ class Reduction:
     def onto(self, rest: Rest) -> Tensor | None:
         """Where this rank's own interval of a bucket's gradients can be collected apart from the
         buffer, since the sum is made there; None where it must be in the buffer."""
-        place = None if rest.awaited else rest.in_place
+        place = rest.in_place
         if place is None or not (self._scatter and self._group.sums_onto):
             return None
         return place if (place.dtype, place.device) == rest.kind else None
