@@ -423,6 +423,81 @@ def test_graphs_over_a_recorded_backward(group, ranks):
     on(group, ranks)(bends_of_slopes)
 
 
+# -- hooks and transforms around a forward ----------------------------------------------------
+
+
+class Turned(nn.Module):
+    """What autograd saves of its weights is conjugated."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.complex128)
+        self.turn = nn.Parameter(torch.rand(WIDTH, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (self.linear(x) * self.turn.conj()).conj()
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Turned() for _ in range(3))
+
+    def forward(self, x):
+        x = x.to(torch.complex128)
+        for block in self.blocks:
+            x = block(x)
+        return x.abs()
+
+
+def seeded_complex():
+    torch.manual_seed(3)
+    return Complex()
+
+
+def moved_by_others(world):
+    """Hooks of the user's own move what autograd saves, in one forward of two."""
+    model, plain = seeded_complex(), seeded_complex()
+    engine, optimizer = sharded(model), adamw(plain)
+
+    def loss_of(model, x):
+        with torch.autograd.graph.save_on_cpu():
+            loss = model(x).square().mean()
+        return loss + model(x + 1).square().mean()
+
+    for step in range(3):
+        x = world.share(batch(step))
+        engine.backward(loss_of(model, x), weight=len(x))
+        engine.step()
+        optimizer.zero_grad()
+        loss_of(plain, batch(step)).backward()
+        optimizer.step()
+    same_weights(engine, model, plain)
+
+
+@every_size
+def test_saved_tensors_that_others_move(group, ranks):
+    on(group, ranks)(moved_by_others)
+
+
+def transformed(world):
+    """torch.func.grad over the model, where no hooks save notes: torch would refuse them."""
+    model, plain = seeded(Stack), seeded(Stack)
+    engine, optimizer = sharded(model), adamw(plain)
+    for step in range(3):
+        mine, theirs = (
+            torch.func.grad(lambda x, m=m: m(x).square().sum())(batch(step)) for m in (model, plain)
+        )
+        assert torch.allclose(mine, theirs)
+        train(world, engine, model, squares, [step])
+        train_plain(plain, optimizer, squares, [step], size=world.size)
+    same_weights(engine, model, plain)
+
+
+def test_transforms(group):
+    on(group, "3 shared")(transformed)
+
+
 # -- several at once --------------------------------------------------------------------------
 
 

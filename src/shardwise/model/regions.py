@@ -197,7 +197,9 @@ class _Notes:
         with torch._C.DisableTorchFunction():
             note = self._note_of(tensor)
             if note is not None:
-                return tensor.clone() if tensor.is_conj() or tensor.is_neg() else note
+                if not (tensor.is_conj() or tensor.is_neg()):
+                    return note
+                tensor = tensor.clone()
         return tensor if self._outer is None else self._outer[0](tensor)
 
     @_untraced

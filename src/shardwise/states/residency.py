@@ -75,7 +75,7 @@ class Residency:
         self._group = group
         self.keeps = parameters.lie_whole
         """Whether what is shown stays to the end of backward, since that costs nothing."""
-        self._gathers = InPlace() if self.keeps else ByAllGather(group)
+        self._gathers = InPlace(parameters.slabs) if self.keeps else ByAllGather(group)
         self._turns = Turns([unit.name for unit in units], self._agree)
         self._inside = inside
         self.part: int | None = None
