@@ -2,7 +2,7 @@
 
 Each unit's modules are *doors*: a forward that enters one needs the unit until it leaves. For
 backward, a hook on the outputs says that it comes to the unit, and what autograd saves of the
-unit's parameters is replaced by a note of where they are, unless they are kept where they are.
+unit's parameters is replaced by a note of where they are.
 """
 
 from __future__ import annotations
@@ -50,15 +50,11 @@ class Keeper(Protocol):
     def enter(self, number: int, door: int, module: nn.Module) -> None:
         """Unit `number` is needed from now on, by `module`."""
 
-    def leave(self, number: int, *, failed: bool, announced: bool) -> None:
-        """It is needed no longer; `announced`: a backward that comes to it will say so."""
+    def leave(self, number: int, *, failed: bool) -> None:
+        """It is needed no longer."""
 
     def touch(self, number: int) -> None:
         """It is needed in a backward."""
-
-    @property
-    def keeps(self) -> bool:
-        """Whether what it shows stays to the end of backward: autograd can keep it itself."""
 
     @property
     def note_of(self) -> Callable[[Tensor], Note | None]:
@@ -107,10 +103,6 @@ class _Opened:
     before: BaseException | None
 
 
-_UNDERSTOOD = (Tensor, bool, int, float, complex, str, bytes, type(None))
-"""What a module returns besides tensors that leads to no others."""
-
-
 class Door:
     """The hooks on one module. A copy of the model has doors that do nothing."""
 
@@ -157,18 +149,13 @@ class Door:
         failed = error is not None and error is not opened.before
         if opened.saving is not None:
             opened.saving.__exit__()
-        announced = not opened.recording or self._announce(output)
+        if opened.recording:
+            for tensor in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(self._reached)  # type: ignore[no-untyped-call]
         ignored = suppress(CollectiveError) if failed else nullcontext()  # the first error is shown
         with ignored, torch._C.DisableTorchFunction():
-            self._keeper.leave(self._number, failed=failed, announced=announced)
-
-    def _announce(self, output: Any) -> bool:
-        """Let backward say when it comes to `output`; whether all of it was understood."""
-        leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._reached)  # type: ignore[no-untyped-call]
-        return all(isinstance(leaf, _UNDERSTOOD) for leaf in leaves)
+            self._keeper.leave(self._number, failed=failed)
 
     @_untraced
     def _reached(self, grad: Tensor) -> None:
@@ -211,11 +198,8 @@ class _Notes:
 
 
 def _saving(keeper: Keeper) -> saved_tensors_hooks | None:
-    """The hooks that save notes; None inside a door of the same `keeper`, whose hooks do, and
-    where none are needed: hooks further out would take what they see."""
+    """The hooks that save notes; None inside a door of the same `keeper`, whose hooks do."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if outer is None and keeper.keeps:
-        return None
     around = getattr(outer[0], "__self__", None) if outer is not None else None
     if isinstance(around, _Notes) and around.keeper is keeper:
         return None

@@ -106,15 +106,18 @@ class InPlace(Gathers):
 
     collective = False
 
-    def __init__(self, slabs: Sequence[Slab]) -> None:
-        # Made before any forward: inside torch.func.grad views would be wrapped.
-        self._wholes = {
-            slab: whole_of(slab, slab.common) for slab in slabs if slab.common is not None
-        }
+    def __init__(self) -> None:
+        self._wholes: dict[Slab, Whole] = {}
 
     def start(self, slabs: Sequence[Slab]) -> Gather:
         """The buckets as they lie."""
-        return there([self._wholes[slab] for slab in slabs])
+        return there([self._whole(slab) for slab in slabs])
+
+    def _whole(self, slab: Slab) -> Whole:
+        if slab not in self._wholes:
+            assert slab.common is not None
+            self._wholes[slab] = whole_of(slab, slab.common)
+        return self._wholes[slab]
 
     def give_back(self, gather: Gather) -> None:
         """Nothing to free."""

@@ -10,9 +10,6 @@ reaches its outputs, or when an operation asks for what it saved:
 Gathers that are collective follow `turns`; the next unit is on its way while one computes. The
 last unit of a pass, the rest of the model around the others, stays whole from the end of forward
 until backward has ended.
-
-Where every bucket lies whole in memory that the ranks share, showing costs nothing but Python:
-autograd keeps parameters themselves instead of notes, and a backward shows all units as it opens.
 """
 
 from __future__ import annotations
@@ -73,9 +70,8 @@ class Residency:
         self._parameters = parameters
         self.units = units
         self._group = group
-        self.keeps = parameters.lie_whole
-        """Whether what is shown stays to the end of backward, since that costs nothing."""
-        self._gathers = InPlace(parameters.slabs) if self.keeps else ByAllGather(group)
+        shared = all(slab.common is not None for unit in units for slab in unit.slabs)
+        self._gathers = InPlace() if shared else ByAllGather(group)
         self._turns = Turns([unit.name for unit in units], self._agree)
         self._inside = inside
         self.part: int | None = None
@@ -88,7 +84,6 @@ class Residency:
         self._tape: list[Hashable] = []
         self._backwards = 0
         self._uneven = False
-        self._unannounced = False
         self._places = Places()
         self._whole: dict[Unit, None] = {}
         self.settled()
@@ -124,10 +119,8 @@ class Residency:
         self.units[number].depth += 1
         self._need(number)
 
-    def leave(self, number: int, *, failed: bool, announced: bool) -> None:
-        """A module's forward has ended, or failed. A backward that comes to it says so, if it is
-        `announced`."""
-        self._unannounced |= not announced
+    def leave(self, number: int, *, failed: bool) -> None:
+        """A module's forward has ended, or failed."""
         unit = self.units[number]
         if not unit.depth:
             return  # it failed before it began
@@ -155,9 +148,6 @@ class Residency:
         self._close_dead_backward()
         self._backwards += 1
         self._open(("backward", self._backwards, self.part, *self._tape))
-        if self.keeps:
-            for number in range(len(self.units)):
-                self._need(number)
 
     def close_backward(self, *, keep_graph: bool = False, failed: bool = False) -> None:
         """A backward has ended, or failed; with `keep_graph` another one may follow over it."""
@@ -178,7 +168,6 @@ class Residency:
 
     def touch(self, number: int) -> None:
         """Unit `number` is needed in a backward."""
-        self._unannounced |= torch.is_grad_enabled()  # it is recorded: for a backward over it
         if self._pass is None:
             # A backward of the user's own: torch.autograd.grad, or another engine's.
             self.open_backward()
@@ -188,7 +177,7 @@ class Residency:
     def _need(self, number: int) -> None:
         if self.units[number].gather is not None:
             return
-        if self._is_backward() and not self.keeps:
+        if self._is_backward():
             self._let_go_of_all(but_lasting=True)
         self._acquire(number)
 
@@ -231,8 +220,8 @@ class Residency:
     def settled(self) -> None:
         """Parameters have changed: show those that are always shown anew. Collective."""
         self._places.generation += 1
-        self._forget()
-        self._let_go_of_all()
+        self._tape.clear()
+        self._backwards = 0
         for number, unit in enumerate(self.units):
             if unit.always:
                 self._put_to_rest(unit)
@@ -283,7 +272,7 @@ class Residency:
             self._put_to_rest(unit)
             for tracked in unit.tracked:
                 refuse_copies(tracked)
-        if unit.always or (self.keeps and self._unannounced):
+        if unit.always:
             self._show(number, self._gathers.start(unit.slabs))
 
     def resting(self) -> list[Tensor]:
@@ -312,14 +301,9 @@ class Residency:
         self._depth, self._pass = 0, None
         for unit in self.units:
             unit.depth = 0
-        self._forget()
         self._let_go_of_all()
-
-    def _forget(self) -> None:
-        """No backward will come any more."""
         self._tape.clear()
         self._backwards = 0
-        self._unannounced = False
 
     def close(self) -> None:
         """Nothing will be shown any more."""
@@ -395,9 +379,8 @@ class Residency:
             self._places.add(whole.flat, number, index)
 
     def _let_go(self, unit: Unit) -> None:
-        """Put a unit to rest, unless it is needed: always, in a forward under way, or in a
-        backward that may come without a word."""
-        if not (unit.depth or unit.always or (self.keeps and self._unannounced)):
+        """Put a unit to rest, unless it is needed: always, or in a forward under way."""
+        if not (unit.depth or unit.always):
             self._put_to_rest(unit)
 
     def _let_go_of_all(self, *, but_lasting: bool = False) -> None:

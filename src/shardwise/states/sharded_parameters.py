@@ -157,11 +157,6 @@ class ShardedParameters(Parameters):
         for told in self._watchers:
             told()
 
-    @property
-    def lie_whole(self) -> bool:
-        """Whether every bucket lies whole in memory that the ranks share."""
-        return all(slab.common is not None for slab in self.slabs)
-
     def meet(self) -> None:
         """Where ranks share memory, wait until all are done with reading or writing it."""
         if any(slab.common is not None for slab in self.slabs):
