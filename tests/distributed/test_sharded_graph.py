@@ -135,8 +135,45 @@ def backward_twice(world):
     same_weights(engine, model, plain)
 
 
+class Aside(Block):
+    """Keeps something for the loss that it does not return."""
+
+    def forward(self, x):
+        self.aside = self.norm(x).square().sum()
+        return super().forward(x)
+
+
+class AsideStack(Stack):
+    def __init__(self):
+        super().__init__(block=Aside)
+
+
+def two_forwards_aside(world):
+    """Both forwards come before both backwards, over what the blocks did not return."""
+    model, plain = seeded(AsideStack), seeded(AsideStack)
+    engine, optimizer = sharded(model), adamw(plain)
+
+    def losses_of(model, x):
+        for part in (x, x + 1):
+            model(part)
+            yield sum(block.aside for block in model.blocks) / len(x)
+
+    for step in range(4):
+        x = world.share(batch(step))
+        for loss in list(losses_of(model, x)):
+            engine.backward(loss, weight=len(x))
+        engine.step()
+        optimizer.zero_grad()
+        (0.5 * sum(losses_of(plain, batch(step)))).backward()
+        optimizer.step()
+    same_weights(engine, model, plain)
+
+
+BACKWARDS = [several_micro_batches, two_forwards_first, two_forwards_aside, backward_twice]
+
+
 @every_size
-@pytest.mark.parametrize("case", [several_micro_batches, two_forwards_first, backward_twice])
+@pytest.mark.parametrize("case", BACKWARDS)
 def test_backwards(group, ranks, case):
     on(group, ranks)(case)
 
@@ -328,33 +365,11 @@ class OpaqueStack(Stack):
         return Opaque(nn.functional.rms_norm(super().forward(x), (2,), self.scale) * self.scale)
 
 
-class Aside(Block):
-    """Keeps something for the loss that it does not return."""
-
-    def forward(self, x):
-        self.aside = self.norm(x).square().sum()
-        return super().forward(x)
-
-
-class AsideStack(Stack):
-    def __init__(self):
-        super().__init__(block=Aside)
-
-
 def opened(out):
     return out.value if isinstance(out, Opaque) else out
 
 
-def asides(model, x, step, rank):
-    """Two forwards, then two backwards over what their blocks kept aside."""
-    losses = []
-    for part in (x, x + 1):
-        model(part)
-        losses.append(sum(block.aside for block in model.blocks) / len(x))
-    return losses
-
-
-def two_graphs(model, x, step, rank):
+def two_graphs(model, x):
     """The gradient of a second graph, asked for after a backward over the first."""
     first, second = (opened(model(part)).square().mean() for part in (x, x.flip(0) + 1))
     yield first
@@ -370,7 +385,7 @@ def slopes(world, kind):
     model, plain = seeded(kind), seeded(kind)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(3):
-        mine, theirs = (two_graphs(m, batch(step), step, 0) for m in (model, plain))
+        mine, theirs = (two_graphs(m, batch(step)) for m in (model, plain))
         engine.backward(next(mine))
         next(theirs).backward()
         assert torch.allclose(next(mine), next(theirs))
@@ -385,26 +400,6 @@ def slopes(world, kind):
 @pytest.mark.parametrize("kind", [Stack, OpaqueStack])
 def test_gradients_of_a_second_graph(group, ranks, kind):
     on(group, ranks)(slopes, kind)
-
-
-def two_asides(world):
-    model, plain = seeded(AsideStack), seeded(AsideStack)
-    engine, optimizer = sharded(model), adamw(plain)
-    for step in range(3):
-        x = world.share(batch(step))
-        for loss in asides(model, x, step, world.rank):
-            engine.backward(loss, weight=len(x))
-        engine.step()
-        for loss in asides(plain, batch(step), step, 0):
-            (loss / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    same_weights(engine, model, plain)
-
-
-@every_size
-def test_two_backwards_over_what_is_not_returned(group, ranks):
-    on(group, ranks)(two_asides)
 
 
 def bends_of_slopes(world):
@@ -459,7 +454,7 @@ def test_graphs_over_a_recorded_backward(group, ranks, case):
     on(group, ranks)(case)
 
 
-# -- hooks around a forward --------------------------------------------------------------
+# -- hooks around a forward -------------------------------------------------------------------
 
 
 class Turned(nn.Module):
@@ -486,34 +481,16 @@ class Complex(nn.Module):
         return x.abs()
 
 
-def seeded_complex():
-    torch.manual_seed(3)
-    return Complex()
-
-
-def moved_by_others(world):
+def half_moved_by_others(model, x, step, rank):
     """Hooks of the user's own move what autograd saves, in one forward of two."""
-    model, plain = seeded_complex(), seeded_complex()
-    engine, optimizer = sharded(model), adamw(plain)
-
-    def loss_of(model, x):
-        with torch.autograd.graph.save_on_cpu():
-            loss = model(x).square().mean()
-        return loss + model(x + 1).square().mean()
-
-    for step in range(3):
-        x = world.share(batch(step))
-        engine.backward(loss_of(model, x), weight=len(x))
-        engine.step()
-        optimizer.zero_grad()
-        loss_of(plain, batch(step)).backward()
-        optimizer.step()
-    same_weights(engine, model, plain)
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(x).square().mean()
+    return loss + model(x + 1).square().mean()
 
 
 @every_size
 def test_saved_tensors_that_others_move(group, ranks):
-    on(group, ranks)(moved_by_others)
+    on(group, ranks)(agree, Complex, half_moved_by_others)
 
 
 # -- several at once --------------------------------------------------------------------------
