@@ -35,6 +35,14 @@ def words(
     return f"\nshardwise: {head}.{last}\n"
 
 
+def copies(size: int) -> str:
+    """The closing words of a run of `size` ranks, none of which joined the others."""
+    return (
+        f"\nshardwise: no rank called sw.init, so {size} copies of the script have run, each by "
+        "itself with all of the work. To train as one: world = sw.init() and an sw.Engine.\n"
+    )
+
+
 def refusal(sentence: str, ranks: Sequence[int], size: int) -> str:
     """The closing words of a run in which `ranks`, of `size`, died of one `sentence`; the others
     were ended before they came to it."""

@@ -40,6 +40,11 @@ class Job:
         """The number of ranks."""
         return sum(share.count for share in self.shares)
 
+    @property
+    def is_python(self) -> bool:
+        """Whether it runs Python, of which a rank that calls sw.init is expected."""
+        return self.module or self.words[0].endswith(".py")
+
     def console(self, environ: Mapping[str, str]) -> Console:
         """The screen that this run needs."""
         piped = self.log_dir is not None or self.shown is not None or len(self.shares) > 1

@@ -35,7 +35,14 @@ def _once(job: Job, way: Way, console: Console, signals: Signals) -> Ending:
     """Reach all hosts, start all ranks, and watch them to their end."""
     with ExitStack() as stack:
         voices = job.voices(console)
-        supervisor = Supervisor(console, voices, signals, grace=job.grace, hosts=_names(job.shares))
+        supervisor = Supervisor(
+            console,
+            voices,
+            signals,
+            grace=job.grace,
+            joins=job.is_python,
+            hosts=_names(job.shares),
+        )
         stack.enter_context(closing(supervisor))
         remotes = stack.enter_context(_agents(job, way, supervisor, console.err.lines))
         address, port = _prepare(job, remotes, supervisor)

@@ -52,7 +52,8 @@ class Supervisor:
     """The ranks of one run, from their start to the closing words.
 
     `voices` are those of all ranks, `hosts` the names of their hosts where there are several.
-    `grace` is the seconds between asking and killing.
+    `grace` is the seconds between asking and killing. `joins`: the ranks are expected to call
+    sw.init.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Supervisor:
         signals: Signals,
         *,
         grace: float,
+        joins: bool = False,
         hosts: Mapping[int, str] | None = None,
     ) -> None:
         self.selector = selectors.DefaultSelector()
@@ -69,6 +71,7 @@ class Supervisor:
         self._voices = voices
         self._signals = signals
         self._grace = grace
+        self._joins = joins
         self._hosts = hosts or {}
         self._sites: Sequence[Site] = ()
         self._plan = Plan()
@@ -214,7 +217,15 @@ class Supervisor:
         if lost and (judged is None or verdict.is_consequence(judged, reports)):
             failure = Failure(what="a host", why=self._losses[0], progress=self._progress())
             return Ending(code=1, words=lost, failure=failure)
-        return Ending(code=0) if judged is None else self._blame(judged, reports, refused)
+        if judged is None:
+            return Ending(code=0, words=closing.copies(len(self._voices)) if self._apart else "")
+        return self._blame(judged, reports, refused)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether ranks that should have been one run have not heard of each other."""
+        several = self._joins and len(self._voices) > 1
+        return several and all(d.progress is None for d in self._departures.values())
 
     def _show_what_was_left_to_us(self, reports: Mapping[int, Report], *, alike: bool) -> None:
         """Let each rank say what it was refused, in its log alone where it is the same for all."""
