@@ -149,9 +149,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("options", [{"micro": 1}, {"micro": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (1, {"micro": 1}),
+        pytest.param(1, {"micro": 3}, marks=pytest.mark.full),
+        pytest.param(2, {"micro": 1}, marks=pytest.mark.full),
+        (2, {"micro": 3}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("size", [1, 2])
 def test_a_late_accelerator_gives_the_same_bits(group, size, case, options):
     zero, tiers = case
     group(size, transport="gloo")(apart, options | {"zero": zero}, _tiers(*tiers))

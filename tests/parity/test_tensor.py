@@ -97,7 +97,9 @@ def test_an_mlp_by_plan_in_every_row(group, plain, size, tensor, row):
     _compare(group, plain, _problem("odd_mlp"), MLP, size, tensor, zero=row)
 
 
-@pytest.mark.parametrize(("size", "tensor"), [(2, 2), (3, 3), (4, 4)])
+@pytest.mark.parametrize(
+    ("size", "tensor"), [(2, 2), (3, 3), pytest.param(4, 4, marks=pytest.mark.full)]
+)
 def test_a_gpt_as_it_is_found(group, plain, size, tensor):
     problem = _problem("splittable_gpt")
     _compare(group, plain, problem, None, size, tensor, found=6, zero=tensor % 4)
@@ -130,7 +132,7 @@ def test_what_it_can_be_had_with(group, plain, options):
         (2, 2, None, {"zero": 0}),
         (3, 3, TIED, {"zero": 2}),
         pytest.param(4, 2, TIED, {"zero": 1}, marks=pytest.mark.full),
-        (4, 2, None, {"zero": 3}),
+        pytest.param(4, 2, None, {"zero": 3}, marks=pytest.mark.full),
         (4, 2, TIED, {"zero": 3, "activations": "recomputed"}),
         pytest.param(
             *(4, 2, TIED, {"zero": 3, "apart": {"transport": "gloo"}}), marks=pytest.mark.full

@@ -39,7 +39,9 @@ def test_the_mnist_example(shardwise: Launcher, launcher: str) -> None:
     assert "shardwise:" not in ran.err  # no step is left out
 
 
-@pytest.mark.parametrize("launcher", ["shardwise", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", ["shardwise", pytest.param("torchrun", marks=pytest.mark.full)]
+)
 def test_the_elastic_example_loses_a_rank(shardwise: Launcher, launcher: str) -> None:
     words = started_by(launcher, "--restarts", "2")
     ran = run(shardwise, *words, str(EXAMPLES / "horovod_elastic.py"), "--fail", "35")
