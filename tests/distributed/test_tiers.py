@@ -1,7 +1,9 @@
 """States that rest on a disk, and models built without memory: nothing but the place differs."""
 
+import io
 import os
 import warnings
+from contextlib import redirect_stdout
 
 import pytest
 import torch
@@ -244,13 +246,16 @@ def described_case(world):
     model.append(nn.Linear(64, 2))
     engine = sw.Engine(model, adamw(model), zero=3, offload_optimizer=f"nvme:{on_a_disk()}")
     table = sw.engine.describe.table_of(engine._recipe, engine._states, "memory")
-    engine.describe()
+    os.environ["COLUMNS"] = "40"
+    with redirect_stdout(io.StringIO()) as printed:
+        engine.describe()
     engine.close()
-    return [list(column.cells) for column in table.columns]
+    return [list(column.cells) for column in table.columns], printed.getvalue()
 
 
 def test_describe_tells_units_and_bytes(group):
-    names, parameters, buckets, *states = group(2)(described_case)[0]
+    (names, parameters, buckets, *states), printed = group(2)(described_case)[0]
+    assert all(f" {cell} " in printed for column in (parameters, *states) for cell in column)
     assert names == ["the rest of Sequential", "0 to 2 (3 units)"]
     assert parameters == ["130", f"{3 * (64 * 64 + 64):,}"]
     assert buckets == ["1", "3"]

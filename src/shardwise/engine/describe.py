@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from rich.console import Console
 from rich.table import Table
 
 from shardwise.engine.assembly import States
@@ -56,6 +57,14 @@ def table_of(recipe: Recipe, states: States, transport: str) -> Table:
     for row in _together(rows):
         table.add_row(*row.cells)
     return table
+
+
+def show(table: Table) -> None:
+    """Print `table`, over the edge of a narrow terminal rather than with figures cut off."""
+    console = Console()
+    least = table.__rich_measure__(console, console.options).minimum
+    console.width = max(console.width, least)
+    console.print(table)
 
 
 def _title(recipe: Recipe, transport: str) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
-from rich.console import Console
 from torch import nn, optim
 
 from shardwise import config, randomness
@@ -405,7 +404,7 @@ class Engine(Backwards):
         """Print, on rank 0, a table of units and buckets with the bytes per rank and tier."""
         if self.world.is_main:
             name = self.world.collectives.name
-            Console().print(describe.table_of(self._recipe, self._states, name))
+            describe.show(describe.table_of(self._recipe, self._states, name))
 
     def close(self) -> None:
         """Give models and optimizers back as plain ones, optimizer state included. Collective.
