@@ -12,6 +12,8 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorData
 import shardwise as sw
 from shardwise.data import Loader
 
+FULL = pytest.mark.full
+
 SIZES = (1, 2, 3, 4)
 
 
@@ -86,8 +88,10 @@ def _total(ranks, epoch=0):
 # --- map-style -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro", [None, 1, 2])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "micro"),
+    [(0, None), (0, 1), (0, 2), (2, 1), *(pytest.param(2, m, marks=FULL) for m in (None, 2))],
+)
 def test_order_and_draws_do_not_depend_on_ranks_or_workers(group, num_workers, micro):
     plain = group(1)(_run, Drawing(13), 4, {"shuffle": True}, 2)
     options = {"shuffle": True, "num_workers": num_workers, "micro_batch_size": micro}
@@ -225,8 +229,10 @@ def test_a_batch_smaller_than_the_number_of_workers(group):
 # --- streams -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro", [None, 2])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "micro"),
+    [(0, None), (0, 2), (2, None), pytest.param(2, 2, marks=FULL)],
+)
 def test_a_sliced_stream_is_the_same_for_any_ranks_and_workers(group, num_workers, micro):
     plain = group(1)(_run, Stream(14), 5, {}, 2)
     assert sorted(row[0] for step in _total(plain) for row in step) == list(range(14))
