@@ -22,6 +22,18 @@ def on(group, ranks):
 WIDTH = 6
 
 
+class FailingBackward(torch.autograd.Function):
+    """Nothing in forward; raises KeyError in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("in backward")
+
+
 class Block(nn.Module):
     """A unit: two layers and a residual connection."""
 

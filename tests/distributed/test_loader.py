@@ -12,8 +12,6 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorData
 import shardwise as sw
 from shardwise.data import Loader
 
-FULL = pytest.mark.full
-
 SIZES = (1, 2, 3, 4)
 
 
@@ -90,7 +88,13 @@ def _total(ranks, epoch=0):
 
 @pytest.mark.parametrize(
     ("num_workers", "micro"),
-    [(0, None), (0, 1), (0, 2), (2, 1), *(pytest.param(2, m, marks=FULL) for m in (None, 2))],
+    [
+        (0, None),
+        (0, 1),
+        (0, 2),
+        (2, 1),
+        *(pytest.param(2, m, marks=pytest.mark.full) for m in (None, 2)),
+    ],
 )
 def test_order_and_draws_do_not_depend_on_ranks_or_workers(group, num_workers, micro):
     plain = group(1)(_run, Drawing(13), 4, {"shuffle": True}, 2)
@@ -231,7 +235,7 @@ def test_a_batch_smaller_than_the_number_of_workers(group):
 
 @pytest.mark.parametrize(
     ("num_workers", "micro"),
-    [(0, None), (0, 2), (2, None), pytest.param(2, 2, marks=FULL)],
+    [(0, None), (0, 2), (2, None), pytest.param(2, 2, marks=pytest.mark.full)],
 )
 def test_a_sliced_stream_is_the_same_for_any_ranks_and_workers(group, num_workers, micro):
     plain = group(1)(_run, Stream(14), 5, {}, 2)

@@ -9,6 +9,7 @@ from shardwise.errors import NonFiniteError, UsageError
 from tests.distributed.sharded import (
     WIDTH,
     Block,
+    FailingBackward,
     Stack,
     adamw,
     agree,
@@ -422,18 +423,6 @@ def bends_of_slopes(world):
     same_weights(engine, model, plain)
 
 
-class Failing(torch.autograd.Function):
-    """Fails in backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise KeyError
-
-
 def bend_after_a_failure(world):
     """A recorded backward is gone over after another one has failed."""
     model, plain = seeded(Stack), seeded(Stack)
@@ -443,7 +432,7 @@ def bend_after_a_failure(world):
         x = batch(0).requires_grad_()
         (slope,) = torch.autograd.grad(m(x).square().mean(), x, create_graph=True)
         with pytest.raises(KeyError):
-            backward(Failing.apply(m(batch(1))).sum())
+            backward(FailingBackward.apply(m(batch(1))).sum())
         bends += torch.autograd.grad(slope.square().sum(), x)
     assert torch.allclose(*bends)
 

@@ -9,6 +9,7 @@ from shardwise.errors import OrderError
 from tests.distributed.sharded import (
     WIDTH,
     Block,
+    FailingBackward,
     Stack,
     adamw,
     agree,
@@ -269,18 +270,6 @@ def test_a_forward_that_fails(group, ranks, at, failing):
     on(group, ranks)(failure_then_training, at, failing)
 
 
-class Explosive(torch.autograd.Function):
-    """Fails in backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise KeyError("in backward")
-
-
 def failed_backward(world):
     """Backward fails on all ranks, the engine's own or the user's; then training goes on."""
     model, plain = seeded(Stack), seeded(Stack)
@@ -288,11 +277,11 @@ def failed_backward(world):
     for step in range(4):
         x = batch(step).requires_grad_()
         if step in (0, 2):
-            out = model.head(model.blocks[1](Explosive.apply(model.blocks[0](x))))
+            out = model.head(model.blocks[1](FailingBackward.apply(model.blocks[0](x))))
             with pytest.raises(KeyError, match="in backward"):
                 engine.backward(out.sum())
         else:
-            out = model.head(model.blocks[1](Explosive.apply(model.blocks[0](x))))
+            out = model.head(model.blocks[1](FailingBackward.apply(model.blocks[0](x))))
             with pytest.raises(KeyError, match="in backward"):
                 torch.autograd.grad(out.sum(), x)
         train_alike(world, engine, model, plain, optimizer, [step])

@@ -85,10 +85,10 @@ def mpirun(component: str) -> str:
     return name
 
 
-BOTH = pytest.mark.parametrize(("component", "name"), [("openmpi", "Open MPI"), ("mpich", "MPICH")])
-EITHER = pytest.mark.parametrize(
-    ("component", "name"),
-    [("openmpi", "Open MPI"), pytest.param("mpich", "MPICH", marks=pytest.mark.full)],
+OPEN_MPI, MPICH = ("openmpi", "Open MPI"), ("mpich", "MPICH")
+BOTH = pytest.mark.parametrize(("component", "name"), [OPEN_MPI, MPICH])
+OFTEN_ONE = pytest.mark.parametrize(
+    ("component", "name"), [OPEN_MPI, pytest.param(*MPICH, marks=pytest.mark.full)]
 )
 
 
@@ -98,7 +98,7 @@ def test_mpirun(here: Launcher, expected: str, component: str, name: str) -> Non
     assert (ran.code, ran.lines()) == (0, [f"{expected} by {name} of 4"]), ran.err
 
 
-@EITHER
+@OFTEN_ONE
 def test_the_mpirun_example(here: Launcher, expected: str, component: str, name: str) -> None:
     """With a script around each rank as well, so that ranks have no parent in common."""
     (here.folder / "bin").mkdir()
@@ -240,7 +240,7 @@ class TestSlurm:
         out = on("srun", "-N2", "-n2", *torchrun, script("parity"))
         assert out == f"{expected} by torchrun of 2\n"
 
-    @EITHER
+    @OFTEN_ONE
     def test_mpirun_over_two_hosts(
         self, on: Callable[..., str], expected: str, component: str, name: str
     ) -> None:

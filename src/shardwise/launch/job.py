@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardwise.launch import program
 from shardwise.launch.child import Outlet
 from shardwise.launch.console import Console
 from shardwise.launch.crew import Task
@@ -43,7 +44,7 @@ class Job:
     @property
     def is_python(self) -> bool:
         """Whether it runs Python, of which a rank that calls sw.init is expected."""
-        return self.module or self.words[0].endswith(".py")
+        return self.module or program.is_script(self.words[0])
 
     def console(self, environ: Mapping[str, str]) -> Console:
         """The screen that this run needs."""

@@ -41,4 +41,4 @@ def words(job: Job, way: Way, here: Sequence[Share]) -> str:
 def _program(job: Job, way: Way) -> list[str]:
     if job.module:
         return [way.python, "-m", *job.words]
-    return [way.python, *job.words] if job.words[0].endswith(".py") else list(job.words)
+    return [way.python, *job.words] if job.is_python else list(job.words)

@@ -21,10 +21,15 @@ def command(name: str, arguments: tuple[str, ...], *, module: bool) -> tuple[str
         return (sys.executable, "-m", name, *arguments)
     if Path(name).is_dir():
         raise LaunchError(f"{name} is a directory; give the script in it{_example(Path(name))}.")
-    if name.endswith(".py"):
+    if is_script(name):
         _check_file(name)
         return (sys.executable, name, *arguments)
     return (_executable(name), *arguments)
+
+
+def is_script(name: str) -> bool:
+    """Whether a program of this name is Python's to run."""
+    return name.endswith(".py")
 
 
 def _check_file(name: str) -> None:
@@ -101,7 +106,7 @@ def _no_module(name: str, missing: str) -> LaunchError:
         return LaunchError(f"{name} is a package without {missing}: name a module in it.")
     hint = (
         "Did you mean to run the file without -m?"
-        if name.endswith(".py")
+        if is_script(name)
         else ("Is it spelt so, and installed for this Python?")
     )
     return LaunchError(f"There is no module {missing!r} for {sys.executable}. {hint}")

@@ -217,15 +217,14 @@ class Supervisor:
         if lost and (judged is None or verdict.is_consequence(judged, reports)):
             failure = Failure(what="a host", why=self._losses[0], progress=self._progress())
             return Ending(code=1, words=lost, failure=failure)
-        if judged is None:
-            return Ending(code=0, words=closing.copies(len(self._voices)) if self._apart else "")
-        return self._blame(judged, reports, refused)
+        if judged is not None:
+            return self._blame(judged, reports, refused)
+        return Ending(code=0, words=closing.copies(len(self._voices)) if self._apart else "")
 
     @property
     def _apart(self) -> bool:
         """Whether ranks that should have been one run have not heard of each other."""
-        several = self._joins and len(self._voices) > 1
-        return several and all(d.progress is None for d in self._departures.values())
+        return self._joins and len(self._voices) > 1 and self._progress() is None
 
     def _show_what_was_left_to_us(self, reports: Mapping[int, Report], *, alike: bool) -> None:
         """Let each rank say what it was refused, in its log alone where it is the same for all."""
