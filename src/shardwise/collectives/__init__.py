@@ -18,7 +18,7 @@
     mesh.py    the sockets between them
     arena.py   the memory
     host.py    which ranks are on one host
-    courier.py who waits for messages between hosts
+    courier.py who starts Gloo's messages, and waits for them
     roster.py  which ranks of the run a group has
 
 A flat buffer is cut into one interval per rank by `cuts`, size + 1 ascending offsets, so that

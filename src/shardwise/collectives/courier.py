@@ -1,9 +1,9 @@
-"""A thread that waits for Gloo's messages, so that nobody else has to.
+"""A thread that waits for Gloo's messages, or starts them, so that nobody else has to.
 
 Gloo moves bytes in threads of its own but tells of their arrival only to who waits. A rank that
 waited itself would keep back what others need of it meanwhile, and ranks could wait for each other
 in a circle. So the courier waits, goes on with what comes next, and rings a bell that wakes the
-rank.
+rank. To start a message takes time as well; a second thread does so in the same way.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ class Trip:
 class Courier:
     """Makes trips one after the other, and wakes who looks at `watch`, where one is given."""
 
-    def __init__(self, waits: Waits, watch: Watch | None = None) -> None:
+    def __init__(
+        self, waits: Waits, watch: Watch | None = None, name: str = "shardwise-courier"
+    ) -> None:
         self._waits = waits
+        self._name = name
         self._watch = watch
         self._bell = -1
         if watch is not None:
@@ -64,7 +67,7 @@ class Courier:
         """A trip that is over when `wait` has returned, or raised."""
         if self._thread is None:
             # A daemon, since the end of a process must not wait for a rank that never comes.
-            self._thread = threading.Thread(target=self._run, name="shardwise-courier", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         trip = Trip(self._missing)
         self._begun.put((trip, wait))
@@ -87,16 +90,21 @@ class Courier:
 
     def _run(self) -> None:
         with self._waits.helping():
-            self._make_trips()
+            while self._make_trip():
+                pass
 
-    def _make_trips(self) -> None:
-        while (begun := self._begun.get()) is not None:
-            trip, wait = begun
-            try:
-                wait()
-            except Exception as error:  # raised again where the rank waits
-                trip.end(error)
-            else:
-                trip.end(None)
-            if self._watch is not None:
-                os.eventfd_write(self._bell, 1)
+    def _make_trip(self) -> bool:
+        """Make the next one, of which nothing is kept; False when there will be no more."""
+        begun = self._begun.get()
+        if begun is None:
+            return False
+        trip, wait = begun
+        try:
+            wait()
+        except Exception as error:  # raised again where the rank waits
+            trip.end(error)
+        else:
+            trip.end(None)
+        if self._watch is not None:
+            os.eventfd_write(self._bell, 1)
+        return True

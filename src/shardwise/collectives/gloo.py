@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,17 @@ REMEMBERED = 64
 """Calls of which a rank can tell what it has sent in them."""
 
 SMALL = 1 << 14
-"""Bytes up to which ranks tell each other all of what they sum: one way of a message, not two."""
+"""Bytes up to which messages are started at once, and ranks tell each other all of what they sum:
+one way of a message, not two."""
+
+
+class Arrivals(Protocol):
+    """Waits for all messages of a call.
+
+    `then` is told, as each comes, how many have: the first of every rank, then the second ones.
+    """
+
+    def __call__(self, then: Callable[[int], None] | None = None) -> None: ...
 
 
 class Gloo(Collectives):
@@ -82,6 +92,7 @@ class Gloo(Collectives):
         self._unwaited: dict[int, list[tuple[int, dist.Work]]] = {}
         self._spare: dict[torch.dtype, list[Tensor]] = {}
         self._courier = Courier(self.lookout.waits)
+        self._clerk = Courier(self.lookout.waits, name="shardwise-clerk")
         self._sent: dict[int, dict[int, messages.Content]] = {}
         self._difference: CollectiveError | None = None
         self._channel = "all" if group is None else str(group.group_name)
@@ -105,7 +116,7 @@ class Gloo(Collectives):
 
         def sum_and_send() -> None:
             scatter.wait()
-            second_half.append(self._all_gather(second, buffer, cuts))
+            second_half.append(self._all_gather(second, buffer, cuts, here=True))
 
         # Nobody may have to wait for the second half to be begun, so none of us begins it; and
         # nobody waits for its end before the next call is summed.
@@ -166,13 +177,19 @@ class Gloo(Collectives):
         rows = dict(zip(others, split_rows(scratch, len(others), lengths), strict=True))
         sends = {rank: clipped(pieces, cuts[rank], cuts[rank + 1]) for rank in others}
         received = self.exchange("reduce-scatter", call, sends, rows)
+        in_order = [rows[rank] if rank != self.rank else own for rank in range(self.size)]
+        parts = list(zip(torch.split(target, lengths), *in_order, strict=True))
+
+        def came(number: int) -> None:
+            """Sum a piece that all have sent, while it is in the processor's cache."""
+            if number % len(others) == 0:
+                out, *terms = parts[number // len(others) - 1]
+                sum_in_rank_order(terms, out, how)
 
         def finish() -> None:
-            received()
-            in_order = [rows[rank] if rank != self.rank else own for rank in range(self.size)]
-            parts = zip(torch.split(target, lengths), *in_order, strict=True)
-            for out, *terms in parts:
-                sum_in_rank_order(terms, out, how)
+            received(came)
+            if not target.numel():
+                sum_in_rank_order([target], target, how)
             self.give_back(scratch)
 
         return Handle(advance=finish)
@@ -180,10 +197,11 @@ class Gloo(Collectives):
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
         return self._all_gather(self.number(), buffer, cuts)
 
-    def _all_gather(self, call: int, buffer: Tensor, cuts: Cuts) -> Handle:
+    def _all_gather(self, call: int, buffer: Tensor, cuts: Cuts, *, here: bool = False) -> Handle:
         own = interval(buffer, cuts, self.rank)
         receives = {rank: [interval(buffer, cuts, rank)] for rank in self._others}
-        return Handle(self.exchange("all-gather", call, dict.fromkeys(receives, (own,)), receives))
+        sends = dict.fromkeys(receives, (own,))
+        return Handle(self.exchange("all-gather", call, sends, receives, here=here))
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         is_source = self.rank == source
@@ -215,6 +233,7 @@ class Gloo(Collectives):
         return split(self, self.roster, groups, "gloo", make, self._timeout)
 
     def close(self) -> None:
+        self._clerk.close()
         self._end()
         self._courier.close()
 
@@ -228,42 +247,82 @@ class Gloo(Collectives):
         return self._calls
 
     def exchange(
-        self, what: str, call: int, sends: messages.Messages, receives: messages.Messages
-    ) -> Callable[[], None]:
+        self,
+        what: str,
+        call: int,
+        sends: messages.Messages,
+        receives: messages.Messages,
+        *,
+        here: bool = False,
+    ) -> Arrivals:
         """Start the messages to and from every other rank (empty ones are not sent); returns what
-        waits for them all."""
-        works: list[tuple[int, dist.Work]] = []
-        self._sent[call] = messages.contents(what, sends)
+        waits for them all.
+
+        Gloo sends in the thread that asks for it, as much as the socket takes, and lets that wait
+        while bytes of the same rank come in. A backward has better to do: what is large is started
+        by a thread of its own, unless it is to be started `here`.
+        """
+        sent = self._sent[call] = messages.contents(what, sends)
+        awaited = messages.contents(what, receives)
         for old in list(self._sent):  # not all calls send, and second halves come later
             if old <= call - REMEMBERED:
                 self._sent.pop(old, None)
+        works: list[tuple[int, dist.Work]] = []
+        self._unwaited[call] = works
+        start = partial(self._start, what, call, works, sends, receives)
+        if here or messages.nbytes(sends) + messages.nbytes(receives) <= SMALL:
+            start()
+            begun = None
+        else:
+            begun = self._clerk.follow(start)
+        # Not the tensors: whoever looks at this wait must not keep their memory.
+        places = messages.places(sent) | messages.places(awaited)
+        return partial(self._wait, what, call, begun, awaited, sorted(places))
+
+    def _start(
+        self,
+        what: str,
+        call: int,
+        works: list[tuple[int, dist.Work]],
+        sends: messages.Messages,
+        receives: messages.Messages,
+    ) -> None:
         for peer, start, tensors in (
             ("group_src", dist.irecv, receives),
             ("group_dst", dist.isend, sends),
         ):
-            for rank, tensor in ((r, t) for r, several in tensors.items() for t in several):
+            for rank, tensor in messages.in_turn(tensors):
                 if tensor.numel():
                     tag, to = messages.tag(what, call, tensor), {peer: rank}
                     with self._named(what, call, rank):
                         work = start(wire(tensor), group=self._group, tag=tag, **to)
                     assert work is not None
                     works.append((rank, work))
-        self._unwaited[call] = works
-        # Not the tensors: whoever looks at this wait must not keep their memory.
-        return partial(self._wait, what, call, messages.contents(what, receives))
 
-    def _wait(self, what: str, call: int, awaited: dict[int, messages.Content]) -> None:
+    def _wait(
+        self,
+        what: str,
+        call: int,
+        begun: Trip | None,
+        awaited: dict[int, messages.Content],
+        now: list[int],
+        then: Callable[[int], None] | None = None,
+    ) -> None:
+        """`now` are the places that are waited for: first all of them, then one by one."""
+        to_come = sum(len(lengths) for _, lengths, _ in awaited.values())
         self.lookout.refuse_after_failure()
-        # The place that is waited for, and first of all everyone's.
-        now = sorted({place for place, _ in self._unwaited[call]})
         compare = partial(self._compare, call, awaited, now)
         with self.lookout.waits.noted(f"{what} (call {call})", lambda: self._ranks(now), compare):
-            for place, work in self._unwaited[call]:
+            if begun is not None:
+                begun.wait()
+            for number, (place, work) in enumerate(self._unwaited[call], 1):
                 now[:] = [place]
                 with self._named(what, call, place):
                     work.wait()
                 if self._difference is not None:
                     raise self._difference
+                if then is not None and number <= to_come:  # else it was sent
+                    then(number)
         del self._unwaited[call]
 
     @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -36,6 +37,22 @@ def contents(what: str, messages: Messages) -> dict[int, Content]:
         rank: (what, tuple(t.numel() for t in tensors if t.numel()), tensors[0].dtype)
         for rank, tensors in messages.items()
     }
+
+
+def in_turn(messages: Messages) -> Iterator[tuple[int, Tensor]]:
+    """Each message with its rank: the first of every rank, then the second ones."""
+    for several in zip_longest(*messages.values()):
+        yield from ((r, t) for r, t in zip(messages, several, strict=True) if t is not None)
+
+
+def nbytes(messages: Messages) -> int:
+    """Bytes of all of them."""
+    return sum(tensor.nbytes for tensors in messages.values() for tensor in tensors)
+
+
+def places(contents: Mapping[int, Content]) -> set[int]:
+    """The ranks to which anything is sent, or of which anything is awaited."""
+    return {rank for rank, (_, lengths, _) in contents.items() if lengths}
 
 
 def as_json(content: Content) -> list[Any]:
