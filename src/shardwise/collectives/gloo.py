@@ -178,18 +178,18 @@ class Gloo(Collectives):
         sends = {rank: clipped(pieces, cuts[rank], cuts[rank + 1]) for rank in others}
         received = self.exchange("reduce-scatter", call, sends, rows)
         in_order = [rows[rank] if rank != self.rank else own for rank in range(self.size)]
-        parts = list(zip(torch.split(target, lengths), *in_order, strict=True))
+        parts = zip(torch.split(target, lengths), *in_order, strict=True)
 
         def came(number: int) -> None:
             """Sum a piece that all have sent, while it is in the processor's cache."""
             if number % len(others) == 0:
-                out, *terms = parts[number // len(others) - 1]
+                out, *terms = next(parts)
                 sum_in_rank_order(terms, out, how)
 
         def finish() -> None:
             received(came)
-            if not target.numel():
-                sum_in_rank_order([target], target, how)
+            for out, *terms in parts:  # what nobody sends: nothing, or there is nobody
+                sum_in_rank_order(terms, out, how)
             self.give_back(scratch)
 
         return Handle(advance=finish)
