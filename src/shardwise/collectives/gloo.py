@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from shardwise.collectives import messages
 from shardwise.collectives.base import Collectives, Counts, Cuts, Handle, column, slice_of
 from shardwise.collectives.courier import Courier, Trip
-from shardwise.collectives.pieces import clipped, join
+from shardwise.collectives.pieces import clipped, join, shorter
 from shardwise.collectives.pieces import rows as split_rows
 from shardwise.collectives.roster import Roster
 from shardwise.collectives.sums import PLAIN, Sum, sum_in_rank_order
@@ -43,6 +44,10 @@ REMEMBERED = 64
 SMALL = 1 << 14
 """Bytes up to which messages are started at once, and ranks tell each other all of what they sum:
 one way of a message, not two."""
+
+
+LONG = 1 << 22
+"""Bytes of a message whose content is to be summed, at most: the next one comes meanwhile."""
 
 
 class Arrivals(Protocol):
@@ -171,14 +176,17 @@ class Gloo(Collectives):
     ) -> Handle:
         """A message for each piece that another rank's interval has a part of."""
         others = self._others
-        own = clipped(pieces, cuts[self.rank], cuts[self.rank + 1])
+        by_rank = [
+            shorter(clipped(pieces, *part), LONG // pieces[0].itemsize) for part in pairwise(cuts)
+        ]
+        own = by_rank[self.rank]
         lengths = [piece.numel() for piece in own]
         scratch = self.borrow(sum(lengths) * len(others), own[0].dtype)
         rows = dict(zip(others, split_rows(scratch, len(others), lengths), strict=True))
-        sends = {rank: clipped(pieces, cuts[rank], cuts[rank + 1]) for rank in others}
-        received = self.exchange("reduce-scatter", call, sends, rows)
+        sends = {rank: by_rank[rank] for rank in others}
         in_order = [rows[rank] if rank != self.rank else own for rank in range(self.size)]
         parts = zip(torch.split(target, lengths), *in_order, strict=True)
+        received = self.exchange("reduce-scatter", call, sends, rows)
 
         def came(number: int) -> None:
             """Sum a piece that all have sent, while it is in the processor's cache."""
@@ -287,17 +295,20 @@ class Gloo(Collectives):
         sends: messages.Messages,
         receives: messages.Messages,
     ) -> None:
-        for peer, start, tensors in (
-            ("group_src", dist.irecv, receives),
-            ("group_dst", dist.isend, sends),
-        ):
-            for rank, tensor in messages.in_turn(tensors):
-                if tensor.numel():
-                    tag, to = messages.tag(what, call, tensor), {peer: rank}
-                    with self._named(what, call, rank):
+        rank = self.rank
+        try:
+            for peer, start, tensors in (
+                ("group_src", dist.irecv, receives),
+                ("group_dst", dist.isend, sends),
+            ):
+                for rank, tensor in messages.in_turn(tensors):
+                    if tensor.numel():
+                        tag, to = messages.tag(what, call, tensor), {peer: rank}
                         work = start(wire(tensor), group=self._group, tag=tag, **to)
-                    assert work is not None
-                    works.append((rank, work))
+                        assert work is not None
+                        works.append((rank, work))
+        except RuntimeError as error:
+            raise self._given_up(error, f"{what} (call {call})", rank) from error
 
     def _wait(
         self,
@@ -317,21 +328,15 @@ class Gloo(Collectives):
                 begun.wait()
             for number, (place, work) in enumerate(self._unwaited[call], 1):
                 now[:] = [place]
-                with self._named(what, call, place):
+                try:
                     work.wait()
+                except RuntimeError as error:
+                    raise self._given_up(error, f"{what} (call {call})", place) from error
                 if self._difference is not None:
                     raise self._difference
                 if then is not None and number <= to_come:  # else it was sent
                     then(number)
         del self._unwaited[call]
-
-    @contextmanager
-    def _named(self, what: str, call: int, other: int) -> Iterator[None]:
-        """Turn a transport's error into one that says which call it was, and of which ranks."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise self._given_up(error, f"{what} (call {call})", other) from error
 
     def _given_up(self, error: RuntimeError, call: str, other: int) -> CollectiveError:
         """The error to raise, told to the others; where one of them has given up, its reason."""

@@ -29,6 +29,15 @@ def clipped(pieces: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
     return found or [pieces[0][:0]]
 
 
+def shorter(pieces: Sequence[Tensor], longest: int) -> list[Tensor]:
+    """The same, none of more than `longest` elements."""
+    return [
+        part
+        for piece in pieces
+        for part in (torch.split(piece, longest) if piece.numel() > longest else (piece,))
+    ]
+
+
 def rows(flat: Tensor, count: int, lengths: Sequence[int]) -> list[Sequence[Tensor]]:
     """`flat` as `count` rows of pieces of these `lengths`."""
     each = sum(lengths)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise import tree
 
-CHUNK = 1 << 17
+CHUNK = 1 << 18
 """Elements summed at a time: a piece of every rank's row stays in the cache."""
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -62,13 +62,12 @@ def sum_in_rank_order(rows: Sequence[Tensor], out: Tensor, how: Sum) -> None:
     How the pieces are cut that `how.each` gets, one at least, depends on the length alone.
     """
     wide = how.wide(rows[0].dtype)
-    total = torch.empty(min(CHUNK, out.numel()), dtype=wide)
-    pieces = zip(*(torch.split(row, CHUNK) for row in rows), strict=True)
-    for piece, parts in zip(torch.split(out, CHUNK), pieces, strict=True):
+    for start in range(0, max(out.numel(), 1), CHUNK):
+        piece, parts = out[start : start + CHUNK], [row[start : start + CHUNK] for row in rows]
         if how.in_tree:
             sum_in_tree(parts, piece, wide, how.scale)
         else:
-            _sum(parts, piece, total[: piece.numel()], how)
+            _sum(parts, piece, wide, how)
         if how.each is not None:
             how.each(piece)
 
@@ -81,18 +80,20 @@ def sum_in_tree(
     out.copy_(total if scale == 1.0 else total * scale)
 
 
-def _sum(rows: Sequence[Tensor], out: Tensor, total: Tensor, how: Sum) -> None:
+def _sum(rows: Sequence[Tensor], out: Tensor, wide: torch.dtype, how: Sum) -> None:
     """`out` is written last, since it may be one of the rows."""
     if len(rows) == 1:
         how.scaled(out.copy_(rows[0]))
         return
     first, *middle, last = rows
-    if total.dtype != first.dtype:
-        total.copy_(first)
+    if wide != first.dtype:
+        total = first.to(wide)
         for row in [*middle, last]:
             total.add_(row)
         out.copy_(how.scaled(total))
         return
+    if middle:
+        total = torch.empty_like(first)
     for row in middle:
         first = torch.add(first, row, out=total)
     how.scaled(torch.add(first, last, out=out))

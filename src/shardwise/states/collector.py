@@ -106,19 +106,20 @@ class Collector:
         return True
 
     def complete(self) -> tuple[list[int], list[Tensor]]:
-        """Collect what is lacking and, where this backward reduces, launch the bucket.
-
-        Returns which parameters had a gradient that was not taken before, and these.
-        """
+        """Collect what is lacking; returns which parameters had a gradient that was not taken
+        before, and these."""
         buffer = self._open()
         found = self._collect(buffer)
         self.closed = True
         if self.rest.kept is buffer:
             self.filled = True
-        if self._backward.reduces:
-            self._reduction.launch(self.rest, buffer, self._elsewhere, self._onto)
-        self._elsewhere = {}
         return found
+
+    def launch(self) -> None:
+        """Send the bucket on its way, where this backward reduces."""
+        if self._backward.reduces:
+            self._reduction.launch(self.rest, self._open(), self._elsewhere, self._onto)
+        self._elsewhere = {}
 
     def abandon(self) -> None:
         """Backward has failed: forget what it has brought."""

@@ -219,7 +219,8 @@ class Gradients:
         found, grads = collector.complete()
         for index in found:
             self.used[index] = True
-        self._probe(grads)
+        self._probe(grads)  # before others need the interpreter, to send the bucket
+        collector.launch()
 
     def _probe(self, grads: list[Tensor]) -> None:
         """Look whether this rank's own gradients are finite, to name the rank if the sum is not.

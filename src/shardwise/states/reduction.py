@@ -30,7 +30,7 @@ from shardwise.timeline import recorder
 IN_FLIGHT = 2
 """Borrowed buffers that may be on their way at once; the oldest is waited for beyond that."""
 
-STRAIGHT = 1 << 18
+STRAIGHT = 1 << 19
 """Elements from which a gradient is worth messages of its own, where those save a copy."""
 
 LAG = 1

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardwise.model.precision import NARROW
 
-CHUNK = 1 << 17
+CHUNK = 1 << 18
 """Elements of which the squares are added up in the tensor's own precision."""
 
 
