@@ -201,7 +201,7 @@ def told_sums(world, numel):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("numel", [1, 300, 300_000])
+@pytest.mark.parametrize("numel", [1, 300, 2_500_000])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sums_are_told_in_pieces(group, transport, numel, size):
     group(size, transport=transport)(told_sums, numel)
@@ -357,3 +357,16 @@ def pieces_case(world, seed):
 def test_pieces_from_elsewhere(group, transport, size):
     for seed in range(8):
         group(size, transport=transport)(pieces_case, seed)
+
+
+def short_messages(world, seed):
+    """The same where a piece is several messages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo, "LONG", 4000)
+        pieces_case(world, seed)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_pieces_in_several_messages(group, size):
+    for seed in range(8):
+        group(size, transport="gloo")(short_messages, seed)

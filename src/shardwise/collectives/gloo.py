@@ -45,7 +45,6 @@ SMALL = 1 << 14
 """Bytes up to which messages are started at once, and ranks tell each other all of what they sum:
 one way of a message, not two."""
 
-
 LONG = 1 << 22
 """Bytes of a message whose content is to be summed, at most: the next one comes meanwhile."""
 
