@@ -1,6 +1,7 @@
 """The verbs of each CPU transport against what torch says they are, for many sizes and dtypes."""
 
 import re
+import threading
 from itertools import pairwise
 from operator import add
 
@@ -205,6 +206,48 @@ def told_sums(world, numel):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sums_are_told_in_pieces(group, transport, numel, size):
     group(size, transport=transport)(told_sums, numel)
+
+
+def sums_between_waits(world):
+    """Where this thread is when it is told of a piece."""
+    group, waits = world.collectives, world.collectives.lookout.waits
+    buffer, found = torch.ones(2_500_000), []
+    told = Sum(each=lambda piece: found.append(waits.of(threading.get_ident())))
+    group.reduce_scatter(buffer, even_cuts(buffer.numel(), world.size), told).wait()
+    assert len(found) > 2
+    assert set(found) == {None}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_sums_does_not_wait(group, size):
+    group(size, transport="gloo")(sums_between_waits)
+
+
+def helpers():
+    return {t for t in threading.enumerate() if t.name in ("shardwise-clerk", "shardwise-courier")}
+
+
+def closed_and_forgotten(world):
+    """Groups of their own, one closed and one that nobody has closed."""
+    before = helpers()
+    for close in (True, False):
+        group, buffer = world.collectives.second_group(), torch.ones(100_000)
+        group.all_reduce(buffer).wait()
+        threads = helpers() - before
+        assert len(threads) == 2
+        if close:
+            group.close()
+            with pytest.raises(CollectiveError, match="has been closed"):
+                group.all_reduce(buffer)
+        del group
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+    world.barrier()
+
+
+def test_groups_that_are_gone_leave_no_thread(group):
+    group(2, transport="gloo")(closed_and_forgotten)
 
 
 def unlike_calls(world, which):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from queue import SimpleQueue
 
 from shardwise.collectives.mesh import Watch
+from shardwise.errors import CollectiveError
 from shardwise.watch.waits import Waits
 
 PATIENCE = 2.0
@@ -62,20 +63,37 @@ class Courier:
             watch.hear(self._bell)
         self._begun: SimpleQueue[tuple[Trip, Callable[[], None]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._dismissed = False
+        self._door = threading.Lock()
 
     def follow(self, wait: Callable[[], None]) -> Trip:
-        """A trip that is over when `wait` has returned, or raised."""
-        if self._thread is None:
-            # A daemon, since the end of a process must not wait for a rank that never comes.
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+        """A trip that is over when `wait` has returned, or raised.
+
+        Raises CollectiveError when the thread has ended, or will: nobody would make the trip.
+        """
         trip = Trip(self._missing)
-        self._begun.put((trip, wait))
+        with self._door:
+            if self._dismissed:
+                raise CollectiveError(
+                    "This group of ranks has been closed, as at the end of a run: none of them "
+                    "can send or receive any more."
+                )
+            if self._thread is None:
+                # A daemon, since the end of a process must not wait for a rank that never comes.
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._begun.put((trip, wait))
         return trip
+
+    def dismiss(self) -> None:
+        """Let the thread end after the trips that it has been given."""
+        with self._door:
+            self._dismissed = True
+            self._begun.put(None)
 
     def close(self) -> None:
         """End the thread. Trips that are under way have been cut off, or end by themselves."""
-        self._begun.put(None)
+        self.dismiss()
         if self._thread is not None:
             self._thread.join(PATIENCE)
         if self._watch is not None:
@@ -99,12 +117,13 @@ class Courier:
         if begun is None:
             return False
         trip, wait = begun
+        error = None
         try:
             wait()
-        except Exception as error:  # raised again where the rank waits
-            trip.end(error)
-        else:
-            trip.end(None)
+        except Exception as raised:  # raised again where the rank waits
+            error = raised
+        del begun, wait  # whoever goes on now may be the last to hold the tensors
+        trip.end(error)
         if self._watch is not None:
             os.eventfd_write(self._bell, 1)
         return True

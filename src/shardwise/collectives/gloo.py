@@ -42,8 +42,8 @@ REMEMBERED = 64
 """Calls of which a rank can tell what it has sent in them."""
 
 SMALL = 1 << 14
-"""Bytes up to which messages are started at once, and ranks tell each other all of what they sum:
-one way of a message, not two."""
+"""Bytes up to which a call's messages are started at once, and ranks tell each other all of what
+they sum: one way of a message, not two."""
 
 LONG = 1 << 22
 """Bytes of a message whose content is to be summed, at most: the next one comes meanwhile."""
@@ -52,7 +52,8 @@ LONG = 1 << 22
 class Arrivals(Protocol):
     """Waits for all messages of a call.
 
-    `then` is told, as each comes, how many have: the first of every rank, then the second ones.
+    `then` is told, after each was waited for, how many have come: the first of every rank, then the
+    second ones. It is no part of the wait.
     """
 
     def __call__(self, then: Callable[[int], None] | None = None) -> None: ...
@@ -87,9 +88,6 @@ class Gloo(Collectives):
         self._timeout = timeout
         self.roster = roster or Roster.whole(size)
         self._group = group
-        # torch would keep the threads and sockets of a group that nobody has closed.
-        self._end = weakref.finalize(self, _end, group)
-        self._end.atexit = False
         self._calls = 0
         # A message that nobody waits for any more (an error came between) must still be received:
         # dropped, it would leave its channel out of step.
@@ -97,6 +95,9 @@ class Gloo(Collectives):
         self._spare: dict[torch.dtype, list[Tensor]] = {}
         self._courier = Courier(self.lookout.waits)
         self._clerk = Courier(self.lookout.waits, name="shardwise-clerk")
+        # Else the threads and sockets of a group that nobody has closed would be kept.
+        self._end = weakref.finalize(self, _end, group, self._clerk, self._courier)
+        self._end.atexit = False
         self._sent: dict[int, dict[int, messages.Content]] = {}
         self._difference: CollectiveError | None = None
         self._channel = "all" if group is None else str(group.group_name)
@@ -140,9 +141,9 @@ class Gloo(Collectives):
         """A small all-reduce: everyone tells everything, and sums all."""
         told = buffer.clone()
         rows = {rank: torch.empty_like(buffer) for rank in self._others}
-        received = self.exchange(
-            "all-reduce", call, dict.fromkeys(rows, (told,)), {r: [row] for r, row in rows.items()}
-        )
+        receives = {rank: [row] for rank, row in rows.items()}
+        sends = dict.fromkeys(rows, (told,))
+        received = self.exchange("all-reduce", call, sends, receives, here=True)
 
         def finish() -> None:
             received()
@@ -173,7 +174,8 @@ class Gloo(Collectives):
     def _reduce_scatter(
         self, call: int, pieces: Sequence[Tensor], cuts: Cuts, target: Tensor, how: Sum
     ) -> Handle:
-        """A message for each piece that another rank's interval has a part of."""
+        """Messages for each piece that another rank's interval has a part of, as many from each
+        rank: that of each is cut alike."""
         others = self._others
         by_rank = [
             shorter(clipped(pieces, *part), LONG // pieces[0].itemsize) for part in pairwise(cuts)
@@ -188,14 +190,14 @@ class Gloo(Collectives):
         received = self.exchange("reduce-scatter", call, sends, rows)
 
         def came(number: int) -> None:
-            """Sum a piece that all have sent, while it is in the processor's cache."""
+            """Sum a piece that all have sent, while the last of it is in the processor's cache."""
             if number % len(others) == 0:
                 out, *terms = next(parts)
                 sum_in_rank_order(terms, out, how)
 
         def finish() -> None:
             received(came)
-            for out, *terms in parts:  # what nobody sends: nothing, or there is nobody
+            for out, *terms in parts:  # an empty interval, or a group of one: nothing comes
                 sum_in_rank_order(terms, out, how)
             self.give_back(scratch)
 
@@ -224,7 +226,10 @@ class Gloo(Collectives):
         return Handle(self.exchange("all-to-all", self.number(), sends, receives))
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        return gathered_rows(self, row, self.all_gather)
+        def gather(buffer: Tensor, cuts: Cuts) -> Handle:
+            return self._all_gather(self.number(), buffer, cuts, here=row.nbytes <= SMALL)
+
+        return gathered_rows(self, row, gather)
 
     def barrier(self) -> None:
         self.gather_rows(torch.zeros(1))
@@ -294,6 +299,7 @@ class Gloo(Collectives):
         sends: messages.Messages,
         receives: messages.Messages,
     ) -> None:
+        """Start all messages, those that are received first, and note them in `works`."""
         rank = self.rank
         try:
             for peer, start, tensors in (
@@ -319,23 +325,38 @@ class Gloo(Collectives):
         then: Callable[[int], None] | None = None,
     ) -> None:
         """`now` are the places that are waited for: first all of them, then one by one."""
-        to_come = sum(len(lengths) for _, lengths, _ in awaited.values())
         self.lookout.refuse_after_failure()
-        compare = partial(self._compare, call, awaited, now)
-        with self.lookout.waits.noted(f"{what} (call {call})", lambda: self._ranks(now), compare):
-            if begun is not None:
-                begun.wait()
-            for number, (place, work) in enumerate(self._unwaited[call], 1):
+        if begun is not None:
+            begun.wait()  # for no other rank
+        works, first = self._unwaited[call], 0
+        if then is not None:
+            to_come = sum(len(lengths) for _, lengths, _ in awaited.values())
+            while first < to_come:
+                self._wait_for(works[first : first + 1], what, call, awaited, now)
+                first += 1
+                then(first)
+        self._wait_for(works[first:], what, call, awaited, now)
+        del self._unwaited[call]
+
+    def _wait_for(
+        self,
+        works: list[tuple[int, dist.Work]],
+        what: str,
+        call: int,
+        awaited: dict[int, messages.Content],
+        now: list[int],
+    ) -> None:
+        """Wait for some of the messages of a call."""
+        call_in_words, compare = f"{what} (call {call})", partial(self._compare, call, awaited, now)
+        with self.lookout.waits.noted(call_in_words, lambda: self._ranks(now), compare):
+            for place, work in works:
                 now[:] = [place]
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    raise self._given_up(error, f"{what} (call {call})", place) from error
+                    raise self._given_up(error, call_in_words, place) from error
                 if self._difference is not None:
                     raise self._difference
-                if then is not None and number <= to_come:  # else it was sent
-                    then(number)
-        del self._unwaited[call]
 
     def _given_up(self, error: RuntimeError, call: str, other: int) -> CollectiveError:
         """The error to raise, told to the others; where one of them has given up, its reason."""
@@ -425,6 +446,8 @@ class Gloo(Collectives):
         self._spare[scratch.dtype].append(whole)
 
 
-def _end(group: dist.ProcessGroup | None) -> None:
+def _end(group: dist.ProcessGroup | None, *couriers: Courier) -> None:
+    for courier in couriers:
+        courier.dismiss()
     with suppress(ValueError, AssertionError):  # it went with the group that all are in
         dist.destroy_process_group(group)

@@ -62,12 +62,14 @@ def sum_in_rank_order(rows: Sequence[Tensor], out: Tensor, how: Sum) -> None:
     How the pieces are cut that `how.each` gets, one at least, depends on the length alone.
     """
     wide = how.wide(rows[0].dtype)
+    between = len(rows) > 2 or (len(rows) > 1 and wide != rows[0].dtype)
+    total = torch.empty(min(CHUNK, out.numel()) if between else 0, dtype=wide)
     for start in range(0, max(out.numel(), 1), CHUNK):
         piece, parts = out[start : start + CHUNK], [row[start : start + CHUNK] for row in rows]
         if how.in_tree:
             sum_in_tree(parts, piece, wide, how.scale)
         else:
-            _sum(parts, piece, wide, how)
+            _sum(parts, piece, total[: piece.numel()], how)
         if how.each is not None:
             how.each(piece)
 
@@ -80,20 +82,18 @@ def sum_in_tree(
     out.copy_(total if scale == 1.0 else total * scale)
 
 
-def _sum(rows: Sequence[Tensor], out: Tensor, wide: torch.dtype, how: Sum) -> None:
-    """`out` is written last, since it may be one of the rows."""
+def _sum(rows: Sequence[Tensor], out: Tensor, total: Tensor, how: Sum) -> None:
+    """`out` is written last, since it may be one of the rows; what comes before is in `total`."""
     if len(rows) == 1:
         how.scaled(out.copy_(rows[0]))
         return
     first, *middle, last = rows
-    if wide != first.dtype:
-        total = first.to(wide)
+    if total.dtype != first.dtype:
+        total.copy_(first)
         for row in [*middle, last]:
             total.add_(row)
         out.copy_(how.scaled(total))
         return
-    if middle:
-        total = torch.empty_like(first)
     for row in middle:
         first = torch.add(first, row, out=total)
     how.scaled(torch.add(first, last, out=out))

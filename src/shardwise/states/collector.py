@@ -110,13 +110,13 @@ class Collector:
         before, and these."""
         buffer = self._open()
         found = self._collect(buffer)
-        self.closed = True
         if self.rest.kept is buffer:
             self.filled = True
         return found
 
     def launch(self) -> None:
-        """Send the bucket on its way, where this backward reduces."""
+        """The bucket is complete: send it on its way, where this backward reduces."""
+        self.closed = True
         if self._backward.reduces:
             self._reduction.launch(self.rest, self._open(), self._elsewhere, self._onto)
         self._elsewhere = {}
