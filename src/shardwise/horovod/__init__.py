@@ -7,7 +7,8 @@ background.py    the thread that negotiates and communicates
 operations.py    how each operation is done with a transport's verbs; adasum.py
 handles.py       operations on their way; streams.py on an accelerator; stall.py waits too long
 
-context.py       init, shutdown; queries.py  who a rank is; process_sets.py
+joining.py       init, shutdown; context.py  what there is between them
+queries.py       who a rank is; process_sets.py
 timelines.py     started and stopped by a script; samples.py  counted for `shardwise scale`
 asking.py        from a call to a handle
 allreduce.py allgather.py broadcast.py alltoall.py reducescatter.py waiting.py objects.py
@@ -36,8 +37,9 @@ from shardwise.horovod.asking import ReduceOp
 from shardwise.horovod.asking import wait as synchronize
 from shardwise.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
 from shardwise.horovod.compression import Compression
-from shardwise.horovod.context import init, is_initialized, shutdown
+from shardwise.horovod.context import is_initialized
 from shardwise.horovod.handles import poll
+from shardwise.horovod.joining import init, shutdown
 from shardwise.horovod.objects import (
     allgather_object,
     broadcast_object,
