@@ -233,12 +233,15 @@ def closed_and_forgotten(world):
     for close in (True, False):
         group, buffer = world.collectives.second_group(), torch.ones(100_000)
         group.all_reduce(buffer).wait()
+        group.barrier()
         threads = helpers() - before
         assert len(threads) == 2
         if close:
             group.close()
             with pytest.raises(CollectiveError, match="has been closed"):
                 group.all_reduce(buffer)
+            with pytest.raises(CollectiveError, match="has been closed"):
+                group.barrier()
         del group
         for thread in threads:
             thread.join(10)

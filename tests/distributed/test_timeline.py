@@ -151,6 +151,26 @@ def test_a_wait_tells_for_whom(group, tmp_path, transport):
     assert wait["args"] == {"for": "rank 1"}
 
 
+def late_with_a_sum(world, path):
+    """The last rank comes late to a reduce-scatter, of several messages from each."""
+    buffer = torch.ones(2_500_000)
+    cuts = [buffer.numel() * rank // world.size for rank in range(world.size + 1)]
+    sw.start_timeline(path)
+    world.barrier()
+    if world.rank == world.size - 1:
+        time.sleep(0.5)
+    world.collectives.reduce_scatter(buffer, cuts).wait()
+    sw.stop_timeline()
+    world.barrier()
+
+
+def test_of_several_ranks_the_late_one_is_told(group, tmp_path):
+    path = tmp_path / "t.json"
+    group(3, transport="gloo")(late_with_a_sum, path)
+    waits = [e for e in events_of(path, 0) if e.get("cat") == "wait" and e["dur"] > 2e5]
+    assert [wait["args"] for wait in waits] == [{"for": "rank 2"}]
+
+
 def distant_case(world, path):
     """Rank 1 takes itself to be on another host, with a clock of its own."""
     lookout = world.collectives.lookout

@@ -48,6 +48,15 @@ def test_a_setting_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sentence(raised(hvd.init)).startswith("environment: exact takes a whole number")
 
 
+def test_what_hvd_init_refuses(solo: World) -> None:
+    assert sentence(raised(hvd.init, comm=[3])).startswith("hvd.init([3]): start the ranks that")
+    try:
+        said = sentence(raised(hvd.init, process_sets=[[7]]))
+    finally:
+        hvd.shutdown()
+    assert said.startswith("ProcessSet([7]): a process set has ranks from 0 to 0")
+
+
 def test_a_row_that_cannot_be(solo: World) -> None:
     model = torch.nn.Linear(2, 1)
     error = raised(engine, model, torch.optim.SGD(model.parameters()), zero=9)

@@ -73,17 +73,21 @@ class Courier:
         """
         trip = Trip(self._missing)
         with self._door:
-            if self._dismissed:
-                raise CollectiveError(
-                    "This group of ranks has been closed, as at the end of a run: none of them "
-                    "can send or receive any more."
-                )
+            self.refuse_if_dismissed()
             if self._thread is None:
                 # A daemon, since the end of a process must not wait for a rank that never comes.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._begun.put((trip, wait))
         return trip
+
+    def refuse_if_dismissed(self) -> None:
+        """Raise CollectiveError when no trip can begin any more."""
+        if self._dismissed:
+            raise CollectiveError(
+                "This group of ranks has been closed here, as at the end of a run: this rank can "
+                "send and receive nothing in it any more."
+            )
 
     def dismiss(self) -> None:
         """Let the thread end after the trips that it has been given."""

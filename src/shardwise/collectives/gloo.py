@@ -42,8 +42,8 @@ REMEMBERED = 64
 """Calls of which a rank can tell what it has sent in them."""
 
 SMALL = 1 << 14
-"""Bytes up to which a call's messages are started at once, and ranks tell each other all of what
-they sum: one way of a message, not two."""
+"""Bytes of a buffer up to which ranks tell each other all of what they sum, one way of a message
+and not two; and of messages up to which they are started at once."""
 
 LONG = 1 << 22
 """Bytes of a message whose content is to be summed, at most: the next one comes meanwhile."""
@@ -268,13 +268,14 @@ class Gloo(Collectives):
         here: bool = False,
     ) -> Arrivals:
         """Start the messages to and from every other rank (empty ones are not sent); returns what
-        waits for them all.
+        waits for them all. Raises CollectiveError once the group has been closed.
 
         Gloo sends in the thread that asks for it, as much as the socket takes, and lets that wait
         while bytes of the same rank come in. A backward has better to do: what is large is started
         by a thread of its own, unless it is to be started `here`.
         """
-        sent = self._sent[call] = messages.contents(what, sends)
+        self._clerk.refuse_if_dismissed()
+        self._sent[call] = messages.contents(what, sends)
         awaited = messages.contents(what, receives)
         for old in list(self._sent):  # not all calls send, and second halves come later
             if old <= call - REMEMBERED:
@@ -288,8 +289,7 @@ class Gloo(Collectives):
         else:
             begun = self._clerk.follow(start)
         # Not the tensors: whoever looks at this wait must not keep their memory.
-        places = messages.places(sent) | messages.places(awaited)
-        return partial(self._wait, what, call, begun, awaited, sorted(places))
+        return partial(self._wait, what, call, begun, awaited)
 
     def _start(
         self,
@@ -321,10 +321,8 @@ class Gloo(Collectives):
         call: int,
         begun: Trip | None,
         awaited: dict[int, messages.Content],
-        now: list[int],
         then: Callable[[int], None] | None = None,
     ) -> None:
-        """`now` are the places that are waited for: first all of them, then one by one."""
         self.lookout.refuse_after_failure()
         if begun is not None:
             begun.wait()  # for no other rank
@@ -332,10 +330,11 @@ class Gloo(Collectives):
         if then is not None:
             to_come = sum(len(lengths) for _, lengths, _ in awaited.values())
             while first < to_come:
-                self._wait_for(works[first : first + 1], what, call, awaited, now)
+                self._wait_for(works[first : first + 1], what, call, awaited)
                 first += 1
                 then(first)
-        self._wait_for(works[first:], what, call, awaited, now)
+        if first < len(works):
+            self._wait_for(works[first:], what, call, awaited)
         del self._unwaited[call]
 
     def _wait_for(
@@ -344,9 +343,10 @@ class Gloo(Collectives):
         what: str,
         call: int,
         awaited: dict[int, messages.Content],
-        now: list[int],
     ) -> None:
-        """Wait for some of the messages of a call."""
+        """Wait for some of the messages of a call. Who is missing are the places of all of them at
+        first, then that of the one that is waited for."""
+        now = sorted({place for place, _ in works})
         call_in_words, compare = f"{what} (call {call})", partial(self._compare, call, awaited, now)
         with self.lookout.waits.noted(call_in_words, lambda: self._ranks(now), compare):
             for place, work in works:

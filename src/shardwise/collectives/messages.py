@@ -50,11 +50,6 @@ def nbytes(messages: Messages) -> int:
     return sum(tensor.nbytes for tensors in messages.values() for tensor in tensors)
 
 
-def places(contents: Mapping[int, Content]) -> set[int]:
-    """The ranks to which anything is sent, or of which anything is awaited."""
-    return {rank for rank, (_, lengths, _) in contents.items() if lengths}
-
-
 def as_json(content: Content) -> list[Any]:
     """A content, to be told to another process."""
     what, lengths, dtype = content

@@ -63,7 +63,8 @@ def sum_in_rank_order(rows: Sequence[Tensor], out: Tensor, how: Sum) -> None:
     """
     wide = how.wide(rows[0].dtype)
     between = len(rows) > 2 or (len(rows) > 1 and wide != rows[0].dtype)
-    total = torch.empty(min(CHUNK, out.numel()) if between else 0, dtype=wide)
+    length = min(CHUNK, out.numel()) if between and not how.in_tree else 0
+    total = torch.empty(length, dtype=wide, device=out.device)
     for start in range(0, max(out.numel(), 1), CHUNK):
         piece, parts = out[start : start + CHUNK], [row[start : start + CHUNK] for row in rows]
         if how.in_tree:

@@ -22,7 +22,7 @@ ENTRIES = {
     (OURS / "world.py", "init"),
     (OURS / "engine" / "engine.py", "Engine.__init__"),
     (OURS / "data" / "loader.py", "Loader.__init__"),
-    (OURS / "horovod" / "context.py", "init"),
+    (OURS / "horovod" / "joining.py", "init"),
 }
 """The file and the name of what takes settings, or data."""
 

@@ -63,7 +63,7 @@ class Collector:
         self.filled = False
         """Whether `rest.kept` holds gradients of this step."""
         self.closed = True
-        """Whether this backward has collected the bucket: what comes now is late."""
+        """Whether this backward has sent the bucket on its way: what comes now is late."""
         self._reduction = reduction
         self._forms = [tracked[index] for index in self.indices]
         self._straight = frozenset(reduction.straight[rest.index])
