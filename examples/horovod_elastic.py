@@ -54,7 +54,9 @@ def train(state: hvd.elastic.TorchState, args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Make the state, and train."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=10)
     parser.add_argument("--commit-every", type=int, default=10, help="steps")

@@ -23,7 +23,9 @@ import shardwise.horovod as hvd
 
 def arguments() -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch-size", type=int, default=16, help="samples of a rank and pass")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--lr", type=float, default=0.025, help="for one rank")

@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import Field
@@ -100,10 +101,16 @@ class Commands(click.Group):
         """Find the command that `args` begin with."""
         word = args[0]
         if word not in self.commands and not word.startswith("-"):
-            near = difflib.get_close_matches(word, self.commands, n=1)
-            meant = f"shardwise {near[0]}" if near else f"shardwise run {' '.join(args)}"
-            raise LaunchError(f"There is no command {word!r}. Did you mean: {meant}")
+            raise LaunchError(f"There is no command {word!r}. {self._meant(args)}")
         return super().resolve_command(ctx, args)
+
+    def _meant(self, args: list[str]) -> str:
+        """What `args` may have been meant for."""
+        if near := difflib.get_close_matches(args[0], self.commands, n=1):
+            return f"Did you mean: shardwise {near[0]}"
+        if program.is_script(args[0]) or shutil.which(args[0]):
+            return f"Did you mean: shardwise run {' '.join(args)}"
+        return f"There are: {', '.join(sorted(self.commands))}."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -331,7 +338,7 @@ def _doctor_command() -> Command:
 
 def _scale_command() -> Command:
     """`scale` has the settings of `run`, but for those that it gives itself."""
-    own = {"record", "stop_after", "batch"}
+    own = {"record", "stop_after", "batch", "trial"}
     shared = ("words", "module", "config", "hosts", "hostfile")
     flags = [flag for flag in _flags() if flag.name in {*shared, *config.FIELDS} - own]
     return Command(

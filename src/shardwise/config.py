@@ -295,6 +295,13 @@ class Settings:
         "stop|continue",
         rare=True,
     )
+    trial: bool = _setting(
+        False,
+        _switch,
+        "recover",
+        "leave no trace: nothing is resumed, saved or exported",
+        rare=True,
+    )
     seed: int | None = _setting(None, _integer(0), "recover", "overrides the script's seed", "S")
     timeout: float = _setting(
         300.0, _positive, "watch", "seconds a collective may wait for a rank", "SECONDS"
@@ -434,6 +441,7 @@ _ELSEWHERE = {
     "batch": "sw.init",
     "record": "sw.init",
     "stop_after": "sw.init",
+    "trial": "sw.init",
 }
 
 

@@ -1,11 +1,13 @@
 """What the engine promises beside parity: each habit of user code, right or refused by name."""
 
 import copy
+import dataclasses
 import io
 import math
 import pickle
 import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -454,6 +456,7 @@ def export_and_load(world, folder):
             if name != "head.weight":  # the same memory as embed.weight
                 average[name].lerp_(value, 0.5)
     engine.export(f"{folder}/model.safetensors")
+    engine.export(f"{folder}/model.pt")
     with engine.ema():
         engine.export(f"{folder}/ema.safetensors")
         for name, value in model.state_dict().items():
@@ -465,6 +468,39 @@ def export_and_load(world, folder):
         for name, value in fresh.state_dict().items():
             assert close(value, expected[name], 1e-6), name
         assert fresh.head.weight is fresh.embed.weight
+    loaded = torch.load(f"{folder}/model.pt", weights_only=True)
+    assert loaded.keys() == model.state_dict().keys()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    engine.load(f"{folder}/model.pt")
+
+
+def trial_case(world, folder):
+    world.settings = dataclasses.replace(world.settings, trial=True)
+    model = nn.Linear(4, 2)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    before = sorted(Path(folder).iterdir())
+    assert engine.resume(folder) == 0
+    engine.backward(model(world.share(torch.ones(4, 4))).square().mean())
+    engine.step()
+    assert engine.save(folder, keep=1) == Path(folder) / "step-1"
+    engine.export(f"{folder}/model.safetensors")
+    world.barrier()
+    assert sorted(Path(folder).iterdir()) == before
+
+
+def saves_case(world, folder):
+    model = nn.Linear(4, 2)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    for _ in range(3):
+        engine.backward(model(world.share(torch.ones(4, 4))).square().mean())
+        engine.step()
+        engine.save(folder)
+
+
+def test_a_trial_leaves_no_trace_and_follows_none(group, tmp_path):
+    group(2)(saves_case, str(tmp_path))
+    group(2)(trial_case, str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", "step-2", "step-3"}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -592,7 +628,7 @@ def habits_case(world):
         (lambda: optimizer.state_dict(), UsageError, "engine.optimizer_state_dict"),
         (lambda: optimizer.load_state_dict({}), UsageError, "before the engine"),
         (lambda: engine.backward(model(x)), UsageError, "scalar loss"),
-        (lambda: engine.backward(3.0), UsageError, "scalar loss, not float"),
+        (lambda: engine.backward(3.0), UsageError, "as a tensor, not float"),
         (lambda: engine.backward(loss().detach()), UsageError, "does not depend on any parameter"),
         (lambda: engine.backward(loss(), weight=-1), UsageError, "0 or more"),
         (lambda: engine.step(max_norm=0), UsageError, "call backward first"),

@@ -165,7 +165,7 @@ class TestAFullDisk:
         assert ran.code == 1
         assert "[0] hash" not in ran.out
         assert re.search(
-            r"CheckpointNotWritten: .*The checkpoint of step 12 was not written: No space left on "
+            r"shardwise: Rank [01]: The checkpoint of step 12 was not written: No space left on "
             r"device \(.*\)\. It takes [\d,]+ bytes, and [\d,]+ are free there\. Make room",
             ran.err,
         )

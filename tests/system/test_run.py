@@ -213,6 +213,17 @@ class TestFailing:
         assert 'in train_one_step\n    raise ValueError(f"no such token' in closing
         assert closing.endswith("\nValueError: no such token in step 3\n")
 
+    def test_who_died_first_is_not_taken_for_ended_by_somebody(self, shardwise: Launcher) -> None:
+        """It was ended by the launcher, while it tidied up after an error of its own."""
+        ran = shardwise.run("run", "-n", "2", script("slow_to_leave"))
+        assert ran.code == 1
+        assert "\nshardwise: rank 0 of 2 failed (exit code 1). Its last words:" in ran.err
+        assert ran.err.endswith("\nValueError: no such token\n")
+
+    def test_a_script_that_shows_its_help(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "-n", "2", script("identity"), "--help")
+        assert (ran.code, ran.err) == (0, "")
+
     def test_the_cause_and_not_the_consequence(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("init_third"))
         live, _, closing = ran.err.partition("\nshardwise: rank 1 of 2 failed (exit code 1).")
@@ -373,6 +384,8 @@ class TestRefusing:
             (["scale", "-n", "1,2", "trian.py"], "There is no script trian.py in"),
             (["split", "--pipeline", "2", "trian.py"], "There is no script trian.py in"),
             (["train.py", "-n", "2"], "no command 'train.py'. Did you mean: shardwise run train"),
+            (["env"], "no command 'env'. Did you mean: shardwise run env"),
+            (["plan", "train.py"], "no command 'plan'. There are: checkpoint, doctor, run, scale"),
         ],
     )
     def test_said_in_one_line(self, shardwise: Launcher, words: list[str], message: str) -> None:

@@ -42,6 +42,20 @@ def test_weak_scaling_of_a_few_steps_with_settings_of_the_run(shardwise: Launche
     assert "ZERO_1" in (shardwise.folder / "out/runs/weak-2/output.txt").read_text()
 
 
+def test_checkpoints_of_the_script_are_neither_read_nor_written(shardwise: Launcher) -> None:
+    """Else it would remove the user's, and a size would begin where the one before it ended."""
+    words = (script("resumes"), "checkpoints", "--every", "2")
+    assert shardwise.run("run", "-n", "1", *words, env=QUICK).code == 0
+    saved = sorted((shardwise.folder / "checkpoints").rglob("*"))
+    flags = ("-n", "1,2", "--warmup", "1", "--out", "out")
+    ran = shardwise.run("scale", *flags, *words, env=QUICK)
+    assert ran.code == 0, ran.out + ran.err
+    found = json.loads((shardwise.folder / "out" / "scaling.json").read_text())["results"]
+    assert [each["steps"] for each in found] == [15, 15]
+    assert sorted((shardwise.folder / "checkpoints").rglob("*")) == saved
+    assert "start 0" in (shardwise.folder / "out/runs/strong-2/output.txt").read_text()
+
+
 def test_a_script_in_horovods_style(shardwise: Launcher) -> None:
     flags = ("-n", "2", "--kind", "weak", "--warmup", "1", "--steps", "5", "--out", "out")
     ran = shardwise.run("scale", *flags, script("horovod_measured"), env=QUICK)

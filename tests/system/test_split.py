@@ -38,6 +38,15 @@ def test_the_cut_is_shown_and_what_is_advised_runs(shardwise: Launcher) -> None:
     assert len(losses["one"]) >= 6
 
 
+def test_checkpoints_of_the_script_are_left_alone(shardwise: Launcher) -> None:
+    words = (script("resumes"), "checkpoints", "--every", "2", "--epochs", "1")
+    assert shardwise.run("run", "-n", "1", *words, env=QUICK).code == 0
+    saved = sorted((shardwise.folder / "checkpoints").rglob("*"))
+    ran = shardwise.run("split", "--pipeline", "2", "--steps", "4", *words, env=QUICK)
+    assert ran.code == 0, ran.out + ran.err
+    assert sorted((shardwise.folder / "checkpoints").rglob("*")) == saved
+
+
 def test_what_cannot_be_split_is_said(shardwise: Launcher) -> None:
     (shardwise.folder / "tests_bad.py").write_text("raise SystemExit(3)")
     ran = shardwise.run("split", "--pipeline", "2", "tests_bad.py", env=QUICK)

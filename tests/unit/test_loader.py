@@ -349,6 +349,20 @@ def test_epochs_counts_all_epochs_since_the_beginning(solo):
         next(loader.epochs(-1))
 
 
+def test_a_run_that_resumes_behind_the_last_epoch_is_told(solo, capsys):
+    whole = Loader(tensors(), 4)
+    assert [len(flat(whole)) for _ in whole.epochs(2)] == [11, 11]
+    assert list(whole.epochs(2)) == []
+    assert capsys.readouterr().out == ""
+    later = Loader(tensors(), 4, name="data")
+    later.load_state_dict(whole.state_dict())
+    assert list(later.epochs(2)) == []
+    said = "shardwise: all 2 epochs of data are over where this run goes on: none is left\n"
+    assert capsys.readouterr().out == said
+    assert list(later.epochs(3)) == [2]
+    assert capsys.readouterr().out == ""
+
+
 def test_an_epoch_left_early_is_over_but_a_look_is_not(solo):
     loader = Loader(tensors(), 4, shuffle=True)
     plain = Loader(tensors(), 4, shuffle=True)

@@ -9,7 +9,6 @@ import torch
 
 import shardwise as sw
 import shardwise.horovod as hvd
-from shardwise import world as worlds
 from shardwise.errors import ConfigError, ModelError, PlacementError, ShardwiseError
 from shardwise.launch import own, report
 from shardwise.launch.refusal import sentence
@@ -90,8 +89,44 @@ def test_a_refusal_while_the_user_handles_another_error() -> None:
 
 
 def test_errors_from_elsewhere() -> None:
-    assert sentence(raised(worlds.current)) == ""
     assert sentence(ValueError("no")) == ""
+    assert sentence(ConfigError("that the user's script raised itself")) == ""
+
+
+class TestHabits:
+    """What is refused in a loop is a sentence too, by whichever way it came to us."""
+
+    @pytest.fixture
+    def made(self, solo: World) -> tuple[torch.nn.Module, torch.optim.Optimizer, sw.Engine]:
+        model = torch.nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters())
+        return model, optimizer, sw.Engine(model, optimizer, quiet=True)
+
+    def test_of_a_plain_loop(self, made: Any) -> None:
+        model, optimizer, _ = made
+        loss = model(torch.ones(3, 2)).square().mean()
+        said = sentence(raised(loss.backward))
+        assert said.startswith("loss.backward() reached weight without the engine, so")
+        assert sentence(raised(optimizer.step)).startswith("SGD.step() by hand would update")
+        assert sentence(raised(optimizer.state_dict)).startswith("The state of SGD lies with")
+
+    def test_of_our_own_calls(self, made: Any, tmp_path: Path) -> None:
+        model, _, engine = made
+        output = model(torch.ones(3, 2))
+        assert "takes a scalar loss, not (3, 1). Take" in sentence(raised(engine.backward, output))
+        assert "as a tensor, not float: give" in sentence(raised(engine.backward, 1.5))
+        assert sentence(raised(engine.step)).endswith(": call(*args, **options)]")
+        assert sentence(raised(engine.load, tmp_path / "none"))
+        assert "ends in .bin: an" in sentence(raised(engine.export, tmp_path / "model.bin"))
+        assert not list(tmp_path.iterdir())
+
+    def test_arguments_in_the_wrong_order(self, solo: World) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer: Any = torch.optim.SGD(model.parameters())
+        said = sentence(raised(sw.Engine, optimizer, model))
+        assert said.startswith(
+            "sw.Engine(model, optimizer) takes a torch.nn.Module first, or several, not SGD. ["
+        )
 
 
 class TestShowing:

@@ -306,6 +306,20 @@ def test_the_page_is_in_itself_and_says_what_failed(made: Report, tmp_path: Path
     assert "#2563a8" not in html.split("</style>")[1], "colors are those of the page"
 
 
+@pytest.mark.parametrize(("epochs", "unit"), [(1, "step"), (2, "epoch")])
+def test_losses_are_drawn_by_step_where_there_is_one_epoch(
+    made: Report, epochs: int, unit: str
+) -> None:
+    loss = {epoch: 2.0 - epoch for epoch in range(epochs)}
+    found = measured(100, loss=loss, losses={0: 2.5, 1: 2.0, 2: 1.5})
+    axes = plots.plt.figure().subplots()
+    plots._loss(axes, replace(made, runs=[replace(made.runs[0], measured=found)]))
+    (line,) = axes.get_lines()
+    assert axes.get_xlabel() == unit
+    assert list(line.get_ydata()) == [[2.5, 2.0, 1.5], [2.0, 1.0]][unit == "epoch"]
+    plots.plt.close()
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

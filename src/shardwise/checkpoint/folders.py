@@ -56,6 +56,11 @@ def complete(folder: Path) -> list[Found]:
     return [Found(step, found[step]) for step in sorted(found)]
 
 
+def place_of(folder: Path, step: int) -> Path:
+    """Where in `folder` the checkpoint of `step` is, once complete."""
+    return folder / f"step-{step}"
+
+
 class Draft:
     """A checkpoint of `step` on its way to `final`; `path` is where it is meanwhile. Its tensors
     take `nbytes`.
@@ -69,7 +74,7 @@ class Draft:
         self.folder = folder
         self.step = step
         self.nbytes = nbytes
-        self.final = folder / f"step-{step}"
+        self.final = place_of(folder, step)
         self.path = self._partial = folder / f".step-{step}.partial"
         self._replaced = folder / f".step-{step}.replaced"
 
@@ -110,13 +115,20 @@ class Draft:
     def refused(self, error: OSError) -> str:
         """In words, that the disk did not take it."""
         place = error.filename or self.path
-        room = "Make room, keep fewer checkpoints, or save on another disk. "
-        with suppress(OSError):
-            room = f"It takes {self.nbytes:,} bytes, and {self._free():,} are free there. {room}"
         return (
             f"The checkpoint of step {self.step} was not written: {error.strerror or error} "
-            f"({place}). {room}Those that were complete before are whole."
+            f"({place}). {self._way_out(error)} Those that were complete before are whole."
         )
+
+    def _way_out(self, error: OSError) -> str:
+        if error.errno in (errno.EEXIST, errno.ENOTDIR):
+            return "Name a folder, or a place where one can be made: a file is in the way."
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return "Name a folder that this user may write to."
+        room = "Make room, keep fewer checkpoints, or save on another disk."
+        with suppress(OSError):
+            room = f"It takes {self.nbytes:,} bytes, and {self._free():,} are free there. {room}"
+        return room
 
     def _free(self) -> int:
         """Bytes that are free where it is to be."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from shardwise.checkpoint.folders import DOCUMENT, complete
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.checkpoint.reader import Safetensors, open_set
 from shardwise.errors import BrokenCheckpoint, CheckpointError
-from shardwise.model.export import written_aside
+from shardwise.model.export import check_ending, write_tensors
 
 
 @dataclass(frozen=True)
@@ -83,10 +81,7 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
     The folder is made where there is none. Raises CheckpointError for another ending, where the
     checkpoint has no such set, or where nothing can be written.
     """
-    if to.suffix not in (".safetensors", ".pt"):
-        raise CheckpointError(
-            f"{to} ends in {to.suffix or 'nothing'}: an export ends in .safetensors or .pt."
-        )
+    check_ending(to)
     with Opened(path) as opened:
         if kind not in opened.sets:
             raise CheckpointError(
@@ -97,12 +92,7 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
         _check_all(opened, kind, values)
         aliases = {k: v for k, v in tensors.metadata.items() if v in values}
         try:
-            with written_aside(to) as aside:
-                if to.suffix == ".pt":
-                    twins = {alias: values[first] for alias, first in aliases.items()}
-                    torch.save(values | twins, aside)
-                else:
-                    safetensors.torch.save_file(values, aside, {"format": "pt"} | aliases)
+            write_tensors(values, aliases, to)
         except (OSError, RuntimeError, SafetensorError) as error:
             why = getattr(error, "strerror", None) or error
             raise CheckpointError(f"{to} cannot be written: {why}.") from error

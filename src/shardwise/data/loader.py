@@ -194,6 +194,11 @@ class Loader:
         """
         if not isinstance(total, int) or isinstance(total, bool) or total < 0:
             raise DataError(f"epochs takes a whole number of 0 or more, not {total!r}.")
+        if total and self._reenter and self._position.epoch >= total:
+            over = (
+                f"all {total} epochs of {self.name}" if total > 1 else f"the epoch of {self.name}"
+            )
+            self._world.print(f"shardwise: {over} are over where this run goes on: none is left")
         while True:
             self._settle()
             epoch = self._position.epoch

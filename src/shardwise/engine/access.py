@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from shardwise.engine import alike, sectioning, starting
 from shardwise.engine.assembly import States
 from shardwise.engine.recipe import Recipe
 from shardwise.errors import BrokenView, UsageError
-from shardwise.model.export import write_safetensors
+from shardwise.model.export import check_ending, write_model
 
 
 @contextmanager
@@ -122,6 +123,7 @@ def export(
     recipe: Recipe, states: States, path: str | PathLike[str], model: nn.Module | None
 ) -> None:
     """See Engine.export."""
+    check_ending(Path(path))
     if model is None:
         if len(recipe.models) != 1:
             raise UsageError(
@@ -138,7 +140,7 @@ def export(
         whole = shown.residency.whole(sectioning.units_in(shown.sections, model), here=here)
     with whole, _joined(recipe, model, write=False, here=here):
         if recipe.run.rank == 0:
-            write_safetensors(model, path)
+            write_model(model, Path(path))
 
 
 def optimizer_state_dict(

@@ -10,7 +10,7 @@ What a step does follows from the placement's cells alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from os import PathLike
 from typing import Any
@@ -385,13 +385,16 @@ class Engine(Backwards):
             raise UsageError(f"{call} inside engine.ema(): leave the block first.")
 
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
-        """Write `model` (default: the only one) as one plain safetensors file, from rank 0.
+        """Write `model` (default: the only one) as one plain file, from rank 0: safetensors, or
+        what torch.save makes of its state_dict where `path` ends in .pt.
 
         Names, shapes and dtypes are the plain model's; tied weights are written once. Inside
         `engine.ema()` the averages are written. Collective where parameters are sharded: every
-        rank calls it, and rank 0 holds the whole model while it writes.
+        rank calls it, and rank 0 holds the whole model while it writes. With `--trial` nothing is
+        written. Raises CheckpointError for another ending.
         """
-        access.export(self._recipe, self._states, path, model)
+        if not self.world.settings.trial:
+            access.export(self._recipe, self._states, path, model)
 
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
         """The state_dict that `optimizer` (default: the only one) would have in one process.
@@ -432,9 +435,15 @@ class Engine(Backwards):
 
 
 def _several(given: Any, kind: type[Any]) -> tuple[Any, ...]:
-    several = (given,) if isinstance(given, kind) else tuple(given)
+    one = isinstance(given, kind) or not isinstance(given, Iterable)
+    several = (given,) if one else tuple(given)
     wrong = [item for item in several if not isinstance(item, kind)]
     if wrong or not several:
         shown = type(wrong[0]).__name__ if wrong else "nothing"
-        raise ModelError(f"sw.Engine(models, optimizers) takes {kind.__name__}s, not {shown}.")
+        raise ModelError(
+            f"sw.Engine(model, optimizer) takes {_KINDS[kind]}, or several, not {shown}."
+        )
     return several
+
+
+_KINDS = {nn.Module: "a torch.nn.Module first", optim.Optimizer: "a torch optimizer second"}

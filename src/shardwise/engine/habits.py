@@ -31,11 +31,15 @@ def cleared_gradients() -> UsageError:
 
 def check_loss(loss: Any) -> None:
     """Raise UsageError unless `loss` is a real floating scalar that gradients can flow from."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor):
         raise UsageError(
-            f"engine.backward takes a scalar loss, not {shape}. Take the mean over the items of "
-            "this batch: loss.mean(), or reduction='mean'."
+            f"engine.backward takes the loss as a tensor, not {type(loss).__name__}: give it as "
+            "it was computed, without .item() or float()."
+        )
+    if loss.numel() != 1:
+        raise UsageError(
+            f"engine.backward takes a scalar loss, not {tuple(loss.shape)}. Take the mean over the "
+            "items of this batch: loss.mean(), or reduction='mean'."
         )
     if not loss.is_floating_point():
         raise UsageError(f"engine.backward takes a real floating loss, not {loss.dtype}.")

@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.folders import place_of
 from shardwise.config import Settings
 from shardwise.engine.checkpoints import Checkpoints
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten
@@ -76,10 +77,12 @@ class Resumable(ABC):
 
         Raises CheckpointNotWritten, on all ranks alike, where no disk takes it (with
         `--save-failure continue` that is said, and this returns None); UsageError between backward
-        and step or inside `ema()`.
+        and step or inside `ema()`. With `--trial` nothing is written.
         """
         self._refuse_in_step("engine.save")
         home, split = Path(folder), int(split_gb * 1e9)
+        if self.world.settings.trial:
+            return place_of(home, self.steps)
         path = None
         try:
             path = self._checkpoints.save(
@@ -98,8 +101,10 @@ class Resumable(ABC):
 
         At the same size, row and settings what follows has the bits of a run that was never
         interrupted. One that was damaged later is passed over, with a line that says so. Returns
-        `steps`. Collective. Raises as `load` does.
+        `steps`. Collective. Raises as `load` does. With `--trial` nothing is loaded.
         """
+        if self.world.settings.trial:
+            return self.steps
         loaded = self._load_newest(self._checkpoints.complete(Path(folder)))
         if loaded is None:
             line = f"no checkpoint in {folder} yet: starting at step {self.steps}"
@@ -171,7 +176,7 @@ class Resumable(ABC):
         """Save to where the user does, unless this step is saved there."""
         assert self._home is not None
         if self._saved == self.steps:
-            return self._home / f"step-{self.steps}"
+            return place_of(self._home, self.steps)
         self._checkpoints.go_back_to_boundary()
         return self._checkpoints.save(
             self._home,

@@ -7,6 +7,9 @@ from pathlib import Path
 
 GIGABYTE = 10**9
 
+UNCAUGHT = "exit code 1"
+"""The end of a Python process by an error that nobody caught."""
+
 _WORDS = {
     signal.SIGSEGV: "a crash in native code: a driver, an extension, or memory used after its end",
     signal.SIGABRT: "native code gave up; what it said stands above",

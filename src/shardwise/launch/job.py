@@ -43,8 +43,13 @@ class Job:
 
     @property
     def is_python(self) -> bool:
-        """Whether it runs Python, of which a rank that calls sw.init is expected."""
+        """Whether it runs Python."""
         return self.module or program.is_script(self.words[0])
+
+    @property
+    def joins(self) -> bool:
+        """Whether its ranks are expected to call sw.init: Python that is not asked for its help."""
+        return self.is_python and {"-h", "--help"}.isdisjoint(self.words[1:])
 
     def console(self, environ: Mapping[str, str]) -> Console:
         """The screen that this run needs."""

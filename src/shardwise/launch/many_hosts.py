@@ -40,7 +40,7 @@ def _once(job: Job, way: Way, console: Console, signals: Signals) -> Ending:
             voices,
             signals,
             grace=job.grace,
-            joins=job.is_python,
+            joins=job.joins,
             hosts=_names(job.shares),
         )
         stack.enter_context(closing(supervisor))

@@ -38,7 +38,7 @@ def _once(job: Job, command: tuple[str, ...], console: Console, signals: Signals
         voices = job.voices(console)
         folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
         with Warden(folder) as warden:
-            supervisor = Supervisor(console, voices, signals, grace=job.grace, joins=job.is_python)
+            supervisor = Supervisor(console, voices, signals, grace=job.grace, joins=job.joins)
             told = supervisor.hear, supervisor.left, supervisor.saves_first
             crew = Crew(task, folder, warden, supervisor.selector, *told)
             with closing(supervisor):

@@ -1,7 +1,7 @@
 """What a user asked for and cannot have: a sentence says it all, a traceback of ours says nothing.
 
-sw.init, sw.Engine, sw.Loader, hvd.init ─▶ our frames only ─▶ an error of ours     a refusal
-                                        ─▶ a frame of the user's ─▶ any error      no refusal
+the user's line ─▶ our frames only ─▶ an error of ours     a refusal
+                ─▶ ours ─▶ the user's ─▶ any error         no refusal
 """
 
 from __future__ import annotations
@@ -18,22 +18,14 @@ from shardwise.errors import CollectiveError, ShardwiseError
 
 OURS = Path(__file__).parents[1]
 
-ENTRIES = {
-    (OURS / "world.py", "init"),
-    (OURS / "engine" / "engine.py", "Engine.__init__"),
-    (OURS / "data" / "loader.py", "Loader.__init__"),
-    (OURS / "horovod" / "joining.py", "init"),
-}
-"""The file and the name of what takes settings, or data."""
-
 
 def sentence(error: BaseException) -> str:
     """The error, with the user's line that led to it; "" where the traceback is needed."""
     if not isinstance(error, ShardwiseError) or isinstance(error, CollectiveError):
         return ""
-    places = _places(error.__traceback__)
-    entry = next((index for index, place in enumerate(places) if place in ENTRIES), None)
-    if entry is None or any(_is_users(file) for file, _ in places[entry:]):
+    files = _files(error.__traceback__)
+    entry = next((number for number, file in enumerate(files) if OURS in file.parents), None)
+    if entry is None or any(map(_is_users, files[entry:])):
         return ""
     if any(map(_went_through_users, _causes(error))):
         return ""
@@ -43,23 +35,20 @@ def sentence(error: BaseException) -> str:
 
 def users_line(trace: TracebackType | None) -> str:
     """The innermost line of a traceback that is neither ours nor of an installed package."""
-    lines = zip(_places(trace), traceback.extract_tb(trace), strict=True)
-    for (file, _), frame in reversed(list(lines)):
+    lines = zip(_files(trace), traceback.extract_tb(trace), strict=True)
+    for file, frame in reversed(list(lines)):
         if _is_users(file):
             name = frame.filename.removeprefix(f"{Path.cwd()}{os.sep}")
             return f"{name}:{frame.lineno}" + (f": {frame.line}" if frame.line else "")
     return ""
 
 
-def _places(trace: TracebackType | None) -> list[tuple[Path, str]]:
-    """File and qualified name of the functions that a traceback goes through, outermost first.
-
-    The file is that of the module: what a dataclass generates is in none of its own.
-    """
+def _files(trace: TracebackType | None) -> list[Path]:
+    """The files of the modules that a traceback goes through, outermost first: what a dataclass
+    generates is in none of its own."""
     return [
-        (Path(frame.f_globals.get("__file__") or code.co_filename), code.co_qualname)
+        Path(frame.f_globals.get("__file__") or frame.f_code.co_filename)
         for frame, _ in traceback.walk_tb(trace)
-        for code in (frame.f_code,)
     ]
 
 
@@ -73,7 +62,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _went_through_users(cause: BaseException) -> bool:
     """Whether code of ours called the user's; an error that the user caught begins with theirs."""
-    files = [file for file, _ in _places(cause.__traceback__)]
+    files = _files(cause.__traceback__)
     return bool(files) and not _is_users(files[0]) and any(map(_is_users, files))
 
 

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from shardwise.launch import closing, verdict
+from shardwise.launch import cause, closing, verdict
 from shardwise.launch.console import STDERR, Console
 from shardwise.launch.crew import Departure
 from shardwise.launch.progress import Progress
@@ -240,7 +240,9 @@ class Supervisor:
         """Which rank failed and why, or that all were `refused` the same."""
         rank = judged.rank if judged.waiting is None else judged.waiting
         found = reports.get(rank)
-        how = self._departures[judged.rank].how
+        departure = self._departures[judged.rank]
+        # Who was ended by us is to blame only where an error of its own came before.
+        how = cause.UNCAUGHT if departure.end.stopped else departure.how
         trace = verdict.last_words(found.text if found else self._voices[rank].tail.text())
         words = closing.words(
             judged,

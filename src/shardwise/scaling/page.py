@@ -12,7 +12,7 @@ from shardwise.scaling.report import BATCH_GROWS, COLUMNS, Report, lines
 CAPTIONS = {
     "throughput": "Samples a second of all workers together; dotted, the smallest size times N.",
     "efficiency": "The rate of a worker, against that of one at the smallest size.",
-    "loss": "Mean training loss of each epoch.",
+    "loss": "Mean training loss of each epoch; of each step, where there was but one epoch.",
     "accuracy": "The last {accuracies} of each epoch.",
 }
 

@@ -49,6 +49,8 @@ STYLE: dict[Any, Any] = {
     "savefig.transparent": False,
 }
 SIZE = (5.6, 3.7)
+MARKED = 40
+"""Points of a line, at most, of which each is marked."""
 
 Draw = Callable[[Any, Report], None]
 
@@ -76,7 +78,7 @@ def _plots(report: Report) -> Iterator[tuple[str, Draw]]:
     yield "throughput", _throughput
     yield "efficiency", _efficiency
     if any(each.loss for each in measured):
-        yield "loss", lambda axes, report: _curves(axes, report, lambda m: m.loss, "training loss")
+        yield "loss", _loss
     if any(accuracy(each) for each in measured):
         yield "accuracy", _accuracy
 
@@ -128,26 +130,37 @@ def _efficiency(axes: Any, report: Report) -> None:
     axes.legend(frameon=False, fontsize=9, loc="lower left")
 
 
+def _loss(axes: Any, report: Report) -> None:
+    """By epoch; by step where no run has come to a second epoch."""
+    if any(run.measured and len(run.measured.loss) > 1 for run in report.runs):
+        _curves(axes, report, lambda measured: measured.loss, "training loss", "epoch")
+    else:
+        _curves(axes, report, lambda measured: measured.losses, "training loss", "step")
+
+
 def _accuracy(axes: Any, report: Report) -> None:
-    _curves(axes, report, accuracy, "accuracy")
+    _curves(axes, report, accuracy, "accuracy", "epoch")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
-def _curves(axes: Any, report: Report, of: Callable[[Measured], Curve], label: str) -> None:
-    """A line for each size, by epoch."""
+def _curves(
+    axes: Any, report: Report, of: Callable[[Measured], Curve], label: str, unit: str
+) -> None:
+    """A line for each size, by epoch or step, the `unit`; the first is the widest, since the others
+    may well lie on it."""
     sizes = sorted(report.plan.sizes)
     for style, kind in zip(STYLES, report.plan.kinds, strict=False):
         for row in report.rows(kind):
             if curve := of(row.measured):
-                epochs = sorted(curve)
+                number = sizes.index(row.run.workers)
                 axes.plot(
-                    [epoch + 1 for epoch in epochs],
-                    [curve[epoch] for epoch in epochs],
-                    color=COLORS[sizes.index(row.run.workers) % len(COLORS)],
+                    [count + 1 for count in sorted(curve)],
+                    [curve[count] for count in sorted(curve)],
+                    color=COLORS[number % len(COLORS)],
                     linestyle=style,
-                    linewidth=1.8,
-                    marker="o",
-                    markersize=3.5,
+                    linewidth=1.4 + 1.6 * (len(sizes) - 1 - number),
+                    marker="o" if len(curve) <= MARKED else None,
+                    markersize=3.5 + 1.6 * (len(sizes) - 1 - number),
                     label=f"{row.run.workers} ({kind})",
                 )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -155,7 +168,7 @@ def _curves(axes: Any, report: Report, of: Callable[[Measured], Curve], label: s
     if high - low < (least := 0.01 * max(abs(low), abs(high))):  # they part by rounding
         axes.set_ylim((low + high - least) / 2, (low + high + least) / 2)
     axes.ticklabel_format(axis="y", useOffset=False)
-    axes.set_xlabel("epoch")
+    axes.set_xlabel(unit)
     axes.set_ylabel(label)
     axes.legend(frameon=False, fontsize=9, title="workers", title_fontsize=9, handlelength=3)
 

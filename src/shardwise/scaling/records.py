@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.scaling.estimates import Rate, rate
 
 Curve = dict[int, float]
-"""Values by epoch."""
+"""Values by epoch, or by step; both are counted from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Measured:
     """Of a run: `steps` were made, of which the first `dropped` do not count for the rate.
 
     `batch` is the total batch of a usual step, `seconds` the length of one. `loss` is the mean of
-    each epoch, `means` what Metrics computed last in it, by name.
+    each epoch, `losses` that of each step, `means` what Metrics computed last in an epoch, by name.
     """
 
     steps: int
@@ -30,6 +30,7 @@ class Measured:
     seconds: float
     rate: Rate
     loss: Curve
+    losses: Curve = field(default_factory=dict)
     means: Mapping[str, Curve] = field(default_factory=dict)
 
 
@@ -74,6 +75,7 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
         seconds=median(seconds[warmup:]),
         rate=rate(samples[warmup:], seconds[warmup:]),
         loss=_loss(own[0][:made]),
+        losses={n: row["loss"] for n, row in enumerate(own[0][:made]) if _is_loss(row)},
         means=_means(row for row in rows[0] if "means" in row),
     )
 
@@ -111,11 +113,16 @@ def _loss(rows: list[dict[str, Any]]) -> Curve:
     """The mean loss of each epoch, over all items."""
     sums: dict[int, tuple[float, float]] = {}
     for row in rows:
-        if math.isfinite(row["loss"]):
+        if _is_loss(row):
             total, weight = sums.get(row["epoch"], (0.0, 0.0))
             added = row["loss"] * row["weight"]
             sums[row["epoch"]] = total + added, weight + row["weight"]
     return {epoch: total / weight for epoch, (total, weight) in sums.items() if weight}
+
+
+def _is_loss(row: Mapping[str, Any]) -> bool:
+    """Whether the step of `row` had a loss that can be shown; Horovod's optimizer sees none."""
+    return math.isfinite(row["loss"])
 
 
 def _means(rows: Iterator[dict[str, Any]]) -> dict[str, Curve]:

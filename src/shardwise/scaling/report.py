@@ -82,10 +82,12 @@ class Report:
         """What a reader of the figures should know."""
         cores, most = usable_cores(), max(self.plan.sizes)
         found = [
+            "Every size begins at step 0: what the script asks the engine to resume, save or "
+            "export is left undone (--trial).",
             f"The first {self.plan.warmup} steps of each run are dropped. A rate is that of all "
             "workers together: their samples over the time of the steps, each from when the last "
             "worker asked for its data; evaluations and checkpoints between steps do not count. "
-            "± is half of the 95 % interval."
+            "± is half of the 95 % interval.",
         ]
         if any(run.measured and run.measured.loss for run in self.runs):
             found.append(

@@ -92,6 +92,7 @@ def run(plan: Plan, kind: str, workers: int, on_step: OnStep) -> Run:
 def _command(plan: Plan, kind: str, workers: int, folder: Path) -> list[str]:
     flags = ["-n", str(workers), *plan.flags, "--record", str(folder.resolve())]
     flags += ["--batch", "worker" if kind == WEAK else "total"]  # whatever else is set
+    flags += ["--trial"]  # else a size would begin where the one before it has saved
     if plan.limit is not None:
         flags += ["--stop-after", str(plan.limit)]
     return [sys.executable, "-m", "shardwise", "run", *flags, *plan.words]

@@ -73,7 +73,8 @@ def _timed(asked: Asked) -> list[Layer]:
         path, log = Path(folder) / "layers.json", Path(folder) / "log.txt"
         command = [
             *(sys.executable, "-m", "shardwise", "run", "-n", "1", *asked.flags),
-            *("--time-layers", str(path), "--stop-after", str(asked.steps), *asked.words),
+            *("--time-layers", str(path), "--stop-after", str(asked.steps), "--trial"),
+            *asked.words,
         ]
         with log.open("wb") as output:
             code = subprocess.run(

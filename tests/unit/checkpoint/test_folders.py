@@ -53,6 +53,21 @@ def test_keep_leaves_the_newest_and_never_what_lies_ahead(tmp_path):
     assert names(tmp_path) == ["step-3", "step-4", "step-9"]
 
 
+def test_what_stands_in_the_way_is_not_taken_for_a_full_disk(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises((FileExistsError, NotADirectoryError)) as caught:
+            Draft(folder, 5, 0).begin()
+        said = Draft(folder, 5, 0).refused(caught.value)
+        assert "one can be made: a file is in the way. Those that were" in said
+    denied = Draft(tmp_path, 5, 7).refused(PermissionError(errno.EACCES, "no", "it"))
+    assert denied.startswith(
+        "The checkpoint of step 5 was not written: no (it). Name a folder that"
+    )
+    full = Draft(tmp_path, 5, 7).refused(OSError(errno.ENOSPC, "full"))
+    assert "It takes 7 bytes, and " in full
+
+
 def test_the_same_step_again(tmp_path):
     saved(tmp_path, 5, mark="old")
     saved(tmp_path, 5, mark="new")
