@@ -482,7 +482,11 @@ def trial_case(world, folder):
     assert engine.resume(folder) == 0
     engine.backward(model(world.share(torch.ones(4, 4))).square().mean())
     engine.step()
-    assert engine.save(folder, keep=1) == Path(folder) / "step-1"
+    path = engine.save(folder, keep=1)
+    assert path == Path(folder) / "step-1"
+    weight = model.weight.clone()
+    engine.load(path)  # not what an earlier run has left there
+    assert torch.equal(model.weight, weight)
     engine.export(f"{folder}/model.safetensors")
     world.barrier()
     assert sorted(Path(folder).iterdir()) == before

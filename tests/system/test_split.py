@@ -39,10 +39,10 @@ def test_the_cut_is_shown_and_what_is_advised_runs(shardwise: Launcher) -> None:
 
 
 def test_checkpoints_of_the_script_are_left_alone(shardwise: Launcher) -> None:
-    words = (script("resumes"), "checkpoints", "--every", "2", "--epochs", "1")
-    assert shardwise.run("run", "-n", "1", *words, env=QUICK).code == 0
+    words = (script("resumes"), "checkpoints", "--every")
+    assert shardwise.run("run", "-n", "1", *words, "4", "--epochs", "1", env=QUICK).code == 0
     saved = sorted((shardwise.folder / "checkpoints").rglob("*"))
-    ran = shardwise.run("split", "--pipeline", "2", "--steps", "4", *words, env=QUICK)
+    ran = shardwise.run("split", "--pipeline", "2", "--steps", "4", *words, "1", env=QUICK)
     assert ran.code == 0, ran.out + ran.err
     assert sorted((shardwise.folder / "checkpoints").rglob("*")) == saved
 

@@ -1,6 +1,7 @@
 """Which errors are told as a sentence, and where."""
 
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import shardwise as sw
 import shardwise.horovod as hvd
 from shardwise.errors import ConfigError, ModelError, PlacementError, ShardwiseError
-from shardwise.launch import own, report
+from shardwise.launch import own, refusal, report
 from shardwise.launch.refusal import sentence
 from shardwise.world import World
 
@@ -68,7 +69,7 @@ def test_what_a_dataclass_of_ours_refuses() -> None:
     code = "import shardwise as sw; sw.init(tensor=2, device='cpu')"
     with pytest.raises(ConfigError) as caught:
         exec(compile(code, "<string>", "exec"), {"__file__": str(Path("train.py").resolve())})
-    assert sentence(caught.value).endswith(" [<string>:1]")
+    assert sentence(caught.value).endswith(" > <string>:1]")
 
 
 def test_what_comes_from_the_users_code(solo: World) -> None:
@@ -81,11 +82,63 @@ def test_what_comes_from_the_users_code(solo: World) -> None:
     assert sentence(error) == ""
 
 
-def test_a_refusal_while_the_user_handles_another_error() -> None:
+def test_an_error_of_the_users_that_came_before_is_not_hidden(solo: World, tmp_path: Path) -> None:
+    """It is the cause; what we refuse of a script that tidies up comes second."""
+    model = torch.nn.Linear(2, 1)
+    made = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+
+    def train() -> None:
+        made.backward(model(torch.ones(3, 2)).square().mean())
+        try:
+            raise ValueError("label 17 of 10")
+        finally:
+            made.save(tmp_path)
+
+    error = raised(train)
+    assert isinstance(error.__context__, ValueError)
+    assert sentence(error) == ""
+    made.step()
+
+
+def test_an_error_that_is_its_own_cause() -> None:
+    error = raised(sw.init, exact=0)
     try:
-        raise ImportError
-    except ImportError:
-        assert sentence(raised(sw.init, exact=0))
+        raise error from error
+    except ShardwiseError:
+        assert sentence(error)
+
+
+def test_notes_of_the_users_are_shown() -> None:
+    error = raised(sw.init, exact=0)
+    error.add_note("at batch 17")
+    assert "not 0. at batch 17 [" in sentence(error)
+
+
+def test_all_lines_of_the_users_are_told(solo: World) -> None:
+    """Which of two calls of the same helper it was, and of a project that is installed."""
+    code = "def update(engine):\n    engine.step()\n\ndef train(engine):\n    update(engine)"
+    model = torch.nn.Linear(2, 1)
+    made = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    names: dict[str, Any] = {"__file__": "/venv/lib/python3.11/site-packages/project/train.py"}
+    exec(compile(code, "train.py", "exec"), names)
+    assert " > train.py:5 > train.py:2]" in sentence(raised(names["train"], made))
+
+
+@pytest.mark.parametrize(
+    ("file", "users"),
+    [
+        (Path(sys.prefix) / "lib/python3.11/site-packages/project/train.py", True),
+        (Path("/usr/lib/python3/dist-packages/project/train.py"), True),
+        (Path(sysconfig.get_path("stdlib")) / "site-packages/project/train.py", True),
+        (Path(sysconfig.get_path("stdlib")) / "contextlib.py", False),
+        (Path("<frozen runpy>"), False),
+        (Path("<stdin>"), True),
+        (Path(torch.__file__).parent / "optim/optimizer.py", False),
+        (Path(sw.__file__).parent / "engine/engine.py", False),
+    ],
+)
+def test_whose_a_file_is(file: Path, users: bool) -> None:
+    assert refusal._is_users(file) == users
 
 
 def test_errors_from_elsewhere() -> None:
@@ -116,9 +169,7 @@ class TestHabits:
         assert "takes a scalar loss, not (3, 1). Take" in sentence(raised(engine.backward, output))
         assert "as a tensor, not float: give" in sentence(raised(engine.backward, 1.5))
         assert sentence(raised(engine.step)).endswith(": call(*args, **options)]")
-        assert sentence(raised(engine.load, tmp_path / "none"))
-        assert "ends in .bin: an" in sentence(raised(engine.export, tmp_path / "model.bin"))
-        assert not list(tmp_path.iterdir())
+        assert sentence(raised(engine.load, tmp_path / "none")).startswith("There is no ")
 
     def test_arguments_in_the_wrong_order(self, solo: World) -> None:
         model = torch.nn.Linear(2, 1)
@@ -154,7 +205,13 @@ class TestShowing:
         assert self.shown(capfd).startswith(f"shardwise: {self.REFUSED}")
         other = ValueError("no")
         sys.excepthook(ValueError, other, None)
-        assert before == [other]
+        assert [type(error) for error in before] == [ConfigError, ValueError]
+
+    def test_pythons_own_hook_is_not_called_as_well(
+        self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        assert "Traceback" not in self.shown(capfd)
 
     def test_of_several_each_says_who_it_is(
         self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -275,6 +275,15 @@ def test_steps_that_were_dropped_are_not_among_the_measured(
     assert said.endswith("100 samples/s over 15 steps, after 5 that were dropped\n")
 
 
+def test_the_table_has_no_column_without_a_figure(made: Report) -> None:
+    def headings(report_: Report) -> list[object]:
+        return [column.header for column in report.table(report_).columns]
+
+    assert headings(made) == list(report.COLUMNS)
+    bare = [replace(run, measured=measured(9, loss={})) for run in made.runs if run.measured]
+    assert headings(replace(made, runs=bare)) == list(report.COLUMNS)[:-2]
+
+
 def test_json_and_csv_have_every_run(made: Report, tmp_path: Path) -> None:
     report.write(made, tmp_path)
     found = json.loads((tmp_path / "scaling.json").read_text())

@@ -121,6 +121,8 @@ class Draft:
         )
 
     def _way_out(self, error: OSError) -> str:
+        if error.errno == errno.EEXIST and Path(error.filename).is_dir():
+            return "Does another run save there? Give each a folder of its own."
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
             return "Name a folder, or a place where one can be made: a file is in the way."
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

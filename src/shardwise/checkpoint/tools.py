@@ -16,7 +16,7 @@ from shardwise.checkpoint.folders import DOCUMENT, complete
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.checkpoint.reader import Safetensors, open_set
 from shardwise.errors import BrokenCheckpoint, CheckpointError
-from shardwise.model.export import check_ending, write_tensors
+from shardwise.model.export import PICKLED, write_tensors
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,10 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
     The folder is made where there is none. Raises CheckpointError for another ending, where the
     checkpoint has no such set, or where nothing can be written.
     """
-    check_ending(to)
+    if to.suffix not in (".safetensors", *PICKLED):
+        raise CheckpointError(
+            f"{to} ends in {to.suffix or 'nothing'}: an export ends in .safetensors or .pt."
+        )
     with Opened(path) as opened:
         if kind not in opened.sets:
             raise CheckpointError(
@@ -92,7 +95,7 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
         _check_all(opened, kind, values)
         aliases = {k: v for k, v in tensors.metadata.items() if v in values}
         try:
-            write_tensors(values, aliases, to)
+            write_tensors(values, aliases, {}, to)
         except (OSError, RuntimeError, SafetensorError) as error:
             why = getattr(error, "strerror", None) or error
             raise CheckpointError(f"{to} cannot be written: {why}.") from error

@@ -16,7 +16,7 @@ from shardwise.engine import alike, sectioning, starting
 from shardwise.engine.assembly import States
 from shardwise.engine.recipe import Recipe
 from shardwise.errors import BrokenView, UsageError
-from shardwise.model.export import check_ending, write_model
+from shardwise.model.export import write_model
 
 
 @contextmanager
@@ -123,7 +123,6 @@ def export(
     recipe: Recipe, states: States, path: str | PathLike[str], model: nn.Module | None
 ) -> None:
     """See Engine.export."""
-    check_ending(Path(path))
     if model is None:
         if len(recipe.models) != 1:
             raise UsageError(

@@ -385,13 +385,13 @@ class Engine(Backwards):
             raise UsageError(f"{call} inside engine.ema(): leave the block first.")
 
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
-        """Write `model` (default: the only one) as one plain file, from rank 0: safetensors, or
-        what torch.save makes of its state_dict where `path` ends in .pt.
+        """Write `model` (default: the only one) as one plain file, from rank 0: as torch.save
+        does where `path` ends in .pt, .pth or .bin, else as safetensors.
 
         Names, shapes and dtypes are the plain model's; tied weights are written once. Inside
         `engine.ema()` the averages are written. Collective where parameters are sharded: every
         rank calls it, and rank 0 holds the whole model while it writes. With `--trial` nothing is
-        written. Raises CheckpointError for another ending.
+        written.
         """
         if not self.world.settings.trial:
             access.export(self._recipe, self._states, path, model)

@@ -39,6 +39,8 @@ class Resumable(ABC):
     _saved: int | None = None
     """The step that is saved there."""
     _agreed_here = False
+    _tried: frozenset[Path] = frozenset()
+    """Where a trial would have saved; what it loads from there it has."""
 
     @abstractmethod
     def _is_between_steps(self) -> bool:
@@ -82,6 +84,7 @@ class Resumable(ABC):
         self._refuse_in_step("engine.save")
         home, split = Path(folder), int(split_gb * 1e9)
         if self.world.settings.trial:
+            self._tried |= {place_of(home, self.steps)}
             return place_of(home, self.steps)
         path = None
         try:
@@ -148,6 +151,8 @@ class Resumable(ABC):
         not whole, CheckpointMismatch for another model's.
         """
         self._refuse_in_step("engine.load")
+        if Path(path) in self._tried:
+            return
         steps = self._checkpoints.load(Path(path), strict=strict, model_only=model_only)
         if steps is not None:
             self.steps = steps

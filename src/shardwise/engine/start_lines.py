@@ -24,7 +24,9 @@ _NAMES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "op
 def announce_engine(world: World, recipe: Recipe, states: States) -> None:
     """Two lines: the workers, transport, row and precision; the model, the bytes of its states,
     and which of them rest on another tier. A third where layers are split, or the exact mode is
-    on; a last one for a trial."""
+    on. A trial is told of in any case."""
+    if world.settings.trial:
+        world.print("shardwise: trial: nothing is resumed, saved or exported")
     if recipe.settings.quiet:
         return
     world.print(_run_line(world, recipe))
@@ -35,8 +37,6 @@ def announce_engine(world: World, recipe: Recipe, states: States) -> None:
         world.print(_stages_line(recipe))
     if recipe.shards is not None:
         world.print(_exact_line(recipe.shards))
-    if world.settings.trial:
-        world.print("  trial: nothing is resumed, saved or exported")
 
 
 def announce_activations(world: World, recipe: Recipe, activations: Activations) -> None:

@@ -49,7 +49,8 @@ class Job:
     @property
     def joins(self) -> bool:
         """Whether its ranks are expected to call sw.init: Python that is not asked for its help."""
-        return self.is_python and {"-h", "--help"}.isdisjoint(self.words[1:])
+        asks = "--help" in self.words[1:] or self.words[1:] == ("-h",)
+        return self.is_python and not asks
 
     def console(self, environ: Mapping[str, str]) -> Console:
         """The screen that this run needs."""

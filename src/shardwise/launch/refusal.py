@@ -1,7 +1,7 @@
 """What a user asked for and cannot have: a sentence says it all, a traceback of ours says nothing.
 
-the user's line ─▶ our frames only ─▶ an error of ours     a refusal
-                ─▶ ours ─▶ the user's ─▶ any error         no refusal
+the user's line ─▶ our frames only ─▶ an error of ours              a refusal
+                ─▶ the same, after an error of the user's own       no refusal: both are shown
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
@@ -20,27 +21,39 @@ OURS = Path(__file__).parents[1]
 
 
 def sentence(error: BaseException) -> str:
-    """The error, with the user's line that led to it; "" where the traceback is needed."""
+    """The error, with the user's lines that led to it; "" where the traceback is needed."""
     if not isinstance(error, ShardwiseError) or isinstance(error, CollectiveError):
         return ""
     files = _files(error.__traceback__)
-    entry = next((number for number, file in enumerate(files) if OURS in file.parents), None)
-    if entry is None or any(map(_is_users, files[entry:])):
+    users = [number for number, file in enumerate(files) if _is_users(file)]
+    if not users or not any(OURS in file.parents for file in files[users[-1] :]):
         return ""
-    if any(map(_went_through_users, _causes(error))):
+    if any(any(map(_is_users, _files(cause.__traceback__))) for cause in _causes(error)):
         return ""
-    line = users_line(error.__traceback__)
-    return f"{error} [{line}]" if line else str(error)
+    told = " ".join([str(error), *getattr(error, "__notes__", ())])
+    *before, last = _users_frames(error.__traceback__)
+    way = "".join(f"{_place(frame)} > " for frame in before)
+    return f"{told} [{way}{_line(last)}]"
 
 
 def users_line(trace: TracebackType | None) -> str:
-    """The innermost line of a traceback that is neither ours nor of an installed package."""
-    lines = zip(_files(trace), traceback.extract_tb(trace), strict=True)
-    for file, frame in reversed(list(lines)):
-        if _is_users(file):
-            name = frame.filename.removeprefix(f"{Path.cwd()}{os.sep}")
-            return f"{name}:{frame.lineno}" + (f": {frame.line}" if frame.line else "")
-    return ""
+    """The innermost line of a traceback that is neither ours nor torch's nor Python's; "" if none
+    is."""
+    frames = _users_frames(trace)
+    return _line(frames[-1]) if frames else ""
+
+
+def _users_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
+    frames = zip(_files(trace), traceback.extract_tb(trace), strict=True)
+    return [frame for file, frame in frames if _is_users(file)]
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    return _place(frame) + (f": {frame.line}" if frame.line else "")
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename.removeprefix(f'{Path.cwd()}{os.sep}')}:{frame.lineno}"
 
 
 def _files(trace: TracebackType | None) -> list[Path]:
@@ -54,22 +67,31 @@ def _files(trace: TracebackType | None) -> list[Path]:
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """The errors that led to this one, as a traceback shows them."""
-    found = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if found is not None:
+    seen = [error]
+    while True:
+        found = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if found is None or found in seen:
+            return
         yield found
-        yield from _causes(found)
-
-
-def _went_through_users(cause: BaseException) -> bool:
-    """Whether code of ours called the user's; an error that the user caught begins with theirs."""
-    files = _files(cause.__traceback__)
-    return bool(files) and not _is_users(files[0]) and any(map(_is_users, files))
+        seen.append(found)
+        error = found
 
 
 def _is_users(file: Path) -> bool:
-    return not _libraries() & set(file.parents)
+    """Whether a file is neither ours nor torch's nor Python's own: a package that is installed may
+    well be the user's project."""
+    if str(file).startswith("<frozen ") or not {OURS, _torch()}.isdisjoint(file.parents):
+        return False
+    installed = {"site-packages", "dist-packages"}.intersection(file.parts)
+    return bool(installed) or _python() not in file.parents
 
 
 @cache
-def _libraries() -> set[Path]:
-    return {OURS, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))}
+def _torch() -> Path | None:
+    found = find_spec("torch")
+    return Path(found.origin).parent if found is not None and found.origin else None
+
+
+@cache
+def _python() -> Path:
+    return Path(sysconfig.get_path("stdlib"))

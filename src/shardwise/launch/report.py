@@ -66,10 +66,10 @@ class _Hook:
         refused = sentence(error)
         told = f"shardwise: {_speaker()}{refused}\n" if refused else ""
         if DIRECTORY_VARIABLE not in os.environ:
+            if not told or self._before is not sys.__excepthook__:  # one that others have set
+                self._before(kind, error, trace)
             if told:
                 _show(told)
-            else:
-                self._before(kind, error, trace)
             return
         text = "".join(traceback.format_exception(kind, error, trace))
         is_shown_for_us = bool(refused) and os.environ.get(own.NAMES["size"], "1") != "1"

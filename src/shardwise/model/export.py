@@ -6,38 +6,38 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import CheckpointError
+PICKLED = (".pt", ".pth", ".bin")
+"""Endings of files as torch.save writes them."""
 
-ENDINGS = (".safetensors", ".pt")
-
-
-def check_ending(path: Path) -> None:
-    """Raise CheckpointError for a name that does not say in which form to write."""
-    if path.suffix not in ENDINGS:
-        raise CheckpointError(
-            f"{path} ends in {path.suffix or 'nothing'}: an export ends in {' or '.join(ENDINGS)}."
-        )
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def write_model(model: nn.Module, path: Path) -> None:
-    """Write the state of `model` to `path`, in the form that its ending says."""
-    write_tensors(*_plain_tensors(model), path)
+    """Write the state of `model` to `path`: as torch.save does where the ending is of `PICKLED`,
+    else as safetensors, which hold no more than tensors."""
+    write_tensors(*_plain(model), path)
 
 
-def write_tensors(tensors: dict[str, Tensor], aliases: Mapping[str, str], path: Path) -> None:
+def write_tensors(
+    tensors: dict[str, Tensor], aliases: Mapping[str, str], rest: Mapping[str, Any], path: Path
+) -> None:
     """Write `tensors`, each with memory of its own, and for each of `aliases` the tensor that it
-    names: beside `path` first, then renamed. The folder is made.
+    names; of `rest`, which are none, what the form of `path` can hold. Beside it first, then
+    renamed; the folder is made.
 
-    Safetensors holds tied weights once, and the alias in its metadata as its `save_model` does.
+    Safetensors have tied weights once, and the alias in the metadata as their `save_model` does.
     """
     with _written_aside(path) as aside:
-        if path.suffix == ".pt":
-            torch.save(tensors | {alias: tensors[first] for alias, first in aliases.items()}, aside)
+        if path.suffix in PICKLED:
+            twins = {alias: tensors[first] for alias, first in aliases.items()}
+            torch.save({**tensors, **twins, **rest}, aside)
         else:
             safetensors.torch.save_file(tensors, aside, {"format": "pt", **aliases})
 
@@ -62,19 +62,22 @@ def _umask() -> int:
     return mask
 
 
-def _plain_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors with memory of their own, by plain name, and the first name of each alias."""
+def _plain(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+    """Tensors with memory of their own, by plain name, the first name of each alias, and what else
+    is in the state_dict."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
+    rest: dict[str, Any] = {}
     first_name: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     for key, value in sorted(model.state_dict().items()):
-        if not isinstance(value, Tensor):
-            continue
         name = key.replace("_orig_mod.", "")
+        if not isinstance(value, Tensor):
+            rest[name] = value
+            continue
         place = (value.data_ptr(), tuple(value.shape), tuple(value.stride()))
         if value.numel() and place in first_name:
             aliases[name] = first_name[place]
             continue
         first_name[place] = name
         tensors[name] = value.detach().cpu().contiguous().clone()
-    return tensors, aliases
+    return tensors, aliases, rest

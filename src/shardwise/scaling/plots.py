@@ -149,6 +149,7 @@ def _curves(
     """A line for each size, by epoch or step, the `unit`; the first is the widest, since the others
     may well lie on it."""
     sizes = sorted(report.plan.sizes)
+    wider = min(1.6, 6 / len(sizes))
     for style, kind in zip(STYLES, report.plan.kinds, strict=False):
         for row in report.rows(kind):
             if curve := of(row.measured):
@@ -158,9 +159,10 @@ def _curves(
                     [curve[count] for count in sorted(curve)],
                     color=COLORS[number % len(COLORS)],
                     linestyle=style,
-                    linewidth=1.4 + 1.6 * (len(sizes) - 1 - number),
+                    zorder=2 + number,
+                    linewidth=1.4 + wider * (len(sizes) - 1 - number),
                     marker="o" if len(curve) <= MARKED else None,
-                    markersize=3.5 + 1.6 * (len(sizes) - 1 - number),
+                    markersize=3.5 + wider * (len(sizes) - 1 - number),
                     label=f"{row.run.workers} ({kind})",
                 )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,12 @@ class Report:
         """What a reader of the figures should know."""
         cores, most = usable_cores(), max(self.plan.sizes)
         found = [
-            "Every size begins at step 0: what the script asks the engine to resume, save or "
-            "export is left undone (--trial).",
+            "engine.resume, save and export do nothing meanwhile (--trial): every size begins with "
+            "the model as the script makes it.",
             f"The first {self.plan.warmup} steps of each run are dropped. A rate is that of all "
             "workers together: their samples over the time of the steps, each from when the last "
-            "worker asked for its data; evaluations and checkpoints between steps do not count. "
-            "± is half of the 95 % interval.",
+            "worker asked for its data; evaluations and what the script saves between steps do not "
+            "count. ± is half of the 95 % interval.",
         ]
         if any(run.measured and run.measured.loss for run in self.runs):
             found.append(
@@ -113,7 +114,9 @@ class Report:
 
 
 def table(report: Report) -> Table:
-    """For the terminal."""
+    """For the terminal, without the columns that have nothing."""
+    rows = {kind: lines(report, kind) for kind in report.plan.kinds}
+    filled = [any(column) for column in zip(*chain(*rows.values()), strict=True)]
     made = Table(
         title=report.command,
         title_justify="left",
@@ -122,11 +125,11 @@ def table(report: Report) -> Table:
         pad_edge=False,
         show_edge=False,
     )
-    for name, justify in COLUMNS.items():
+    for name, justify in compress(COLUMNS.items(), filled):
         made.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for kind in report.plan.kinds:
-        for cells in lines(report, kind):
-            made.add_row(*cells)
+    for several in rows.values():
+        for cells in several:
+            made.add_row(*compress(cells, filled))
         made.add_section()
     return made
 

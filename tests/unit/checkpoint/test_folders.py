@@ -20,6 +20,7 @@ from shardwise.checkpoint.format import TensorSpec, lay_out
 from shardwise.checkpoint.writer import Writer, create
 from shardwise.cli import main
 from shardwise.errors import BrokenCheckpoint, CheckpointError
+from shardwise.model.export import write_model
 
 
 def saved(folder: Path, step: int, keep: int | None = None, mark: str = "") -> None:
@@ -60,6 +61,10 @@ def test_what_stands_in_the_way_is_not_taken_for_a_full_disk(tmp_path):
             Draft(folder, 5, 0).begin()
         said = Draft(folder, 5, 0).refused(caught.value)
         assert "one can be made: a file is in the way. Those that were" in said
+    Draft(tmp_path, 5, 0).begin()
+    with pytest.raises(FileExistsError) as caught:
+        (tmp_path / ".step-5.partial").mkdir()
+    assert "Does another run save there?" in Draft(tmp_path, 5, 0).refused(caught.value)
     denied = Draft(tmp_path, 5, 7).refused(PermissionError(errno.EACCES, "no", "it"))
     assert denied.startswith(
         "The checkpoint of step 5 was not written: no (it). Name a folder that"
@@ -288,6 +293,28 @@ def test_export(whole, tmp_path):
     for words in (("m.onnx",), ("m.pt", "--average")):
         _, _, error = ran("export", whole, tmp_path / words[0], *words[1:])
         assert "ends in .onnx" in str(error) or "has no average" in str(error)
+
+
+class Counting(torch.nn.Linear):
+    """A module with state that is no tensor."""
+
+    seen = 3
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("ending", ["pt", "pth", "bin"])
+def test_a_pickled_model_has_all_that_its_state_dict_has(tmp_path, ending):
+    model, other = Counting(2, 2), Counting(2, 2)
+    model.seen = 4
+    write_model(model, tmp_path / f"m.{ending}")
+    other.load_state_dict(torch.load(tmp_path / f"m.{ending}", weights_only=True))
+    assert other.seen == 4
+    assert torch.equal(other.weight, model.weight)
 
 
 def test_export_into_a_folder_that_is_not_there(whole, tmp_path):
