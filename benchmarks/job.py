@@ -105,10 +105,17 @@ class Job:
             loss = self.loss(model, inputs, targets)
             loss.backward()
             with self.updating():
+                if self.max_norm is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)
                 optimizer.step()
             return loss
 
         return step
+
+    @property
+    def max_norm(self) -> float | None:
+        """What gradients are to be clipped to, if they are."""
+        return float(self.workload.clip) or None
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The units by which the model is sharded where a peer wants to be told."""

@@ -17,6 +17,8 @@ class Gpt:
     batch: int
     heads: int = 0
     """0: one head per 64 of width."""
+    clip: int = 0
+    """The global norm that gradients are clipped to; 0: they are not."""
     lr: ClassVar[float] = 3e-4
 
     @property
@@ -34,6 +36,7 @@ class Gpt:
         return (
             f"{self.name}: GPT, width {self.width}, {self.layers} layers, {self.head_count} heads, "
             f"vocabulary {self.vocabulary}, sequence {self.sequence}, batch {self.batch}"
+            f"{_clipped(self.clip)}"
         )
 
 
@@ -47,6 +50,7 @@ class ResNet:
     image: int
     classes: int
     batch: int
+    clip: int = 0
     # Convolutions of another number of rows are rounded otherwise, and AdamW's first steps go by
     # the sign of a gradient: with larger ones, losses of the same work part in the third decimal.
     lr: ClassVar[float] = 1e-6
@@ -55,8 +59,12 @@ class ResNet:
         """One line for the head of a table."""
         return (
             f"{self.name}: ResNet-34, {self.width} channels, GroupNorm, images of {self.image} x "
-            f"{self.image}, {self.classes} classes, batch {self.batch}"
+            f"{self.image}, {self.classes} classes, batch {self.batch}{_clipped(self.clip)}"
         )
+
+
+def _clipped(norm: int) -> str:
+    return f", gradients clipped to a norm of {norm}" if norm else ""
 
 
 Workload = Gpt | ResNet

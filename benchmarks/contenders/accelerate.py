@@ -20,6 +20,8 @@ def build(job: Job) -> Step:
         loss = job.loss(model, inputs, targets)
         accelerator.backward(loss)
         with job.updating():
+            if job.max_norm is not None:
+                accelerator.clip_grad_norm_(model.parameters(), job.max_norm)
             optimizer.step()
         return loss
 

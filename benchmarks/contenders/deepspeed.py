@@ -24,7 +24,7 @@ def build(job: Job, *, stage: int, offload: str = "none") -> Step:
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=job.optimizer(model.parameters()),
-        config=_config(stage, job.workload.batch // job.size, offload),
+        config=_config(stage, job, offload),
     )
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def _check_async_io() -> None:
         raise ModuleNotFoundError(name="its async_io, built from libaio's headers by a compiler")
 
 
-def _config(stage: int, rows: int, offload: str) -> dict[str, object]:
+def _config(stage: int, job: Job, offload: str) -> dict[str, object]:
     zero: dict[str, object] = {"stage": stage}
     kind, _, folder = offload.partition(":")
     if kind != "none":
@@ -56,9 +56,9 @@ def _config(stage: int, rows: int, offload: str) -> dict[str, object]:
             "pipeline_write": True,
         }
     return {
-        "train_micro_batch_size_per_gpu": rows,
+        "train_micro_batch_size_per_gpu": job.workload.batch // job.size,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,  # left out, it clips at 1 and trains another model than the rest
+        "gradient_clipping": job.max_norm or 0.0,  # left out, it clips at 1
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

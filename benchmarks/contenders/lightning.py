@@ -21,6 +21,8 @@ def build(job: Job) -> Step:
         loss = job.loss(model, inputs, targets)
         fabric.backward(loss)
         with job.updating():
+            if job.max_norm is not None:
+                fabric.clip_gradients(model, optimizer, max_norm=job.max_norm)
             optimizer.step()
         return loss
 

@@ -23,7 +23,7 @@ def build(job: Job, *, zero: int, transport: str = "auto", **settings: str) -> S
         loss = job.loss(model, inputs, targets)
         engine.backward(loss, weight=len(inputs))
         with job.updating():
-            engine.step()
+            engine.step(job.max_norm)
             for shelf in engine._states.shelves.values():
                 shelf.drain()  # what a disk is still writing belongs to this update
         return loss
