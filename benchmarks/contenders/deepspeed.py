@@ -58,7 +58,7 @@ def _config(stage: int, job: Job, offload: str) -> dict[str, object]:
     return {
         "train_micro_batch_size_per_gpu": job.workload.batch // job.size,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": job.max_norm or 0.0,  # left out, it clips at 1
+        "gradient_clipping": job.max_norm or 0.0,  # left out, it would clip at 1
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

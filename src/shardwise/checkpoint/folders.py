@@ -114,14 +114,15 @@ class Draft:
 
     def refused(self, error: OSError) -> str:
         """In words, that the disk did not take it."""
-        place = error.filename or self.path
+        place = Path(error.filename or self.path)
         return (
             f"The checkpoint of step {self.step} was not written: {error.strerror or error} "
-            f"({place}). {self._way_out(error)} Those that were complete before are whole."
+            f"({place}). {self._way_out(error, place)} Those that were complete before are whole."
         )
 
-    def _way_out(self, error: OSError) -> str:
-        if error.errno == errno.EEXIST and Path(error.filename).is_dir():
+    def _way_out(self, error: OSError, place: Path) -> str:
+        """What to do about an error at `place`."""
+        if error.errno == errno.EEXIST and place.is_dir():
             return "Does another run save there? Give each a folder of its own."
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
             return "Name a folder, or a place where one can be made: a file is in the way."

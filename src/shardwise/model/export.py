@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import safetensors.torch
@@ -15,8 +14,6 @@ from torch import Tensor, nn
 
 PICKLED = (".pt", ".pth", ".bin")
 """Endings of files as torch.save writes them."""
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def write_model(model: nn.Module, path: Path) -> None:

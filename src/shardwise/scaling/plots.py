@@ -153,10 +153,10 @@ def _curves(
     for style, kind in zip(STYLES, report.plan.kinds, strict=False):
         for row in report.rows(kind):
             if curve := of(row.measured):
-                number = sizes.index(row.run.workers)
+                number, counts = sizes.index(row.run.workers), sorted(curve)
                 axes.plot(
-                    [count + 1 for count in sorted(curve)],
-                    [curve[count] for count in sorted(curve)],
+                    [count + 1 for count in counts],
+                    [curve[count] for count in counts],
                     color=COLORS[number % len(COLORS)],
                     linestyle=style,
                     zorder=2 + number,
