@@ -37,6 +37,8 @@ class Takeover:
         self._world = world
         self._in_step = in_step
         self._fresh: dict[nn.Parameter, Tensor] = {}
+        self._written: set[int] = set()
+        habits.check_embeddings(recipe.models, recipe.placement, workers=world.data_size)
         alike.check_same_model(recipe)
         if recipe.line is not None:
             pipelining.share_out(recipe, recipe.line)
@@ -74,7 +76,7 @@ class Takeover:
         `masters` and `averages` are those of an earlier layout, by parameter.
         """
         self.states = assembly.assemble(self.recipe, self._fresh | dict(masters), averages)
-        self._fresh = {}
+        self._fresh, self._written = {}, set()
         self._shape = self.recipe.shape()
         follow = WeakMethod(self.follow_changes)
         self.recipe.doors.before = lambda: (call := follow()) and call()
@@ -201,9 +203,25 @@ class Takeover:
     def take_in_writes(self) -> None:
         """Let the masters have what user code has written into parameters, before these change."""
         states = self.states
-        if states.optimizer.has_masters and (written := states.parameters.written()):
-            states.optimizer.refresh_masters(written)
+        alone = states.shown is not None or self._world.size == 1
+        if alone and not states.optimizer.has_masters:
+            return
+        if written := states.parameters.written():
+            if states.optimizer.has_masters:
+                states.optimizer.refresh_masters(written)
+            if not alone:
+                self._written |= written
             states.parameters.remember()
+
+    @property
+    def has_written(self) -> bool:
+        """Whether user code has written into replicated parameters that other ranks have too."""
+        return bool(self._written)
+
+    def check_written(self) -> None:
+        """Raise ModelMismatch unless all ranks have written the same. Collective."""
+        written, self._written = self._written, set()
+        alike.check_written(self.recipe, self.states.parameters.tracked, written)
 
     def follow_changes(self) -> None:
         """Lay out anew if parameter groups or requires_grad changed. Collective then."""
