@@ -6,6 +6,7 @@ Chan, Golub and LeVeque (1983) joins them in fp64. A rank that was given a stand
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -150,13 +151,10 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = list(super().__reduce_ex__(protocol))
-        reduced[1] = (self._plain, *reduced[1][1:])
-        state = dict(reduced[2])
-        for key in ("_group", "_feed"):
-            state.pop(key, None)
-        reduced[2] = state
-        return tuple(reduced)
+        # Pickle refuses to make an object of another class than its own in the usual way.
+        state: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
+        kept = {key: value for key, value in state.items() if key not in ("_group", "_feed")}
+        return copyreg._reconstructor, (self._plain, object, None), kept  # type: ignore[attr-defined]
 
 
 @cache
