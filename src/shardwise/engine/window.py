@@ -53,7 +53,7 @@ class Window:
         where the batch tells their number. Raises UsageError where a weight was `given` for one
         of them, since they may as well be of parts of it, and for items of another number.
         """
-        if same_items is False:
+        if same_items is False or (not isinstance(share.items, Tensor) and share.items == 0):
             return False
         earlier = [seen for seen in self._seen if batch is not None and seen.batch is batch]
         if same_items is None:
