@@ -37,6 +37,11 @@ def announce_engine(world: World, recipe: Recipe, states: States) -> None:
         world.print(_stages_line(recipe))
     if recipe.shards is not None:
         world.print(_exact_line(recipe.shards))
+    for name in sorted(_tried(states)):
+        world.print(
+            f"  {name}: its state is cut within tensors, since a trial found each element updated "
+            "by itself; whole tensors, if it looks at those later: --zero 0"
+        )
 
 
 def announce_activations(world: World, recipe: Recipe, activations: Activations) -> None:
@@ -59,6 +64,12 @@ def announce_batch(world: World, recipe: Recipe, parts: int | None) -> None:
     outside = outside_promise(recipe) if recipe.shards is None else []
     if outside:
         world.print(f"  not the same on every number of workers: {'; '.join(outside)}")
+
+
+def _tried(states: States) -> set[str]:
+    """The optimizers whose tensors are cut because of a trial."""
+    groups = states.optimizer.groups
+    return {type(g.face).__name__ for g in groups if not g.whole and not g.kind.known}
 
 
 def _run_line(world: World, recipe: Recipe) -> str:

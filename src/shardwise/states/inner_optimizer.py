@@ -90,11 +90,17 @@ def has_no_memory(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class GroupOf:
-    """Which parameter group of which of the user's optimizers a bucket belongs to."""
+    """Which parameter group of which of the user's optimizers a bucket belongs to.
+
+    `whole`: each of its tensors is updated as such, and never cut. `together`: all of the
+    optimizer's are, in one call.
+    """
 
     face: optim.Optimizer
     index: int
     kind: Kind
+    whole: bool
+    together: bool
 
     @property
     def options(self) -> dict[str, Any]:
@@ -243,7 +249,7 @@ class InnerOptimizer:
 
     def _has_begun(self, tensor: Tensor) -> bool:
         """Whether the optimizer has state of `tensor`."""
-        state = self.inner.state.get(tensor)
+        state = self.inner.state.get(tensor, {})
         return bool(state) and all(value is not None for value in state.values())
 
     def _set_divisor(self, factor: float) -> None:
