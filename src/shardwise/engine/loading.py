@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from math import prod
@@ -43,6 +43,11 @@ class Source:
     def has(self, kind: str, name: str) -> bool:
         """Whether tensor `name` of set `kind` is there."""
         return kind in self.sets and name in self.sets[kind].specs
+
+    @property
+    def averaged(self) -> Set[str]:
+        """The names of what has a moving average."""
+        return self.sets[AVERAGE].specs.keys() if AVERAGE in self.sets else set()
 
     def values(self, kind: str, name: str, dtype: torch.dtype) -> tuple[Tensors, str] | None:
         """The files with the best values for tensor `name`, and its name there.

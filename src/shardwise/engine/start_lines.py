@@ -39,6 +39,11 @@ def announce_engine(world: World, recipe: Recipe, states: States) -> None:
         world.print(_stages_line(recipe))
     if recipe.shards is not None:
         world.print(_exact_line(recipe.shards))
+    for name in sorted(_tried(states)):
+        world.print(
+            f"  {name}: its state is cut within tensors, since a trial found each element updated "
+            "by itself; whole tensors, if it looks at those later: --zero 0"
+        )
 
 
 def announce_activations(world: World, recipe: Recipe, activations: Activations) -> None:
@@ -73,6 +78,12 @@ def announce_sum(world: World, recipe: Recipe, loss: Tensor, rows: int) -> None:
             "  this loss looks like a sum over the batch, and engine.backward takes it for a mean, "
             'divided over workers and micro-batches: if it is a sum, write reduction="sum"'
         )
+
+
+def _tried(states: States) -> set[str]:
+    """The optimizers whose tensors are cut because of a trial."""
+    groups = states.optimizer.groups
+    return {type(g.face).__name__ for g in groups if not g.whole and not g.kind.known}
 
 
 def _run_line(world: World, recipe: Recipe) -> str:

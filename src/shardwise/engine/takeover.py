@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 from weakref import WeakMethod
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -235,6 +236,25 @@ class Takeover:
         alike.check_same_model(self.recipe)
         self.buffers.meet(self._synchronised)
         self._lay(*assembly.disassemble(self.recipe, self.states))
+
+    def make_room_for_averages(self, names: Set[str]) -> bool:
+        """Lay out anew where one of the parameters `names` is frozen and has no average, though
+        averages are kept; whether that was so. Collective."""
+        if self.states.averages is None:
+            return False
+        groups = [group for o in self.recipe.optimizers for group in o.param_groups]
+        resting = {parameter for group in groups for parameter in group["params"]}
+        resting -= {tracked.parameter for tracked in self.states.parameters.tracked}
+        lacking = {
+            t.parameter: torch.zeros(()).expand(t.shape)
+            for t in self.recipe.located()
+            if t.parameter in resting and t.name in names and self.recipe.is_here(t.parameter)
+        }
+        if not any(self.recipe.run.gather_objects(bool(lacking))):
+            return False
+        masters, averages = assembly.disassemble(self.recipe, self.states)
+        self._lay(masters, (averages or {}) | lacking)
+        return True
 
     def end(self) -> None:
         """Give everything back as it was, trained. Collective."""
