@@ -21,6 +21,7 @@ from shardwise.engine.assembly import States
 from shardwise.engine.inventory import Lending
 from shardwise.engine.optimizer_numbers import Numbers
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
+from shardwise.model.buffers import write
 from shardwise.shards import Shard
 from shardwise.states import holdings
 from shardwise.states.holdings import AVERAGE, MODEL, OPTIMIZER, Holding
@@ -175,7 +176,8 @@ def _fill_whole(lending: Lending, source: Source) -> None:
         if name in source.names:
             read = source.sets[MODEL].whole(source.names[name])
             shard = lending.recipe.shard_of(value)
-            value.detach().copy_(read.view(value.shape) if shard is None else part_of(read, shard))
+            found = read.view(value.shape) if shard is None else part_of(read, shard)
+            write(value.detach(), found)
 
 
 def fill_optimizers(lending: Lending, source: Source, numbers: Numbers) -> None:
