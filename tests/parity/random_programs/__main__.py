@@ -1,9 +1,9 @@
 """Random programs against plain PyTorch.
 
-    python -m tests.parity.random_programs --programs 1000 --seed 1     seeds 1 to 1000
-    python -m tests.parity.random_programs --program 17                 that one, and all about it
-    python -m tests.parity.random_programs --shrink 17                  the smallest like it
-    python -m tests.parity.random_programs --file program.py            one that is written out
+python -m tests.parity.random_programs --programs 1000 --seed 1     seeds 1 to 1000
+python -m tests.parity.random_programs --program 17                 that one, and all about it
+python -m tests.parity.random_programs --shrink 17                  the smallest like it
+python -m tests.parity.random_programs --file program.py            one that is written out
 """
 
 import sys

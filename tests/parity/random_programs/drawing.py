@@ -17,6 +17,13 @@ from tests.parity.random_programs.program import (
     Program,
     Step,
 )
+from tests.parity.random_programs.sense import (
+    CYCLED,
+    SPLITTABLE,
+    counts_forwards,
+    looks_across,
+    sensible,
+)
 
 EMBEDDINGS: tuple[Options, ...] = (
     (("max_norm", 0.8),),
@@ -35,13 +42,17 @@ SCHEDULES = ("", "", "cosine", "steps", "lambda", "one_cycle", "plateau")
 
 def draw(seed: int) -> Program:
     """The program of this seed."""
-    return _Drawing(seed).program()
+    for attempt in range(100):
+        program = _Drawing(seed, attempt).program()
+        if sensible(program):
+            return program
+    raise AssertionError(f"no sensible program for seed {seed}")
 
 
 class _Drawing:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, attempt: int) -> None:
         self.seed = seed
-        self.random = random.Random(seed)
+        self.random = random.Random(f"{seed} {attempt}")
 
     def chance(self, likely: float) -> bool:
         return self.random.random() < likely
@@ -67,8 +78,9 @@ class _Drawing:
             average=self.chance(0.06),
         )
         later = self.later(drawn, phases)
-        drawn = replace(drawn, optimizers=(replace(drawn.optimizers[0], later=later),
-                                           *drawn.optimizers[1:]))
+        drawn = replace(
+            drawn, optimizers=(replace(drawn.optimizers[0], later=later), *drawn.optimizers[1:])
+        )
         return replace(drawn, phases=self.phases(drawn, phases))
 
     # -- models ---------------------------------------------------------------------------
@@ -117,12 +129,15 @@ class _Drawing:
             options = {}
         if "single" in names or "complex" in names:
             options = {k: v for k, v in options.items() if k not in ("fused", "foreach")}
+        schedule = self.pick(SCHEDULES)
+        if schedule == "one_cycle" and not (name in CYCLED or "momentum" in options):
+            schedule = "lambda"
         return Optimizer(
             name=name,
             options=tuple(sorted(options.items())),
             groups=self.pick(["one", "one", "decay", "layers"]),
             rest=name == "muon" or (not sparse and self.chance(0.1)),
-            schedule=self.pick(SCHEDULES),
+            schedule=schedule,
         )
 
     def later(self, program: Program, phases: int) -> str:
@@ -142,12 +157,14 @@ class _Drawing:
 
     def config(self, program: Program, plain_parts: bool) -> Config:
         size = self.pick([1, 2, 2, 3, 4])
-        tensor = 2 if size in (2, 4) and self.chance(0.15) else 1
-        pipeline = 2 if size in (2, 4) and tensor == 1 and self.chance(0.15) else 1
+        fits = any(name in SPLITTABLE for name in program.nets[0].blocks)
+        tensor = 2 if fits and size in (2, 4) and self.chance(0.25) else 1
+        alone = size in (2, 4) and tensor == len(program.nets) == 1
+        pipeline = 2 if alone and self.chance(0.15) else 1
         zero = self.pick([0, 1, 2, 3, 3])
         flat = tensor == pipeline == 1
         exact = None
-        if program.feed == "loader" and flat and not _looks_across(program) and self.chance(0.2):
+        if program.feed == "loader" and flat and not looks_across(program) and self.chance(0.2):
             exact = {1: 4, 2: 4, 3: 3, 4: 4}[size]
         fb = plain_parts and self.chance(0.75 if pipeline > 1 else 0.05) and exact is None
         return Config(
@@ -164,10 +181,15 @@ class _Drawing:
             schedule=self.pick(["gpipe", "1f1b", "interleaved", "zero-bubble"])
             if pipeline > 1
             else "1f1b",
-            microbatches=self.pick([None, 2, 3]) if fb and not _looks_across(program) else None,
+            microbatches=self.microbatches(program, fb or pipeline > 1),
             micro_batch_size=self.micro_batch(program) if exact is None else None,
             call="forward_backward" if fb else "backward",
         )
+
+    def microbatches(self, program: Program, cut: bool) -> int | None:
+        if not cut:
+            return None
+        return 1 if looks_across(program) else self.pick([None, 2, 3])
 
     def offload(self, zero: int) -> tuple[str, ...]:
         return {0: ("optimizer",), 1: ("optimizer",), 2: ("optimizer", "gradients")}.get(
@@ -176,7 +198,7 @@ class _Drawing:
 
     def micro_batch(self, program: Program) -> int | None:
         """Rows of a micro-batch, where the Loader makes batches that may be cut."""
-        if program.feed != "loader" or _looks_across(program) or self.chance(0.5):
+        if program.feed != "loader" or looks_across(program) or self.chance(0.5):
             return None
         return self.pick([1, 2])
 
@@ -205,7 +227,7 @@ class _Drawing:
         if loader:
             short = at == total - 1 and self.chance(0.5)
             part = Part(rows=self.random.randint(1, rows) if short else rows)
-            if _looks_across(program):
+            if looks_across(program):
                 part = replace(part, rows=rows)
             losses = self.losses(program)
             # The weight of several losses is that of the batch, once.
@@ -215,13 +237,12 @@ class _Drawing:
         else:
             count = self.pick([1, 1, 2, 3])
             parts = tuple(self.part(program, rows) for _ in range(count))
-            if len({explicit for explicit in map(_explicit, parts)}) > 1:
+            if len(set(map(_explicit, parts))) > 1:
                 parts = tuple(replace(part, explicit=True) for part in parts)
         ahead = not loader and not gan and len(parts) > 1 and self.chance(0.25)
         if ahead:  # what was handed out last is not what each loss is of
             parts = tuple(
-                replace(part, explicit=True, shared=False, losses=part.losses[:1])
-                for part in parts
+                replace(part, explicit=True, shared=False, losses=part.losses[:1]) for part in parts
             )
         return Step(
             before=tuple(events),
@@ -231,8 +252,8 @@ class _Drawing:
         )
 
     def part(self, program: Program, rows: int) -> Part:
-        even = self.chance(0.6) or _looks_across(program)
-        least = 2 if _looks_across(program) else 1
+        even = self.chance(0.6) or looks_across(program)
+        least = 4 if looks_across(program) else 1
         losses = self.losses(program)
         return Part(
             rows=self.random.randint(least, rows + 3),
@@ -257,7 +278,7 @@ class _Drawing:
             return (kind if kind != "hook" or "hooked" in program.nets[0].blocks else "l2",)
         if program.nets[0].modality == "tokens" and self.chance(0.3):
             return ("tokens",)
-        if self.chance(0.12) and not _counts(program):
+        if self.chance(0.12) and not counts_forwards(program):
             return ("mse", "abs")
         return ("mse",)
 
@@ -284,16 +305,6 @@ class _Drawing:
         elif self.chance(0.03):
             events.append(self.pick(RARE_EVENTS))
         return events
-
-
-def _looks_across(program: Program) -> bool:
-    return _counts(program) or any(
-        name in blocks.ACROSS_ROWS for net in program.nets for name in net.blocks
-    )
-
-
-def _counts(program: Program) -> bool:
-    return any(name in blocks.COUNT_FORWARDS for net in program.nets for name in net.blocks)
 
 
 def _explicit(part: Part) -> bool:

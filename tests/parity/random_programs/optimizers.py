@@ -125,7 +125,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 """The options that are drawn, by optimizer; `lr` is 0.01 unless they say so."""
 
-BY_SIGN = {"rprop"}
+BY_SIGN = {"rprop", "adafactor"}
 """Optimizers for which a gradient of 1e-17 is as good as one of 1."""
 
 REAL_ONLY = {"adafactor", "muon", "sparse_adam", "rprop", "nadam", "clipped_tensors"}

@@ -7,6 +7,7 @@ pickled (program, watch) on stdin by pickled `Ran`, or an error's words, on stdo
 import copy
 import pickle
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from tests.parity.random_programs import models as made_of
 from tests.parity.random_programs import optimizers as trained_by
-from tests.parity.random_programs.models import Model, explicit, items
+from tests.parity.random_programs.models import explicit, items
 from tests.parity.random_programs.program import Part, Program, Step
 
 EVALUATED = 7
@@ -39,6 +40,8 @@ class Ran:
     losses: list[tuple[int, float]] = field(default_factory=list)
     norms: list[tuple[int, float]] = field(default_factory=list)
     seen: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    """Of CPU, of this process."""
 
 
 class Script:
@@ -169,8 +172,8 @@ class Plain(Script):
                 self.backward(graphs, mine)
                 graphs = []
         self.backward(graphs, mine)
-        # A norm of nothing is 0.
-        norm = nn.utils.clip_grad_norm_(mine, step.clip or float("inf")).item()
+        trained = [p for o in self.optimizers[engine] for g in o.param_groups for p in g["params"]]
+        norm = nn.utils.clip_grad_norm_(trained, step.clip or float("inf")).item()
         for optimizer in self.optimizers[engine]:
             optimizer.step()
         for model in self.models:
@@ -183,7 +186,8 @@ class Plain(Script):
         return told
 
     def backward(self, graphs: list[Tensor], mine: list[nn.Parameter]) -> None:
-        inputs = mine if len(self.program.owners) > 1 else None
+        several = len(self.program.owners) > 1
+        inputs = [p for p in mine if p.requires_grad] if several else None
         for number, loss in enumerate(graphs):
             loss.backward(inputs=inputs, retain_graph=number < len(graphs) - 1)
 
@@ -275,7 +279,9 @@ def serve() -> None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
+                began = time.process_time()
                 answer = Plain(program).run(watch=watch)
+                answer.seconds = time.process_time() - began
         except Exception:
             answer = traceback.format_exc()
         assert not any(name.split(".")[0] == "shardwise" for name in sys.modules)

@@ -33,6 +33,8 @@ class Result:
     kind: str
     words: str = ""
     story: str = ""
+    seconds: float = 0.0
+    """Of CPU, on all ranks and in the plain process, where it ran to its end."""
 
     @property
     def reason(self) -> str:
@@ -110,11 +112,12 @@ class Runner:
         found = self._ranks(program, watch=watch)
         if isinstance(found, Result):
             return found
+        seconds = wanted.seconds + found.seconds
         lines = [f"step {number}: {words}" for number, words in differences(program, found, wanted)]
         lines.sort(key=lambda line: int(line.split()[1].rstrip(":")))
         if lines:
             return Result(kind="different", words=lines[0], story="\n".join(lines[:30]))
-        return Result(kind="equal")
+        return Result(kind="equal", seconds=seconds)
 
     def _ranks(self, program: Program, *, watch: bool) -> Ran | Result:
         """What ranks see of all phases, or what went wrong."""
@@ -129,7 +132,7 @@ class Runner:
                 except RankLate as error:
                     return Result(kind="hang", words=str(error).split("\n")[0], story=str(error))
                 if any(outcome.error for outcome in outcomes):
-                    return _gone_wrong(outcomes)
+                    return gone_wrong(outcomes)
                 several = [pickle.loads(outcome.result) for outcome in outcomes]
                 if len({digest for _, digest in several}) > 1:
                     return Result(kind="different", words="step 99: ranks end with other models")
@@ -137,10 +140,11 @@ class Runner:
                 found.losses += ran.losses
                 found.norms += ran.norms
                 found.seen |= ran.seen
+                found.seconds += sum(each.seconds for each, _ in several)
         return found
 
 
-def _gone_wrong(outcomes: list[Outcome]) -> Result:
+def gone_wrong(outcomes: list[Outcome]) -> Result:
     """A refusal, or a crash: by the error that is not another's consequence."""
     failed = [each for each in outcomes if each.error]
     primary = [each for each in failed if not each.secondary] or failed

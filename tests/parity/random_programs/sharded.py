@@ -4,6 +4,8 @@ import contextlib
 import copy
 import hashlib
 import os
+import time
+import warnings
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -31,11 +33,15 @@ def run_phase(
     What an earlier phase has left in `folder` is loaded at first; what a later one needs is saved.
     """
     held.SPAN = 48  # several spans, also in models as small as these
+    # The program adds what is in no optimizer yet.
+    warnings.filterwarnings("ignore", ".*are in no optimizer")
     script = Sharded(world, program, phase, Path(folder))
+    began = time.process_time()
     try:
         script.run(watch=watch)
     finally:
         script.models.clear()
+    script.ran.seconds = time.process_time() - began
     return script.ran, script.digest
 
 
@@ -88,7 +94,8 @@ class Sharded(Script):
             self.load()
         steps = program.phases[self.phase].steps
         given = self.batches()
-        for self.number, step in enumerate(steps, program.first_step(self.phase)):
+        for number, step in enumerate(steps, program.first_step(self.phase)):
+            self.number = number
             made_of.tell_step(self.models, self.number)
             for event in step.before:
                 self.happen(event)
@@ -194,12 +201,12 @@ class Sharded(Script):
             last = index == len(step.parts) - 1 if part.last else None
             if step.ahead:
                 losses = self.losses(part, engine, data)
-                waiting.append((losses, part, weight, last))
+                waiting.append((losses, weight, last))
             else:
                 self.backward_all(part, engine, data, last=last, weight=weight)
-        for losses, part, weight, last in waiting:
+        for losses, weight, last in waiting:
             for loss in losses:
-                self.backward(loss, part, engine, weight=weight, last=last)
+                self.backward(loss, engine, weight=weight, last=last)
 
     def take(self, index: int, part: Part) -> tuple[Batch, int | None]:
         """This rank's rows of a part, and how many items they are where that is to be told."""
@@ -236,14 +243,14 @@ class Sharded(Script):
         elif part.shared:
             for loss in (losses := self.losses(part, engine, data)):
                 more = loss is not losses[-1]
-                self.backward(loss, part, engine, weight=weight, last=last, retain_graph=more)
+                self.backward(loss, engine, weight=weight, last=last, retain_graph=more)
         else:
             for name in part.losses:
                 loss = made_of.loss_of(self.program, self.models, engine, name, data)
-                self.backward(loss, part, engine, weight=weight, last=last)
+                self.backward(loss, engine, weight=weight, last=last)
 
     def backward(
-        self, loss: Tensor, part: Part, engine: int, *, weight: int | None, last: bool | None, **told: Any
+        self, loss: Tensor, engine: int, *, weight: int | None, last: bool | None, **told: Any
     ) -> None:
         if weight is not None:
             told["weight"] = weight
@@ -261,9 +268,7 @@ class Sharded(Script):
 
         weigh: dict[str, Any] = {}
         if weight is not None:
-            weigh["weight"] = lambda *data: (
-                items(part.losses, data) * part.factor if weight else 0
-            )
+            weigh["weight"] = lambda *data: items(part.losses, data) * part.factor if weight else 0
         self.engines[engine].forward_backward(loss_of, *data, **weigh)
 
     # -- events ---------------------------------------------------------------------------
@@ -350,8 +355,10 @@ class Sharded(Script):
         self.engines = self.make_engines(int(zero))
 
     def on_save(self) -> None:
-        """A save and a load of it right away change nothing."""
+        """A save and a load of it right away change nothing; a Loader is not moved on its way."""
         self.save()
+        if self.loader is not None:
+            return
         for number, engine in enumerate(self.engines):
             engine.load(self.folder / f"engine{number}" / f"step-{engine.steps}")
 

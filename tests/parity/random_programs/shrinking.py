@@ -5,13 +5,14 @@ from dataclasses import fields, replace
 from typing import Any
 
 from tests.parity.random_programs.program import Config, Part, Phase, Program, Step
+from tests.parity.random_programs.sense import sensible
 
 
 def shrink(program: Program, same: Callable[[Program], bool]) -> Program:
     """What is left of `program` when nothing more can go so that `same` still holds."""
     while True:
         for smaller in simpler(program):
-            if same(smaller):
+            if sensible(smaller) and same(smaller):
                 program = smaller
                 break
         else:
@@ -55,9 +56,7 @@ def _simpler_steps(step: Step) -> Iterator[Step]:
         yield replace(step, parts=parts)
     for number, part in enumerate(step.parts):
         for other in _plainer(part, {"rows", "cuts"}):
-            yield replace(
-                step, parts=(*step.parts[:number], other, *step.parts[number + 1 :])
-            )
+            yield replace(step, parts=(*step.parts[:number], other, *step.parts[number + 1 :]))
         if part.cuts is not None:
             plain = Part(rows=part.rows, losses=part.losses)
             yield replace(step, parts=(*step.parts[:number], plain, *step.parts[number + 1 :]))
