@@ -52,6 +52,10 @@ class RankFailed(AssertionError):
     """A case failed; the message holds the tracebacks, the primary one last."""
 
 
+class RankLate(RankFailed):
+    """A case took longer than its limit; the message holds the stacks."""
+
+
 class Groups:
     """`groups(size)` is the group of that size; `settings` are those of its `shardwise.init`."""
 
@@ -85,9 +89,9 @@ class Group:
         Raises RankFailed when any rank raises, or when `limit` seconds have passed.
         """
         __tracebackhide__ = True
-        outcomes = self._outcomes(function, args, limit)
+        outcomes = self.outcomes(function, *args, limit=limit)
         if any(outcome.error for outcome in outcomes):
-            raise RankFailed(_story(function, outcomes))
+            raise RankFailed(story(function, outcomes))
         return [pickle.loads(outcome.result) for outcome in outcomes]
 
     def errors(
@@ -95,23 +99,15 @@ class Group:
     ) -> list[tuple[str, str] | None]:
         """As a call, but returns each rank's (type name, message), or None where none raised."""
         __tracebackhide__ = True
-        return [outcome.error for outcome in self._outcomes(function, args, limit)]
+        return [outcome.error for outcome in self.outcomes(function, *args, limit=limit)]
 
-    def end(self) -> None:
-        """Ask the ranks for an end, which they come to when idle."""
-        for rank in self._ranks:
-            rank.tell("end")
-
-    def close(self) -> None:
-        """End the ranks: politely where they are idle, and surely."""
-        self.end()
-        for rank in self._ranks:
-            rank.reap()
-        self._ranks = []
-
-    def _outcomes(
-        self, function: Callable[..., Any], args: tuple[Any, ...], limit: float
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, limit: float = 60
     ) -> list[Outcome]:
+        """As a call, but returns what each rank says of the case, an error too.
+
+        Raises RankLate when `limit` seconds have passed.
+        """
         __tracebackhide__ = True
         if not self._ranks:
             self._start()
@@ -124,13 +120,25 @@ class Group:
             stacks = self._stacks(late)
             self._kill()
             told = [outcomes[number] for number in sorted(outcomes)]
-            raise RankFailed(
+            raise RankLate(
                 f"{function.__name__} took more than {limit} s on rank(s) {late}.\n"
-                f"{_story(function, told)}\n{stacks}"
+                f"{story(function, told)}\n{stacks}"
             )
         if any(outcome.error for outcome in outcomes.values()) and not self._in_step(outcomes):
             self._kill()
         return [outcomes[number] for number in range(self.size)]
+
+    def end(self) -> None:
+        """Ask the ranks for an end, which they come to when idle."""
+        for rank in self._ranks:
+            rank.tell("end")
+
+    def close(self) -> None:
+        """End the ranks: politely where they are idle, and surely."""
+        self.end()
+        for rank in self._ranks:
+            rank.reap()
+        self._ranks = []
 
     def _start(self) -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
@@ -315,7 +323,7 @@ def _environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"}
 
 
-def _story(function: Callable[..., Any], outcomes: list[Outcome]) -> str:
+def story(function: Callable[..., Any], outcomes: list[Outcome]) -> str:
     """The tracebacks of all ranks that raised; the likely cause of the others comes last."""
     failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.error]
     failed.sort(key=lambda pair: (not pair[1].secondary, -pair[0]))

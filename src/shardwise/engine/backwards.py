@@ -304,7 +304,9 @@ class Backwards(Resumable):
         """This engine's parameters where the graph may hold those of another engine too."""
         if len(living) == 1:
             return None
-        return [tracked.parameter for tracked in self._states.parameters.tracked]
+        # torch refuses one that is frozen.
+        tracked = (each.parameter for each in self._states.parameters.tracked)
+        return [parameter for parameter in tracked if parameter.requires_grad]
 
     def _check_gradients(self) -> None:
         """Raise, and forget the step, if user code cleared gradients that are on their way."""

@@ -1,0 +1,111 @@
+"""Which programs make sense in plain PyTorch, and under the promise: what is drawn or shrunk is."""
+
+from tests.parity.random_programs import blocks
+from tests.parity.random_programs.optimizers import BY_SIGN, REAL_ONLY
+from tests.parity.random_programs.program import Net, Optimizer, Part, Phase, Program, Step
+
+CYCLED = {"adam", "adamw", "adamax", "nadam", "radam"}
+"""Optimizers with a beta1, which OneCycleLR asks for where there is no momentum."""
+
+SPLITTABLE = {"residual", "hooked", "gated", "late:2", "late:4", "in_training", "adapter"}
+SPLITTABLE |= {"attention", "multi_head", "encoder", "decoder", "experts:3", "experts:5"}
+"""Blocks in which --tensor may find something."""
+
+
+def looks_across(program: Program) -> bool:
+    """Whether what a forward gives depends on which rows meet in it, or on how many there were."""
+    names = {name for net in program.nets for name in net.blocks}
+    return bool(names & (blocks.ACROSS_ROWS | blocks.COUNT_FORWARDS))
+
+
+def counts_forwards(program: Program) -> bool:
+    """Whether it depends on how many forwards there were."""
+    return any(name in blocks.COUNT_FORWARDS for net in program.nets for name in net.blocks)
+
+
+def sensible(program: Program) -> bool:
+    """Whether it is a program that plain PyTorch runs, and whose result is promised."""
+    return (
+        all(_sensible_net(net, first=i == 0) for i, net in enumerate(program.nets))
+        and all(_sensible_optimizer(each, program) for each in program.optimizers)
+        and all(_sensible_phase(phase, program) for phase in program.phases)
+        and not (counts_forwards(program) and len(program.phases) > 1)
+        and all(_sensible_step(step, program) for _, step in program.steps())
+        and _same_batches(program)
+    )
+
+
+def _sensible_net(net: Net, *, first: bool) -> bool:
+    over_time = any(name in blocks.OVER_TIME for name in net.blocks)
+    if net.checkpoint and {*net.blocks} & {"hooked", *blocks.ACROSS_ROWS, *blocks.COUNT_FORWARDS}:
+        return False
+    return (net.modality == "tokens" or not (over_time or net.tied or net.embedding)) and (
+        first or net.modality == "features"
+    )
+
+
+def _sensible_optimizer(optimizer: Optimizer, program: Program) -> bool:
+    names = {name for net in program.nets for name in net.blocks}
+    if optimizer.name in BY_SIGN and names & blocks.ZERO_GRADIENTS:
+        return False
+    if optimizer.name in REAL_ONLY and "complex" in names:
+        return False
+    if optimizer.schedule == "one_cycle" and not (
+        optimizer.name in CYCLED or "momentum" in dict(optimizer.options)
+    ):
+        return False
+    sparse = any(("sparse", True) in net.embedding for net in program.nets)
+    if (optimizer.name == "sparse_adam") > sparse:
+        return False
+    return optimizer.name != "muon" or optimizer.rest
+
+
+def _sensible_phase(phase: Phase, program: Program) -> bool:
+    """BatchNorm over micro-batches is not what BatchNorm over the batch is."""
+    config = phase.config
+    if config.tensor > 1 and not any(name in SPLITTABLE for name in program.nets[0].blocks):
+        return False
+    if looks_across(program):
+        parts = config.pipeline > 1 or config.call == "forward_backward"
+        if parts and config.microbatches != 1:
+            return False
+        return config.micro_batch_size is None and config.exact is None
+    evaluates = any("evaluate" in event for step in phase.steps for event in step.before)
+    several = any(len(step.parts[0].losses) > 1 for step in phase.steps)
+    # world.share and several backwards of a batch cannot be had with it, as it says.
+    return config.exact is None or not (evaluates or several)
+
+
+def _sensible_step(step: Step, program: Program) -> bool:
+    if step.ahead and not all(_explicit(p) and len(p.losses) == 1 for p in step.parts):
+        return False
+    return all(_sensible_part(part, program) for part in step.parts)
+
+
+def _sensible_part(part: Part, program: Program) -> bool:
+    net = program.nets[0]
+    if looks_across(program) and (part.cuts is not None or part.rows < 4):
+        return False
+    if counts_forwards(program) and len(part.losses) > 1:
+        return False
+    if "tokens" in part.losses and (net.modality != "tokens" or len(part.losses) > 1):
+        return False
+    own = {"penalty", "method", "functional", "hook"} & {*part.losses}
+    if own and (program.family != "one" or net.checkpoint):
+        return False
+    return not (net.modality == "tokens" and "penalty" in part.losses)
+
+
+def _same_batches(program: Program) -> bool:
+    """A Loader gives batches of one size, but for the last; one part in each step."""
+    if program.feed != "loader":
+        return True
+    steps = [step for _, step in program.steps()]
+    rows = [step.parts[0].rows for step in steps]
+    return all(len(step.parts) == 1 for step in steps) and (
+        {*rows[:-1]} <= {rows[0]} and rows[-1] <= rows[0]
+    )
+
+
+def _explicit(part: Part) -> bool:
+    return part.explicit or part.factor != 1 or "tokens" in part.losses

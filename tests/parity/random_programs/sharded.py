@@ -1,0 +1,400 @@
+"""The other side: the same program on ranks of Shardwise, as its documents say to write it."""
+
+import contextlib
+import copy
+import hashlib
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import TensorDataset
+
+import shardwise as sw
+from shardwise.states import held
+from tests.disk import on_a_disk
+from tests.parity.random_programs import models as made_of
+from tests.parity.random_programs.models import Batch, explicit, items
+from tests.parity.random_programs.plain import EVALUATED, Ran, Script
+from tests.parity.random_programs.program import Config, Part, Program, Step
+
+
+def run_phase(
+    world: Any, program: Program, phase: int, folder: str, watch: bool
+) -> tuple[Ran, str]:
+    """On a rank: one phase of `program`, and a digest of what ranks must end with alike.
+
+    What an earlier phase has left in `folder` is loaded at first; what a later one needs is saved.
+    """
+    held.SPAN = 48  # several spans, also in models as small as these
+    # The program adds what is in no optimizer yet.
+    warnings.filterwarnings("ignore", ".*are in no optimizer")
+    script = Sharded(world, program, phase, Path(folder))
+    began = time.process_time()
+    try:
+        script.run(watch=watch)
+    finally:
+        script.models.clear()
+    script.ran.seconds = time.process_time() - began
+    return script.ran, script.digest
+
+
+def uneven_cuts(rows: int, size: int, seed: int) -> list[int]:
+    """Borders of shares of `rows` for `size` ranks; some may be empty."""
+    draw = torch.Generator().manual_seed(seed)
+    inner = torch.randint(0, rows + 1, (size - 1,), generator=draw).sort().values.tolist()
+    return [0, *inner, rows]
+
+
+class Sharded(Script):
+    """The program on one of several ranks."""
+
+    def __init__(self, world: Any, program: Program, phase: int, folder: Path) -> None:
+        super().__init__(program)
+        self.world, self.phase, self.folder = world, phase, folder
+        self.config = program.phases[phase].config
+        self.digest = ""
+        self._take_settings()
+        self.number = program.first_step(phase)
+        self.loader: Any = None
+        if program.feed == "loader":
+            parts = [
+                made_of.batch(program, number, 0, step.parts[0].rows)
+                for number, step in program.steps()
+            ]
+            rows = next(program.steps())[1].parts[0].rows
+            data = TensorDataset(*(torch.cat(each) for each in zip(*parts, strict=True)))
+            self.loader = sw.Loader(
+                data, batch_size=rows, micro_batch_size=self.config.micro_batch_size
+            )
+
+    def _take_settings(self) -> None:
+        """What a run has from flags, but for the mesh, which its group was made with."""
+        if self.config.exact is not None:
+            os.environ["SHARDWISE_EXACT"] = str(self.config.exact)
+            self.world.settings = self.world.settle()
+
+    def run(self, *, watch: bool) -> None:
+        """The steps of this phase."""
+        program = self.program
+        self.train_mode()
+        if self.phase == 0:
+            self.warm_up()
+        for event in program.before_phase(self.phase):
+            if event.split(":")[0] in ("freeze", "unfreeze", "add_group"):
+                self.change(event)
+        self.engines = self.make_engines(self.config.zero)
+        if self.phase:
+            self.load()
+        steps = program.phases[self.phase].steps
+        given = self.batches()
+        for number, step in enumerate(steps, program.first_step(self.phase)):
+            self.number = number
+            made_of.tell_step(self.models, self.number)
+            for event in step.before:
+                self.happen(event)
+            losses = [self.train(step, engine, given) for engine in range(len(self.engines))]
+            self.step_schedulers(losses[0])
+            if self.average is not None:
+                self.average.update_parameters(self.models[0])
+            if watch:
+                with self.whole():
+                    self.see("after", self.state())
+        if self.phase + 1 < len(program.phases):
+            self.save()
+        else:
+            self.number += 1
+            self.end()
+
+    # -- engines --------------------------------------------------------------------------
+
+    def make_engines(self, zero: int) -> list[Any]:
+        """One for each of the program's owners."""
+        config = self.config
+        settings: dict[str, Any] = {
+            f"offload_{state}": f"nvme:{on_a_disk()}" for state in config.offload
+        }
+        if config.pipeline > 1:
+            settings["schedule"] = config.schedule
+        if config.microbatches is not None:
+            settings["microbatches"] = config.microbatches
+        if self.program.synchronised:
+            settings["sync_batch_norm"] = True
+        engines = []
+        for number, owned in enumerate(self.program.owners):
+            average = {"ema_decay": self.program.ema} if number == 0 and self.program.ema else {}
+            engine = sw.Engine(
+                [self.models[i] for i in owned],
+                self.optimizers[number],
+                zero=zero,
+                bucket_mb=config.bucket_mb,
+                overlap=config.overlap,
+                activations=config.activations,
+                **settings,
+                **average,
+            )
+            engines.append(engine)
+        return engines
+
+    def track(self) -> None:
+        """Let what the script keeps be saved and loaded with the first engine."""
+        tracked = {f"scheduler{i}": each for i, each in enumerate(self.schedulers)}
+        if self.loader is not None:
+            tracked["loader"] = self.loader
+        self.engines[0].track(**tracked)
+
+    def save(self) -> None:
+        self.track()
+        for number, engine in enumerate(self.engines):
+            engine.save(self.folder / f"engine{number}")
+
+    def load(self) -> None:
+        self.track()
+        for number, engine in enumerate(self.engines):
+            engine.resume(self.folder / f"engine{number}")
+
+    @contextlib.contextmanager
+    def whole(self, *, write: bool = False) -> Iterator[None]:
+        """Inside the block all parameters of all engines are whole."""
+        with contextlib.ExitStack() as stack:
+            for engine in self.engines:
+                stack.enter_context(engine.full_parameters(write=write))
+            yield
+
+    def state(self) -> list[dict[str, Tensor]]:
+        """All tensors of all models, which are whole at this moment."""
+        return [{k: v.clone() for k, v in m.state_dict().items()} for m in self.models]
+
+    # -- a step ---------------------------------------------------------------------------
+
+    def batches(self) -> Iterator[Any]:
+        """The steps of the Loader, where there is one."""
+        if self.loader is not None:
+            for _ in self.loader.epochs(1):
+                yield from self.loader.steps()
+
+    def train(self, step: Step, engine: int, given: Iterator[Any]) -> float:
+        """One step of an engine; its loss."""
+        if self.loader is not None:
+            for data in next(given):
+                self.backward_all(step.parts[0], engine, data, last=None)
+        else:
+            self.train_by_hand(step, engine)
+        stats = self.engines[engine].step(max_norm=step.clip)
+        self.ran.losses.append((self.number, stats.loss))
+        self.ran.norms.append((self.number, stats.grad_norm))
+        return stats.loss
+
+    def train_by_hand(self, step: Step, engine: int) -> None:
+        """All forwards and backwards of a step, each of a batch that is shared out by hand."""
+        waiting = []
+        for index, part in enumerate(step.parts):
+            data, weight = self.take(index, part)
+            if part.between:
+                self.evaluate("between")
+            last = index == len(step.parts) - 1 if part.last else None
+            if step.ahead:
+                losses = self.losses(part, engine, data)
+                waiting.append((losses, weight, last))
+            else:
+                self.backward_all(part, engine, data, last=last, weight=weight)
+        for losses, weight, last in waiting:
+            for loss in losses:
+                self.backward(loss, engine, weight=weight, last=last)
+
+    def take(self, index: int, part: Part) -> tuple[Batch, int | None]:
+        """This rank's rows of a part, and how many items they are where that is to be told."""
+        data = made_of.batch(self.program, self.number, index, part.rows)
+        if part.cuts is None:
+            mine = self.world.share(data)
+            stand_in = self.world.feed.current.samples == 0
+            counted = 0 if stand_in else items(part.losses, mine) * part.factor
+            return mine, counted if explicit(part) else None
+        size, rank = self.world.data_size, self.world.data_rank
+        cuts = uneven_cuts(part.rows, size, part.cuts)
+        rows = slice(cuts[rank], cuts[rank + 1])
+        mine = data[0][rows], data[1][rows]
+        if not len(mine[0]):
+            return (data[0][:1], data[1][:1]), 0
+        return mine, items(part.losses, mine) * (part.factor if explicit(part) else 1)
+
+    def losses(self, part: Part, engine: int, data: Batch) -> list[Tensor]:
+        if part.shared:
+            return made_of.losses_of_one_graph(self.program, self.models, part.losses, data)
+        return [
+            made_of.loss_of(self.program, self.models, engine, name, data) for name in part.losses
+        ]
+
+    def backward_all(
+        self, part: Part, engine: int, data: Batch, *, last: bool | None, weight: int | None = None
+    ) -> None:
+        """Forwards and backwards of one share of a batch."""
+        if self.loader is not None and "tokens" in part.losses:
+            weight = items(part.losses, data) if self.world.feed.current.samples else 0
+        if self.config.call == "forward_backward":
+            for name in part.losses:
+                self.forward_backward(name, part, engine, data, weight)
+        elif part.shared:
+            for loss in (losses := self.losses(part, engine, data)):
+                more = loss is not losses[-1]
+                self.backward(loss, engine, weight=weight, last=last, retain_graph=more)
+        else:
+            for name in part.losses:
+                loss = made_of.loss_of(self.program, self.models, engine, name, data)
+                self.backward(loss, engine, weight=weight, last=last)
+
+    def backward(
+        self, loss: Tensor, engine: int, *, weight: int | None, last: bool | None, **told: Any
+    ) -> None:
+        if weight is not None:
+            told["weight"] = weight
+        if last is not None:
+            told["last"] = last
+        self.engines[engine].backward(loss, **told)
+
+    def forward_backward(
+        self, name: str, part: Part, engine: int, data: Batch, weight: int | None
+    ) -> None:
+        """The call that keeps all workers of a pipeline busy."""
+
+        def loss_of(*data: Tensor) -> Tensor:
+            return made_of.loss_of(self.program, self.models, engine, name, data)
+
+        weigh: dict[str, Any] = {}
+        if weight is not None:
+            weigh["weight"] = lambda *data: items(part.losses, data) * part.factor if weight else 0
+        self.engines[engine].forward_backward(loss_of, *data, **weigh)
+
+    # -- events ---------------------------------------------------------------------------
+
+    def happen(self, event: str) -> None:
+        """What comes between two steps."""
+        if self.change(event):
+            return
+        name, _, target = event.partition(":")
+        getattr(self, f"on_{name}")(*([target] if target else []))
+
+    def evaluate(self, name: str) -> None:
+        """What the models give in evaluation for shares of a batch, put together again."""
+        for model in self.models:
+            model.eval()
+        with torch.no_grad():
+            x = self.world.share(self.whole_batch())
+            out = made_of.output(self.program, self.models, x)
+            out = out[: self.world.feed.current.samples]
+            every = self.world.gather(out if self.world.counts else out[:0])
+        self.see(name, torch.cat(every))
+        self.train_mode()
+
+    def on_evaluate(self) -> None:
+        self.evaluate("evaluate")
+
+    def on_evaluate_ema(self) -> None:
+        with self.engines[0].ema():
+            self.evaluate("evaluate_ema")
+
+    def on_evaluate_main(self) -> None:
+        """The first replica's workers alone."""
+        for model in self.models:
+            model.eval()
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for engine in self.engines:
+                stack.enter_context(engine.uneven())
+            if self.world.data_rank == 0:
+                out = made_of.output(self.program, self.models, self.whole_batch())
+                if self.world.is_main:
+                    self.see("evaluate_main", out)
+        self.train_mode()
+
+    def on_evaluate_copy(self) -> None:
+        """A copy that is made where parameters are whole is a plain model."""
+        with self.whole():
+            copies = copy.deepcopy(self.models)
+        for model in copies:
+            model.eval()
+        with torch.no_grad():
+            out = made_of.output(self.program, copies, self.whole_batch())
+        self.see("evaluate_copy", out)
+
+    def on_evaluate_loader(self) -> None:
+        """Collected by hand from a Loader in batches of which the last is short."""
+        for model in self.models:
+            model.eval()
+        mine: list[Tensor] = []
+        with torch.no_grad():
+            for (x,) in sw.Loader(TensorDataset(self.whole_batch()), batch_size=EVALUATED - 1):
+                mine.append(made_of.output(self.program, self.models, x))
+        every = self.world.gather(mine if self.world.counts else [])
+        in_order = [out for batch in zip_longest(*every) for out in batch if out is not None]
+        self.see("evaluate_loader", torch.cat(in_order))
+        self.train_mode()
+
+    def on_export(self) -> None:
+        path = self.folder / "exported.pt"
+        self.engines[0].export(path, self.models[0])
+        self.world.barrier()
+        self.see("export", torch.load(path, weights_only=True))
+
+    def on_optimizer_state(self) -> None:
+        found = [self.engines[0].optimizer_state_dict(o) for o in self.optimizers[0]]
+        self.see("optimizer_state", copy.deepcopy(found))
+
+    def on_write(self) -> None:
+        with self.whole(write=True), torch.no_grad():
+            self.models[0].head.weight.mul_(0.95)
+
+    def on_reopen(self, zero: str) -> None:
+        for engine in self.engines:
+            engine.close()
+        self.engines = self.make_engines(int(zero))
+
+    def on_save(self) -> None:
+        """A save and a load of it right away change nothing; a Loader is not moved on its way."""
+        self.save()
+        if self.loader is not None:
+            return
+        for number, engine in enumerate(self.engines):
+            engine.load(self.folder / f"engine{number}" / f"step-{engine.steps}")
+
+    def end(self) -> None:
+        """What there is in the end."""
+        with self.whole():
+            self.see("model", self.state())
+        for engine, several in zip(self.engines, self.optimizers, strict=True):
+            for number, optimizer in enumerate(several):
+                found = copy.deepcopy(engine.optimizer_state_dict(optimizer))
+                self.see(f"optimizer {self.engines.index(engine)}.{number}", found)
+        if self.program.ema is not None:
+            with self.engines[0].ema(), self.whole():
+                self.see("ema", self.state())
+        for engine in self.engines:
+            engine.close()
+        closed = pytree.tree_leaves(self.state())
+        if self.average is not None:
+            self.see("average", dict(self.average.module.state_dict()))
+        self.digest = _digest(closed)
+
+
+def _digest(tensors: list[Tensor]) -> str:
+    whole = hashlib.sha256()
+    for tensor in tensors:
+        whole.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
+
+
+def group_settings(config: Config) -> dict[str, Any]:
+    """What the group of ranks is made with."""
+    told: dict[str, Any] = {}
+    if config.transport != "auto":
+        told["transport"] = config.transport
+    if config.tensor > 1:
+        told["tensor"] = config.tensor
+    if config.pipeline > 1:
+        told["pipeline"] = config.pipeline
+    return told

@@ -1,0 +1,127 @@
+"""A hundred random programs give what plain PyTorch gives, or are refused for a right reason.
+
+More of them: `python -m tests.parity.random_programs --programs 1000 --seed 1`; all about one that
+fails here, and the smallest like it: `--program SEED`, `--shrink SEED`.
+"""
+
+from collections.abc import Iterator
+from itertools import count, islice
+
+import pytest
+import torch
+
+from shardwise.errors import ModelError
+from tests.parity.random_programs import program as written
+from tests.parity.random_programs.comparing import differences
+from tests.parity.random_programs.drawing import draw
+from tests.parity.random_programs.plain import Ran
+from tests.parity.random_programs.program import Config, Program, readable
+from tests.parity.random_programs.running import PlainSide, Runner, gone_wrong
+from tests.parity.random_programs.sense import sensible
+from tests.parity.random_programs.shrinking import shrink, simpler
+
+PROGRAMS = 100
+TOGETHER = 10
+"""Programs of one test case."""
+
+
+def _is_cheap(program: Program) -> bool:
+    """Whether it takes little time, and no group of ranks that other tests do not start."""
+    ranks = sum(phase.config.size * len(phase.steps) for phase in program.phases)
+    return ranks <= 20 and all(_is_usual(phase.config) for phase in program.phases)
+
+
+def _is_usual(config: Config) -> bool:
+    return config.transport == "auto" and (config.tensor == config.pipeline == 1 or config.size < 4)
+
+
+def _mesh(program: Program) -> str:
+    config = program.phases[0].config
+    return f"{config.size} = {config.tensor} tensor x {config.pipeline} pipeline x data"
+
+
+def _cases() -> Iterator[tuple[str, list[int]]]:
+    """The seeds by mesh, so many together."""
+    by_mesh: dict[str, list[int]] = {}
+    for seed in islice((seed for seed in count(1) if _is_cheap(draw(seed))), PROGRAMS):
+        by_mesh.setdefault(_mesh(draw(seed)), []).append(seed)
+    for mesh, seeds in sorted(by_mesh.items()):
+        for first in range(0, len(seeds), TOGETHER):
+            yield mesh, seeds[first : first + TOGETHER]
+
+
+def _name(value: str | list[int]) -> str:
+    return value if isinstance(value, str) else f"from {value[0]}"
+
+
+@pytest.fixture(scope="module")
+def runner(group):
+    plain = PlainSide()
+    yield Runner(group, plain)
+    plain.close()
+
+
+@pytest.mark.parametrize(("mesh", "seeds"), list(_cases()), ids=_name)
+def test_as_plain_pytorch(runner, mesh, seeds):
+    del mesh  # names the case
+    failures = []
+    for seed in seeds:
+        result = runner(draw(seed))
+        if not result.fine:
+            failures.append(
+                f"{result.kind}: {result.words}\n"
+                f"    python -m tests.parity.random_programs --program {seed}\n{result.story}"
+            )
+    assert not failures, "\n".join(failures)
+
+
+# -- the instrument itself --------------------------------------------------------------------
+
+
+def test_a_program_prints_as_it_is_written():
+    for seed in range(1, 50):
+        program = draw(seed)
+        assert eval(readable(program), vars(written)) == program
+
+
+def test_a_seed_is_one_program_that_makes_sense():
+    for seed in range(1, 50):
+        assert draw(seed) == draw(seed)
+        assert sensible(draw(seed))
+    assert len({draw(seed) for seed in range(1, 50)}) == 49
+
+
+def test_shrinking_leaves_what_matters():
+    def clips_twice(program):
+        return sum(step.clip is not None for _, step in program.steps()) >= 2
+
+    program = next(each for each in map(draw, count(1)) if clips_twice(each))
+    left = shrink(program, clips_twice)
+    assert clips_twice(left)
+    assert not any(clips_twice(smaller) for smaller in simpler(left) if sensible(smaller))
+    assert len(left.phases) == 1
+    assert all(len(net.blocks) == 1 for net in left.nets)
+
+
+def test_a_difference_is_seen_where_it_comes_first():
+    """A loss of the second step and a tensor in the end."""
+    program = Program()
+    plain = Ran(losses=[(0, 1.0), (1, 2.0)], seen={"2: model": [{"w": torch.ones(2)}]})
+    ours = Ran(losses=[(0, 1.0), (1, 2.1)], seen={"2: model": [{"w": torch.tensor([1, 1.001])}]})
+    assert list(differences(program, plain, plain)) == []
+    found = list(differences(program, ours, plain))
+    assert [number for number, _ in found] == [1, 2]
+    assert "w" in found[1][1]
+
+
+def test_an_error_of_one_rank_is_told_from_its_consequences(runner, group):
+    """What torch raises is a crash, what we raise is a refusal; lost peers are neither."""
+    for kind, error in (("crash", ZeroDivisionError), ("refused", ModelError)):
+        result = gone_wrong(group(2).outcomes(_fail_on_one, error))
+        assert (result.kind, result.words) == (kind, f"{error.__name__}: as asked")
+
+
+def _fail_on_one(world, error):
+    if world.rank == 1:
+        raise error("as asked")
+    world.barrier()
