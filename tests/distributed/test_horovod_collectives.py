@@ -129,6 +129,9 @@ def _large(world):
             equal(mine, torch.full_like(mine, value))
         nothing = hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=0.0)
         equal(nothing, torch.zeros(2))
+        beyond = {"prescale_factor": 1e60, "postscale_factor": 1e-60}  # of fp32
+        few = torch.tensor([0.0, 1.0])
+        torch.testing.assert_close(hvd.allreduce(few, **beyond), few)
         turned = hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=-3.0)
         equal(turned, torch.full((2,), -3.0 * world.size))
         weight = torch.nn.Parameter(torch.zeros(2))

@@ -139,7 +139,8 @@ def _factors(job: Job, dtype: torch.dtype) -> tuple[float, float]:
     before, after = job.request.scale
     first = 1.0
     if before not in (0.0, 1.0) and math.isfinite(before) and dtype != torch.float16:
-        first = math.ldexp(1.0, math.frexp(before)[1] - 1)
+        most = math.frexp(torch.finfo(dtype).max)[1] - 2
+        first = math.ldexp(1.0, max(-most, min(math.frexp(before)[1] - 1, most)))
     mean = job.size if job.request.op == "Average" else 1
     return first, before / first * after / mean
 

@@ -107,11 +107,16 @@ def known_sparse(optimizer: optim.Optimizer) -> set[Tensor]:
 
 
 def _weights_of_sparse_embeddings(objects: Iterable[Any]) -> Iterator[nn.Parameter]:
-    kinds = {nn.Embedding, nn.EmbeddingBag}
+    kinds = {*_with_subclasses(nn.Embedding), *_with_subclasses(nn.EmbeddingBag)}
     for one in objects:
         # To ask an object for more than its class may run code of somebody else's.
-        if kinds.isdisjoint(type(one).__mro__) or not vars(one).get("sparse"):
-            continue
-        weight = one._parameters.get("weight")
-        if weight is not None:
-            yield weight
+        if type(one) in kinds and vars(one).get("sparse"):
+            weight = one._parameters.get("weight")
+            if weight is not None:
+                yield weight
+
+
+def _with_subclasses(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _with_subclasses(below)
