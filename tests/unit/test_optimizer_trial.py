@@ -144,3 +144,18 @@ def test_a_trial_leaves_the_optimizer_as_it_was():
     examine(optimizer, optimizer.param_groups[0], CPU)
     assert not optimizer.state
     assert torch.equal(optimizer.param_groups[0]["params"][0], before)
+
+
+class Drawing(torch.optim.SGD):
+    """Draws in its steps, as an optimizer with noise does."""
+
+    def step(self, closure=None):
+        torch.rand(3)
+        super().step(closure)
+
+
+def test_trials_leave_the_generator_where_it_was():
+    optimizer = Drawing(nn.Linear(3, 2).parameters(), lr=0.1)
+    before = torch.get_rng_state()
+    Kinds().of(optimizer, optimizer.param_groups[0], torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)

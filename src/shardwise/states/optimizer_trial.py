@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, optim
 
 from shardwise.errors import ModelError
+from shardwise.randomness import preserved
 from shardwise.states.optimizer_kind import (
     BY_TENSOR,
     ELEMENTWISE,
@@ -84,7 +85,8 @@ class Kinds:
         options = {key: value for key, value in settings_of(group).items() if key != "lr"}
         key = face, device, repr(options), tuple(_shapes(group))
         if key not in self._known:
-            self._known[key] = examine(face, group, device)
+            with preserved():  # an optimizer may draw, and trials are not the user's
+                self._known[key] = examine(face, group, device)
         return self._known[key]
 
 
