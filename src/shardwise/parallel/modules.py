@@ -21,6 +21,9 @@ from shardwise.parallel.replica import Replica
 from shardwise.parallel.tokens import Tokens, bring_to_parts
 from shardwise.shards import Range
 
+straight = torch._C.DisableTorchFunctionSubclass
+"""Inside this block parameters are what this rank has of them, whoever computes with them."""
+
 
 class SplitModule(nn.Module):
     """A module of which each rank has a part.
@@ -80,9 +83,13 @@ class Colwise(SplitModule):
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
         if self._gathers:
-            part = replica.opened(value).given_to(super().forward)
+            part = replica.opened(value).given_to(self._of_part)
             return gathered(part, replica.group, Parts(-1, self.ranges))
-        return replica.enter(value, super().forward)
+        return replica.enter(value, self._of_part)
+
+    def _of_part(self, whole: Tensor) -> Tensor:
+        with straight():
+            return super().forward(whole)  # type: ignore[no-any-return]
 
 
 class Rowwise(SplitModule):
@@ -156,6 +163,12 @@ class OnTokens(SplitModule):
 
 class Part(SplitModule):
     """A module inside a split region, which computes with its part as the plain one would."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the plain one."""
+        own = any(getattr(type(p), "is_split", False) for p in self._parameters.values())
+        with straight() if own else nullcontext():
+            return super().forward(*args, **kwargs)
 
 
 def check_within(numbers: Tensor, count: int, text: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.collectives import Collectives
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, UsageError
 from shardwise.parallel import modules
 from shardwise.parallel.cuts import Cut, Group
 from shardwise.parallel.draws import Draws
@@ -116,6 +116,36 @@ class Split:
         near = part.detach() if part.device.type != "cpu" else part.detach().to(self._reached)
         return shard.joined(told_by_all(near, self.group, shapes)).to(part.device)
 
+    def whole_of(self, parameter: nn.Parameter) -> Tensor:
+        """All of `parameter`, for a line that computes with it as in one process: in backward each
+        rank has the gradient of its part. Collective.
+
+        Raises UsageError between split layers, where each rank computes something else.
+        """
+        shard = self.shards.get(parameter)
+        if shard is None:
+            return parameter
+        if self.replica.draws.is_open:
+            raise UsageError(
+                f"A parameter of shape {shard.shape} that is split (--tensor {self.group.size}) is "
+                "used between two split layers, where each worker has other features: leave its "
+                'module whole with tensor_plan={"...": "whole"}.'
+            )
+        return self.joined_as(parameter, parameter)
+
+    def joined_as(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """The whole of which each rank has a `part`, cut as `parameter` is, for all to use alike;
+        `part` where it is not split. Collective."""
+        shard = self.shards.get(parameter)
+        if shard is None:
+            return part
+        return _Whole.apply(part, self, parameter)  # type: ignore[no-any-return, no-untyped-call]
+
+    def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...] | None:
+        """The shape of all of it; None where it is not split."""
+        shard = self.shards.get(parameter)
+        return None if shard is None else shard.shape
+
     @property
     def _reached(self) -> torch.device:
         return self.group.small_device
@@ -207,6 +237,32 @@ class Split:
         for handle in self._handles:
             handle.remove()
         self.shards, self._modules = {}, []
+
+
+class _Whole(torch.autograd.Function):
+    """Of parts of a parameter the whole, which all ranks use alike."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, split: Split, parameter: nn.Parameter) -> Tensor:
+        ctx.how = split, parameter
+        return split.whole(parameter, part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _OwnPart.apply(grad, *ctx.how), None, None  # type: ignore[no-untyped-call]
+
+
+class _OwnPart(torch.autograd.Function):
+    """Of a whole that all ranks have the part that this one has of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, split: Split, parameter: nn.Parameter) -> Tensor:
+        ctx.how = split, parameter
+        return split.shards[parameter].of(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Whole.apply(grad, *ctx.how), None, None  # type: ignore[no-untyped-call]
 
 
 def _check_around(
