@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import UsageError
+from shardwise.parallel.paths import Path
 from shardwise.parallel.regions import Parts, apart, gathered, is_stand_in
 from shardwise.parallel.replica import Replica
 from shardwise.parallel.tokens import Tokens, bring_to_parts
@@ -66,11 +67,14 @@ class SplitModule(nn.Module):
         return tuple(reduced)
 
 
-_OWN = ("_replica", "_locals", "_gathers", "ranges")
+_OWN = ("_replica", "_locals", "_gathers", "ranges", "path")
 
 
 class Colwise(SplitModule):
     """A linear map whose output features are split."""
+
+    takes_whole = True
+    """Whether what goes in is the same on all ranks."""
 
     _gathers: bool
     """Whether the output is put together."""
@@ -97,12 +101,16 @@ class Rowwise(SplitModule):
 
     weight: Tensor
     bias: Tensor | None
+    path: Path | None
+    """What may stand before it, where that was tried."""
 
     def forward(self, value: Tensor) -> Tensor:
         """value: (..., this rank's in_features)."""
         replica = self._replica
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
+        if self.path is not None:
+            self.path.check(value, replica.begun)
         columns = has_columns(self._plain)
         whole = replica.leave(
             lambda: value @ self.weight if columns else F.linear(value, self.weight)
@@ -207,13 +215,14 @@ def become(
     ranges: Sequence[Range] | None = None,
     *,
     gathers: bool = False,
+    path: Path | None = None,
 ) -> None:
     """Let `module` be of `style`; `local` are attributes as they are of this rank's part, `ranges`
-    what each rank has, which is put together where it `gathers`."""
+    what each rank has, which is put together where it `gathers`, `path` what may stand before."""
     pairs = {name: (getattr(module, name), value) for name, value in local.items()}
     module.__class__ = _split_class(type(module), style)
     module.__dict__.update({"_replica": replica, "_locals": pairs, "ranges": ranges})
-    module.__dict__["_gathers"] = gathers
+    module.__dict__.update({"_gathers": gathers, "path": path})
     assert isinstance(module, SplitModule)
     module.show(whole=False)
 

@@ -15,6 +15,7 @@ from shardwise.errors import ModelError, UsageError
 from shardwise.parallel import modules
 from shardwise.parallel.cuts import Cut, Group
 from shardwise.parallel.draws import Draws
+from shardwise.parallel.hooks import HookGuard
 from shardwise.parallel.modules import SplitModule
 from shardwise.parallel.regions import told_by_all
 from shardwise.parallel.replica import Forwards, Replica
@@ -27,10 +28,15 @@ class Split:
     def __init__(
         self, group: Collectives, device: torch.device, *, by_tokens: bool = False
     ) -> None:
-        self.replica = Replica(group, Draws(group.rank, device), by_tokens)
+        self.replica = Replica(
+            group, Draws(group.rank, device), by_tokens, hooks=HookGuard(self._name_of)
+        )
         self.shards: dict[nn.Parameter, Shard] = {}
         self.groups: list[Group] = []
+        self.left_whole: dict[str, str] = {}
+        """Why modules, by name, were tried and stay whole, where that is to be told."""
         self._modules: list[SplitModule] = []
+        self._models: Sequence[nn.Module] = ()
         self._handles: list[RemovableHandle] = []
         self._versions: dict[nn.Parameter, int] = {}
         """Of what is whole for now, when it had not been written yet."""
@@ -59,7 +65,7 @@ class Split:
         cuts = [cut for group in groups for cut in group.cuts]
         shards = self._shards_of(cuts)
         _check_around(shards, {cut.module for cut in cuts}, models)
-        self.groups, self.shards = list(groups), shards
+        self.groups, self.shards, self._models = list(groups), shards, models
         for optimizer in optimizers:
             state: dict[Any, Any] = optimizer.state
             for held in [p for p in state if p in shards]:
@@ -76,6 +82,11 @@ class Split:
                 model.register_forward_pre_hook(forwards.begin),
                 model.register_forward_hook(forwards.end, always_call=True),
             ]
+
+    def _name_of(self, module: nn.Module) -> str:
+        pairs = (pair for model in self._models for pair in model.named_modules())
+        kind = type(module).__name__
+        return next((f"{path} ({kind})" for path, each in pairs if each is module), kind)
 
     def _shards_of(self, cuts: Iterable[Cut]) -> dict[nn.Parameter, Shard]:
         found: dict[nn.Parameter, Shard] = {}
@@ -103,7 +114,15 @@ class Split:
 
     def _become(self, cut: Cut) -> None:
         local: Mapping[str, Any] = cut.local[self.group.rank] if cut.local else {}
-        modules.become(cut.module, cut.style, self.replica, local, cut.ranges, gathers=cut.gathers)
+        modules.become(
+            cut.module,
+            cut.style,
+            self.replica,
+            local,
+            cut.ranges,
+            gathers=cut.gathers,
+            path=cut.path,
+        )
         assert isinstance(cut.module, SplitModule)
         self._modules.append(cut.module)
 
