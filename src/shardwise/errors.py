@@ -68,9 +68,9 @@ class OrderError(UsageError):
     """A sharded unit is needed out of the order in which all ranks gather units."""
 
 
-class BadCall(UsageError, ValueError):
-    """Arguments that cannot be, such as a name that is on its way already; a ValueError, as
-    Horovod's."""
+class BadCall(UsageError, ValueError, RuntimeError):
+    """Arguments that cannot be, such as a name that is on its way already. A ValueError and a
+    RuntimeError: Horovod raises the one for what it looks at in Python, the other below."""
 
 
 class HookOrder(UsageError, AssertionError):

@@ -6,7 +6,8 @@ the batch that a loss came from, and Metrics asks whether the batch counts at al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakMethod
 
@@ -43,11 +44,15 @@ class Stream:
     name: str
     plan: Plan
     passing: bool = False
-    """Whether it has no end of its own, and gives way to the next stream (world.share)."""
+    """Whether it has no end of its own, and gives way to the next one (world.share)."""
     batch: Batch | None = None
     training: bool = False
     trained: bool = False
     """Whether a backward has used any of its batches."""
+
+
+SitOut = Callable[[], AbstractContextManager[None]]
+"""Makes a block in which ranks may run different numbers of forwards."""
 
 
 @dataclass
@@ -56,20 +61,41 @@ class Feed:
 
     streams: list[Stream] = field(default_factory=list)
     current: Batch | None = None
+    sat_out: int = 0
+    """How many batches of evaluations had no sample for this rank, which then ran none."""
     _latest: Stream | None = None
     """The stream that last gave a batch to train on, open or not."""
+    _shared: list[Batch] = field(default_factory=list)
+    """What passing streams have given to train on since the last backward."""
     _watchers: list[WeakMethod[Callable[[bool], None]]] = field(default_factory=list)
+    _uneven: list[WeakMethod[SitOut]] = field(default_factory=list)
 
     def watch(self, watcher: Callable[[bool], None]) -> None:
         """Call `watcher` (a bound method, held weakly) before each batch is handed out, with
         whether it is a stand-in."""
         self._watchers.append(WeakMethod(watcher))
 
-    def open(self, name: str, plan: Plan, *, passing: bool = False) -> Stream:
+    def allow_uneven(self, block: SitOut) -> None:
+        """Enter what `block` (a bound method, held weakly) makes around each batch of an
+        evaluation that some ranks sit out."""
+        self._uneven.append(WeakMethod(block))
+
+    @contextmanager
+    def some_sit_out(self) -> Iterator[None]:
+        """Inside the block some ranks run a batch of an evaluation, and others have none.
+
+        Leaving it is collective where parameters are gathered by all ranks.
+        """
+        self._uneven = [reference for reference in self._uneven if reference() is not None]
+        with ExitStack() as blocks:
+            for reference in self._uneven:
+                if (block := reference()) is not None:
+                    blocks.enter_context(block())
+            yield
+
+    def open(self, name: str, plan: Plan) -> Stream:
         """Register an iteration that has begun."""
-        for older in [stream for stream in self.streams if stream.passing]:
-            self.close(older)
-        stream = Stream(name, plan, passing)
+        stream = Stream(name, plan)
         self.streams.append(stream)
         return stream
 
@@ -83,6 +109,9 @@ class Feed:
 
     def give(self, stream: Stream, batch: Batch, *, training: bool) -> None:
         """Say what is handed out now; `training` is whether autograd records at this moment."""
+        if training and not stream.passing:
+            self._close_passing(training=True)  # what was shared out before is not of this batch
+            self._shared = []
         self._watchers = [reference for reference in self._watchers if reference() is not None]
         for reference in self._watchers:
             if (watcher := reference()) is not None:
@@ -92,11 +121,29 @@ class Feed:
         if training:
             self._latest = stream
 
+    def share(self, name: str, plan: Plan, batch: Batch, *, training: bool) -> None:
+        """Say what is handed out without a loop: it stands until the next one of its kind.
+
+        One to evaluate on does not displace one to train on, whose backward may still come.
+        """
+        self._close_passing(training=training)
+        stream = Stream(name, plan, passing=True)
+        self.streams.append(stream)
+        self.give(stream, batch, training=training)
+        if training:
+            self._shared.append(batch)
+
+    def _close_passing(self, *, training: bool) -> None:
+        for older in [s for s in self.streams if s.passing and s.training == training]:
+            self.close(older)
+
     def train(self) -> None:
         """Say that a backward has used what was given last.
 
         With no stream open that is `x, y = next(iter(loader))`, whose stream has gone already.
         """
+        self._shared = []
+        self._close_passing(training=False)
         latest = [self._latest] if self._latest is not None else []
         for stream in self.training_streams() or latest:
             stream.trained = True
@@ -105,25 +152,57 @@ class Feed:
         """The open streams whose last batch was given while autograd recorded, oldest first."""
         return [stream for stream in self.streams if stream.training and stream.batch]
 
+    def batch_of_forward(self, *, training: bool) -> Batch | None:
+        """The batch that a forward now is of, where `training` says whether autograd records."""
+        given = self.training_streams() if training else []
+        if not given or any(stream.batch is self.current for stream in given):
+            return self.current
+        return given[-1].batch
+
     def batch_of_loss(self, *, weighted: bool) -> Batch | None:
         """The batch that a loss comes from, or None without any.
 
-        Raises UsageError for two training streams unless the loss is `weighted` by the user, and
-        where one of them gave a stand-in and another did not.
+        That of the loop over a Loader, where there is one; else what was shared out last. Raises
+        UsageError where others were given beside it and the weight of this loss cannot be told,
+        unless it is `weighted` by the user: two training Loaders; batches of other sizes that
+        world.share gave since the last backward; a stand-in beside samples.
         """
         training = self.training_streams()
-        given = [stream.batch for stream in training if stream.batch is not None]
-        names = " and ".join(stream.name for stream in training)
-        if len(given) > 1 and not weighted:
-            raise UsageError(
-                f"Two training loaders are open ({names}), so the weight of this loss cannot be "
-                "told. Write engine.backward(loss, weight=number_of_items_the_loss_is_a_mean_over)."
-            )
-        if len({batch.samples == 0 for batch in given}) > 1:
-            raise UsageError(
-                f"Of the open training loaders ({names}) one has no sample left for this rank and "
-                "another has, so what this loss counts cannot be told. Give them datasets of one "
-                "length and one batch_size, or iterate one of them at a time."
-            )
+        loops = [stream for stream in training if not stream.passing]
+        if not weighted:
+            self._check_weight(training, loops)
+        _check_stand_ins(training)
+        given = [stream.batch for stream in loops or training if stream.batch is not None]
         latest = [batch for batch in given if batch is self.current]
         return latest[0] if latest else given[-1] if given else None
+
+    def _check_weight(self, training: Sequence[Stream], loops: Sequence[Stream]) -> None:
+        if len(loops) > 1:
+            raise UsageError(
+                f"Two training loaders are open ({_names(loops)}), so the weight of this loss "
+                f"cannot be told. {_WEIGHT}"
+            )
+        given = [stream.batch for stream in training if stream.batch is not None]
+        sizes = dict.fromkeys(batch.samples for batch in [*given, *self._shared])
+        if len(sizes) > 1:
+            counted = " and ".join(str(size) for size in sizes)
+            raise UsageError(
+                f"{_names(training)} gave this worker batches of {counted} samples since the last "
+                f"backward, so the weight of this loss cannot be told. {_WEIGHT}"
+            )
+
+
+_WEIGHT = "Write engine.backward(loss, weight=number_of_items_the_loss_is_a_mean_over)."
+
+
+def _check_stand_ins(training: Sequence[Stream]) -> None:
+    if len({stream.batch.samples == 0 for stream in training if stream.batch is not None}) > 1:
+        raise UsageError(
+            f"Of what is open to train on ({_names(training)}) one has no sample left for this "
+            "rank and another has, so what this loss counts cannot be told. Give them batches and "
+            "datasets of one length, or iterate one of them at a time."
+        )
+
+
+def _names(streams: Sequence[Stream]) -> str:
+    return " and ".join(stream.name for stream in streams)

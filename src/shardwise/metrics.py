@@ -35,11 +35,12 @@ class Metrics:
         self._sums: dict[str, _Sum] = {}
         self._weights: dict[str, _Sum] = {}
         self._training = False  # whether autograd recorded when something was added last
+        self._sat_out = self._world.feed.sat_out
 
     def add(self, n: Number | None = None, **means: Any) -> None:
-        """Count `means`, each a mean over `n` items: numbers or 0-dim tensors.
+        """Count `means`, each a mean over `n` items: numbers or tensors of one element.
 
-        `n` (a number or a 0-dim tensor) is by default the samples of the batch that a Loader gave
+        `n` (likewise) is by default the samples of the batch that a Loader gave
         last. Tensors are kept on their device in float64, where that has it; nothing waits for
         the device. Where the batch is a stand-in, or `n` is 0, the values are ignored, NaN too.
 
@@ -66,10 +67,13 @@ class Metrics:
         below 0; nothing is forgotten then.
         """
         own = {name: (self._sums[name].told(), self._weights[name].told()) for name in self._sums}
-        ranks = self._world.gather(own)
+        # A rank that had no batch of an evaluation has measured nothing, and nothing is amiss.
+        idle = not own and self._world.feed.sat_out > self._sat_out
+        ranks = _with_idle(self._world.gather(None if idle else own))
         _check_names(ranks)
         _check_weights(ranks)
         self._sums, self._weights = {}, {}
+        self._sat_out = self._world.feed.sat_out
         # The ranks of a replica have measured the same: it counts once.
         counted = ranks[:: self._world.mesh.replica]
         means = {name: _mean([rank[name] for rank in counted]) for name in ranks[0]}
@@ -79,6 +83,10 @@ class Metrics:
 
 Totals = dict[str, tuple[list[float], list[float]]]
 """Of one rank: numbers that make up the weighted sum, and the weight, by name."""
+
+
+NOTHING: tuple[list[float], list[float]] = ([0.0], [0.0])
+"""The weighted sum and the weight of a rank that has measured nothing."""
 
 
 class _Sum:
@@ -141,17 +149,18 @@ def _weight(world: World, n: Any) -> Number:
 def _scalar(name: str, value: Any) -> Number:
     """`value` as a float, or as a tensor in the widest float of its device."""
     if isinstance(value, Tensor):
-        if value.ndim or value.is_complex():
+        if value.numel() != 1 or value.is_complex():
             raise MetricsError(
-                f"Metrics.add takes numbers and 0-dim tensors, but {name} is a tensor of shape "
-                f"{tuple(value.shape)} and dtype {value.dtype}: give its mean, and n=."
+                f"Metrics.add takes numbers and tensors of one element, but {name} is a tensor of "
+                f"shape {tuple(value.shape)} and dtype {value.dtype}: give its mean, and n=."
             )
         wide = torch.float32 if value.device.type == "mps" else torch.float64
-        return value.detach().to(wide)
+        return value.detach().reshape(()).to(wide)
     if isinstance(value, Real):
         return float(value)
     raise MetricsError(
-        f"Metrics.add takes numbers and 0-dim tensors, but {name} is a {type(value).__name__}."
+        "Metrics.add takes numbers and tensors of one element, but "
+        f"{name} is a {type(value).__name__}."
     )
 
 
@@ -162,6 +171,12 @@ def _mean(totals: list[tuple[list[float], list[float]]]) -> float:
         return math.nan
     # fsum raises where infinities of both signs meet; plain addition gives the NaN they make
     return (math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)) / weight
+
+
+def _with_idle(ranks: list[Totals | None]) -> list[Totals]:
+    """What the ranks told, with nothing measured on those that were idle."""
+    measured = next((rank for rank in ranks if rank is not None), {})
+    return [dict.fromkeys(measured, NOTHING) if rank is None else rank for rank in ranks]
 
 
 def _check_names(ranks: list[Totals]) -> None:

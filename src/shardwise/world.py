@@ -193,8 +193,9 @@ class World:
         """This rank's rows of a total batch, for loops without a Loader; those of its replica.
 
         `batch` is a tensor of shape (rows, ...) or a nest of such tensors, alike on all ranks.
-        Shares are contiguous and differ by a row at most. The number of rows becomes the weight
-        of the next `engine.backward`; a rank left without rows gets one, at weight 0.
+        Shares are contiguous and differ by a row at most. Outside of a loop over a Loader the
+        number of rows becomes the weight of the next `engine.backward`; what is shared out under
+        `torch.no_grad()` changes nothing of that. A rank left without rows gets one, at weight 0.
         """
         if self.settings.exact is not None:
             raise UsageError(
@@ -214,8 +215,8 @@ class World:
         total = lengths.pop()
         count, mine = rows.part(batch, even_cuts(total, self.data_size), self.data_rank)
         plan = Plan(batch_size=total, micro_batches=1, steps_per_epoch=None)
-        stream = self.feed.open("world.share", plan, passing=True)
-        self.feed.give(stream, Batch(samples=count), training=torch.is_grad_enabled())
+        training = torch.is_grad_enabled()
+        self.feed.share("world.share", plan, Batch(samples=count), training=training)
         if torch.is_grad_enabled():
             self.step_log.given(count)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), mine)  # type: ignore[no-any-return]

@@ -98,6 +98,59 @@ def test_allreduce(group, size):
     group(size)(_allreduce)
 
 
+LARGE = {
+    torch.float16: 60000.0,
+    torch.bfloat16: 3e38,
+    torch.float32: 3e38,
+    torch.float64: 1.5e308,
+    torch.complex64: 3e38,
+}
+
+
+def _large(world):
+    """Sums that are finite only where values are scaled before they are added."""
+    with initialized():
+        for dtype, value in LARGE.items():
+            mine = torch.full((3 * world.size, 2), value, dtype=dtype)
+            for factor in (0.25, 0.3):
+                scaled = {"op": hvd.Sum, "prescale_factor": factor}
+                wide = torch.full_like(mine, value).to(torch.complex128) * factor * world.size
+                expected = wide.to(dtype) if dtype.is_complex else wide.real.to(dtype)
+                assert expected.isfinite().all()
+                for found in (
+                    hvd.allreduce(mine, **scaled),
+                    hvd.allreduce_(mine.clone(), **scaled),
+                    hvd.grouped_allreduce([mine, mine[:1]], **scaled)[0],
+                    hvd.allreduce(mine, prescale_factor=factor, postscale_factor=world.size),
+                ):
+                    torch.testing.assert_close(found, expected)
+                found = hvd.reducescatter(mine, **scaled)
+                torch.testing.assert_close(found, expected[:3])
+            equal(mine, torch.full_like(mine, value))
+        nothing = hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=0.0)
+        equal(nothing, torch.zeros(2))
+        beyond = {"prescale_factor": 1e60, "postscale_factor": 1e-60}  # of fp32
+        few = torch.tensor([0.0, 1.0])
+        torch.testing.assert_close(hvd.allreduce(few, **beyond), few)
+        turned = hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=-3.0)
+        equal(turned, torch.full((2,), -3.0 * world.size))
+        weight = torch.nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(optimizer, gradient_predivide_factor=4.0)
+        (3e38 * weight).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), torch.full((2,), -3e38))
+        if world.size == 2:  # at right angles: the sum
+            mine = torch.tensor([3e38, 3e38 if world.rank else -3e38])
+            found = hvd.allreduce(mine, op=hvd.Adasum, prescale_factor=0.25)
+            torch.testing.assert_close(found, torch.tensor([1.5e38, 0.0]))
+
+
+@pytest.mark.parametrize(("size", "settings"), [(2, {}), (3, {}), (2, {"transport": "gloo"})])
+def test_values_are_scaled_before_they_are_added(group, size, settings):
+    group(size, **settings)(_large)
+
+
 def _gathers(world):
     with initialized():
         for dtype in ALL:
@@ -269,7 +322,7 @@ def _sets(world):
             equal(hvd.reducescatter(spread, process_set=one), spread[place : place + 1])
             assert hvd.allgather_object(world.rank, process_set=one) == one.ranks
             hvd.barrier(process_set=one)
-        with pytest.raises(hvd.HorovodInternalError, match=r"process set 1 has the ranks \[0, 1\]"):
+        with pytest.raises(ValueError, match=r"process set 1 has the ranks \[0, 1\]"):
             hvd.add_process_set([1, 0])
         outside = next(s for s in sets if not s.included())
         with pytest.raises(ValueError, match=r"allreduce on ProcessSet\(.*is not in"):

@@ -94,7 +94,8 @@ def several_micro_batches(world):
         x = world.share(batch(step))
         for part in x[:1], x[1:]:
             if len(part):
-                engine.backward(model(part).square().mean(), weight=len(part))
+                loss = model(part).square().mean()
+                engine.backward(loss, weight=len(part), same_items=False)
             else:
                 engine.backward(model(x).square().mean(), weight=0)
         engine.step()
@@ -110,7 +111,7 @@ def two_forwards_first(world):
         x = world.share(batch(step))
         losses = [model(x).square().mean(), model(x * 2).mean()]
         for loss in reversed(losses):
-            engine.backward(loss, weight=len(x))
+            engine.backward(loss, weight=len(x), same_items=False)
         engine.step()
         optimizer.zero_grad()
         x = batch(step)
@@ -127,7 +128,7 @@ def backward_twice(world):
         x = world.share(batch(step))
         out = model(x)
         engine.backward(out.square().mean(), weight=len(x), retain_graph=True)
-        engine.backward(out.mean(), weight=len(x))
+        engine.backward(out.mean(), weight=len(x), same_items=False)
         engine.step()
         optimizer.zero_grad()
         out = plain(batch(step))
@@ -162,7 +163,7 @@ def two_forwards_aside(world):
     for step in range(4):
         x = world.share(batch(step))
         for loss in list(losses_of(model, x)):
-            engine.backward(loss, weight=len(x))
+            engine.backward(loss, weight=len(x), same_items=False)
         engine.step()
         optimizer.zero_grad()
         (0.5 * sum(losses_of(plain, batch(step)))).backward()

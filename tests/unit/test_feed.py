@@ -47,9 +47,50 @@ def test_a_stand_in_beside_real_samples_is_ambiguous():
 
 def test_a_share_gives_way_to_the_next_stream():
     feed = Feed()
-    feed.give(feed.open("world.share", PLAN, passing=True), FOUR, training=True)
+    feed.share("world.share", PLAN, FOUR, training=True)
     feed.give(feed.open("loader", PLAN), TWO, training=True)
     assert feed.batch_of_loss(weighted=False) is TWO
+
+
+def shared(*batches, feed=None):
+    """A feed after `world.share` gave `batches` to train on."""
+    feed = feed or Feed()
+    for batch in batches:
+        feed.share("world.share", PLAN, batch, training=True)
+    return feed
+
+
+def test_a_share_to_evaluate_on_leaves_that_to_train_on():
+    feed = shared(FOUR)
+    feed.share("world.share", PLAN, TWO, training=False)
+    assert feed.batch_of_loss(weighted=False) is FOUR
+    assert feed.batch_of_forward(training=True) is FOUR
+    assert feed.batch_of_forward(training=False) is TWO
+    inner = feed.open("evaluation", PLAN)
+    feed.give(inner, NONE, training=False)
+    feed.close(inner)
+    assert feed.batch_of_loss(weighted=False) is FOUR
+    feed.train()
+    assert feed.current is FOUR
+
+
+def test_shares_of_other_sizes_need_a_weight_until_a_backward():
+    assert shared(FOUR, Batch(samples=4)).batch_of_loss(weighted=False).samples == 4
+    feed = shared(FOUR, TWO)
+    with pytest.raises(UsageError, match=r"2 and 4 samples .* weight="):
+        feed.batch_of_loss(weighted=False)
+    assert feed.batch_of_loss(weighted=True) is TWO
+    feed.train()
+    assert feed.batch_of_loss(weighted=False) is TWO
+
+
+def test_a_share_inside_a_loop_over_a_loader():
+    """The loop's batch counts, whenever the share was made: losses of both are of one batch."""
+    feed = given(FOUR)
+    assert shared(Batch(samples=4), feed=feed).batch_of_loss(weighted=False) is FOUR
+    with pytest.raises(UsageError, match=r"loader 0 and world.share .*4 and 2 samples"):
+        shared(TWO, feed=given(FOUR)).batch_of_loss(weighted=False)
+    assert shared(TWO, feed=given(FOUR)).batch_of_loss(weighted=True) is FOUR
 
 
 class Watcher:

@@ -1,7 +1,12 @@
 """Horovod's negotiation as tables, its thread on one rank, and steps that a script leaves out."""
 
 import gc
+import importlib
+import importlib.util
+import pickle
+import pydoc
 import socket
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -14,8 +19,8 @@ import shardwise.horovod as hvd
 from shardwise.collectives import Solo
 from shardwise.collectives.base import Handle as Sent
 from shardwise.collectives.sums import PLAIN
-from shardwise.errors import HorovodInternalError
-from shardwise.horovod import adasum, background, habits
+from shardwise.errors import BadCall, HorovodInternalError
+from shardwise.horovod import adasum, background, functions, habits, mpi_ops, objects
 from shardwise.horovod.background import Background
 from shardwise.horovod.coordinator import ADD, REMOVE, Coordinator, Verdict
 from shardwise.horovod.habits import Comparison
@@ -85,6 +90,7 @@ def test_what_waits_in_a_process_set_ends_with_it():
     table.ask(0, reduction("a", 1), 0.0)
     for rank in range(3):
         verdicts = table.ask(rank, Request(name=REMOVE, kind=REMOVE, root=1), 0.0)
+    assert not verdicts[0].mistake
     ended = ("a", (0,), "allreduce 'a' cannot be done: process set 1 was removed.")
     assert said(verdicts) == [ended, (REMOVE, (0, 1, 2), "")]
     assert table.stalled(99.0, 1.0) == []
@@ -121,6 +127,96 @@ def test_verdicts_travel_as_json():
     request = reduction("a", scale=(0.5, 2.0), note={"state": "3"})
     verdict = Verdict(to=(0, 1), request=request, rows=[[1], [2]], number=4)
     assert Verdict.from_json(verdict.as_json()) == verdict
+
+
+def test_a_process_set_that_there_is_can_never_be_added():
+    table = Coordinator(2)
+    for rank in range(2):
+        verdicts = table.ask(rank, Request(name=ADD, kind=ADD, splits=(0, 1)), 0.0)
+    assert verdicts[0].mistake
+    assert Verdict.from_json(verdicts[0].as_json()) == verdicts[0]
+
+
+def test_a_call_that_cannot_be_is_both_errors_of_horovods():
+    assert issubclass(BadCall, ValueError)
+    assert issubclass(BadCall, RuntimeError)
+    assert not issubclass(BadCall, HorovodInternalError)  # which a script may try again after
+    assert not issubclass(HorovodInternalError, ValueError)
+
+
+@pytest.mark.parametrize("name", hvd.__all__)
+def test_help_is_there_before_init(name):
+    assert not hvd.is_initialized()
+    assert pydoc.render_doc(getattr(hvd, name))
+
+
+@pytest.mark.parametrize("module", [mpi_ops, functions])
+def test_modules_of_horovods_names_have_the_same(module):
+    for name in module.__all__:
+        assert getattr(module, name) is getattr(hvd, name)
+
+
+@pytest.fixture
+def no_horovod(monkeypatch):
+    """As if Horovod were not installed, and nothing of it after the test."""
+    before = {name for name in sys.modules if name.partition(".")[0] == "horovod"}
+    assert not before
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("no_horovod")
+def test_imports_of_horovod_are_answered():
+    for _ in range(2):
+        hvd.install_as_horovod()
+    top = importlib.import_module("horovod")
+    assert top.torch is importlib.import_module("horovod.torch") is hvd
+    assert importlib.import_module("horovod.torch.mpi_ops") is mpi_ops
+    exceptions = importlib.import_module("horovod.common.exceptions")
+    assert exceptions.HorovodInternalError is hvd.HorovodInternalError
+    assert importlib.util.find_spec("horovod") is not None
+    assert top.__version__ == hvd.__version__
+    with pytest.raises(ModuleNotFoundError, match=r"horovod\.tensorflow"):
+        importlib.import_module("horovod.tensorflow")
+
+
+@pytest.mark.usefixtures("no_horovod")
+def test_horovod_itself_is_not_replaced(monkeypatch):
+    monkeypatch.setitem(sys.modules, "horovod", type(sys)("horovod"))
+    with pytest.raises(BadCall, match="was imported already"):
+        hvd.install_as_horovod()
+
+
+def test_what_cannot_travel_is_told(solo, monkeypatch):
+    hvd.init()
+    try:
+        assert hvd.broadcast_object({"a": 1}) == {"a": 1}
+        with pytest.raises(BadCall, match=r"lock.* send plain values"):
+            hvd.allgather_object(threading.Lock())
+        monkeypatch.setattr(objects, "pickler", pickle)
+        with pytest.raises(BadCall, match=r"function cannot travel .* pip install cloudpickle"):
+            hvd.broadcast_object(lambda: 1)
+    finally:
+        hvd.shutdown()
+
+
+def test_steps_of_ours_are_not_looked_at(monkeypatch):
+    said = []
+    monkeypatch.setattr(habits, "warn", said.append)
+    eyes = habits.Eyes(0, said.append, lambda: False)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    try:
+        with eyes.closed():
+            for _ in range(3):
+                optimizer.step()
+        optimizer.step()
+        assert said == []
+        optimizer.step()
+        assert said == [habits.WRAP]
+    finally:
+        eyes.close()
 
 
 def test_rows_are_dealt_as_evenly_as_can_be():

@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from shardwise import config
 from shardwise import world as worlds
-from shardwise.data import Loader, source
+from shardwise.data import Loader, schedule, source
 from shardwise.data.transfer import to_device
 from shardwise.engine import Engine
 from shardwise.errors import DataError, UsageError
@@ -432,6 +432,46 @@ def test_a_state_is_not_loaded_inside_a_loop(solo):
 
 
 # --- samplers ------------------------------------------------------------------------------
+
+
+def test_a_sampler_without_end_is_read_as_it_is_needed(solo):
+    data = tensors()
+    huge = RandomSampler(data, replacement=True, num_samples=int(1e10))
+    first = [batch for batch, _ in zip(Loader(data, 3, sampler=huge), range(4), strict=False)]
+    again = [batch for batch, _ in zip(Loader(data, 3, sampler=huge), range(4), strict=False)]
+    assert str(first) == str(again)
+
+    class Endless(Dataset):
+        def __iter__(self):
+            while True:
+                yield from (3, 1)
+
+    (rows,) = next(iter(Loader(data, 3, sampler=Endless())))
+    assert len(rows) == 3
+    (rows,) = next(iter(Loader(data, batch_sampler=BatchSampler(Endless(), 2, False))))
+    assert len(rows) == 2
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_order_does_not_depend_on_how_much_is_drawn_at_a_time(solo, monkeypatch, drop_last):
+    """A sampler that draws as it goes on, while the loop draws too."""
+
+    class Drawing:
+        def __iter__(self):
+            for _ in range(11):
+                yield int(torch.randint(6, ()))
+
+    def order():
+        batches = []
+        for (rows,) in Loader(tensors(), 4, sampler=Drawing(), drop_last=drop_last):
+            batches.append(rows.tolist())
+            torch.rand(3)
+        return batches
+
+    whole = order()
+    assert [len(batch) for batch in whole] == ([4, 4] if drop_last else [4, 4, 3])
+    monkeypatch.setattr(schedule, "BLOCK", 2)
+    assert order() == whole
 
 
 def test_a_sampler_gives_the_order(solo):

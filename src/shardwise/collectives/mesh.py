@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -193,7 +194,7 @@ def connect(
         for lower in range(rank):
             peer = found[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             peer.settimeout(timeout)
-            peer.connect(_address(name, lower))
+            _reach(peer, _address(name, lower), time.monotonic() + timeout)
             peer.send(_HELLO.pack(secret, rank))
         while len(found) < size - 1:
             peer, _ = listener.accept()
@@ -209,6 +210,22 @@ def connect(
             peer.close()
         raise
     return dict(sorted(found.items()))
+
+
+def _reach(peer: socket.socket, address: str, until: float) -> None:
+    """Connect to a listener. Where its queue is full, of ranks or of strangers, the kernel says
+    EAGAIN at once whatever the time-out of the socket: then try again until `until`."""
+    pause = 0.001
+    while True:
+        try:
+            peer.connect(address)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        else:
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
 
 
 def _address(name: str, rank: int) -> str:

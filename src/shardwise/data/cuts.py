@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 from shardwise.data import order
@@ -31,6 +32,10 @@ class Cut(ABC):
     @abstractmethod
     def parts(self, rows: int) -> list[Rows]:
         """This rank's micro-batches of it; an empty one wants a stand-in."""
+
+    @abstractmethod
+    def all_have(self, rows: int) -> list[bool]:
+        """By micro-batch of it, whether none is empty on any rank."""
 
     @abstractmethod
     def of_own(self, rows: int) -> list[Rows]:
@@ -61,6 +66,10 @@ class Shares(Cut):
     def parts(self, rows: int) -> list[Rows]:
         return order.parts(rows, self.size, self.rank, self.micro_batch_size)
 
+    def all_have(self, rows: int) -> list[bool]:
+        count, smallest = self.count(rows), rows // self.size
+        return [order.all_have(smallest, self.micro_batch_size, part) for part in range(count)]
+
     def of_own(self, rows: int) -> list[Rows]:
         assert self.full is not None
         return order.micro_cuts((0, rows), self.micro_batch_size, self.count(self.full))
@@ -85,6 +94,11 @@ class Turns(Cut):
         cuts = even_cuts(rows, self.shards.count)
         numbers = [self.shards.number(turn) for turn in range(self.shards.turns)]
         return [(cuts[number], cuts[number + 1]) for number in numbers]
+
+    def all_have(self, rows: int) -> list[bool]:
+        sizes = [end - first for first, end in pairwise(even_cuts(rows, self.shards.count))]
+        turn = self.shards.workers
+        return [all(sizes[first : first + turn]) for first in range(0, len(sizes), turn)]
 
     def of_own(self, rows: int) -> list[Rows]:
         raise AssertionError("refused by the checks")

@@ -36,7 +36,9 @@ class Loader:
 
     Shares are contiguous rows of the total batch, and batches arrive on `world.device`. Every
     sample comes exactly once per epoch. A rank left without rows in a short last batch gets one
-    real sample as a stand-in, which weighs nothing. With `--micro-batch-size` a step has several
+    real sample as a stand-in, which weighs nothing; under `torch.no_grad()` it gets no batch, so
+    that sums over what it was given are right, and has nothing to do until the others have run
+    theirs. With `--micro-batch-size` a step has several
     batches, as it has with `--exact` on fewer workers than micro-shards: write
     `for step in loader.steps(): for x, y in step: ...`. Under `torch.no_grad()`
     plain iteration gives them one by one.
@@ -45,7 +47,8 @@ class Loader:
     pin_memory, persistent_workers, prefetch_factor, worker_init_fn and timeout are those of
     torch's DataLoader, which does the work.
 
-    sampler: dataset indices in total order, alike on all ranks; read whole when an epoch begins.
+    sampler: dataset indices in total order, alike on all ranks; read as they are needed, some
+    thousands ahead, so it may be endless.
     batch_sampler: its lists are total batches, of any size.
 
     sharding, for an iterable dataset: "slice" reads the whole stream on every rank, and in every

@@ -91,6 +91,11 @@ def parts(rows: int, size: int, rank: int, micro_batch_size: int | None) -> list
     return micro_cuts(share(rows, size, rank), micro_batch_size, count)
 
 
+def all_have(smallest: int, micro_batch_size: int | None, part: int) -> bool:
+    """Whether micro-batch `part` has rows on every rank, the least of which has `smallest`."""
+    return smallest > part * (micro_batch_size or 0)
+
+
 def locate(samples: int, epoch_length: int) -> tuple[int, int]:
     """(epoch, offset in it) of the position `samples`, where every epoch has `epoch_length`."""
     return divmod(samples, epoch_length)

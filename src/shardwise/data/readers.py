@@ -105,19 +105,26 @@ class PartReader(Reader):
         self._world = world
         self._needed = given.batch_size if given.drop_last else 1
         self._parts = given.cut.count(given.batch_size)
+        self._micro_batch_size = given.micro_batch_size
 
     def asks(self, run: int, at: Position) -> Iterator[Request]:
         return requests(run, at.epoch, at.steps * self.source.chunk)
 
     def delivered(self, answers: Iterator[Item | None]) -> Iterator[Item]:
         items = super().delivered(answers)
-        return until_all_finish(items, self._world, parts=self._parts, needed=self._needed)
+        return until_all_finish(
+            items,
+            self._world,
+            parts=self._parts,
+            needed=self._needed,
+            micro_batch_size=self._micro_batch_size,
+        )
 
 
 def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[Micro]:
     """A rank's micro-batches of the total `batches`; a first row stands in where it has none."""
     for batch in batches:
-        cuts = cut.parts(len(batch))
+        cuts, all_have = cut.parts(len(batch)), cut.all_have(len(batch))
         for part, (first, end) in enumerate(cuts):
             yield Micro(
                 epoch=epoch,
@@ -126,6 +133,7 @@ def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[M
                 total=len(batch),
                 samples=end - first,
                 indices=tuple(batch[first:end] or cut.stand_in(batch)),
+                all_have=all_have[part],
             )
 
 
@@ -138,7 +146,12 @@ def requests(run: int, epoch: int, skip: int) -> Iterator[Request]:
 
 
 def until_all_finish(
-    items: Iterator[Item], world: World, *, parts: int, needed: int
+    items: Iterator[Item],
+    world: World,
+    *,
+    parts: int,
+    needed: int,
+    micro_batch_size: int | None = None,
 ) -> Iterator[Item]:
     """`items` of this rank's own part of a stream, going on until every rank's part has ended.
 
@@ -160,18 +173,19 @@ def until_all_finish(
         total = sum(rows)
         if total < needed:
             return
+        all_have = [order.all_have(min(rows), micro_batch_size, part) for part in range(parts)]
         if finished:
             for part in range(parts):
                 yield _stand_in(epoch, part, parts, total), copied(stand_in)
-        else:
-            yield replace(micro, total=total), data
-            for _ in range(parts - 1):
-                micro, data = next(items)
-                yield replace(micro, total=total), data
+            continue
+        yield replace(micro, total=total, all_have=all_have[0]), data
+        for part in range(1, parts):
+            micro, data = next(items)
+            yield replace(micro, total=total, all_have=all_have[part]), data
 
 
 def _stand_in(epoch: int, part: int, parts: int, total: int) -> Micro:
-    return Micro(epoch=epoch, part=part, parts=parts, total=total, samples=0)
+    return Micro(epoch=epoch, part=part, parts=parts, total=total, samples=0, all_have=False)
 
 
 def _gathered(world: World, rows: int) -> list[int]:

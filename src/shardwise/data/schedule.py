@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from shardwise.data import order
-from shardwise.data.source import seed_cpu
+from shardwise.data.source import Draws
 from shardwise.errors import DataError
-from shardwise.randomness import preserved, seed_from
+from shardwise.randomness import seed_from
 from shardwise.world import World
+
+T = TypeVar("T")
 
 FEW = 64
 """Elements of a row by which ranks tell whether they hold the same."""
@@ -59,7 +62,7 @@ class InOrder(Schedule):
 
 
 class FromSampler(Schedule):
-    """The order that a user's sampler gives, drawn once per epoch, alike on all ranks."""
+    """The order that a user's sampler gives, drawn as it is needed, alike on all ranks."""
 
     def __init__(
         self, sampler: Iterable[Any], batch_size: int, *, world: World, drop_last: bool
@@ -71,11 +74,13 @@ class FromSampler(Schedule):
             self.steps = order.steps_per_epoch(length, batch_size, drop_last=drop_last)
 
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
-        indices = [_plain(index) for index in _draw(self._sampler, self._world, epoch)]
-        _check_agreement(self._world, "sampler", epoch, indices)
-        length = order.used_length(len(indices), self._batch_size, drop_last=self._drop_last)
-        for first, end in order.steps(length, self._batch_size, offset):
-            yield indices[first:end]
+        blocks = _drawn(self._sampler, self._world, epoch, plain=_plain, each=lambda index: 1)
+        agreed = _agreed(blocks, self._world, "sampler", epoch)
+        indices = islice(chain.from_iterable(agreed), offset, None)
+        while batch := list(islice(indices, self._batch_size)):
+            if self._drop_last and len(batch) < self._batch_size:
+                return
+            yield batch
 
 
 class FromBatchSampler(Schedule):
@@ -86,29 +91,55 @@ class FromBatchSampler(Schedule):
         self.steps = length_of(batch_sampler)
 
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
-        drawn = _draw(self._sampler, self._world, epoch)
-        batches = [[_plain(index) for index in batch] for batch in drawn]
-        _check_agreement(self._world, "batch_sampler", epoch, batches)
-        if [] in batches:
-            raise DataError(
-                f"The batch_sampler gave an empty batch (number {batches.index([])} of epoch "
-                f"{epoch}); every list is a total batch and holds at least one index."
-            )
+        blocks = _drawn(self._sampler, self._world, epoch, plain=_plain_batch, each=len)
+        agreed = _agreed(blocks, self._world, "batch_sampler", epoch)
         passed = 0
-        for batch in batches:
+        for number, batch in enumerate(chain.from_iterable(agreed)):
+            if not batch:
+                raise DataError(
+                    f"The batch_sampler gave an empty batch (number {number} of epoch {epoch}); "
+                    "every list is a total batch and holds at least one index."
+                )
             if passed >= offset:
                 yield batch
             passed += len(batch)
 
 
-def _draw(sampler: Iterable[Any], world: World, epoch: int) -> list[Any]:
-    """All that `sampler` gives in `epoch`; what it draws is seeded alike on all ranks."""
-    with preserved():
-        seed_cpu(seed_from(world.seed, "sampler", epoch))
+BLOCK = 2**16
+"""Indices that are drawn at a time, and compared between the ranks."""
+
+
+def _drawn(
+    sampler: Iterable[Any],
+    world: World,
+    epoch: int,
+    *,
+    plain: Callable[[Any], T],
+    each: Callable[[T], int],
+) -> Iterator[list[T]]:
+    """What `sampler` gives in `epoch`, each item made `plain`, in blocks of about `BLOCK` indices.
+
+    `each` tells how many an item has. What is drawn is seeded alike on all ranks, and goes on from
+    one block to the next, whoever draws in between.
+    """
+    draws = Draws(seed_from(world.seed, "sampler", epoch))
+    with draws.going_on():
         for told in (sampler, getattr(sampler, "sampler", None)):
             if (set_epoch := getattr(told, "set_epoch", None)) is not None:
                 set_epoch(epoch)
-        return list(sampler)
+        items = iter(sampler)
+    while True:
+        block: list[T] = []
+        held = 0
+        with draws.going_on():
+            for item in items:
+                block.append(plain(item))
+                held += each(block[-1])
+                if held >= BLOCK:
+                    break
+        yield block
+        if held < BLOCK:
+            return
 
 
 def _check_same_dataset(world: World, dataset: Any) -> None:
@@ -146,9 +177,15 @@ def _contents(dataset: Any) -> Iterator[Any]:
             yield row.detach().reshape(-1)[:FEW].tolist()
 
 
+def _agreed(blocks: Iterator[list[T]], world: World, what: str, epoch: int) -> Iterator[list[T]]:
+    """`blocks`, each compared between the ranks before any of it is used. Collective."""
+    for block in blocks:
+        if world.size > 1:
+            _check_agreement(world, what, epoch, block)
+        yield block
+
+
 def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) -> None:
-    if world.size == 1:
-        return
     digest = hashlib.blake2b(repr(drawn).encode(), digest_size=16).hexdigest()
     digests = world.gather(digest)
     others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
@@ -168,6 +205,10 @@ def _listed(numbers: Sequence[int]) -> str:
 def _plain(index: Any) -> Any:
     """An index as an int where it is one in disguise (a 0-dim tensor, a numpy integer)."""
     return index.__index__() if hasattr(index, "__index__") else index
+
+
+def _plain_batch(batch: Iterable[Any]) -> list[Any]:
+    return [_plain(index) for index in batch]
 
 
 def length_of(items: Any) -> int | None:

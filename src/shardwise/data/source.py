@@ -33,9 +33,10 @@ class Micro:
     """One micro-batch of this rank.
 
     `part` of `parts` in its step, whose total batch has `total` rows. `samples` counts this
-    rank's own rows in it, 0 for a stand-in. `indices` are the dataset items to read, a stand-in's
-    too, where the dataset is map-style. Where a stream is this rank's own part, `rows` is what
-    the step has of it: 0 past its end, and -1 where it never had a sample.
+    rank's own rows in it, 0 for a stand-in; `all_have` is whether every rank has some. `indices`
+    are the dataset items to read, a stand-in's too, where the dataset is map-style. Where a stream
+    is this rank's own part, `rows` is what the step has of it: 0 past its end, and -1 where it
+    never had a sample.
     """
 
     epoch: int
@@ -45,6 +46,7 @@ class Micro:
     samples: int
     rows: int = 0
     indices: tuple[Any, ...] = ()
+    all_have: bool = True
 
     @property
     def last(self) -> bool:
@@ -195,7 +197,7 @@ class StreamSource:
 
         The stream draws from generators of its own, which rest while others draw.
         """
-        draws = _Draws(seed_from(self._seed, "stream", *self._who, request.epoch))
+        draws = Draws(seed_from(self._seed, "stream", *self._who, request.epoch))
         with draws.going_on(), _as_if_no_worker():
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(request.epoch)
@@ -214,6 +216,8 @@ class StreamSource:
     def _cut(self, chunk: list[Any], epoch: int) -> Iterator[tuple[Micro, list[Any]]]:
         """The micro-batches of a step's rows; the first row stands in where there are none."""
         cuts = (self._cut_of.parts if self._sliced else self._cut_of.of_own)(len(chunk))
+        # Of a part of its own this rank does not know what the others have: they tell later.
+        all_have = self._cut_of.all_have(len(chunk)) if self._sliced else [True] * len(cuts)
         rows = cuts[-1][1] - cuts[0][0]
         for part, (first, end) in enumerate(cuts):
             micro = Micro(
@@ -223,6 +227,7 @@ class StreamSource:
                 total=len(chunk),
                 samples=end - first,
                 rows=rows,
+                all_have=all_have[part],
             )
             yield micro, chunk[first:end] or self._cut_of.stand_in(chunk)
 
@@ -267,7 +272,7 @@ def _kept_apart() -> AbstractContextManager[None]:
     return preserved() if get_worker_info() is None else nullcontext()
 
 
-class _Draws:
+class Draws:
     """Generators that go on from where they rested, whoever drew in between."""
 
     def __init__(self, seed: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -79,6 +80,17 @@ class Pass:
             self._stepped(micro.total)
         return data
 
+    def sit_out(self, item: Item) -> None:
+        """Leave out the batch of an evaluation of which this rank has no sample."""
+        self._check_open()
+        self._world.feed.sat_out += 1
+        if item[0].last:
+            self._stepped(item[0].total)
+
+    def some_sit_out(self) -> AbstractContextManager[None]:
+        """Inside the block ranks run different numbers of forwards."""
+        return self._world.feed.some_sit_out()
+
     def next_item(self) -> Item:
         """The next micro-batch of a step that has begun."""
         self._check_open()
@@ -131,7 +143,19 @@ class Step:
         for part in range(len(self)):
             item = self._pass.next_item() if part else self._first
             self._taken += 1
-            yield self._pass.hand_out(item)
+            if item[0].all_have or torch.is_grad_enabled():
+                yield self._pass.hand_out(item)
+            else:
+                yield from self._uneven(item)
+
+    def _uneven(self, item: Item) -> Iterator[Any]:
+        """A batch of an evaluation that not all ranks have: who has no sample gets none, so that
+        what a loop adds up is right by itself."""
+        with self._pass.some_sit_out():
+            if item[0].samples:
+                yield self._pass.hand_out(item)
+            else:
+                self._pass.sit_out(item)
 
     def _finish(self) -> None:
         if self._taken == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, optim
 from shardwise.engine import starting
 from shardwise.engine.recipe import Recipe
 from shardwise.errors import ModelMismatch
+from shardwise.states.tracked import Tracked
 
 
 def check_same_model(recipe: Recipe) -> None:
@@ -29,6 +30,36 @@ def check_same_model(recipe: Recipe) -> None:
                 f"Ranks built different models. The first difference: rank 0 has {here}, "
                 f"rank {rank} has {there}. Build the model alike on all ranks."
             )
+
+
+def check_written(recipe: Recipe, tracked: Sequence[Tracked], written: Set[int]) -> None:
+    """Raise ModelMismatch, on all ranks alike, where `written` parameters, by number, hold other
+    values on other ranks: each would go on training its own. Collective."""
+    names = {tracked[number].name for number in written}
+    names = names.union(*recipe.run.gather_objects(names))
+    mine = {
+        (recipe.part, each.name): _hash_of_values(each.parameter)
+        for each in tracked
+        if each.name in names
+    }
+    first: dict[tuple[int, str], tuple[int, str]] = {}
+    for rank, told in enumerate(recipe.run.gather_objects(mine)):
+        for key, digest in told.items():
+            other, expected = first.setdefault(key, (rank, digest))
+            if digest != expected:
+                raise ModelMismatch(
+                    f"{key[1]} was written to since the last step, on rank {rank} with other "
+                    f"values than on rank {other}: in a forward that renormalises or clips its "
+                    "own weights, or between two steps. A replicated parameter must stay alike. "
+                    "Write the same values on every rank, or rank 0's on all: "
+                    "with engine.full_parameters(write=True)."
+                )
+
+
+def _hash_of_values(tensor: Tensor) -> str:
+    """A short digest of the bits of a tensor."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def _hash_of(lines: Sequence[str]) -> str:

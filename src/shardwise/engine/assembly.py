@@ -24,7 +24,7 @@ from shardwise.states.gathering import Gathering
 from shardwise.states.gradients import Gradients
 from shardwise.states.inner_optimizer import GroupOf
 from shardwise.states.optimizer_state import OptimizerState
-from shardwise.states.optimizer_trial import examine
+from shardwise.states.optimizer_trial import Kinds
 from shardwise.states.parameters import Parameters, ReplicatedParameters
 from shardwise.states.residency import Residency
 from shardwise.states.sharded_parameters import ShardedParameters
@@ -115,13 +115,19 @@ def assemble(
     """Lay out and take over what `recipe` names.
 
     `masters` are values in the master dtype for 16-bit parameters, where they are known better
-    than the parameters themselves say; `averages` those to go on with.
+    than the parameters themselves say; `averages` those to go on with. What has an average stays
+    laid out while it is frozen, since its average goes on.
     """
     owners = _owners(recipe)
     everything = recipe.located()
     _check_trainable(everything, owners, main=recipe.run.rank == 0)
     located = [t for t in everything if recipe.is_here(t.parameter)]
-    tracked = [t for t in located if t.parameter in owners and t.parameter.requires_grad]
+    kept = averages or {}
+    tracked = [
+        t
+        for t in located
+        if t.parameter in owners and (t.parameter.requires_grad or t.parameter in kept)
+    ]
     shelves = {state: Shelf(recipe.placement.tier(state), recipe.sharding) for state in STATES}
     parameters, shown = _parameters(recipe, located, tracked, owners, shelves["parameters"])
     buckets = parameters.buckets
@@ -216,11 +222,12 @@ def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
     """Which group trains each parameter. Raises ModelError for one in two groups, and for an
     optimizer that cannot work where its state is sharded."""
     owners: dict[nn.Parameter, GroupOf] = {}
+    kinds = Kinds()
     for face in recipe.optimizers:
         for index, options in enumerate(face.param_groups):
             if not options["params"]:
                 continue
-            kind = examine(face, options, _device_of(recipe, options["params"][0]))
+            kind = kinds.of(face, options, _device_of(recipe, options["params"][0]))
             if not kind.separable and recipe.placement.is_sharded("optimizer"):
                 raise ModelError(
                     f"{type(face).__name__} looks across tensors, so its state cannot be sharded "
@@ -247,6 +254,7 @@ def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
                     "in parts. Write --offload-optimizer cpu, or choose an element-wise optimizer "
                     "such as AdamW."
                 )
+            as_given = not kind.known and not parts and recipe.cuts_nothing
             for parameter in options["params"]:
                 if parameter in owners:
                     raise ModelError(
@@ -254,7 +262,13 @@ def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
                         f"({type(owners[parameter].face).__name__} and {type(face).__name__}): "
                         "give each parameter to one optimizer."
                     )
-                owners[parameter] = GroupOf(face, index, kind)
+                owners[parameter] = GroupOf(
+                    face,
+                    index,
+                    kind,
+                    whole=as_given or not kind.elementwise,
+                    together=as_given or not kind.separable,
+                )
     return owners
 
 
@@ -326,7 +340,7 @@ def _spec(recipe: Recipe, tracked: Tracked, owner: GroupOf | None, unit: int) ->
             recipe.stage_of(tracked.parameter),
             tracked.shard is not None,
         ),
-        whole=owner is not None and not owner.kind.elementwise,
+        whole=owner is not None and owner.whole,
         room=None if tracked.shard is None else tracked.shard.most,
     )
 

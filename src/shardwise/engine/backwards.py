@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise import randomness
 from shardwise.engine import habits, micro_batches, start_lines
 from shardwise.engine.assembly import States
-from shardwise.engine.exact_mean import Seeds, weight_of
+from shardwise.engine.exact_mean import Seeds, Share, is_summed, share_of
 from shardwise.engine.micro_batches import Pipelining
 from shardwise.engine.recipe import Recipe
 from shardwise.engine.resumable import Resumable
@@ -46,6 +46,11 @@ class Backwards(Resumable):
 
     @property
     @abstractmethod
+    def gathers_together(self) -> bool:
+        """Whether a forward of this engine's models takes all ranks."""
+
+    @property
+    @abstractmethod
     def _states(self) -> States:
         """The three states as they are laid out now."""
 
@@ -54,64 +59,82 @@ class Backwards(Resumable):
         loss: Tensor,
         *,
         weight: float | Tensor | None = None,
+        reduction: str = "mean",
+        same_items: bool | None = None,
         last: bool | None = None,
         retain_graph: bool = False,
     ) -> None:
         """Add the gradient of `loss`, a scalar that is a mean over `weight` items of this rank.
 
         Without `weight` it is the number of samples that the Loader last gave; without a Loader,
-        1. Several losses of one batch add up, as in plain PyTorch: its samples count once. A device
-        tensor is fine. `last=False` says that more backwards come in this step, which
-        saves communication and never changes a result. Touches this engine's parameters only.
-        Where gradients are sharded each backward is collective: every rank makes as many.
+        1. A device tensor is fine. With `reduction="sum"` the loss is a sum over items, and those
+        of all workers and backwards are added.
 
-        Raises UsageError for a loss that is not a scalar of the graph, or when two training
-        loaders are open and the weight is left out.
+        Several losses of one batch add up, as in plain PyTorch: its samples count once. With
+        `weight`, `same_items` says so of a further loss of the items that an earlier backward of
+        this step has counted, or that it is of others (False). `last=False` says that more
+        backwards come in this step, which saves communication and never changes a result. Touches
+        this engine's parameters only. Where gradients are sharded each backward is collective:
+        every rank makes as many.
+
+        Raises UsageError for a loss that is not a scalar of the graph, and where the weight of the
+        loss cannot be told.
         """
         habits.check_loss(loss)
-        batch = self._begin_backward(weighted=weight is not None)
-        self._announce(None)
+        given, summed = weight is not None, is_summed(reduction, weighted=weight is not None)
+        batch = self._begin_backward(weighted=given or summed)
+        share = share_of(batch, weight, summed=summed)
+        again = self._weigh(share, batch, given=given, summed=summed, same_items=same_items)
+        self._announce(None, loss, batch, summed=summed)
         if last is None:
             last = batch.last if batch is not None else True
-        given, weight = weight is not None, weight_of(weight, batch)
+        factor = share.factor
         if isinstance(loss, Piece):
-            loss = self._backward_in_turn(loss, float(weight), last=last, keep_graph=retain_graph)
+            loss = self._backward_in_turn(loss, float(factor), last=last, keep_graph=retain_graph)
         else:
-            seed, rest = self._seeds.seed(loss, weight)
-            with self._collecting(weight, rest, last=last, keep_graph=retain_graph):
+            seed, rest = self._seeds.seed(loss, factor)
+            with self._collecting(factor, rest, last=last, keep_graph=retain_graph):
                 torch.autograd.backward(
                     loss, seed, retain_graph=retain_graph, inputs=self._inputs()
                 )
-            if not self._states.gradients.reached and not isinstance(weight, Tensor) and weight > 0:
+            if not self._states.gradients.reached and not isinstance(factor, Tensor) and factor > 0:
                 habits.check_reachable(loss, several=len(living) > 1)
-        self._end_backward(loss, weight, batch, given=given)
+        self._end_backward(loss, share, batch, given=given, again=again)
 
     def forward_backward(
         self,
         loss_of: Callable[..., Tensor],
         *batch: Any,
         weight: Callable[..., float | Tensor] | None = None,
+        reduction: str = "mean",
+        same_items: bool | None = None,
     ) -> Tensor:
-        """`loss = loss_of(*batch)`, then `backward(loss)`, in micro-batches; returns the mean loss.
+        """`loss = loss_of(*batch)`, then `backward(loss)`, in micro-batches; returns the mean loss,
+        or with `reduction="sum"` the sum.
 
         `loss_of` calls the model and returns a scalar loss that is a mean over the items of what
         it is given: the rows of `batch`, a nest of tensors of one equal first dimension, are cut
         into `--microbatches` parts (default: 1, with `--pipeline P` up to 4 P). What a loss is a
         mean over, where that is not rows, `weight` tells of the same parts. With `--pipeline` this
         is what keeps all workers busy; without, it is what the two lines do. The result, 0-dim in
-        fp64, is known on all ranks of the replica. Raises as `backward` does.
+        fp64, is known on all ranks of the replica. `same_items` and what is raised are as for
+        `backward`.
         """
-        given = self._begin_backward(weighted=weight is not None)
+        given, summed = weight is not None, is_summed(reduction, weighted=weight is not None)
+        of = self._begin_backward(weighted=given or summed)
         count = micro_batches.count_of(self.settings, batch, self._recipe.group)
-        self._announce(count)
         cut = micro_batches.parts_of(batch, count)
-        empty = given is not None and given.samples == 0
-        parts = [
-            (0.0 if empty or not count else float(weight(*part) if weight else count), part)
+        empty = of is not None and of.samples == 0
+        items = [
+            0.0 if empty or not count else float(weight(*part) if weight else count)
             for count, part in cut
         ]
-        total = sum(each for each, _ in parts)
-        last = given.last if given is not None else True
+        factors = [float(each > 0) for each in items] if summed else items
+        share = Share(factor=sum(factors), items=sum(items))
+        again = self._weigh(share, of, given=given, summed=summed, same_items=same_items)
+        self._announce(count)
+        parts = [(factor, part) for factor, (_, part) in zip(factors, cut, strict=True)]
+        last = of.last if of is not None else True
         try:
             if self._pipelining is None:
                 loss = self._one_by_one(loss_of, parts, last=last)
@@ -121,8 +144,8 @@ class Backwards(Resumable):
             with suppress(CollectiveError):  # the first error is the one to show
                 self._abandon()
             raise
-        self._end_backward(loss, total, given, given=weight is not None)
-        return loss
+        self._end_backward(loss, share, of, given=given, again=again)
+        return loss * share.factor if summed else loss
 
     def _one_by_one(
         self, loss_of: Callable[..., Tensor], parts: Sequence[tuple[float, Any]], *, last: bool
@@ -189,11 +212,36 @@ class Backwards(Resumable):
         self._check_gradients()
         return batch
 
-    def _announce(self, parts: int | None) -> None:
-        """Say of the first batch how it goes: through the stages in so many `parts`, or whole."""
+    def _weigh(
+        self,
+        share: Share,
+        batch: Batch | None,
+        *,
+        given: bool,
+        summed: bool,
+        same_items: bool | None,
+    ) -> bool:
+        """Whether the items of a loss count already; raises where it does not go with others."""
+        self._window.check_reduction(summed=summed)
+        again = self._window.is_again(share, batch, given=given, same_items=same_items)
+        self._window.summed = summed
+        return again
+
+    def _announce(
+        self,
+        parts: int | None,
+        loss: Tensor | None = None,
+        batch: Batch | None = None,
+        *,
+        summed: bool = False,
+    ) -> None:
+        """Say of the first batch how it goes: through the stages in so many `parts`, or whole; and
+        of its `loss`, where it is known, whether it looks like a sum but is not `summed`."""
         if not self._announced:
             self._announced = True
             start_lines.announce_batch(self.world, self._recipe, parts)
+            if loss is not None and batch is not None and not summed:
+                start_lines.announce_sum(self.world, self._recipe, loss, batch.samples)
 
     @contextmanager
     def _collecting(
@@ -227,10 +275,10 @@ class Backwards(Resumable):
             raise
 
     def _end_backward(
-        self, loss: Tensor, weight: float | Tensor, batch: Batch | None, *, given: bool
+        self, loss: Tensor, share: Share, batch: Batch | None, *, given: bool, again: bool
     ) -> None:
         self.world.feed.train()
-        self._window.add(loss, weight, batch, given=given)
+        self._window.add(loss, share, batch, given=given, again=again)
         if batch is not None and batch.samples == 0:
             self._held.buffers.restore()
         self._held.buffers.after_backward()

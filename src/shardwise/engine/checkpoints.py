@@ -218,6 +218,8 @@ class Checkpoints:
             stack.enter_context(span("load", Row.CHECKPOINT))
             examine = partial(self._examine, path, lending, stack, strict=strict, alone=model_only)
             source, beside = self._alike(path, examine)
+            if self._held.make_room_for_averages(source.averaged):
+                lending = Lending(self._held.recipe, self._held.states)
             loading.fill_model(lending, source)
             self._held.buffers.remember()
             if self._held.recipe.line is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike
 from typing import Any
 from weakref import WeakMethod
@@ -43,7 +43,7 @@ from shardwise.engine.parts import ExactParts, Parts
 from shardwise.engine.recipe import Recipe
 from shardwise.engine.takeover import Takeover
 from shardwise.engine.window import StepStats, Totals, Window
-from shardwise.errors import ModelError, UsageError
+from shardwise.errors import ModelError, ShardwiseError, UsageError
 from shardwise.model import precision
 from shardwise.parallel.pipeline import LayerTimes
 from shardwise.parallel.plan import Plan
@@ -123,6 +123,7 @@ class Engine(Backwards):
         self._timing = self._time_layers()
         self._announced = self._averaged = self._uneven = False
         self._skips = diagnosis.Skips(scaled=self._scale.active)
+        self.world.feed.allow_uneven(self._while_some_sit_out)
         self.steps = 0
         self._reseed()
         living.add(self)
@@ -180,9 +181,7 @@ class Engine(Backwards):
             self._states.gradients.reduce()
         with span("exchange"):
             totals = self._exchange()
-        if not totals.alike:
-            self._abandon()
-            raise self._options.difference(self._group)
+        self._check_alike(totals)
         stats = self._decide(totals)
         if not stats.skipped:
             self._call_before_step()
@@ -195,6 +194,22 @@ class Engine(Backwards):
             self._timing.stepped()
         self.world.step_log.stepped(self._number, self.steps, stats)
         return stats
+
+    def _check_alike(self, totals: Totals) -> None:
+        """Raise, on all ranks, where they go on from what is not alike; the step is forgotten."""
+        try:
+            if not totals.alike:
+                raise self._options.difference(self._group)
+            if math.isnan(totals.summed):
+                raise UsageError(
+                    'Losses of this step are sums on some ranks (reduction="sum") and means on '
+                    "others: write them in one way."
+                )
+            if totals.written:
+                self._held.check_written()
+        except ShardwiseError:
+            self._abandon()
+            raise
 
     def _exchange(self) -> Totals:
         """What all ranks know of the step, alike."""
@@ -209,6 +224,7 @@ class Engine(Backwards):
                 self._options.number(),
                 unsaved=self._checkpoints.has_failed,
                 asked=self.world.preemption.asked,
+                written=self._held.has_written,
                 counts=self._recipe.part == 0,
             )
             line = self._recipe.line
@@ -221,7 +237,7 @@ class Engine(Backwards):
         """The step's figures, and whether it updates anything."""
         if totals.weight == 0:
             return StepStats(loss=math.nan, grad_norm=0.0, weight=0.0, skipped=True)
-        norm = math.sqrt(totals.squared_norm) / self._seeds.divisor(totals.weight)
+        norm = math.sqrt(totals.squared_norm) / self._seeds.divisor(totals.denominator)
         finite = math.isfinite(norm)
         if not finite and not self._scale.active and self.settings.nonfinite == "stop":
             error = diagnosis.nonfinite_error(self.steps, self._states, self._window, self._group)
@@ -230,7 +246,7 @@ class Engine(Backwards):
         if words := self._skips.words(finite=finite):
             self.world.print(f"shardwise: {words}")
         return StepStats(
-            loss=totals.loss / totals.weight,
+            loss=totals.loss / totals.denominator,
             grad_norm=norm,
             weight=totals.weight,
             skipped=not finite,
@@ -245,7 +261,7 @@ class Engine(Backwards):
 
     def _update(self, totals: Totals, stats: StepStats, max_norm: float | None) -> None:
         """Update bucket by bucket; each is on its way to the others while the next is updated."""
-        factor = 1.0 / self._seeds.divisor(totals.weight)
+        factor = 1.0 / self._seeds.divisor(totals.denominator)
         if max_norm is not None:
             factor *= min(1.0, max_norm / (stats.grad_norm + 1e-6))
         states = self._states
@@ -271,7 +287,8 @@ class Engine(Backwards):
     def _end_step(self, totals: Totals) -> None:
         if totals.weight:
             self._scale.update(overflow=not math.isfinite(totals.squared_norm))
-            self._seeds.follow(totals.weight, totals.backwards)
+            factors = totals.backwards if totals.summed else totals.weight
+            self._seeds.follow(factors, totals.backwards)
         self._states.gradients.clear()
         if totals.several and self.settings.reduce_dtype == "fp32":
             self._states.gradients.widen()
@@ -348,6 +365,27 @@ class Engine(Backwards):
                 yield
             finally:
                 self._uneven = False
+
+    def _while_some_sit_out(self) -> AbstractContextManager[None]:
+        """Around a batch of an evaluation of which some ranks have no sample: they serve the
+        gathers of the others. Raises UsageError where several engines would wait to be served."""
+        shown = self._states.shown
+        if self._uneven or shown is None or not self.gathers_together:
+            return nullcontext()
+        if sum(other.gathers_together for other in living) > 1:
+            raise UsageError(
+                "A batch of this evaluation has fewer samples than there are workers, and several "
+                "engines have sharded parameters that all workers gather: one without a sample "
+                "cannot know which engine needs it. Make batch_size such that every batch has a "
+                "sample for each worker (drop_last=True), or start with --zero 2."
+            )
+        return shown.residency.uneven()
+
+    @property
+    def gathers_together(self) -> bool:
+        """Whether a forward of this engine's models takes all ranks."""
+        shown = self._states.shown
+        return shown is not None and shown.residency.is_collective
 
     @contextmanager
     def ema(self) -> Iterator[None]:

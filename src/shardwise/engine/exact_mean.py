@@ -7,6 +7,9 @@ mean weight times a power of two near the number of its backwards, over the loss
 up to about 1, so that 16-bit gradients stay in range, and where all weights are one number seeds
 are powers of two, which scale every gradient exactly in every dtype.
 
+A loss that is a sum over items is seeded with 1 / divisor instead, and the sums of all ranks are
+added: what is divided then is only what the seeds have scaled.
+
 A 16-bit loss takes only a 16-bit seed, which would round the weight. It gets the power of two near
 its seed, and each gradient is multiplied by the rest, in fp32, on its way to its bucket.
 """
@@ -14,6 +17,7 @@ its seed, and each gradient is multiplied by the rest, in fp32, on its way to it
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,12 +28,48 @@ from shardwise.errors import UsageError
 from shardwise.feed import Batch
 from shardwise.model.precision import NARROW, LossScale
 
+REDUCTIONS = ("mean", "sum")
 
-def weight_of(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:
-    """The weight of a loss: a float, or a 0-dim tensor where it lives on a GPU.
 
-    A stand-in weighs nothing whatever is `given`; without that, the samples of `batch` count.
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """How a loss counts in its step: its gradient is multiplied by `factor` before it is added,
+    and the number of items that the step has seen grows by `items`.
+
+    Where losses are means both are the weight, and the sum is divided by all items. Where they are
+    sums the factor is 1, and nothing is divided.
     """
+
+    factor: float | Tensor
+    items: float | Tensor
+
+
+def share_of(batch: Batch | None, weight: float | Tensor | None, *, summed: bool) -> Share:
+    """How a loss of `batch` counts: a mean over `weight` items, or `summed` over them.
+
+    Without `weight` it is the samples of the batch, and 1 without a batch. A stand-in weighs
+    nothing whatever is given. A number that lives on a GPU stays there, as a 0-dim tensor.
+    """
+    items = _items(weight, batch)
+    if not summed:
+        return Share(factor=items, items=items)
+    return Share(factor=1.0 if items else 0.0, items=items)
+
+
+def is_summed(reduction: str, *, weighted: bool) -> bool:
+    """Whether losses are sums over items rather than means. Raises UsageError for another word,
+    and for the weight of a sum, which has none."""
+    if reduction not in REDUCTIONS:
+        raise UsageError(f"reduction is one of {', '.join(REDUCTIONS)}, not {reduction!r}.")
+    if reduction == "sum" and weighted:
+        raise UsageError(
+            'weight= says what a mean is over, and reduction="sum" that this loss is no mean: '
+            "leave one of them out."
+        )
+    return reduction == "sum"
+
+
+def _items(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:
     if batch is not None and batch.samples == 0:
         return 0.0
     if given is None:

@@ -26,15 +26,16 @@ def exchange(
     *,
     unsaved: bool,
     asked: int,
+    written: bool,
     counts: bool = True,
 ) -> Totals:
     """Tell what this rank has seen and hear it of all others. Collective.
 
     Every part of the summed gradient is on `copies` ranks. `options` is a checksum of what must be
     alike; `unsaved` says whether a save in the background has failed here, `asked` is the signal
-    that asked this rank to end, or 0. Raises UsageError, on all ranks
-    alike, for gradients that came too late where `parts` refuses them. Of the ranks of a replica
-    one `counts`: all have the same batches.
+    that asked this rank to end, or 0, `written` whether user code has written into parameters.
+    Raises UsageError, on all ranks alike, for gradients that came too late where `parts` refuses
+    them. Of the ranks of a replica one `counts`: all have the same batches.
 
     On the way, buffers that forward changes become their mean over the ranks, and gradients that
     came too late for their bucket on any rank are reduced by all.
@@ -51,6 +52,8 @@ def exchange(
         several=window.backwards > 1,
         unsaved=unsaved,
         asked=asked,
+        written=written,
+        summed=window.summed,
     )
     told = mine.row(group.small_device)
     # Looked at on the CPU: one copy from a GPU, and no more waiting for it.
@@ -77,7 +80,7 @@ def over_stages(totals: Totals, group: Collectives) -> Totals:
 
     Weights and losses are those of every stage, which have the same batches.
     """
-    flags = [float(totals.several), float(totals.unsaved), float(totals.asked)]
+    flags = [float(totals.several), float(totals.unsaved), float(totals.asked), totals.written]
     row = torch.tensor([totals.squared_norm, totals.options, *flags], dtype=torch.float64)
     rows = group.gather_rows(row.to(group.small_device)).cpu()
     options = rows[:, 1].tolist()
@@ -88,6 +91,7 @@ def over_stages(totals: Totals, group: Collectives) -> Totals:
         several=bool(rows[:, 2].any()),
         unsaved=bool(rows[:, 3].any()),
         asked=int(rows[:, 4].max()),
+        written=bool(rows[:, 5].any()),
     )
 
 

@@ -8,7 +8,8 @@ from weakref import WeakMethod
 
 from torch import Tensor, nn, optim
 
-from shardwise.errors import UsageError
+from shardwise.errors import ModelError, UsageError
+from shardwise.placement import Placement
 from shardwise.states.sharded_parameters import is_sharded, sharded_copy
 
 
@@ -48,6 +49,26 @@ def check_loss(loss: Any) -> None:
             "This loss does not depend on any parameter (it was computed under no_grad, detached, "
             "or all parameters are frozen): compute it with gradients on."
         )
+
+
+def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, workers: int) -> None:
+    """Raise ModelError for an embedding that renormalises its own weights in forward where other
+    ranks would not see it."""
+    if workers == 1 and not placement.is_sharded("parameters"):
+        return
+    for model in models:
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or module.max_norm is None:
+                continue
+            if module.weight.requires_grad:
+                shown = f"{name or type(module).__name__} (max_norm={module.max_norm:g})"
+                raise ModelError(
+                    f"{shown} rewrites in forward the rows that a worker looks up, so that "
+                    f"{workers} worker(s) at {placement.name} would drift apart. Leave max_norm "
+                    "out and clip the rows after engine.step(), inside "
+                    "with engine.full_parameters(write=True); or start one worker at --zero 2 or "
+                    "less."
+                )
 
 
 def check_block(*, averaged: bool, uneven: bool, whole: bool = False) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn, optim
 
 from shardwise.engine.assembly import States
 from shardwise.engine.recipe import Recipe
-from shardwise.states.optimizer_trial import Kind, examine, placed
+from shardwise.states.optimizer_kind import Kind, placed
+from shardwise.states.optimizer_trial import examine
 
 
 class _Group:
@@ -42,10 +43,8 @@ class Idle:
         state = self._state
         if not state:
             return {}
-        kind = self.group.kind
-        if kind.elementwise:
-            return {key: state[key] for key in sorted(kind.tensor_keys) if key in state}
-        return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim > 0}
+        kind, shape = self.group.kind, self.parameter.shape
+        return {k: v for k, v in sorted(state.items()) if kind.is_tensor(k, v, shape)}
 
     @property
     def numbers(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from math import prod
@@ -21,6 +21,7 @@ from shardwise.engine.assembly import States
 from shardwise.engine.inventory import Lending
 from shardwise.engine.optimizer_numbers import Numbers
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
+from shardwise.model.buffers import write
 from shardwise.shards import Shard
 from shardwise.states import holdings
 from shardwise.states.holdings import AVERAGE, MODEL, OPTIMIZER, Holding
@@ -43,6 +44,11 @@ class Source:
     def has(self, kind: str, name: str) -> bool:
         """Whether tensor `name` of set `kind` is there."""
         return kind in self.sets and name in self.sets[kind].specs
+
+    @property
+    def averaged(self) -> Set[str]:
+        """The names of what has a moving average."""
+        return self.sets[AVERAGE].specs.keys() if AVERAGE in self.sets else set()
 
     def values(self, kind: str, name: str, dtype: torch.dtype) -> tuple[Tensors, str] | None:
         """The files with the best values for tensor `name`, and its name there.
@@ -170,7 +176,8 @@ def _fill_whole(lending: Lending, source: Source) -> None:
         if name in source.names:
             read = source.sets[MODEL].whole(source.names[name])
             shard = lending.recipe.shard_of(value)
-            value.detach().copy_(read.view(value.shape) if shard is None else part_of(read, shard))
+            found = read.view(value.shape) if shard is None else part_of(read, shard)
+            write(value.detach(), found)
 
 
 def fill_optimizers(lending: Lending, source: Source, numbers: Numbers) -> None:

@@ -100,6 +100,14 @@ class Recipe:
         within = self.settings.shard_within == "host" and self.placement.level > 0
         return within_hosts(self.group) if within else self.group
 
+    @property
+    def cuts_nothing(self) -> bool:
+        """Whether an optimizer can have all tensors as they are: its state is neither shared out
+        nor on a disk, nor may the exact mode's bits depend on that."""
+        alone = self.sharding.size == 1 or not self.placement.is_sharded("optimizer")
+        on_disk = any(tier.kind == "nvme" for tier in self.placement.tiers)
+        return alone and not on_disk and self.shards is None
+
     @cached_property
     def gather_group(self) -> Collectives:
         """The same ranks for gathers, whose order against other collectives may differ."""

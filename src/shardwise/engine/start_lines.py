@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.engine import pipelining, splitting
 from shardwise.engine.assembly import States
 from shardwise.engine.figures import in_bytes, in_short, many
+from shardwise.engine.loss_shape import is_sum
 from shardwise.engine.recipe import Recipe
 from shardwise.model import units
 from shardwise.model.activations import Activations
 from shardwise.model.precision import NARROW
+from shardwise.model.sync_batch_norm import is_out_of_reach
 from shardwise.placement import DEVICE, Placement, Tier
 from shardwise.tree import MicroShards, node_sizes
 from shardwise.world import World
@@ -37,6 +39,11 @@ def announce_engine(world: World, recipe: Recipe, states: States) -> None:
         world.print(_stages_line(recipe))
     if recipe.shards is not None:
         world.print(_exact_line(recipe.shards))
+    for name in sorted(_tried(states)):
+        world.print(
+            f"  {name}: its state is cut within tensors, since a trial found each element updated "
+            "by itself; whole tensors, if it looks at those later: --zero 0"
+        )
 
 
 def announce_activations(world: World, recipe: Recipe, activations: Activations) -> None:
@@ -59,6 +66,24 @@ def announce_batch(world: World, recipe: Recipe, parts: int | None) -> None:
     outside = outside_promise(recipe) if recipe.shards is None else []
     if outside:
         world.print(f"  not the same on every number of workers: {'; '.join(outside)}")
+
+
+def announce_sum(world: World, recipe: Recipe, loss: Tensor, rows: int) -> None:
+    """A line where the first loss looks like a sum over the `rows` of its batch, and is taken for
+    a mean: on several workers, and in micro-batches, that is another gradient."""
+    settings = recipe.settings
+    look = settings.activations == "kept" and not recipe.placement.is_sharded("parameters")
+    if not settings.quiet and is_sum(loss, rows, look=look and not settings.offload_activations):
+        world.print(
+            "  this loss looks like a sum over the batch, and engine.backward takes it for a mean, "
+            'divided over workers and micro-batches: if it is a sum, write reduction="sum"'
+        )
+
+
+def _tried(states: States) -> set[str]:
+    """The optimizers whose tensors are cut because of a trial."""
+    groups = states.optimizer.groups
+    return {type(g.face).__name__ for g in groups if not g.whole and not g.kind.known}
 
 
 def _run_line(world: World, recipe: Recipe) -> str:
@@ -180,16 +205,21 @@ def outside_promise(recipe: Recipe) -> list[str]:
     """What a model does that makes results depend on the number of workers."""
     found: dict[str, int] = {}
     for module in (m for model in recipe.models for m in model.modules()):
-        reason = _reason(module)
+        reason = _reason(module, synchronised=recipe.settings.sync_batch_norm)
         if reason is not None:
             found[reason] = found.get(reason, 0) + 1
     return [f"{reason} ({count})" for reason, count in found.items()]
 
 
-def _reason(module: nn.Module) -> str | None:
+def _reason(module: nn.Module, *, synchronised: bool) -> str | None:
     p = getattr(module, "p", None) or getattr(module, "dropout", None)
     if isinstance(p, float) and p > 0 and module.training:
         return "dropout in forward"
-    if isinstance(module, nn.modules.batchnorm._BatchNorm) and not hasattr(module, "_group"):
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and not synchronised:
         return "BatchNorm with per-worker statistics, --sync-batch-norm brings it in"
+    if is_out_of_reach(module) and synchronised:
+        kind = type(module).__name__
+        return f"{kind}, which normalises by itself, out of reach of --sync-batch-norm"
+    if getattr(module, "scale_grad_by_freq", False):
+        return "scale_grad_by_freq, which counts in each worker's share"
     return None

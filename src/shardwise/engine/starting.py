@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
 from shardwise.model import meta
+from shardwise.model.buffers import write
 from shardwise.states.tracked import Tracked
 
 
@@ -23,7 +24,7 @@ def make_alike(tensors: Iterable[Tensor], group: Collectives) -> None:
                 # Some buffers are on the CPU where NCCL moves only what is on a GPU.
                 value = value.to(_reached(value, group))
                 group.broadcast(value).wait()
-                tensor.copy_(value.to(tensor.device).view(tensor.dtype).view(tensor.shape))
+                write(tensor, value.to(tensor.device).view(tensor.dtype).view(tensor.shape))
 
 
 def _reached(value: Tensor, group: Collectives) -> torch.device:

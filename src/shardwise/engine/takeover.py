@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 from weakref import WeakMethod
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -37,6 +38,8 @@ class Takeover:
         self._world = world
         self._in_step = in_step
         self._fresh: dict[nn.Parameter, Tensor] = {}
+        self._written: set[int] = set()
+        habits.check_embeddings(recipe.models, recipe.placement, workers=world.data_size)
         alike.check_same_model(recipe)
         if recipe.line is not None:
             pipelining.share_out(recipe, recipe.line)
@@ -74,7 +77,7 @@ class Takeover:
         `masters` and `averages` are those of an earlier layout, by parameter.
         """
         self.states = assembly.assemble(self.recipe, self._fresh | dict(masters), averages)
-        self._fresh = {}
+        self._fresh, self._written = {}, set()
         self._shape = self.recipe.shape()
         follow = WeakMethod(self.follow_changes)
         self.recipe.doors.before = lambda: (call := follow()) and call()
@@ -201,9 +204,25 @@ class Takeover:
     def take_in_writes(self) -> None:
         """Let the masters have what user code has written into parameters, before these change."""
         states = self.states
-        if states.optimizer.has_masters and (written := states.parameters.written()):
-            states.optimizer.refresh_masters(written)
+        alone = states.shown is not None or self._world.size == 1
+        if alone and not states.optimizer.has_masters:
+            return
+        if written := states.parameters.written():
+            if states.optimizer.has_masters:
+                states.optimizer.refresh_masters(written)
+            if not alone:
+                self._written |= written
             states.parameters.remember()
+
+    @property
+    def has_written(self) -> bool:
+        """Whether user code has written into replicated parameters that other ranks have too."""
+        return bool(self._written)
+
+    def check_written(self) -> None:
+        """Raise ModelMismatch unless all ranks have written the same. Collective."""
+        written, self._written = self._written, set()
+        alike.check_written(self.recipe, self.states.parameters.tracked, written)
 
     def follow_changes(self) -> None:
         """Lay out anew if parameter groups or requires_grad changed. Collective then."""
@@ -217,6 +236,25 @@ class Takeover:
         alike.check_same_model(self.recipe)
         self.buffers.meet(self._synchronised)
         self._lay(*assembly.disassemble(self.recipe, self.states))
+
+    def make_room_for_averages(self, names: Set[str]) -> bool:
+        """Lay out anew where one of the parameters `names` is frozen and has no average, though
+        averages are kept; whether that was so. Collective."""
+        if self.states.averages is None:
+            return False
+        groups = [group for o in self.recipe.optimizers for group in o.param_groups]
+        resting = {parameter for group in groups for parameter in group["params"]}
+        resting -= {tracked.parameter for tracked in self.states.parameters.tracked}
+        lacking = {
+            t.parameter: torch.zeros(()).expand(t.shape)
+            for t in self.recipe.located()
+            if t.parameter in resting and t.name in names and self.recipe.is_here(t.parameter)
+        }
+        if not any(self.recipe.run.gather_objects(bool(lacking))):
+            return False
+        masters, averages = assembly.disassemble(self.recipe, self.states)
+        self._lay(masters, (averages or {}) | lacking)
+        return True
 
     def end(self) -> None:
         """Give everything back as it was, trained. Collective."""

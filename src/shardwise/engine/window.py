@@ -9,27 +9,30 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from shardwise.engine.exact_mean import Share
 from shardwise.engine.parts import Number, Parts
+from shardwise.errors import UsageError
 from shardwise.feed import Batch
 
 
 @dataclass
 class Window:
-    """This rank's micro-batches: by backward its weight, loss x weight and samples. Numbers stay
-    on the device where that is a GPU."""
+    """This rank's backwards since the last step: by backward the items that it counts, its loss x
+    factor, and its samples. Numbers stay on the device where that is a GPU."""
 
     weights: list[Number] = field(default_factory=list)
     losses: list[Number] = field(default_factory=list)
     indices: list[tuple[int, ...]] = field(default_factory=list)
-    counted: list[Batch] = field(default_factory=list)
-    """The batches whose samples are among the weights."""
+    summed: bool = False
+    """Whether losses are sums over items, not means."""
     stepping: bool = False
     """Whether the step has begun; it stays so where the step fails."""
+    _seen: list[_Seen] = field(default_factory=list)
 
     def clear(self) -> None:
         """The step is over, or forgotten: begin anew."""
-        self.weights, self.losses, self.indices, self.counted = [], [], [], []
-        self.stepping = False
+        self.weights, self.losses, self.indices, self._seen = [], [], [], []
+        self.summed = self.stepping = False
 
     @property
     def backwards(self) -> int:
@@ -40,22 +43,74 @@ class Window:
         """Backwards whose weight is not known to be 0."""
         return sum(isinstance(weight, Tensor) or weight != 0 for weight in self.weights)
 
-    def add(self, loss: Tensor, weight: Number, batch: Batch | None, *, given: bool) -> None:
-        """Count one backward of `loss`, a mean over `weight` items of `batch`.
+    def is_again(
+        self, share: Share, batch: Batch | None, *, given: bool, same_items: bool | None
+    ) -> bool:
+        """Whether a loss is of items that an earlier backward of this step has counted: losses of
+        the same items add up, those of other items are averaged by their numbers.
 
-        Unless the weight was `given` by the user, the samples of a batch count once: several
-        losses of one batch add up, as they do in plain PyTorch.
+        Unless `same_items` says it, losses of one batch are of the same items, as in plain PyTorch,
+        where the batch tells their number. Raises UsageError where a weight was `given` for one
+        of them, since they may as well be of parts of it, and for items of another number.
         """
-        again = not given and any(batch is other for other in self.counted)
-        if batch is not None and not again and not given:
-            self.counted.append(batch)
+        if same_items is False or (not isinstance(share.items, Tensor) and share.items == 0):
+            return False
+        earlier = [seen for seen in self._seen if batch is not None and seen.batch is batch]
+        if same_items is None:
+            if earlier and (given or earlier[-1].given):
+                raise UsageError(
+                    "A second engine.backward of one batch with weight=: say whether this loss is "
+                    "of the same items as the one before, so that the two add up "
+                    "(same_items=True), or of other items of the batch, so that they are averaged "
+                    "by weight (same_items=False). Adding the losses before one engine.backward "
+                    "needs neither."
+                )
+            return bool(earlier)
+        if not self._seen:
+            raise UsageError(
+                "same_items=True is for a further loss of items that an earlier engine.backward "
+                "of this step has counted, and this is the first one: leave it out here."
+            )
+        before = (earlier or self._seen)[-1].items
+        if not self.summed and float(share.items) != float(before):
+            raise UsageError(
+                f"same_items=True, but this loss is a mean over {float(share.items):g} items and "
+                f"the one before over {float(before):g}. Means over other numbers cannot be added "
+                "beside each other: divide both by totals over all workers (world.sum) yourself, "
+                'and write engine.backward(loss, reduction="sum").'
+            )
+        return True
+
+    def check_reduction(self, *, summed: bool) -> None:
+        """Raise UsageError where earlier losses of the step were reduced in another way."""
+        if self.backwards and summed != self.summed:
+            raise UsageError(
+                'One step has losses that are sums (reduction="sum") and losses that are means, '
+                "which are divided by different numbers: add them to one loss before "
+                "engine.backward, or write both in one way."
+            )
+
+    def add(
+        self, loss: Tensor, share: Share, batch: Batch | None, *, given: bool, again: bool
+    ) -> None:
+        """Count one backward of `loss`, of `batch`; its items do not count `again`."""
         self.indices.append(() if batch is None else batch.indices)
-        self.weights.append(0.0 if again else weight)
-        self.losses.append(_weighted(loss, weight))
+        self.weights.append(0.0 if again else share.items)
+        self.losses.append(_weighted(loss, share.factor))
+        self._seen.append(_Seen(batch, share.items, given))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One backward: of which batch, of how many items, and whether the user gave their number."""
+
+    batch: Batch | None
+    items: Number
+    given: bool
 
 
 def _weighted(loss: Tensor, weight: Number) -> Number:
-    """`loss` x `weight`; zero where the weight is, whatever the loss."""
+    """`loss` x `weight` (a factor); zero where that is, whatever the loss."""
     if not isinstance(weight, Tensor) and weight == 0:
         return 0.0
     value = loss.detach().double()
@@ -69,9 +124,10 @@ def _weighted(loss: Tensor, weight: Number) -> Number:
 class StepStats:
     """What a step did, over all workers. Plain numbers, alike on all ranks.
 
-    `loss` is the mean over all items of all workers and micro-batches, `weight` their number,
-    `grad_norm` the global 2-norm of the mean gradient before clipping. `skipped` when nothing was
-    updated: the total weight was zero, or a gradient overflowed under a loss scale.
+    `loss` is the mean over all items of all workers and micro-batches, or their sum where the
+    losses were sums; `weight` is the number of items, `grad_norm` the global 2-norm of the gradient
+    before clipping. `skipped` when nothing was updated: the total weight was zero, or a gradient
+    overflowed under a loss scale.
     """
 
     loss: float
@@ -88,15 +144,16 @@ _BITS = 48
 class Message:
     """What a rank tells all others at a step, as one fp64 vector.
 
-    | weights | losses x weight | squared norm | backwards | options | used, packed | late,
-    packed | news | several | unsaved | asked |
+    | weights | losses x factor | squared norm | backwards | options | used, packed | late,
+    packed | news | several | unsaved | asked | written | summed |
 
     How many numbers the first three are is a matter of the step's parts. `backwards` leaves out
     those of weight 0. `options` is a checksum of the optimizers' options; joined it is NaN where
     ranks differ. `used` is by parameter: it had a gradient. `late` is by bucket: a gradient came
     after the bucket had started. `news`: a buffer was seen to change for the first time. `several`:
     there was more than one backward. `unsaved`: a save in the background has failed. `asked`: the
-    signal that asked this rank to end, or 0; of all ranks the highest.
+    signal that asked this rank to end, or 0; of all ranks the highest. `written`: user code has
+    written into parameters. `summed`: the losses are sums, not means.
     """
 
     weights: list[Number]
@@ -110,6 +167,8 @@ class Message:
     several: bool
     unsaved: bool
     asked: int
+    written: bool
+    summed: bool
 
     def row(self, device: torch.device) -> Tensor:
         """The vector, on `device`; numbers that are there already stay there."""
@@ -119,7 +178,8 @@ class Message:
         ]
         squares = self.squared_norm.to(device, torch.float64).reshape(-1)
         known = [float(self.backwards), self.options]
-        seen = [float(flag) for flag in (self.news, self.several, self.unsaved, self.asked)]
+        told = self.news, self.several, self.unsaved, self.asked, self.written, self.summed
+        seen = [float(flag) for flag in told]
         flags = [*known, *_packed(self.used), *_packed(self.late), *seen]
         rest = torch.tensor(flags, dtype=torch.float64, device=device)
         return torch.cat([torch.stack(scalars), squares, rest])
@@ -133,7 +193,7 @@ class Message:
             2,
             _words(self.used),
             _words(self.late),
-            4,
+            6,
         )
         ends = list(accumulate(lengths))
         weights, losses, squares, known, used, late, flags = (
@@ -152,6 +212,8 @@ class Message:
             several=any(row[1] for row in flags),
             unsaved=any(row[2] for row in flags),
             asked=int(max(row[3] for row in flags)),
+            written=any(row[4] for row in flags),
+            summed=flags[0][5] if len({row[5] for row in flags}) == 1 else math.nan,
         )
 
 
@@ -165,7 +227,8 @@ class Totals:
     gradient for it, `late` by bucket whether any came after it had started; `news` whether a buffer
     was seen to change for the first time, `several` whether any rank made more than one backward,
     `unsaved` whether a save in the background has failed. `asked` is the signal that asked any to
-    end, or 0.
+    end, or 0. `written` says whether user code has written into parameters of any rank, `summed`
+    whether the losses are sums: NaN where ranks differ.
     """
 
     weight: float
@@ -179,6 +242,13 @@ class Totals:
     several: bool
     unsaved: bool
     asked: int
+    written: bool
+    summed: float
+
+    @property
+    def denominator(self) -> float:
+        """What the added losses and gradients are divided by."""
+        return 1.0 if self.summed else self.weight
 
     @property
     def alike(self) -> bool:

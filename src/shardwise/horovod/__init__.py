@@ -12,76 +12,87 @@ queries.py       who a rank is; process_sets.py
 timelines.py     started and stopped by a script; samples.py  counted for `shardwise scale`
 asking.py        from a call to a handle
 allreduce.py allgather.py broadcast.py alltoall.py reducescatter.py waiting.py objects.py
+sparse_allreduce.py optimizer_states.py
+
+mpi_ops.py functions.py   what scripts import from Horovod's modules of these names
+standing_in.py            `import horovod` in code that is not to be changed
 """
 
-from shardwise.errors import HorovodInternalError
 from shardwise.horovod import elastic
-from shardwise.horovod.allgather import (
-    allgather,
-    allgather_async,
-    grouped_allgather,
-    grouped_allgather_async,
-)
-from shardwise.horovod.allreduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from shardwise.horovod.alltoall import alltoall, alltoall_async
-from shardwise.horovod.asking import ReduceOp
-from shardwise.horovod.asking import wait as synchronize
-from shardwise.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
 from shardwise.horovod.compression import Compression
-from shardwise.horovod.context import is_initialized
-from shardwise.horovod.handles import poll
-from shardwise.horovod.joining import init, shutdown
-from shardwise.horovod.objects import (
+from shardwise.horovod.functions import (
     allgather_object,
     broadcast_object,
     broadcast_object_fn,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from shardwise.horovod.optimizer import DistributedOptimizer
-from shardwise.horovod.process_sets import (
+from shardwise.horovod.mpi_ops import (
+    Adasum,
+    Average,
+    HorovodInternalError,
+    Max,
+    Min,
     ProcessSet,
+    Product,
+    ReduceOp,
+    Sum,
     add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from shardwise.horovod.queries import (
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
     ccl_built,
     cross_rank,
     cross_size,
     cuda_built,
     ddl_built,
+    global_process_set,
     gloo_built,
     gloo_enabled,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    init,
     is_homogeneous,
+    is_initialized,
+    join,
     local_rank,
     local_size,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
+    poll,
     rank,
-    rocm_built,
-    size,
-)
-from shardwise.horovod.reducescatter import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+    sparse_allreduce_async,
+    start_timeline,
+    stop_timeline,
+    synchronize,
 )
+from shardwise.horovod.optimizer import DistributedOptimizer
+from shardwise.horovod.standing_in import install_as_horovod
 from shardwise.horovod.sync_batch_norm import SyncBatchNorm
-from shardwise.horovod.timelines import start_timeline, stop_timeline
-from shardwise.horovod.waiting import barrier, join
 
 __all__ = [
     "Adasum",
@@ -133,6 +144,7 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "install_as_horovod",
     "is_homogeneous",
     "is_initialized",
     "join",
@@ -150,14 +162,11 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
     "synchronize",
 ]
 
-Average = ReduceOp.Average
-Sum = ReduceOp.Sum
-Adasum = ReduceOp.Adasum
-Min = ReduceOp.Min
-Max = ReduceOp.Max
-Product = ReduceOp.Product
+__version__ = "0.28.1"
+"""The version of Horovod whose calls these are, for code that asks."""

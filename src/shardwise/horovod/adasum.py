@@ -15,15 +15,15 @@ from shardwise import tree
 from shardwise.collectives import Collectives
 
 
-def reduce(tensor: Tensor, group: Collectives) -> Tensor:
-    """The adaptive sum of every rank's floating `tensor`, of its shape, alike on all ranks.
-    `group` has a power of two of ranks."""
+def reduce(tensor: Tensor, group: Collectives, scale: float = 1.0) -> Tensor:
+    """The adaptive sum of every rank's floating `tensor`, of its shape, times `scale`; alike on all
+    ranks. `group` has a power of two of ranks. Twice the tensors have twice the sum."""
     rows = tensor.new_empty((group.size, tensor.numel()))
     rows[group.rank] = tensor.reshape(-1)
     cuts = [rank * tensor.numel() for rank in range(group.size + 1)]
     group.all_gather(rows.view(-1), cuts).reusable()
     total: Tensor = tree.fold(list(rows.double()), pair)
-    return total.to(tensor.dtype).view(tensor.shape)
+    return total.mul(scale).to(tensor.dtype).view(tensor.shape)
 
 
 def pair(a: Tensor, b: Tensor) -> Tensor:

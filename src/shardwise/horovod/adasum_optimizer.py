@@ -50,6 +50,10 @@ class AdasumSteps(optim.Optimizer):
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
+    def step_alone(self) -> None:
+        """The step of the user's own class, of which other ranks do not hear."""
+        super().step()
+
     def synchronize(self) -> None:
         """Nothing: gradients stay each rank's own."""
 

@@ -44,6 +44,7 @@ def ask(
     *,
     in_place: bool = False,
     finish: Callable[[Any], Any] | None = None,
+    made: type[Handle] = Handle,
     note: Mapping[str, str] | None = None,
     scale: tuple[float, float] = (1.0, 1.0),
     root: int = 0,
@@ -71,7 +72,7 @@ def ask(
         root=int(root),
         **more,
     )
-    handle = Handle(request, tensors, in_place=in_place, finish=finish)
+    handle = made(request, tensors, in_place=in_place, finish=finish)
     return context.background.submit(handle)
 
 
@@ -115,4 +116,7 @@ def check_rows(kind: str, tensors: Sequence[Tensor]) -> None:
 def check_dense(kind: str, tensor: Tensor) -> None:
     """Raise BadCall for a sparse tensor."""
     if tensor.layout != torch.strided:
-        raise BadCall(f"{kind} of a sparse tensor: convert it with tensor.to_dense().")
+        raise BadCall(
+            f"{kind} of a sparse tensor: convert it with tensor.to_dense(), or reduce it with "
+            "hvd.sparse_allreduce_async."
+        )

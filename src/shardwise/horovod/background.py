@@ -265,7 +265,7 @@ class Background:
             has_joined = JOINED in self._handles
         if verdict.error:
             assert handle is not None
-            handle.fail(verdict.error)
+            handle.fail(verdict.error, BadCall if verdict.mistake else HorovodInternalError)
         elif verdict.request.kind == JOIN:
             assert handle is not None
             handle.succeed(verdict.number, Moment())

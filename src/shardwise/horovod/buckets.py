@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +18,11 @@ from torch import Tensor
 from shardwise import layout
 from shardwise.errors import BadCall
 from shardwise.horovod.asking import ReduceOp, ask, wait
-from shardwise.horovod.compression import Compressor
+from shardwise.horovod.compression import Compression, Compressor
 from shardwise.horovod.context import current
 from shardwise.horovod.handles import Handle
 from shardwise.horovod.process_sets import ProcessSet
+from shardwise.horovod.sparse_allreduce import no_rows, sparse_allreduce_async
 from shardwise.states.tracked import Tracked
 
 SMALL = 1 << 14
@@ -54,6 +55,8 @@ class Parcel(ABC):
         self.missing = len(forms)
         self.launched = False
         self.handle: Handle | None = None
+        self.sparse: set[int] = set()
+        """Places of parameters that have a sparse gradient, though it travels dense."""
 
     def arrived(self, place: int) -> bool:
         """The gradient of a parameter is complete; whether all are."""
@@ -90,7 +93,7 @@ class Parcel(ABC):
             note=note,
             op=self.way.op.name,
             scale=self.way.scale,
-            layout=self.digest,
+            layout=f"parameters laid out as {self.digest}",
         )
 
     @property
@@ -109,10 +112,17 @@ class Parcel(ABC):
             return grad
         if not self.way.sparse_as_dense:
             raise BadCall(
-                f"The gradient of {form.name} is sparse, which flat buckets cannot hold: write "
-                "hvd.DistributedOptimizer(..., sparse_as_dense=True)."
+                f"The gradient of {form.name} is sparse, and no nn.Embedding(sparse=True) has it, "
+                "by which all ranks would know: write hvd.DistributedOptimizer(..., "
+                "sparse_as_dense=True)."
             )
+        self.sparse.add(place)
         return grad.to_dense()
+
+    def show(self, place: int, reduced: Tensor) -> None:
+        """Let a parameter have its reduced gradient, in the layout that its optimizer expects."""
+        form = self.forms[place]
+        form.parameter.grad = reduced.to_sparse(1) if place in self.sparse else reduced
 
 
 class Bucket(Parcel):
@@ -150,6 +160,8 @@ class Bucket(Parcel):
             self._wide.copy_(self._buffer)
         for form, shown in zip(self.forms, self._shown, strict=True):
             form.parameter.grad = shown
+        for place in self.sparse:
+            self.show(place, self._shown[place])
 
     def reset(self) -> None:
         super().reset()
@@ -179,22 +191,75 @@ class Single(Parcel):
 
     def finish(self) -> None:
         assert self.handle is not None
-        result = self.way.compression.decompress(wait(self.handle)[0], self._context)
-        self.forms[0].parameter.grad = result
+        self.show(0, self.way.compression.decompress(wait(self.handle)[0], self._context))
 
 
-def laid_out(
-    forms: Sequence[Tracked], groups: Sequence[int], capacity: int, way: Way, name: str
+class Rows(Parcel):
+    """One parameter whose gradient is sparse, and travels as it is: rows that were used. A rank
+    that used none gives none."""
+
+    def take(self, place: int) -> None:
+        """It stays where it is."""
+
+    def launch(self, note: Mapping[str, str]) -> None:
+        grad = self.forms[0].parameter.grad
+        self._came_dense = grad is not None and grad.layout == torch.strided
+        if grad is None:
+            grad = no_rows(self.forms[0].parameter)
+        elif self._came_dense:  # the weight is used by a layer that is dense, too
+            grad = grad.to_sparse(1)
+        op, process_set = self.way.op, self.way.process_set
+        self.launched = True
+        self.handle = sparse_allreduce_async(grad, self.name, op, process_set, note=note)
+
+    def finish(self) -> None:
+        assert self.handle is not None
+        reduced = wait(self.handle)
+        self.forms[0].parameter.grad = reduced.to_dense() if self._came_dense else reduced
+
+
+def parcels(
+    forms: Sequence[Tracked],
+    groups: Sequence[int],
+    sparse: Set[Tensor],
+    capacity: int,
+    way: Way,
+    name: str,
 ) -> list[Parcel]:
-    """The parcels of parameters `forms`; `groups` says by parameter which may share one.
+    """The parcels of parameters `forms`; `sparse` are those whose gradients are.
 
-    A group of the user's own, above 0, is in one parcel whatever its size; `capacity` in bytes
-    bounds the others.
+    `groups` says by parameter which may share a parcel. A group of the user's own, above 0, is in
+    one whatever its size; `capacity` in bytes bounds the others.
     """
+    apart = [i for i, form in enumerate(forms) if form.parameter in sparse]
+    if way.sparse_as_dense:
+        apart = []
+    rest = [index for index in range(len(forms)) if index not in set(apart)]
+    found = _one_by_one(Rows, forms, apart, way, name)
+    if way.compression in (Compression.none, Compression.fp16):
+        found += _laid_out(forms, rest, groups, capacity, way, name)
+    else:
+        found += _one_by_one(Single, forms, rest, way, name)
+    if way.sparse_as_dense:
+        for parcel in found:
+            places = enumerate(parcel.forms)
+            parcel.sparse = {place for place, form in places if form.parameter in sparse}
+    return found
+
+
+def _laid_out(
+    forms: Sequence[Tracked],
+    indices: Sequence[int],
+    groups: Sequence[int],
+    capacity: int,
+    way: Way,
+    name: str,
+) -> list[Parcel]:
+    """Buckets of the parameters at `indices`."""
     found: list[Parcel] = []
     largest = sum(form.shape.numel() * form.dtype.itemsize + 64 for form in forms)
-    for number in sorted(set(groups), reverse=True):
-        chosen = [index for index, group in enumerate(groups) if group == number]
+    for number in sorted({groups[index] for index in indices}, reverse=True):
+        chosen = [index for index in indices if groups[index] == number]
         specs = [
             layout.Spec(
                 name=forms[index].name,
@@ -205,18 +270,20 @@ def laid_out(
             for index in chosen
         ]
         for bucket in layout.lay_out(specs, ranks=1, capacity=largest if number else capacity):
-            indices = [chosen[slot.parameter] for slot in bucket.slots]
-            parcel = Bucket(f"{name}.{len(found)}", [forms[i] for i in indices], way, bucket)
-            parcel.indices = indices
+            held = [chosen[slot.parameter] for slot in bucket.slots]
+            parcel = Bucket(f"{name}.{len(found)}", [forms[i] for i in held], way, bucket)
+            parcel.indices = held
             found.append(parcel)
     return found
 
 
-def one_by_one(forms: Sequence[Tracked], way: Way, name: str) -> list[Parcel]:
-    """A parcel for each parameter."""
+def _one_by_one(
+    kind: type[Parcel], forms: Sequence[Tracked], indices: Sequence[int], way: Way, name: str
+) -> list[Parcel]:
+    """A parcel for each parameter at `indices`."""
     found: list[Parcel] = []
-    for index, form in enumerate(forms):
-        parcel = Single(f"{name}.{form.name}", [form], way)
+    for index in indices:
+        parcel = kind(f"{name}.{forms[index].name}", [forms[index]], way)
         parcel.indices = [index]
         found.append(parcel)
     return found

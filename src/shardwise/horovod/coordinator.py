@@ -22,14 +22,18 @@ from shardwise.watch.roots import named
 ADD = "process set to add"
 REMOVE = "process set to remove"
 
+REDUCTIONS = ("allreduce", "sparse_allreduce")
+"""Kinds in which a rank that has joined takes part, with zeros."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What members of a process set do next: `request`, as one of them asked for it; or why not.
 
     `to` are the ranks it is for. `rows` has by member what `Request.rows` says (zeros where one has
-    joined). `number` is the new process set's, or the rank that joined last. `notes` are those of
-    the ranks that asked; they stay with rank 0.
+    joined). `number` is the new process set's, or the rank that joined last. `mistake` says
+    that what is refused can never be. `notes` are those of the ranks that asked; they stay with
+    rank 0.
     """
 
     to: tuple[int, ...]
@@ -37,11 +41,12 @@ class Verdict:
     rows: Sequence[Sequence[int]] = ()
     number: int = 0
     error: str = ""
+    mistake: bool = False
     notes: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for a message."""
-        rest = {name: getattr(self, name) for name in ("to", "rows", "number", "error")}
+        rest = {name: getattr(self, name) for name in ("to", "rows", "number", "error", "mistake")}
         return {**rest, "request": self.request.as_json()}
 
     @classmethod
@@ -152,13 +157,13 @@ class Coordinator:
         request = asked[min(asked)]
         if found := difference(asked):
             return self._refuse(key, found, whole=True)
-        if joined and (request.kind != "allreduce" or request.op == "Adasum"):
+        if joined and (request.kind not in REDUCTIONS or request.op == "Adasum"):
             what = "Adasum" if request.op == "Adasum" else request.kind
             return self._refuse(
                 key, f"cannot be done while {named(joined)} has joined: {what} needs all ranks."
             )
         if request.kind in (ADD, REMOVE) and (fault := self._fault(request)):
-            return self._refuse(key, fault, whole=True)
+            return self._refuse(key, fault, whole=True, mistake=True)
         number = self._change(request)
         del self._pending[key]
         nothing = [0] * len(request.rows())
@@ -196,9 +201,9 @@ class Coordinator:
         asked = self._pending.pop(key).asked
         return Verdict(to=self.members[0], request=asked[last], number=last)
 
-    def _refuse(self, key: Key, why: str, *, whole: bool = False) -> Verdict:
+    def _refuse(self, key: Key, why: str, *, whole: bool = False, mistake: bool = False) -> Verdict:
         """The end of an operation for those that asked; `whole` where `why` names it itself."""
         asked = self._pending.pop(key).asked
         request = asked[min(asked)]
         text = why if whole else f"{request.kind} {request.name!r} {why}"
-        return Verdict(to=tuple(sorted(asked)), request=request, error=text)
+        return Verdict(to=tuple(sorted(asked)), request=request, error=text, mistake=mistake)

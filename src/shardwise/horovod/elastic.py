@@ -22,9 +22,9 @@ from shardwise.horovod.context import current
 from shardwise.horovod.objects import (
     allgather_object,
     broadcast_object,
-    broadcast_optimizer_state,
     broadcast_parameters,
 )
+from shardwise.horovod.optimizer_states import broadcast_optimizer_state
 from shardwise.horovod.sampler import ElasticSampler
 from shardwise.horovod.waiting import barrier
 

@@ -13,6 +13,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +200,19 @@ class Eyes:
         self._averages = averages
         self._paths: set[str] = set()
         self._steps = 0
+        self._closed = False
         self._hook = register_optimizer_step_post_hook(self._stepped)
         self._save = torch.save
         torch.save = self._saving
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Inside the block, steps are not looked at: they are ours."""
+        self._closed = True
+        try:
+            yield
+        finally:
+            self._closed = False
 
     def close(self) -> None:
         """Look no longer."""
@@ -211,6 +222,8 @@ class Eyes:
 
     def _stepped(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Two steps without any reduction: nobody averages by hand."""
+        if self._closed:
+            return
         self._steps += 1
         if self._steps == 2 and self._rank == 0 and not self._averages():
             warn(WRAP)

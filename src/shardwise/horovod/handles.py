@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +41,7 @@ class Handle:
         self._done = threading.Event()
         self._came: Moment | None = None
         self._result: Any = None
-        self._error: str | None = None
+        self._error: Callable[[], Exception] | None = None
 
     @property
     def is_bounded(self) -> bool:
@@ -57,20 +58,21 @@ class Handle:
         self._result, self._came, self.tensors = result, came, ()
         self._done.set()
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, kind: type[Exception] = HorovodInternalError) -> None:
         """Let it end with an error."""
-        self._error, self.tensors = text, ()
+        self._error, self.tensors = partial(kind, text), ()
         self._done.set()
 
     def wait(self, timeout: float) -> Any:
-        """The result, once it has come. Raises HorovodInternalError where it does not."""
+        """The result, once it has come. Raises HorovodInternalError where it does not, BadCall
+        where it never can."""
         if not self._done.wait(timeout + MARGIN if self.is_bounded else None):
             raise HorovodInternalError(
                 f"{self.request.kind} {self.request.name!r}: rank 0, which coordinates, has not "
                 f"answered for {timeout + MARGIN:g} s. Is it stopped, or cut off?"
             )
         if self._error is not None:
-            raise HorovodInternalError(self._error)
+            raise self._error()
         if self._came is not None:
             self._came.before_now()
             self._came = None

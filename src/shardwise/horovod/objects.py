@@ -1,15 +1,14 @@
-"""Objects, parameters and optimizers of one rank on all."""
+"""Objects and parameters of one rank on all."""
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, optim
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from shardwise.errors import BadCall
 from shardwise.horovod.allgather import allgather_async
@@ -18,6 +17,24 @@ from shardwise.horovod.broadcast import broadcast_, broadcast_async_
 from shardwise.horovod.context import current
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 
+try:
+    pickler = import_module("cloudpickle")
+except ModuleNotFoundError:
+    pickler = pickle
+
+
+def _pickled(obj: Any) -> Tensor:
+    """`obj` as bytes. With cloudpickle, where it is installed, functions and classes of the script
+    travel by value, as in Horovod; pickle sends the names of those that can be imported."""
+    try:
+        found = pickler.dumps(obj)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        hint = "send plain values"
+        if pickler is pickle:
+            hint = "pip install cloudpickle for lambdas and local classes, or send plain values"
+        raise BadCall(f"{type(obj).__name__} cannot travel ({error}): {hint}.") from error
+    return torch.frombuffer(bytearray(found), dtype=torch.uint8)
+
 
 def broadcast_object(
     obj: Any = None,
@@ -25,10 +42,10 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Rank `root_rank`'s `obj` (picklable), on every rank."""
+    """Rank `root_rank`'s `obj`, on every rank. Raises BadCall for what cannot be pickled."""
     name = name or "broadcast_object"
     is_root = current().world.rank == root_rank
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if is_root else None
+    data = _pickled(obj) if is_root else None
     length = torch.tensor([0 if data is None else data.numel()])
     broadcast_(length, root_rank, f"{name}.length", process_set)
     if data is None:
@@ -51,13 +68,14 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's `obj` (picklable), in rank order, on every rank."""
+    """Every rank's `obj`, in rank order, on every rank. Raises BadCall for what cannot be
+    pickled."""
     name = name or "allgather_object"
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    data = _pickled(obj)
     lengths = allgather_async(torch.tensor([data.numel()]), f"{name}.length", process_set)
     whole = allgather_async(data, f"{name}.bytes", process_set)
     sizes: list[int] = wait(lengths).tolist()
-    return [pickle.load(io.BytesIO(part.numpy())) for part in wait(whole).split(sizes)]
+    return [pickle.loads(part.numpy().tobytes()) for part in wait(whole).split(sizes)]
 
 
 def broadcast_parameters(
@@ -86,44 +104,3 @@ def broadcast_parameters(
     ]
     for handle in handles:
         wait(handle)
-
-
-def broadcast_optimizer_state(
-    optimizer: optim.Optimizer,
-    root_rank: int = 0,
-    model: Any = None,
-    process_set: ProcessSet = global_process_set,
-) -> None:
-    """Give `optimizer` the state and the options (learning rates ...) of `root_rank`'s.
-
-    Others need not have any state yet. `model` is there for Horovod's sake.
-    """
-    del model
-    is_root = current().world.rank == root_rank
-    state: Any = optimizer.state_dict() if is_root else None
-    forms = pytree.tree_map_only(Tensor, _Form, state)
-    forms = broadcast_object(forms, root_rank, "broadcast_optimizer_state", process_set)
-    if not is_root:
-        state = pytree.tree_map_only(_Form, _Form.blank, forms)
-    tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
-    handles = [
-        broadcast_async_(tensor, root_rank, f"broadcast_optimizer_state.{number}", process_set)
-        for number, tensor in enumerate(tensors)
-    ]
-    for handle in handles:
-        wait(handle)
-    if not is_root:
-        optimizer.load_state_dict(state)
-
-
-class _Form:
-    """A tensor's shape, dtype and kind of device."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._shape, self._dtype = tuple(tensor.shape), tensor.dtype
-        self._on_gpu = tensor.is_cuda
-
-    def blank(self) -> Tensor:
-        """A tensor like it, on this rank."""
-        device = current().world.device if self._on_gpu else torch.device("cpu")
-        return torch.empty(self._shape, dtype=self._dtype, device=device)

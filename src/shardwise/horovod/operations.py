@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives, Handle, Sum
 from shardwise.horovod import adasum
-from shardwise.horovod.requests import Request
+from shardwise.horovod.requests import UNEVEN, Request
 
 CHUNK = 1 << 20
 """Elements of every rank that are looked at together where a transport knows sums only."""
@@ -68,8 +68,12 @@ def perform(job: Job) -> list[Tensor]:
 
 
 def zeros_of(request: Request, device: torch.device) -> list[Tensor]:
-    """What a rank that has joined gives to an operation of the others."""
-    tensors = zip(request.shapes, request.dtypes, strict=True)
+    """What a rank that has joined gives to an operation of the others; no rows, where ranks may
+    have different numbers of them."""
+    shapes = request.shapes
+    if request.kind in UNEVEN:
+        shapes = tuple((0, *shape[1:]) for shape in shapes)
+    tensors = zip(shapes, request.dtypes, strict=True)
     here = device if request.device == device.type else torch.device(request.device)
     return [torch.zeros(s, dtype=getattr(torch, d), device=here) for s, d in tensors]
 
@@ -82,8 +86,7 @@ def _allreduce(job: Job) -> list[Tensor]:
     for alike in _by_dtype(results):
         if job.request.op == "Adasum":
             for tensor in alike:
-                tensor.copy_(adasum.reduce(tensor, job.group))
-                _scale(tensor, math.prod(job.request.scale))  # twice the gradients, twice the sum
+                tensor.copy_(adasum.reduce(tensor, job.group, math.prod(job.request.scale)))
         elif len(alike) == 1 and alike[0].is_contiguous():
             _reduce(job, alike[0].view(-1))
         else:
@@ -110,8 +113,11 @@ def _reduce(job: Job, flat: Tensor) -> None:
         _scale(flat, before)
         _reduce_otherwise(job, flat, _OTHERS[job.request.op])
         _scale(flat, after)
-    elif flat.is_floating_point() or flat.is_complex():
-        job.wait(job.group.all_reduce(flat, Sum(scale=_factor(job))))
+    elif _is_floating(flat):
+        first, then = _factors(job, flat.dtype)
+        if first != 1.0:
+            flat.mul_(first)
+        job.wait(job.group.all_reduce(flat, Sum(scale=then)))
     else:
         _scale(flat, before)
         job.wait(job.group.all_reduce(flat))
@@ -119,10 +125,24 @@ def _reduce(job: Job, flat: Tensor) -> None:
         _scale(flat, after)
 
 
-def _factor(job: Job) -> float:
-    """What a sum of floating values is multiplied by, in one rounding."""
+def _is_floating(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _factors(job: Job, dtype: torch.dtype) -> tuple[float, float]:
+    """What floating values are multiplied by before their sum, and what the sum is.
+
+    Before it goes the power of two in the user's factor, which rounds nothing: then a sum stays
+    finite where all of the factor before it would keep it so. The rest goes into the one rounding
+    after it. Sums of fp16 are made in fp32, where none of them overflows.
+    """
     before, after = job.request.scale
-    return before * after / (job.size if job.request.op == "Average" else 1)
+    first = 1.0
+    if before not in (0.0, 1.0) and math.isfinite(before) and dtype != torch.float16:
+        most = math.frexp(torch.finfo(dtype).max)[1] - 2
+        first = math.ldexp(1.0, max(-most, min(math.frexp(before)[1] - 1, most)))
+    mean = job.size if job.request.op == "Average" else 1
+    return first, before / first * after / mean
 
 
 def _divide(job: Job, total: Tensor) -> None:
@@ -219,14 +239,14 @@ def _reducescatter(job: Job) -> list[Tensor]:
         inner = math.prod(tensor.shape[1:])
         out = tensor.new_empty((rows[job.place], *tensor.shape[1:]))
         cuts = [0, *accumulate(count * inner for count in rows)]
-        floating = tensor.is_floating_point() or tensor.is_complex()
-        flat = tensor.detach().contiguous().view(-1) if floating else _copy(tensor).view(-1)
         before, after = job.request.scale
-        if floating:
-            how = Sum(scale=_factor(job))
+        if _is_floating(tensor):
+            first, then = _factors(job, tensor.dtype)
+            given = tensor.detach() if first == 1.0 else tensor.detach() * first
+            flat, how = given.contiguous().view(-1), Sum(scale=then)
             job.wait(job.group.reduce_scatter(flat, cuts, how, into=out.view(-1)))
         else:
-            _scale(flat, before)
+            _scale(flat := _copy(tensor).view(-1), before)
             job.wait(job.group.reduce_scatter(flat, cuts, into=out.view(-1)))
             _divide(job, out)
             _scale(out, after)
@@ -251,6 +271,7 @@ _VERBS: dict[str, Callable[[Job], list[Tensor]]] = {
     "broadcast": _broadcast,
     "alltoall": _alltoall,
     "reducescatter": _reducescatter,
+    "sparse_allreduce": _allgather,
     "barrier": _barrier,
 }
 

@@ -16,11 +16,12 @@ from shardwise.errors import BadCall, HookOrder
 from shardwise.horovod import habits
 from shardwise.horovod.adasum_optimizer import AdasumSteps
 from shardwise.horovod.asking import ReduceOp
-from shardwise.horovod.buckets import Way, laid_out, one_by_one
+from shardwise.horovod.buckets import Way, parcels
 from shardwise.horovod.compression import Compression, Compressor
 from shardwise.horovod.context import current
 from shardwise.horovod.gradients import Gradients, release
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
+from shardwise.horovod.sparse_allreduce import known_sparse
 from shardwise.states.tracked import Tracked
 from shardwise.timeline import span
 
@@ -65,8 +66,9 @@ class ReducedSteps(optim.Optimizer):
             return loss
         if not self._skips and self._synchronized and not self._begun:
             warnings.warn(
-                "optimizer.step() after optimizer.synchronize(): gradients are reduced already, "
-                "and not once more. Write with optimizer.skip_synchronize(): optimizer.step().",
+                "optimizer.step() called without optimizer.skip_synchronize() after "
+                "optimizer.synchronize(): gradients are reduced already, and not once more. Write "
+                "with optimizer.skip_synchronize(): optimizer.step().",
                 stacklevel=2,
             )
         elif not self._skips:
@@ -76,6 +78,10 @@ class ReducedSteps(optim.Optimizer):
             super().step()
         current().stepped()
         return None
+
+    def step_alone(self) -> None:
+        """The step of the user's own class, on gradients as they are."""
+        super().step()
 
     # LRScheduler would wrap `step` on the instance, where it would hide a class set later.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -145,8 +151,9 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
     `backward_passes_per_step` backwards have added to all of it; `op` says what becomes of them:
     hvd.Average divides the sum by the number of ranks only. `compression` is hvd.Compression.fp16
     or a class of your own. `groups`, lists of parameters or a number of them, travel in one
-    operation each. `gradient_predivide_factor` splits the division of an average; sums of 16-bit
-    numbers are made in fp32 here, so it changes nothing but the last bit. With hvd.Adasum what
+    operation each. `gradient_predivide_factor` divides before the sum what it multiplies after it.
+    A sparse gradient, of an nn.Embedding(sparse=True), travels as its rows, as it is; with
+    `sparse_as_dense` it is dense on its way, and sparse for the update. With hvd.Adasum what
     each rank's own step changes is joined instead. A parameter has one such optimizer: the newest,
     after which `step` of the one before raises HookOrder.
 
@@ -180,6 +187,7 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
 
     _become(optimizer, ReducedSteps)
     optimizer.__dict__.update(_make=make, _synchronized=False, _skips=False)
+    optimizer.__dict__["_parameter_names"] = names  # scripts of Horovod's read it
     optimizer.__dict__["_gradients"] = make(optimizer)
     return optimizer
 
@@ -200,12 +208,9 @@ def _watched(
         for place, param in enumerate(options["params"])
         if param.requires_grad
     ]
-    if way.compression in (Compression.none, Compression.fp16):
-        numbers = [assigned.get(form.parameter, 0) for form in forms]
-        capacity = int(context.world.settings.bucket_mb * 2**20)
-        parcels = laid_out(forms, numbers, capacity, way, name)
-    else:
-        parcels = one_by_one(forms, way, name)
+    numbers = [assigned.get(form.parameter, 0) for form in forms]
+    capacity = int(context.world.settings.bucket_mb * 2**20)
+    found = parcels(forms, numbers, known_sparse(optimizer), capacity, way, name)
 
     owner = ref(optimizer)
 
@@ -216,7 +221,7 @@ def _watched(
         return habits.note(alive, averages=averages, asked_size=context.asked_size)
 
     release([form.parameter for form in forms])
-    return Gradients(forms, parcels, passes, note)
+    return Gradients(forms, found, passes, note)
 
 
 def _become(optimizer: optim.Optimizer, kind: type[optim.Optimizer]) -> None:

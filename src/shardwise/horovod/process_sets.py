@@ -77,6 +77,12 @@ class _Global(ProcessSet):
     def ranks(self) -> list[int]:
         return list(range(current().world.size))
 
+    def __str__(self) -> str:
+        """Also before `init`: help() and tracebacks show it."""
+        return f"ProcessSet({self.ranks})" if is_initialized() else "ProcessSet(all ranks)"
+
+    __repr__ = __str__
+
 
 global_process_set = _Global()
 """All ranks, number 0."""
@@ -85,8 +91,8 @@ global_process_set = _Global()
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Make a process set known, on all ranks alike; the ranks alone will do. Collective.
 
-    Raises BadCall for ranks that do not exist, HorovodInternalError where ranks give different
-    ones, or those of a set that there is.
+    Raises BadCall for ranks that do not exist or are those of a set that there is,
+    HorovodInternalError where ranks give different ones.
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if made.process_set_id is not None:

@@ -63,7 +63,7 @@ class Request:
         return cls(**{**said, **lists, "shapes": shapes})
 
 
-UNEVEN = ("allgather", "alltoall")
+UNEVEN = ("allgather", "alltoall", "sparse_allreduce")
 """Kinds of which ranks may have different numbers of rows."""
 
 
@@ -116,4 +116,4 @@ def _splits(request: Request) -> str:
 
 
 def _layout(request: Request) -> str:
-    return f"{request.kind} of parameters laid out as {request.layout}"
+    return f"{request.kind} of {request.layout}"

@@ -22,6 +22,15 @@ from torch import Tensor, nn
 from shardwise.collectives import Collectives
 
 
+def write(into: Tensor, value: Tensor) -> None:
+    """Write `value`, of the same shape, into a tensor that may repeat its memory, as an expanded
+    buffer does: torch's copy_ refuses those."""
+    for dim, (size, stride) in enumerate(zip(into.shape, into.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            into, value = into.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    into.copy_(value)
+
+
 @dataclass(frozen=True)
 class _Followed:
     """A buffer that is averaged, and the shape it had when that began."""

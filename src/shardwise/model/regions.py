@@ -175,8 +175,9 @@ class _Notes:
 
     def __init__(self, keeper: Keeper, outer: Any) -> None:
         self.keeper = keeper
+        self.outer = outer
+        """The hooks further out, a pair; None where there are none."""
         self._note_of = keeper.note_of
-        self._outer = outer
 
     @_untraced
     def pack(self, tensor: Tensor) -> Any:
@@ -187,14 +188,14 @@ class _Notes:
                 if not (tensor.is_conj() or tensor.is_neg()):
                     return note
                 tensor = tensor.clone()
-        return tensor if self._outer is None else self._outer[0](tensor)
+        return tensor if self.outer is None else self.outer[0](tensor)
 
     @_untraced
     def unpack(self, saved: Any) -> Any:
         """The tensor that `saved` was kept of."""
         if isinstance(saved, Note):
             return self.keeper.fetch(saved)
-        return saved if self._outer is None else self._outer[1](saved)
+        return saved if self.outer is None else self.outer[1](saved)
 
 
 def _saving(keeper: Keeper) -> saved_tensors_hooks | None:

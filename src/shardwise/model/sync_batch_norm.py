@@ -6,8 +6,10 @@ Chan, Golub and LeVeque (1983) joins them in fp64. A rank that was given a stand
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -122,7 +124,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not self.training or isinstance(x, FakeTensor):  # of that only the shape is wanted
             return super().forward(x)
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
-        batch = self._feed.current
+        batch = self._feed.batch_of_forward(training=torch.is_grad_enabled())
         counts = batch is None or batch.samples > 0
         # A recomputation neither speaks with the other ranks nor asks what the batch is by then.
         of_all = replay.once(lambda: _joined(x, self._group, counts))
@@ -149,45 +151,79 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = list(super().__reduce_ex__(protocol))
-        reduced[1] = (self._plain, *reduced[1][1:])
-        state = dict(reduced[2])
-        for key in ("_group", "_feed"):
-            state.pop(key, None)
-        reduced[2] = state
-        return tuple(reduced)
+        # Pickle refuses to make an object of another class than its own in the usual way.
+        state: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
+        kept = {key: value for key, value in state.items() if key not in ("_group", "_feed")}
+        return copyreg._reconstructor, (self._plain, object, None), kept  # type: ignore[attr-defined]
 
 
-class SyncBatchNorm1d(_SyncBatchNorm, nn.BatchNorm1d):
-    _plain = nn.BatchNorm1d
+@cache
+def _synchronised(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
+    """What the class `plain` becomes; None where its own forward would not come to ours.
+
+    A subclass keeps its methods, and what they call by `super()` is ours. torch's SyncBatchNorm,
+    which has a forward for CUDA alone, is replaced.
+    """
+    if plain is nn.SyncBatchNorm:
+        bases: tuple[type, ...] = (_SyncBatchNorm, plain)
+    elif issubclass(plain, nn.modules.batchnorm._LazyNormBase):
+        return None
+    elif plain.forward is nn.modules.batchnorm._BatchNorm.forward or _calls_super(plain.forward):
+        bases = (plain, _SyncBatchNorm)
+    else:
+        return None
+    return type(f"Sync{plain.__name__}", bases, {"_plain": plain, "__module__": __name__})
 
 
-class SyncBatchNorm2d(_SyncBatchNorm, nn.BatchNorm2d):
-    _plain = nn.BatchNorm2d
+def _class_of(module: nn.Module) -> Any:
+    """Its class, which mypy does not believe to have a hash."""
+    return type(module)
 
 
-class SyncBatchNorm3d(_SyncBatchNorm, nn.BatchNorm3d):
-    _plain = nn.BatchNorm3d
+def _calls_super(forward: Any) -> bool:
+    """Whether a forward leaves the normalisation to the class that it is of."""
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return "super" in names and "batch_norm" not in names
 
 
-CLASSES: dict[type[nn.Module], type[_SyncBatchNorm]] = {
-    cls._plain: cls for cls in (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d)
-}
+_eager: Any = None
+
+
+def _run_eagerly() -> None:
+    """Let torch.compile leave our forward as it is. Not a decorator: this imports torch's compiler,
+    seconds that only who needs it should pay."""
+    global _eager
+    if _eager is None:
+        _eager = torch.compiler.disable(_SyncBatchNorm.forward, recursive=True)  # type: ignore[no-untyped-call]
+        _SyncBatchNorm.forward = _eager  # type: ignore[method-assign]
 
 
 def convert(models: Iterable[nn.Module], group: Collectives, feed: Feed) -> int:
-    """Let every BatchNorm1d/2d/3d of `models` use the statistics of all ranks; returns how many."""
-    # Not a decorator: this imports torch's compiler, seconds that only who needs it should pay.
-    run_eagerly = torch.compiler.disable(recursive=True)  # type: ignore[no-untyped-call]
+    """Let every BatchNorm of `models` use the statistics of all ranks; returns how many.
+
+    Subclasses too, but for those that normalise in a forward of their own (see `out_of_reach`).
+    """
     count = 0
     for module in (module for model in models for module in model.modules()):
-        cls = CLASSES.get(type(module))
-        if cls is not None:
-            module.__class__ = cls
-            cls.forward = run_eagerly(_SyncBatchNorm.forward)  # type: ignore[method-assign]
-            module.__dict__.update({"_group": group, "_feed": feed})
-            count += 1
+        if isinstance(module, _SyncBatchNorm):
+            continue
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue
+        if (cls := _synchronised(_class_of(module))) is None:
+            continue
+        _run_eagerly()
+        module.__class__ = cls
+        module.__dict__.update({"_group": group, "_feed": feed})
+        count += 1
     return count
+
+
+def is_out_of_reach(module: nn.Module) -> bool:
+    """Whether `module` is a BatchNorm that `convert` leaves as it is."""
+    if isinstance(module, _SyncBatchNorm):
+        return False
+    is_one = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return is_one and _synchronised(_class_of(module)) is None
 
 
 def restore(models: Iterable[nn.Module]) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
+from shardwise.states.optimizer_kind import placed
 from shardwise.states.optimizer_state import OptimizerState
-from shardwise.states.optimizer_trial import placed
 from shardwise.states.parameters import Parameters
 
 
@@ -60,10 +61,7 @@ class Gathering:
         """By parameter, its state as the user's optimizer would hold it."""
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for index, group in enumerate(self._optimizer.groups):
-            if group.kind.elementwise:
-                states |= self._flat_state(index, group.kind.tensor_keys)
-            else:
-                states |= self._whole_state(index)
+            states |= self._whole_state(index) if group.whole else self._flat_state(index)
         return states
 
     def _whole_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
@@ -78,17 +76,21 @@ class Gathering:
             for number, state in part.items()
         }
 
-    def _flat_state(
-        self, index: int, tensor_keys: frozenset[str]
-    ) -> dict[nn.Parameter, dict[str, Any]]:
+    def _flat_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
         held = self._optimizer.state_of(index)
+        is_flat = partial(self._optimizer.is_flat, index)
         singles = {
             # Each parameter gets a copy: plain optimizers count a shared step once per parameter.
-            piece.parameter: _on_cpu({k: v for k, v in state.items() if k not in tensor_keys})
+            piece.parameter: _on_cpu({k: v for k, v in state.items() if not is_flat(segment, k, v)})
             for segment, state in held
             for piece in segment.pieces
         }
-        dtypes = {k: v.dtype for _, state in held for k, v in state.items() if k in tensor_keys}
+        dtypes = {
+            k: v.dtype
+            for segment, state in held
+            for k, v in state.items()
+            if is_flat(segment, k, v)
+        }
         told = (
             self._group.gather_objects((singles, dtypes))
             if self._scattered

@@ -108,6 +108,7 @@ class Gradients:
         self._hooks = [
             param.register_post_accumulate_grad_hook(partial(_arrive, ref(self), index))  # type: ignore[no-untyped-call]
             for index, param in enumerate(self._params)
+            if param.requires_grad
         ]
 
     @property

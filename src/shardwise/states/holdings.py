@@ -19,6 +19,7 @@ from shardwise.layout import Bucket, Slot
 from shardwise.shards import Shard
 from shardwise.states.averages import Averages
 from shardwise.states.held import Held, InMemory
+from shardwise.states.inner_optimizer import Segment
 from shardwise.states.optimizer_state import Blank, OptimizerState
 from shardwise.states.parameters import Parameters
 from shardwise.states.slab import Slab
@@ -102,17 +103,18 @@ class Holdings:
     def _own_states(self) -> dict[int, dict[str, Any]]:
         return {
             piece.parameter: {
-                key: self._entry(index, piece.parameter, key, value) for key, value in state.items()
+                key: self._entry(index, segment, piece.parameter, key, value)
+                for key, value in state.items()
             }
             for index in range(len(self._optimizer.parts))
             for segment, state in self._optimizer.state_of(index)
             for piece in segment.pieces
         }
 
-    def _entry(self, index: int, number: int, key: str, value: Any) -> Any:
-        if not self._optimizer.is_tensor(index, key, value):
+    def _entry(self, index: int, segment: Segment, number: int, key: str, value: Any) -> Any:
+        if not self._optimizer.is_tensor(index, segment, key, value):
             return value.detach().cpu() if isinstance(value, Tensor) else value
-        flat = self._optimizer.is_flat(index, key)
+        flat = self._optimizer.is_flat(index, segment, key, value)
         shape = self._parameters.tracked[number].whole_shape if flat else value.shape
         return Blank(tuple(shape), value.dtype)
 
@@ -120,7 +122,7 @@ class Holdings:
         return {
             segment.pieces[0].parameter
             for part, group in zip(self._optimizer.parts, self._optimizer.groups, strict=True)
-            if group.kind.elementwise
+            if not group.whole
             for segment in part.segments
             if segment.first > part.own[0] and segment.pieces[0].offset == 0
         }
@@ -153,10 +155,11 @@ class Holdings:
             yield self._holding(index, OPTIMIZER, held, self._extents(index, key, numbers))
         for segment, state in self._optimizer.state_of(index):
             for key, value in state.items():
-                if key in part.moments or not self._optimizer.is_tensor(index, key, value):
+                is_tensor = self._optimizer.is_tensor(index, segment, key, value)
+                if key in part.moments or not is_tensor:
                     continue
                 names = {p.parameter: self._name(p.parameter, key) for p in segment.pieces}
-                if flat := self._optimizer.is_flat(index, key):
+                if flat := self._optimizer.is_flat(index, segment, key, value):
                     found = extents(segment.pieces, segment.first, names, self._shards)
                 else:
                     found = [Extent(next(iter(names.values())), 0, value.numel(), 0)]
@@ -231,7 +234,7 @@ class Holdings:
             key: entry.dtype
             for slot in slots
             for key, entry in told.states.get(slot.parameter, {}).items()
-            if self._optimizer.is_flat(index, key)
+            if isinstance(entry, Blank) and not self._optimizer.groups[index].whole
         }
         for key in sorted(dtypes):
             yield OPTIMIZER, key, dtypes[key]

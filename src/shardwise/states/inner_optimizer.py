@@ -20,7 +20,7 @@ from torch import Tensor, optim
 from shardwise.errors import TierError
 from shardwise.layout import Bucket, Piece
 from shardwise.states.held import Held, Span
-from shardwise.states.optimizer_trial import Kind, bare_copy, settings_of
+from shardwise.states.optimizer_kind import Kind, bare_copy, settings_of
 
 
 @dataclass(eq=False)
@@ -90,11 +90,17 @@ def has_no_memory(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class GroupOf:
-    """Which parameter group of which of the user's optimizers a bucket belongs to."""
+    """Which parameter group of which of the user's optimizers a bucket belongs to.
+
+    `whole`: each of its tensors is updated as such, and never cut. `together`: all of the
+    optimizer's are, in one call.
+    """
 
     face: optim.Optimizer
     index: int
     kind: Kind
+    whole: bool
+    together: bool
 
     @property
     def options(self) -> dict[str, Any]:
@@ -210,15 +216,41 @@ class InnerOptimizer:
     def _update(self, spans: Sequence[_InUse], used: Sequence[bool], factor: float) -> None:
         for span in spans:
             self._offer(span, used, factor)
-        changed = any(s.tensor.grad is not None for span in spans for s in span.segments)
+        tensors = [segment.tensor for span in spans for segment in span.segments]
+        offered = [tensor for tensor in tensors if tensor.grad is not None]
+        changed = bool(offered)
         if changed or self._counts:
             self._follow_face()
-            self.inner.step()
+            self._call(offered)
             self._note_changes()
         for span in spans:
             for segment in span.segments:
                 segment.tensor.grad = None
             span.end(changed=changed)
+
+    def _call(self, offered: Sequence[Tensor]) -> None:
+        """Let the inner optimizer update those that have a gradient.
+
+        torch's fused SGD takes either a momentum of every tensor or of none, so what is updated
+        for the first time, while others have been before, has a call of its own.
+        """
+        fuses = any(group.get("fused") for group in self.inner.param_groups)
+        fresh = [t for t in offered if not self._has_begun(t)] if fuses else []
+        if 0 < len(fresh) < len(offered):
+            grads = [tensor.grad for tensor in fresh]
+            for tensor in fresh:
+                tensor.grad = None
+            self.inner.step()
+            for tensor in offered:
+                tensor.grad = None
+            for tensor, grad in zip(fresh, grads, strict=True):
+                tensor.grad = grad
+        self.inner.step()
+
+    def _has_begun(self, tensor: Tensor) -> bool:
+        """Whether the optimizer has state of `tensor`."""
+        state = self.inner.state.get(tensor, {})
+        return bool(state) and all(value is not None for value in state.values())
 
     def _set_divisor(self, factor: float) -> None:
         self.inner.grad_scale = None  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 from shardwise.errors import ModelError
 from shardwise.layout import Piece
@@ -36,9 +36,10 @@ from shardwise.states.inner_optimizer import (
     without_memory,
 )
 from shardwise.states.on_host import BroughtDown
-from shardwise.states.optimizer_trial import Kind, placed, same
+from shardwise.states.optimizer_kind import Kind, may_fuse, placed, same
 from shardwise.states.parameters import Parameters
 from shardwise.states.shelf import Shelf
+from shardwise.states.tracked import Tracked
 
 
 @dataclass(frozen=True)
@@ -154,11 +155,11 @@ class OptimizerState:
         else those that lose nothing by it, since nothing of them is sent, fetched or copied
         beside the update of the one before."""
         part, group = self.parts[index], self.groups[index]
-        if not group.kind.separable:
+        if group.together:
             return group.face
         is_apart = part.master is not part.target or part.master.beside is not None
         stays = part.master.memory is not None and not part.moments
-        fuses = _may_fuse(group, part)
+        fuses = _fuses(group, part)
         in_place = fuses or bool(group.options.get("fused"))  # others make temporaries of its size
         if self._one_by_one or is_apart or not stays or not in_place:
             return index
@@ -166,7 +167,7 @@ class OptimizerState:
 
     def _inner_over(self, indices: Sequence[int]) -> InnerOptimizer:
         parts, groups = [self.parts[i] for i in indices], [self.groups[i] for i in indices]
-        fused = groups[0].kind.separable and _may_fuse(groups[0], parts[0])
+        fused = not groups[0].together and _fuses(groups[0], parts[0])
         return InnerOptimizer(parts, groups, fused)
 
     def restart(self, states: Mapping[nn.Parameter, Mapping[str, Any]], borders: Set[int]) -> None:
@@ -181,7 +182,7 @@ class OptimizerState:
         del self._old
 
     def _segments(self, part: Part, group: GroupOf) -> list[Segment]:
-        if not group.kind.elementwise:
+        if group.whole:
             return [self._whole_segment(part, p) for pieces in part.pieces for p in pieces]
         old = self._old[group.face]
         before = list(accumulate((p.parameter in self._borders for p in _all(part)), initial=0))[1:]
@@ -198,14 +199,13 @@ class OptimizerState:
         return Segment(piece.start, piece.end, [piece], tensor)
 
     def _scalars(self, old: dict[Any, Any], piece: Piece, kind: Kind) -> Any:
-        """What makes two neighbours unlike: whether they have state, and its single values."""
-        state = old.get(self._parameters.tracked[piece.parameter].parameter)
-        if not state:
+        """What makes two neighbours unlike: which state they have, and its single values."""
+        tracked = self._parameters.tracked[piece.parameter]
+        if not (state := old.get(tracked.parameter)):
             return None
         return sorted(
-            (key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else repr(value))
-            for key, value in state.items()
-            if key not in kind.tensor_keys
+            (key, None if has_shape else _told(state[key]))
+            for key, has_shape in _entries(kind, state, tracked).items()
         )
 
     def _adopt(self, index: int) -> None:
@@ -221,23 +221,24 @@ class OptimizerState:
             if not known:
                 continue
             options = self._inner_of[index].options_of(group)
+            tracked = self._parameters.tracked[segment.pieces[0].parameter]
             inner.state[segment.tensor] = {
-                key: self._room(index, segment, key, value)
-                if isinstance(value, Blank)
+                key: self._room(index, segment, key, value, flat=has_shape and not group.whole)
+                if isinstance(value := known[0][key], Blank)
                 else self._joined(segment, key, known)
-                if self.is_flat(index, key)
+                if has_shape and not group.whole
                 else placed(key, value, segment.tensor.device, options)
-                for key, value in known[0].items()
+                for key, has_shape in _entries(group.kind, known[0], tracked).items()
             }
         if not any(isinstance(v, Blank) for state in old.values() for v in state.values()):
             self._inner_of[index].stow(part)
 
-    def _room(self, index: int, segment: Segment, key: str, blank: Blank) -> Tensor:
+    def _room(self, index: int, segment: Segment, key: str, blank: Blank, *, flat: bool) -> Tensor:
         """A tensor of state that is to be filled; without memory where it rests on a disk."""
         numel, moments = segment.end - segment.first, self.parts[index].moments
         if key in moments:
             return without_memory(numel, moments[key].dtype)
-        shape = (numel,) if self.is_flat(index, key) else blank.shape
+        shape = (numel,) if flat else blank.shape
         return torch.zeros(shape, dtype=blank.dtype, device=segment.tensor.device)
 
     def _joined(self, segment: Segment, key: str, states: Sequence[dict[str, Any]]) -> Tensor:
@@ -347,15 +348,14 @@ class OptimizerState:
                 joined[place] = state[key] if stored is None else stored[place]
         return joined
 
-    def is_flat(self, index: int, key: str) -> bool:
-        """Whether state `key` of bucket `index` is flat over the interval, cut where that is."""
-        kind = self.groups[index].kind
-        return kind.elementwise and key in kind.tensor_keys
+    def is_flat(self, index: int, segment: Segment, key: str, value: Any) -> bool:
+        """Whether state `key` of a segment of bucket `index` is flat as that, and cut with it."""
+        group = self.groups[index]
+        return not group.whole and group.kind.has_shape(key, value, segment.tensor.shape)
 
-    def is_tensor(self, index: int, key: str, value: Any) -> bool:
+    def is_tensor(self, index: int, segment: Segment, key: str, value: Any) -> bool:
         """Whether `value` is a tensor of its parameter's, rather than a number beside it."""
-        whole = isinstance(value, Tensor) and value.ndim > 0
-        return self.is_flat(index, key) or (whole and not self.groups[index].kind.elementwise)
+        return self.groups[index].kind.is_tensor(key, value, segment.tensor.shape)
 
     def state_of(self, index: int) -> list[tuple[Segment, dict[str, Any]]]:
         """The segments of bucket `index` with their state, those without any left out."""
@@ -380,23 +380,26 @@ def in_spans(held: Held, spans: Sequence[Span]) -> Held:
     return held if list(held.spans) == list(spans) else held.cut(spans)
 
 
+def _told(value: Any) -> Any:
+    """What tells a value from another."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else repr(value)
+
+
+def _entries(kind: Kind, state: Mapping[str, Any], tracked: Tracked) -> dict[str, bool]:
+    """The keys of a parameter's state, and of each whether it has the parameter's shape; without
+    what is not there yet, as the momentum of an SGD that had none."""
+    return {
+        key: kind.has_shape(
+            key, value, tracked.whole_shape if isinstance(value, Blank) else tracked.shape
+        )
+        for key, value in state.items()
+        if value is not None or key not in kind.tensor_keys
+    }
+
+
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _may_fuse(group: GroupOf, part: Part) -> bool:
-    """Whether torch's fused kernel may do the update, where the user has not chosen another.
-
-    It reads and writes each number once where the default loop makes a pass per operation, with
-    the same arithmetic.
-    """
-    options = group.options
-    unchosen = options.get("fused", False) is None and not options.get("foreach")
-    plain = not options.get("differentiable") and not options.get("capturable")
-    device = part.master.device.type
-    known = {"cpu": (*_FUSED, optim.Adagrad), "cuda": _FUSED}.get(device, ())
-    real = part.master.dtype in (torch.float32, torch.float64)
-    return unchosen and plain and real and type(group.face) in known
-
-
-_FUSED = (optim.Adam, optim.AdamW, optim.SGD)
+def _fuses(group: GroupOf, part: Part) -> bool:
+    return may_fuse(group.face, group.options, part.master.dtype, part.master.device)

@@ -98,6 +98,11 @@ class Residency:
         """Whether no forward and no backward is under way."""
         return self._pass is None
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks gather units together, so that a forward takes all of them."""
+        return self._gathers.collective
+
     def pace(self, over: Callable[[int], None]) -> bool:
         """Call `over` in a backward when a unit has had its last turn, on all ranks at the same
         turn; returns whether there are turns."""

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import UsageError
 from shardwise.model import meta
+from shardwise.model.buffers import write
 from shardwise.parallel.pipeline.loans import Loans
 from shardwise.parallel.pipeline.stages import Stages
 
@@ -91,10 +92,21 @@ class Custody:
             source = self._line.rank_of(self._line.stage_of_module(module))
             for buffer in module._buffers.values():
                 if buffer is not None and buffer.numel():
-                    flat = buffer.detach().contiguous().view(-1).view(torch.uint8)
-                    near = flat.to(self._line.group.small_device)
-                    self._line.group.broadcast(near, source).wait()
-                    buffer.copy_(near.to(buffer.device).view(buffer.dtype).view(buffer.shape))
+                    self._bring_buffer(buffer, source)
+
+    def _bring_buffer(self, buffer: Tensor, source: int) -> None:
+        # In memory of its own: a buffer may be a view that lies in another order than it is read.
+        near = torch.empty(
+            buffer.numel() * buffer.itemsize,
+            dtype=torch.uint8,
+            device=self._line.group.small_device,
+        )
+        flat = near.view(buffer.dtype).view(buffer.shape)
+        if self._line.group.rank == source:
+            flat.copy_(buffer.detach())
+        self._line.group.broadcast(near, source).wait()
+        if self._line.group.rank != source:
+            write(buffer.detach(), flat)
 
     def states_elsewhere(
         self, held: Mapping[nn.Parameter, Any], optimizers: Sequence[optim.Optimizer]

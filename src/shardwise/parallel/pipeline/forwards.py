@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import ModelError
 from shardwise.model.recomputation import RecomputedForward
+from shardwise.parallel.pipeline import checkpoints
 from shardwise.parallel.pipeline.custody import NoCopies, refused
 from shardwise.parallel.pipeline.line import Line
 from shardwise.parallel.pipeline.values import Piece, at, runs_of
@@ -119,7 +120,7 @@ def run_at(
         if is_here := stage in line.run.stages:
             line.sow(drawn, "stage", stage)
             args, kwargs = pytree.tree_unflatten(values, spec)
-            result = whole_of(plain(*args, **kwargs))
+            result = whole_of(checkpoints.by_itself(plain)(*args, **kwargs))
         else:
             likes = [leaf.like if isinstance(leaf, Piece) else leaf for leaf in leaves]
             once = plain.plain if isinstance(plain, RecomputedForward) else plain

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 from shardwise.collectives import Handle
 from shardwise.errors import UsageError
 from shardwise.parallel.forms import FORM
+from shardwise.parallel.pipeline import checkpoints
 
 
 @cache
@@ -186,6 +187,9 @@ _READS = {
 }  # fmt: skip
 """What takes values out of a tensor: all ranks get them."""
 
+_BACKWARDS = {torch.autograd.grad, Tensor.backward}
+"""What goes through the graph, of which each rank has the part of its own stages."""
+
 _SHAPED_BY_VALUES = {
     Tensor.__getitem__, Tensor.nonzero, torch.nonzero, Tensor.masked_select, torch.masked_select,
     Tensor.unique, torch.unique, torch.argwhere, Tensor.argwhere, torch.where,
@@ -209,7 +213,22 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if func in _READS:
         found = [everywhere(leaf) if isinstance(leaf, Piece) else leaf for leaf in leaves]
         return _call(func, found, spec)
+    if func in _BACKWARDS:
+        raise _backward_refused(func)
     return operate(moves, func, leaves, spec)
+
+
+def _backward_refused(func: Callable[..., Any]) -> UsageError:
+    if func is Tensor.backward:
+        return UsageError(
+            "loss.backward() of a model whose layers are on several workers (--pipeline): write "
+            "engine.backward(loss), or loss = engine.forward_backward(loss_of, *batch)."
+        )
+    return UsageError(
+        "torch.autograd.grad of what layers on several workers (--pipeline) have made: each worker "
+        "has a part of the graph only, so gradients inside of a loss (a gradient penalty) cannot "
+        "be had with --pipeline. Start without it: --zero 3 or --tensor make room as well."
+    )
 
 
 def _told(leaf: Any) -> Any:
@@ -230,7 +249,9 @@ def operate(
     if home in moves.run.stages:
         if func in _SHAPED_BY_VALUES:
             _shapes(func, leaves, spec)  # the error that the others have
-        found = _call(func, [at(moves, leaf, home) for leaf in leaves], spec)
+        given = [at(moves, leaf, home) for leaf in leaves]
+        with checkpoints.kept():
+            found = _call(func, given, spec)
         return pytree.tree_map_only(Tensor, lambda v: Piece(moves, home, v, v, runs), found)
     for leaf in leaves:
         at(moves, leaf, home)
@@ -241,7 +262,10 @@ def operate(
 def runs_of(moves: Moves, leaves: Iterable[Any]) -> tuple[Run, ...]:
     """The runs of what is made of `leaves`: theirs, or the present one. Raises UsageError for a
     piece of another micro-batch."""
-    found = {run for leaf in leaves if isinstance(leaf, Piece) for run in leaf.runs}
+    pieces = [leaf for leaf in leaves if isinstance(leaf, Piece)]
+    if checkpoints.is_in_function() and any(_told(piece).requires_grad for piece in pieces):
+        raise checkpoints.function_refused()
+    found = {run for piece in pieces for run in piece.runs}
     if any(run.planned and run is not moves.run for run in found):
         raise UsageError(
             "A tensor of the model was kept from inside engine.forward_backward, where each stage "

@@ -1,0 +1,103 @@
+"""--sync-batch-norm: which modules it reaches, and what is said of those it does not."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise as sw
+from shardwise.engine import start_lines
+from shardwise.model import sync_batch_norm
+
+ROWS = 8
+
+
+class Renamed(nn.BatchNorm2d):
+    """A subclass that only sets defaults."""
+
+    def __init__(self, channels):
+        super().__init__(channels, momentum=0.4)
+
+
+class WithActivation(nn.BatchNorm2d):
+    """A subclass that leaves the normalisation to its base."""
+
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
+
+
+class ByItself(nn.BatchNorm2d):
+    """A subclass that normalises in a forward of its own."""
+
+    def forward(self, x):
+        out = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training
+        )
+        return torch.tanh(out)
+
+
+KINDS = [nn.BatchNorm2d, Renamed, WithActivation, nn.SyncBatchNorm]
+
+
+def net(kind):
+    torch.manual_seed(0)
+    return nn.Sequential(kind(2), nn.Flatten(), nn.Linear(18, 1)).double()
+
+
+def images():
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, 2, 3, 3, generator=draw, dtype=torch.float64)
+    return x * torch.arange(1, ROWS + 1).view(-1, 1, 1, 1)
+
+
+def reached(world, kind):
+    model = net(kind)
+    plain = net(nn.BatchNorm2d if kind is nn.SyncBatchNorm else kind)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    engine = sw.Engine(model, optimizers[0], sync_batch_norm=True)
+    assert isinstance(model[0], kind)
+    for _ in range(3):
+        engine.backward(model(world.share(images())).square().mean())
+        engine.step()
+        optimizers[1].zero_grad()
+        plain(images()).square().mean().backward()
+        optimizers[1].step()
+    for mine, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.allclose(mine.double(), theirs.double(), rtol=1e-9)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied[0]) is kind
+    assert not start_lines.outside_promise(engine._recipe)
+    engine.close()
+    assert type(model[0]) is kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_subclasses_are_reached(group, kind):
+    group(3)(reached, kind)
+
+
+def out_of_reach(world):
+    model = net(ByItself)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_batch_norm=True)
+    assert type(model[0]) is ByItself
+    told = start_lines.outside_promise(engine._recipe)
+    engine.close()
+    return told
+
+
+def test_what_normalises_by_itself_is_told_of(group):
+    for (told,) in group(2)(out_of_reach):
+        assert told == "ByItself, which normalises by itself, out of reach of --sync-batch-norm (1)"
+
+
+def test_a_copy_loads_with_the_plain_class(solo):
+    model = net(Renamed)
+    sync_batch_norm.convert([model], solo.collectives, solo.feed)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=False)[0]) is Renamed

@@ -1,0 +1,168 @@
+"""Evaluations whose last batch has fewer samples than there are workers: who has none gets none."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+import shardwise as sw
+from shardwise.errors import UsageError
+
+BATCH = 4
+
+
+class Numbers(IterableDataset):
+    """A stream that ranks share out between them: `length` numbers."""
+
+    def __init__(self, length, first=0, every=1):
+        self.length, self.first, self.every = length, first, every
+
+    def shard(self, num_shards, index):
+        return Numbers(self.length, index, num_shards)
+
+    def __iter__(self):
+        for number in range(self.first, self.length, self.every):
+            yield torch.tensor([float(number)])
+
+
+def seen(loader):
+    """The numbers that this rank is given under no_grad."""
+    with torch.no_grad():
+        return [x.flatten().tolist() for (x,) in loader]
+
+
+def map_style(world, length, micro):
+    loader = sw.Loader(
+        TensorDataset(torch.arange(float(length))), batch_size=BATCH, micro_batch_size=micro
+    )
+    return seen(loader), loader.state_dict()["samples"]
+
+
+@pytest.mark.parametrize("micro", [None, 1])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_sample_is_given_once_and_no_batch_is_empty(group, size, micro):
+    for length in (4, 5, 9, 10):
+        ranks = group(size)(map_style, length, micro)
+        numbers = [number for batches, _ in ranks for batch in batches for number in batch]
+        assert sorted(numbers) == list(range(length))
+        assert all(samples == length for _, samples in ranks)
+
+
+def streamed(world, sharding):
+    dataset = Numbers(5)
+    loader = sw.Loader(dataset, batch_size=BATCH, sharding=sharding, collate_fn=collated)
+    return seen(loader)
+
+
+def collated(rows):
+    return (torch.stack(rows),)
+
+
+@pytest.mark.parametrize("sharding", ["slice", "dataset"])
+def test_streams(group, sharding):
+    ranks = group(3)(streamed, sharding)
+    numbers = [number for batches in ranks for batch in batches for number in batch]
+    assert sorted(numbers) == list(range(5))
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def problem():
+    torch.manual_seed(0)
+    return Blocks().double(), torch.randn(9, 4, dtype=torch.float64)
+
+
+def with_gathers(world):
+    """Train, evaluate unevenly with several forwards a batch, train on."""
+    (model, x), (plain, _) = problem(), problem()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=3)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        for (part,) in sw.Loader(TensorDataset(x), batch_size=BATCH):
+            engine.backward(model(part).square().mean())
+            engine.step()
+        for part in x.split(BATCH):
+            optimizer.zero_grad()
+            plain(part).square().mean().backward()
+            optimizer.step()
+        total, metrics = 0.0, sw.Metrics()
+        with torch.no_grad():
+            for (part,) in sw.Loader(TensorDataset(x), batch_size=BATCH):
+                for _ in range(2):
+                    out = model(part)
+                total += out.sum().item()
+                metrics.add(out=out.mean())
+            expected = plain(x)
+        assert sum(world.gather(total)) == pytest.approx(expected.sum().item(), rel=1e-9)
+        assert metrics.compute()["out"] == pytest.approx(expected.mean().item(), rel=1e-9)
+    engine.close()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_who_has_no_sample_serves_the_gathers_of_the_others(group, transport):
+    settings = {} if transport == "shared" else {"transport": transport}
+    group(3, **settings)(with_gathers)
+
+
+def left_early(world):
+    model, x = problem()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=3)
+    loader = sw.Loader(TensorDataset(x), batch_size=BATCH)
+    with torch.no_grad():
+        for number, (part,) in enumerate(loader):
+            model(part)
+            if number == 2:
+                break
+    (part,) = next(iter(sw.Loader(TensorDataset(x), batch_size=BATCH)))
+    engine.backward(model(part).square().mean())
+    engine.step()
+    engine.close()
+
+
+def test_an_evaluation_left_in_its_last_batch(group):
+    group(3, transport="gloo")(left_early)
+
+
+def two_engines(world):
+    engines = []
+    for _ in range(2):
+        model, x = problem()
+        engines.append(sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=3))
+    try:
+        seen(sw.Loader(TensorDataset(x), batch_size=BATCH))
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_several_engines_that_gather(group):
+    for name, message in group(3, transport="gloo").errors(two_engines):
+        assert name == UsageError.__name__
+        assert "several engines" in message
+    group(3)(two_engines)
+
+
+def fewer_than_workers(world):
+    """An evaluation of two samples on three workers, by micro-batches of one total batch."""
+    metrics = sw.Metrics()
+    with torch.no_grad():
+        for (x,) in sw.Loader(TensorDataset(torch.arange(2.0)), batch_size=3):
+            metrics.add(mean=x.mean(), n=torch.tensor([float(len(x))]))
+    first = metrics.compute()
+    return first, metrics.compute()
+
+
+def test_means_where_a_worker_measured_nothing(group):
+    for first, second in group(3)(fewer_than_workers):
+        assert first == {"mean": 0.5}
+        assert second == {}
