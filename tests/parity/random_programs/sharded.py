@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import shardwise as sw
 from shardwise.states import held
+from shardwise.states.exact_squares import GRAIN
 from tests.disk import on_a_disk
 from tests.parity.random_programs import models as made_of
 from tests.parity.random_programs.models import Batch, explicit, items
@@ -32,7 +33,9 @@ def run_phase(
 
     What an earlier phase has left in `folder` is loaded at first; what a later one needs is saved.
     """
-    held.SPAN = 48  # several spans, also in models as small as these
+    usual = held.SPAN
+    exact = program.phases[phase].config.exact is not None
+    held.SPAN = 2 * GRAIN if exact else 48  # several spans, also in models as small as these
     # The program adds what is in no optimizer yet.
     warnings.filterwarnings("ignore", ".*are in no optimizer")
     script = Sharded(world, program, phase, Path(folder))
@@ -41,6 +44,7 @@ def run_phase(
         script.run(watch=watch)
     finally:
         script.models.clear()
+        held.SPAN = usual
     script.ran.seconds = time.process_time() - began
     return script.ran, script.digest
 
