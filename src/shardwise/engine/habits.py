@@ -9,7 +9,7 @@ from weakref import WeakMethod
 from torch import Tensor, nn, optim
 
 from shardwise.errors import UsageError
-from shardwise.states.sharded_parameters import is_sharded, sharded_copy
+from shardwise.states.resting import is_sharded, sharded_copy
 
 
 def stray_backward(name: str) -> UsageError:

@@ -6,6 +6,7 @@ Chan, Golub and LeVeque (1983) joins them in fp64. A rank that was given a stand
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +151,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = list(super().__reduce_ex__(protocol))
-        reduced[1] = (self._plain, *reduced[1][1:])
+        reduced[:2] = copyreg._reconstructor, (self._plain, object, None)  # type: ignore[attr-defined]
         state = dict(reduced[2])
         for key in ("_group", "_feed"):
             state.pop(key, None)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.collectives import Collectives
 from shardwise.errors import ModelError
+from shardwise.model.hooks import Hooked, attach
 from shardwise.parallel import modules
 from shardwise.parallel.cuts import Cut, Group
 from shardwise.parallel.draws import Draws
@@ -31,7 +31,7 @@ class Split:
         self.shards: dict[nn.Parameter, Shard] = {}
         self.groups: list[Group] = []
         self._modules: list[SplitModule] = []
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Hooked] = []
         self._versions: dict[nn.Parameter, int] = {}
         """Of what is whole for now, when it had not been written yet."""
         self.writes = False
@@ -73,8 +73,8 @@ class Split:
         forwards = Forwards(self.replica)
         for model in models:
             self._handles += [
-                model.register_forward_pre_hook(forwards.begin),
-                model.register_forward_hook(forwards.end, always_call=True),
+                attach(model.register_forward_pre_hook, forwards.begin),
+                attach(model.register_forward_hook, forwards.end, always_call=True),
             ]
 
     def _shards_of(self, cuts: Iterable[Cut]) -> dict[nn.Parameter, Shard]:
