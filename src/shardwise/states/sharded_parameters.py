@@ -129,7 +129,8 @@ class ShardedParameters(Parameters):
     def show(self, slab: Slab, views: Sequence[Tensor], addresses: list[int]) -> None:
         """Let the parameters of a bucket have their values, which are in `views`, by slot, at
         `addresses`."""
-        self._note_replaced(slab)
+        with unguarded():
+            self._note_replaced(slab)
         pairs = zip(slab.parameters, views, self._rests[slab].owns, strict=True)
         with moving():
             for parameter, view, own in pairs:
@@ -160,8 +161,7 @@ class ShardedParameters(Parameters):
 
     def _note_replaced(self, slab: Slab) -> None:
         """Remember a parameter that user code gave other memory: `check` tells of it."""
-        with unguarded():
-            now, then = [p.data_ptr() for p in slab.parameters], self._addresses[slab]
+        now, then = [p.data_ptr() for p in slab.parameters], self._addresses[slab]
         if now != then:
             wrong = zip(slab.tracked, now, then, strict=True)
             self._replaced = next(each for each, a, b in wrong if a != b)
