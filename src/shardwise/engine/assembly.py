@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from shardwise import layout
 from shardwise.engine import habits, sectioning, starting
 from shardwise.engine.recipe import Recipe
 from shardwise.engine.sectioning import Sections
 from shardwise.errors import ModelError
+from shardwise.model.hooks import Hooked
 from shardwise.placement import STATES
 from shardwise.states.averages import Averages
 from shardwise.states.gathering import Gathering
@@ -38,7 +38,7 @@ class Shown:
 
     sections: Sections
     residency: Residency
-    handles: list[RemovableHandle]
+    handles: list[Hooked]
 
 
 @dataclass(frozen=True)
