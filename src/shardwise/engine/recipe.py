@@ -14,6 +14,7 @@ from shardwise.model.precision import PRESETS, is_cast
 from shardwise.model.regions import Doors
 from shardwise.parallel.pipeline import Line
 from shardwise.parallel.split import Split
+from shardwise.parallel.uses import Uses
 from shardwise.placement import Placement
 from shardwise.shards import Shard
 from shardwise.states.summation import Summation, in_tree
@@ -120,6 +121,11 @@ class Recipe:
         for group in made:
             if group is not self.group:
                 group.close()
+
+    @cached_property
+    def uses(self) -> Uses:
+        """What follows the user's lines where they compute with parameters that are in parts."""
+        return Uses(self.split, self.line)
 
     @cached_property
     def doors(self) -> Doors:

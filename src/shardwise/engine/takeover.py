@@ -47,10 +47,13 @@ class Takeover:
         alike.make_state_alike(recipe)
         if recipe.split is not None:
             splitting.split(recipe, recipe.split, plan)
+        if recipe.line is not None:
+            recipe.line.split = recipe.split
         try:
             self._prepare_modules()
             self.buffers = self._all_buffers()
             self._let_go()
+            recipe.uses.watch()
             self._lay({}, None)
         except (ConfigError, ModelError):  # raised by all ranks alike: the model stays plain
             self._put_together()
@@ -139,6 +142,7 @@ class Takeover:
     def _put_together(self) -> None:
         """Give every rank the whole model and all of the optimizers' state. Collective."""
         recipe = self.recipe
+        recipe.uses.forget()
         shapes: dict[nn.Parameter, tuple[int, ...]] = {}
         if recipe.line is not None:
             recipe.line.close()
