@@ -185,7 +185,7 @@ _READS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__float__,
     Tensor.__int__, Tensor.__index__, Tensor.__contains__, Tensor.__repr__, Tensor.__format__,
     Tensor.cpu, Tensor.equal, torch.equal, torch.allclose, Tensor.allclose, torch.is_nonzero,
-    Tensor.is_nonzero,
+    Tensor.is_nonzero, Tensor.__reduce_ex__, Tensor.__deepcopy__,
 }  # fmt: skip
 """What takes values out of a tensor: all ranks get them."""
 
