@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from shardwise import layout
 from shardwise.engine import habits, sectioning, starting
@@ -19,6 +18,7 @@ from shardwise.engine.recipe import Recipe
 from shardwise.engine.sectioning import Sections
 from shardwise.errors import ModelError
 from shardwise.model import sync_batch_norm
+from shardwise.model.hooks import Hooked
 from shardwise.placement import STATES
 from shardwise.states.averages import Averages
 from shardwise.states.gathering import Gathering
@@ -39,7 +39,7 @@ class Shown:
 
     sections: Sections
     residency: Residency
-    handles: list[RemovableHandle]
+    handles: list[Hooked]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from shardwise.parallel.split import Split
 from shardwise.parallel.uses import Uses
 from shardwise.placement import Placement
 from shardwise.shards import Shard
+from shardwise.states.resting import unguarded
 from shardwise.states.summation import Summation, in_tree
 from shardwise.states.tracked import Census, Tracked, locate
 from shardwise.tree import MicroShards
@@ -162,10 +163,9 @@ class Recipe:
 
     def shape(self) -> Shape:
         """What the states are laid out for."""
-        return Shape(
-            [len(g["params"]) for o in self.optimizers for g in o.param_groups],
-            [p.requires_grad for p in self._census.parameters()],
-        )
+        with unguarded():
+            trained = [p.requires_grad for p in self._census.parameters()]
+        return Shape([len(g["params"]) for o in self.optimizers for g in o.param_groups], trained)
 
 
 @dataclass(frozen=True)

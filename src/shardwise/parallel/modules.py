@@ -6,6 +6,7 @@ time (`Replica.is_whole`) its forward is the plain one.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -62,7 +63,7 @@ class SplitModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._refuse("A copy", "to read or copy whole tensors")
         reduced = list(super().__reduce_ex__(protocol))
-        reduced[1] = (self._plain, *reduced[1][1:])
+        reduced[:2] = copyreg._reconstructor, (self._plain, object, None)  # type: ignore[attr-defined]
         reduced[2] = {k: v for k, v in dict(reduced[2]).items() if k not in _OWN}
         return tuple(reduced)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.collectives import Collectives
 from shardwise.errors import ModelError, UsageError
+from shardwise.model.hooks import Hooked, attach
 from shardwise.parallel import modules
 from shardwise.parallel.cuts import Cut, Group
 from shardwise.parallel.draws import Draws
@@ -37,7 +37,7 @@ class Split:
         """Why modules, by name, were tried and stay whole, where that is to be told."""
         self._modules: list[SplitModule] = []
         self._models: Sequence[nn.Module] = ()
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Hooked] = []
         self._versions: dict[nn.Parameter, int] = {}
         """Of what is whole for now, when it had not been written yet."""
         self.writes = False
@@ -79,8 +79,8 @@ class Split:
         forwards = Forwards(self.replica)
         for model in models:
             self._handles += [
-                model.register_forward_pre_hook(forwards.begin),
-                model.register_forward_hook(forwards.end, always_call=True),
+                attach(model.register_forward_pre_hook, forwards.begin),
+                attach(model.register_forward_hook, forwards.end, always_call=True),
             ]
 
     def _name_of(self, module: nn.Module) -> str:

@@ -108,7 +108,10 @@ class Uses:
         self, func: Callable[..., Any], types: Sequence[type], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         line = self._line
-        inside = line is not None and line.inside_of
+        # A layer that is run again in backward runs where it is.
+        inside = line is not None and (
+            line.inside_of > 0 or torch._C._current_graph_task_id() != -1
+        )
         if func in MEMORY or (inside and all(map(_is_plain_here, types))):
             return _straightly(func, args, kwargs)
         if _is_ours(sys._getframe(2)):
