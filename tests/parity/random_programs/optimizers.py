@@ -125,6 +125,11 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 """The options that are drawn, by optimizer; `lr` is 0.01 unless they say so."""
 
+EPS = 1e-6
+"""Of optimizers that divide by what a gradient is like: far above what rounding alone makes."""
+
+DIVIDING = {"adam", "adamw", "adamax", "nadam", "radam", "rmsprop"}
+
 BY_SIGN = {"rprop", "adafactor"}
 """Optimizers for which a gradient of 1e-17 is as good as one of 1."""
 
@@ -138,11 +143,13 @@ def make(optimizer: Optimizer, models: Sequence[Model]) -> list[optim.Optimizer]
     later = _later(optimizer, models)
     params = [p for p in named if all(p is not each for each in later)]
     given = {"lr": 0.01} | dict(optimizer.options)
+    if optimizer.name in DIVIDING:
+        given["eps"] = EPS
     if not optimizer.rest:
         return [CLASSES[optimizer.name](_groups(optimizer, params, named), **given)]
     matrices = [p for p in params if p.ndim == 2 and not p.is_complex()]
     rest = [p for p in params if all(p is not each for each in matrices)]
-    return [CLASSES[optimizer.name](matrices, **given), optim.AdamW(rest, lr=0.003)]
+    return [CLASSES[optimizer.name](matrices, **given), optim.AdamW(rest, lr=0.003, eps=EPS)]
 
 
 def _groups(

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from tests.parity.random_programs import models as made_of
 from tests.parity.random_programs import optimizers as trained_by
-from tests.parity.random_programs.models import explicit, items
+from tests.parity.random_programs.models import Model, explicit, items
 from tests.parity.random_programs.program import Part, Program, Step
 
 EVALUATED = 7
@@ -107,6 +107,20 @@ class Script:
         else:
             return False
         return True
+
+    def copies(self) -> list[Model]:
+        """Copies of the models, without what hooks have kept."""
+        for model in self.models:
+            model.kept = []
+        return copy.deepcopy(self.models)
+
+    def evaluate_copies(self, copies: list[Model]) -> None:
+        """Look at what copies give."""
+        for model in copies:
+            model.eval()
+        with torch.no_grad():
+            out = made_of.output(self.program, copies, self.whole_batch())
+        self.see("evaluate_copy", out)
 
     def step_schedulers(self, loss: float) -> None:
         """Let the learning rates follow."""
@@ -215,8 +229,10 @@ class Plain(Script):
         """What comes between two steps."""
         if self.change(event):
             return
-        if event in ("evaluate", "evaluate_main", "evaluate_copy", "evaluate_loader"):
+        if event in ("evaluate", "evaluate_main", "evaluate_loader"):
             self.evaluate(event)
+        elif event == "evaluate_copy":
+            self.evaluate_copies(self.copies())
         elif event == "evaluate_ema":
             with self.averaged():
                 self.evaluate(event)

@@ -291,8 +291,8 @@ class Sharded(Script):
             x = self.world.share(self.whole_batch())
             out = made_of.output(self.program, self.models, x)
             out = out[: self.world.feed.current.samples]
-            every = self.world.gather(out if self.world.counts else out[:0])
-        self.see(name, torch.cat(every))
+            every = self.world.gather(out)
+        self.see(name, torch.cat(every[:: len(every) // self.world.data_size]))
         self.train_mode()
 
     def on_evaluate(self) -> None:
@@ -318,12 +318,8 @@ class Sharded(Script):
     def on_evaluate_copy(self) -> None:
         """A copy that is made where parameters are whole is a plain model."""
         with self.whole():
-            copies = copy.deepcopy(self.models)
-        for model in copies:
-            model.eval()
-        with torch.no_grad():
-            out = made_of.output(self.program, copies, self.whole_batch())
-        self.see("evaluate_copy", out)
+            copies = self.copies()
+        self.evaluate_copies(copies)
 
     def on_evaluate_loader(self) -> None:
         """Collected by hand from a Loader in batches of which the last is short."""
@@ -333,7 +329,8 @@ class Sharded(Script):
         with torch.no_grad():
             for (x,) in sw.Loader(TensorDataset(self.whole_batch()), batch_size=EVALUATED - 1):
                 mine.append(made_of.output(self.program, self.models, x))
-        every = self.world.gather(mine if self.world.counts else [])
+        every = self.world.gather(mine)
+        every = every[:: len(every) // self.world.data_size]  # one of each replica
         in_order = [out for batch in zip_longest(*every) for out in batch if out is not None]
         self.see("evaluate_loader", torch.cat(in_order))
         self.train_mode()
