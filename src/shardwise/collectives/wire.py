@@ -141,4 +141,5 @@ def late(
     if (passed := lookout.passed_on(speaker, roots.told)) is not None:
         return passed
     waited = f"waited {timeout:g} s" if timeout else "waited too long"
-    return CollectiveError(f"{speaker} {waited} in {call} for {words(missing, roots)} {ADVICE}")
+    error = CollectiveError(f"{speaker} {waited} in {call} for {words(missing, roots)} {ADVICE}")
+    return error if roots.circle else error.blaming(roots.ranks)

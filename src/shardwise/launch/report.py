@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from shardwise import launch
-from shardwise.errors import CollectiveError, LaunchError
+from shardwise.errors import CollectiveError, LaunchError, ShardwiseError
 from shardwise.launch import own
 from shardwise.launch.refusal import sentence, users_line
 
@@ -29,7 +29,8 @@ RANK_VARIABLE = "SHARDWISE_LAUNCH_RANK"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Why a rank died. `secondary` when the cause is likely on another rank.
+    """Why a rank died. `secondary` when the cause is likely on another rank, one of `at_fault`
+    where any are known.
 
     `message` is the last line, `text` the whole traceback, `where` the user's own line that it
     went through last ("" if none), `time` in seconds since the epoch.
@@ -42,6 +43,10 @@ class Report:
     text: str
     where: str = ""
     refusal: str = ""
+    at_fault: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at_fault", tuple(self.at_fault))  # JSON knows lists
 
 
 def watch_exceptions() -> None:
@@ -100,14 +105,16 @@ def _speaker() -> str:
 def write(folder: Path, error: BaseException, text: str, refusal: str = "") -> None:
     """Leave the report of this rank in `folder`, whole or not at all."""
     rank = int(os.environ[RANK_VARIABLE])
+    at_fault = error.at_fault if isinstance(error, ShardwiseError) else ()
     report = Report(
         rank=rank,
         time=time.time(),
-        secondary=isinstance(error, CollectiveError),
+        secondary=isinstance(error, CollectiveError) or bool(at_fault),
         message=_message(error),
         text=text,
         where=users_line(error.__traceback__),
         refusal=refusal,
+        at_fault=at_fault,
     )
     aside = folder / f".{rank}.json"
     aside.write_text(json.dumps(asdict(report)))
