@@ -278,6 +278,8 @@ def enter(
     _share_cores(world)
     drawn = chosen.seed if chosen.seed is not None else secrets.randbits(31)
     world.seed = group.gather_plain(drawn)[0]
+    if identity.launcher == "torchrun" and (line := collectives.exposed()) and not chosen.quiet:
+        world.say_once(line)
     if chosen.exact is not None:
         MicroShards(chosen.exact, world.size, world.rank)  # refuses what cannot be
         repeatable.fix_arithmetic(device)

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.collectives.meeting import Met, here
+from shardwise.config import FLAGS_VARIABLE
 from shardwise.errors import LaunchError
 from shardwise.launch import private, secret
 from shardwise.launch.identity import Identity
@@ -32,6 +33,17 @@ _FILE = re.compile("secret-[0-9a-f]{16}")
 def has_store() -> bool:
     """Whether torchrun's agent has a store for its ranks; who only sets its variables has none."""
     return os.environ.get(AGENT) == "True"
+
+
+def exposed() -> str:
+    """What is said of the agent where shardwise run has not said it; "" where there is none."""
+    if not has_store() or FLAGS_VARIABLE in os.environ:
+        return ""
+    return (
+        "torchrun's agent listens on all interfaces and believes who connects: whoever reaches it "
+        "can run code as this user. docs/security.md says how to shut its port, and shardwise run "
+        "-n N does without it."
+    )
 
 
 def meet(identity: Identity, timeout: float) -> Met:

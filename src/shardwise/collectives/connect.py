@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from shardwise.collectives import by_torch, meeting
+from shardwise.collectives import by_torch, listeners, meeting
 from shardwise.collectives.base import Collectives, Solo
 from shardwise.collectives.gloo import Gloo
 from shardwise.collectives.host import key, share_memory
@@ -139,6 +139,7 @@ def _join(
             world_size=identity.size,
             timeout=limit,
         )
+        listeners.shut()
     except (RuntimeError, ValueError) as error:
         where = f" at {identity.address}:{identity.port}" if identity.port is not None else ""
         raise LaunchError(

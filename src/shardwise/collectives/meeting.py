@@ -295,7 +295,7 @@ def _trouble(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "it does not answer, as where it has not called sw.init, or is stopped"
     if isinstance(error, proof.Unproven):
-        return f"{error}; is {secret.VARIABLE} alike on all ranks?"
+        return f"{error} ({secret.VARIABLE} must be alike on all ranks)"
     return error.strerror or str(error)
 
 

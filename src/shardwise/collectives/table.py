@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwise import proof
+from shardwise.collectives import listeners
 
 SLICE = 1.0
 """Seconds that rank 0 lets a connection wait for a key before it says that there is none yet."""
@@ -119,6 +120,7 @@ class _OnTable(Store):
         """What a verb of the table returns."""
 
     def set(self, key: str, value: str | bytes) -> None:
+        listeners.note(_bytes(value))
         self._do("set", key, _bytes(value))
 
     def get(self, key: str) -> bytes:

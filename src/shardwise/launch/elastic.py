@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from shardwise.config import FLAGS_VARIABLE
 from shardwise.errors import LaunchError
-from shardwise.launch import interface
+from shardwise.launch import interface, secret
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,21 @@ def environment(
         defaults |= {"GLOO_SOCKET_IFNAME": leads, "NCCL_SOCKET_IFNAME": leads}
     told = {"PYTHONUNBUFFERED": "1", FLAGS_VARIABLE: json.dumps(dict(settings))}
     return defaults | dict(base) | told
+
+
+def exposed(meeting: Meeting, environ: Mapping[str, str]) -> str:
+    """What torch's agent leaves open, for who starts it. Pure."""
+    said = (
+        "torch's elastic agent, which --nnodes uses, listens on all interfaces and believes who "
+        "connects: whoever reaches it can run code as this user. docs/security.md says how to shut "
+        "its ports."
+    )
+    if meeting.most > 1 and secret.VARIABLE not in environ:
+        said += (
+            f" For the ranks themselves, start every host with the same {secret.VARIABLE}, such as "
+            "openssl rand -hex 32 prints."
+        )
+    return said
 
 
 def run(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

@@ -154,7 +154,11 @@ def _by_torch(asked: Asked, passed: Mapping[str, str]) -> int:
     )
     if not asked.dry_run:
         leads = None if address is None else interface.holding(address)
-        elastic.run(words, elastic.environment({**os.environ, **passed}, asked.settings, leads))
+        base = {**os.environ, **passed}
+        print(f"shardwise: {elastic.exposed(meeting, base)}", file=sys.stderr)
+        if meeting.most == 1:
+            base = _with_secret(base)
+        elastic.run(words, elastic.environment(base, asked.settings, leads))
     print(shlex.join(words))
     return 0
 
