@@ -9,6 +9,7 @@
     │   └── BrokenView       user code replaced a tensor that the engine owns
     ├── UsageError           a call at the wrong time: step without backward, bare backward
     │   ├── GradientAccess   a gradient touched between backward and step
+    │   ├── ParameterAccess  a sharded parameter touched outside of a forward
     │   ├── OrderError       a sharded unit needed where other ranks do not expect it
     │   ├── BadCall          arguments that cannot be (shardwise.horovod)
     │   └── HookOrder        zero_grad before step, or too many backwards (shardwise.horovod)
@@ -75,6 +76,10 @@ class UsageError(ShardwiseError):
 
 class GradientAccess(UsageError):
     """A gradient was read or changed while it belongs to the engine."""
+
+
+class ParameterAccess(UsageError):
+    """A sharded parameter was read or written where this rank has a part of it only."""
 
 
 class OrderError(UsageError):

@@ -159,22 +159,39 @@ class Feed:
             return self.current
         return given[-1].batch
 
-    def batch_of_loss(self, *, weighted: bool) -> Batch | None:
+    def batch_of_loss(self, *, weighted: bool, anew: bool = False) -> Batch | None:
         """The batch that a loss comes from, or None without any.
 
         That of the loop over a Loader, where there is one; else what was shared out last. Raises
         UsageError where others were given beside it and the weight of this loss cannot be told,
         unless it is `weighted` by the user: two training Loaders; batches of other sizes that
-        world.share gave since the last backward; a stand-in beside samples.
+        world.share gave since the last backward; a stand-in beside samples. And where a loss with a
+        weight of its own, `anew`, meets a stand-in that may not be what it is of.
         """
         training = self.training_streams()
         loops = [stream for stream in training if not stream.passing]
         if not weighted:
             self._check_weight(training, loops)
         _check_stand_ins(training)
+        if anew and training and not loops:
+            self._check_shared_stand_in(training[-1])
         given = [stream.batch for stream in loops or training if stream.batch is not None]
         latest = [batch for batch in given if batch is self.current]
         return latest[0] if latest else given[-1] if given else None
+
+    def _check_shared_stand_in(self, last: Stream) -> None:
+        """A stand-in makes whatever is of it weigh nothing: not rows that were cut by hand."""
+        assert last.batch is not None
+        several = len({batch.samples == 0 for batch in [last.batch, *self._shared]}) > 1
+        if several or (last.trained and last.batch.samples == 0):
+            before = "another batch since the last backward" if several else "an earlier backward"
+            raise UsageError(
+                f"{last.name} gave this worker a stand-in, which counts nothing, since a batch had "
+                f"fewer rows than there are workers, and there was {before}: whether this loss "
+                f"with weight= is of the stand-in cannot be told. Take all batches from {last.name}, "
+                "or none, and call engine.backward after each; a further loss of the stand-in says "
+                "same_items=True."
+            )
 
     def _check_weight(self, training: Sequence[Stream], loops: Sequence[Stream]) -> None:
         if len(loops) > 1:

@@ -250,6 +250,52 @@ def test_tensors_are_whole_where_only_a_trial_says_otherwise(group, size, zero, 
     assert max(group(size)(own_case, zero, looks)) < 1e-8
 
 
+class Averaging(optim.Optimizer):
+    """A user's own: a mean of gradients, and a count that is a tensor of one dim."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state |= {"mean": torch.zeros_like(p), "count": torch.zeros(1)}
+                    state["count"] += 1
+                    state["mean"].lerp_(p.grad, 1 / float(state["count"]))
+                    p.sub_(group["lr"] * state["mean"])
+
+
+def resumed_case(world, zero, folder, first, last):
+    torch.manual_seed(3)
+    net, plain = Net().double(), Net().double()
+    plain.load_state_dict(net.state_dict())
+    optimizer, reference = Averaging(net.parameters()), Averaging(plain.parameters())
+    frozen_and_back(first, net, optimizer)
+    engine = sw.Engine(net, optimizer, zero=zero, bucket_mb=0.0005)
+    assert engine.resume(folder) == first
+    for step in range(first, last):
+        frozen_and_back(step, net, optimizer)
+        engine.backward(net(world.share(batch(step))).square().mean())
+        engine.step()
+    engine.save(folder)
+    engine.close()
+    world.engines = 0
+    plain_steps(plain, reference, frozen_and_back, range(last))
+    return apart(net, optimizer, plain, reference)
+
+
+def test_an_optimizer_of_ones_own_at_other_sizes(group, tmp_path):
+    case, folder = resumed_case, str(tmp_path)
+    assert max(group(1)(case, 0, folder, 0, 3)) < 1e-8
+    assert max(group(2)(case, 2, folder, 3, 5)) < 1e-8
+    assert max(group(3)(case, 0, folder, 5, 6)) < 1e-8
+    assert max(group(2)(case, 3, folder, 6, 7)) < 1e-8
+
+
 class Complex(nn.Module):
     def __init__(self):
         super().__init__()

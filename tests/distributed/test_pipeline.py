@@ -2,6 +2,7 @@
 plain loop, what is refused."""
 
 import copy
+import io
 import os
 import re
 
@@ -183,6 +184,29 @@ def test_values_are_known_on_all_ranks(group):
     for found in group(2, pipeline=2)(evaluates):
         assert found[:3] == wanted
         assert found[3] == pytest.approx(sum(w[1] for w in wanted) / 3)
+
+
+def passes_on(world):
+    model = gpt()
+    engine = sw.Engine(model, adamw(model))
+    with torch.no_grad():
+        scores = model(batch(0))
+    gathered = world.gather(scores)
+    copied, file = copy.deepcopy(scores), io.BytesIO()
+    torch.save(scores, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    engine.close()
+    return [*gathered, copied, loaded]
+
+
+def test_what_the_model_gives_can_be_gathered_copied_and_saved(group):
+    """As a plain tensor, on every worker."""
+    with torch.no_grad():
+        wanted = gpt()(batch(0))
+    for found in group(2, pipeline=2)(passes_on):
+        assert [type(each) for each in found] == [torch.Tensor] * 4
+        assert all(torch.allclose(each, wanted, rtol=1e-9) for each in found)
 
 
 # -- models of all kinds ----------------------------------------------------------------------

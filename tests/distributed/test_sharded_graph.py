@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import NonFiniteError, UsageError
+from shardwise.errors import ParameterAccess, UsageError
 from tests.distributed.sharded import (
     WIDTH,
     Block,
@@ -289,9 +289,9 @@ def custom():
 def weight_at_rest(world):
     model = seeded(GivenWhole)
     engine = sharded(model)
-    engine.backward(squares(model, batch(0), 0, 0))
-    with pytest.raises(NonFiniteError, match="its loss"):
-        engine.step()
+    with pytest.raises(ParameterAccess, match=r"blocks\.0\..* was read \(sum\)"):
+        squares(model, batch(0), 0, 0)
+    assert engine is not None
 
 
 def stashed_views(world):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.errors import UsageError
 from tests.distributed.sharded import (
     WIDTH,
     Stack,
@@ -138,6 +139,55 @@ def group_added(world):
                 trainer.add_param_group({"params": [*each.blocks[2].parameters()], "lr": 3e-2})
         train_alike(world, engine, model, plain, optimizer, [step])
     same_weights(engine, model, plain)
+
+
+def unfrozen_then(world, then, folder):
+    """Parameters that are trained from now on, and something else before the next forward."""
+
+    def first_parts(model):
+        model.blocks[0].requires_grad_(False)
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    model, plain = seeded(Stack), seeded(Stack)
+    engine = sharded(model, optimizer=first_parts, ema_decay=0.9 if then == "average" else None)
+    optimizer = first_parts(plain)
+    for step in range(4):
+        if step == 2:
+            for each in (model, plain):
+                each.blocks[0].requires_grad_(True)
+            if then == "save":
+                engine.save(folder)
+            elif then == "evaluate":
+                with torch.no_grad():
+                    model(batch(0))
+            elif then == "average":
+                with engine.ema(), torch.no_grad():
+                    model(batch(0))
+            else:
+                engine.export(f"{folder}/{then}.safetensors")
+        train_alike(world, engine, model, plain, optimizer, [step])
+    same_weights(engine, model, plain)
+
+
+@every_size
+@pytest.mark.parametrize("then", ["save", "evaluate", "average", "export"])
+def test_unfrozen_then(group, ranks, then, tmp_path):
+    on(group, ranks)(unfrozen_then, then, str(tmp_path))
+
+
+def unfrozen_too_late(world):
+    model = seeded(Stack)
+    model.blocks[0].requires_grad_(False)
+    engine = sharded(model, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    loss = squares(model, batch(0), 0, 0)
+    model.blocks[0].requires_grad_(True)
+    with pytest.raises(UsageError, match=r"between a forward and engine\.backward"):
+        engine.backward(loss)
+
+
+@every_size
+def test_unfrozen_too_late(group, ranks):
+    on(group, ranks)(unfrozen_too_late)
 
 
 def outside_of_the_models(world):

@@ -1,5 +1,7 @@
 """Sharded parameters where ranks, or steps, need different units: all gather them in one order."""
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from tests.distributed.sharded import (
     batch,
     buffers_made,
     every_size,
+    gathered,
     on,
     same_weights,
     seeded,
@@ -114,6 +117,77 @@ def test_experts(group, ranks):
 
 def experts_agree(world):
     agree(world, Experts, routed, steps=6)
+
+
+# -- several forwards, then backwards ---------------------------------------------------------
+
+
+def drawn(seed, *, in_order):
+    """Some blocks, drawn anew for each forward."""
+    draw = random.Random(seed)
+    some = draw.sample(range(5), draw.randint(1, 4))
+    return sorted(some) if in_order else some
+
+
+def two_losses(model, x, step, rank, *, in_order):
+    seed = 100 * step + 10 * rank
+    return [model(x, drawn(seed + n, in_order=in_order)).square().mean() for n in range(2)]
+
+
+def one_backward(world, in_order):
+    """Two forwards that take different branches, then one backward."""
+    agree(
+        world,
+        Branches,
+        lambda *given: sum(two_losses(*given, in_order=in_order)),
+        steps=8,
+    )
+
+
+def two_backwards(world, in_order):
+    """The same, then a backward for each."""
+    model, plain = seeded(Branches), seeded(Branches)
+    engine, optimizer = sharded(model), adamw(plain)
+    for step in range(8):
+        losses = two_losses(model, batch(step), step, world.rank, in_order=in_order)
+        engine.backward(losses[0], last=False)
+        engine.backward(losses[1])
+        engine.step()
+        optimizer.zero_grad()
+        for rank in range(world.size):
+            losses = two_losses(plain, batch(step), step, rank, in_order=in_order)
+            (sum(losses) / (2 * world.size)).backward()
+        optimizer.step()
+    same_weights(engine, model, plain)
+
+
+@every_size
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("case", [one_backward, two_backwards])
+def test_two_forwards(group, ranks, case, in_order):
+    on(group, ranks)(case, in_order)
+
+
+def asked(world):
+    """Ranks ask each other for the order in the first passes only, where all is always needed."""
+    model = seeded(Stack)
+    engine = sharded(model)
+    turns = engine._states.shown.residency._turns
+    asks, agree_on = [], turns._agree
+    turns._agree = lambda wanted: asks.append(wanted) or agree_on(wanted)
+    train(world, engine, model, squares, range(2))
+    first = len(asks)
+    for accumulated in (False, True, False):
+        if accumulated:
+            engine.backward(squares(model, batch(0), 0, 0), last=False)
+        train(world, engine, model, squares, range(2))
+    assert len(asks) == first or world.size == 1
+    assert bool(first) == gathered(engine)
+
+
+@every_size
+def test_nobody_is_asked_twice(group, ranks):
+    on(group, ranks)(asked)
 
 
 # -- forwards that nobody trains --------------------------------------------------------------
@@ -302,11 +376,11 @@ def another_order(world):
     engine = sharded(model)
     x = batch(0)
     for _ in range(2):
-        engine.backward(model(x, [0, 1, 2]).square().mean())
+        engine.backward(model(x, range(5)).square().mean())
         engine.step()
     with pytest.raises(OrderError, match=r"blocks\.0 is needed after blocks\.2.*engine\.uneven"):
         model(x, [2, 0, 1])
-    engine.backward(model(x, [0, 1, 2]).square().mean())
+    engine.backward(model(x, range(5)).square().mean())
     engine.step()
     with engine.uneven(), torch.no_grad():
         model(x, [2, 0, 1])

@@ -153,3 +153,24 @@ def test_how_a_batch_goes_through_the_stages(group):
     settings = {"microbatches": 4}
     (_, line) = spread(partial(stages_case, at_once=False, settings=settings))[0]
     assert ", and --microbatches does nothing: " in line
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A user's own, of which only a trial can tell what it does."""
+
+
+def tried_case(world, settings):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        model = blocks()
+        sw.Engine(model, OwnAdamW(model.parameters()), quiet=False, **settings).close()
+    return [line for line in said.getvalue().splitlines() if "OwnAdamW" in line]
+
+
+def test_who_is_cut_because_of_a_trial(group):
+    assert group(2)(tried_case, {"zero": 0})[0] == []
+    assert group(1)(tried_case, {"zero": 2})[0] == []
+    assert group(2)(tried_case, {"zero": 2})[0] == [
+        "  OwnAdamW: its state is cut within tensors, since a trial found each element updated by "
+        "itself; whole tensors, if it looks at those later: --zero 0"
+    ]

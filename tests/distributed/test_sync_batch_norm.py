@@ -101,3 +101,51 @@ def test_a_copy_loads_with_the_plain_class(solo):
     torch.save(model, file)
     file.seek(0)
     assert type(torch.load(file, weights_only=False)[0]) is Renamed
+
+
+class Choosing(nn.Module):
+    """BatchNorm before experts, of which each row chooses one by its sign."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        y = self.norm(x)
+        out = torch.zeros_like(y)
+        for expert, chosen in zip(self.experts, (x[:, 0] < 0, x[:, 0] >= 0), strict=True):
+            if chosen.any():
+                out[chosen] = expert(y[chosen])
+        return out
+
+
+def other_experts(world, zero):
+    """Rank 0 uses the expert whose gradients come first, the others do not."""
+    torch.manual_seed(0)
+    model, x = Choosing().double(), torch.randn(9, 4, dtype=torch.float64)
+    x[:, 0] = torch.cat([torch.ones(3), -torch.ones(6)])
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    engine = sw.Engine(model, optimizers[0], sync_batch_norm=True, zero=zero, bucket_mb=0.0001)
+    for _ in range(3):
+        engine.backward(model(world.share(x)).square().mean())
+        engine.step()
+        optimizers[1].zero_grad()
+        plain(x).square().mean().backward()
+        optimizers[1].step()
+    with engine.full_parameters():
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-9)
+    engine.close()
+
+
+CELLS = [(zero, "gloo") for zero in (0, 1, 2)] + [(2, "shared"), (3, "shared")]
+
+
+@pytest.mark.parametrize(("zero", "transport"), CELLS)
+def test_ranks_whose_buckets_are_complete_at_other_times(group, zero, transport):
+    """One waits for a bucket's sum, another for the statistics: neither may wait for the other."""
+    group(3, transport=transport)(other_experts, zero, limit=30)

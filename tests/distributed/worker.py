@@ -33,6 +33,8 @@ class Outcome:
 
     result: bytes = b""
     error: tuple[str, str] | None = None
+    module: str = ""
+    """Of the error's type."""
     trace: str = ""
     secondary: bool = False
     calls: int = 0
@@ -108,6 +110,7 @@ def _run(world: Any, case: bytes) -> Outcome:
     except BaseException as error:
         done = {
             "error": (type(error).__name__, str(error)),
+            "module": type(error).__module__,
             "trace": traceback.format_exc(),
             "secondary": isinstance(error, CollectiveError),
         }

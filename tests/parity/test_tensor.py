@@ -51,7 +51,7 @@ def ended(engine, model, before, losses, norms) -> tuple[str, Trained]:
 def _cut(problem, model):
     """By name, whether a parameter is another shape than that of the plain model."""
     plain = MODELS[problem.model]().named_parameters()
-    return {name: model.get_parameter(name).numel() not in (0, p.numel()) for name, p in plain}
+    return {name: model.get_parameter(name).data.numel() not in (0, p.numel()) for name, p in plain}
 
 
 def _problem(model, **changed):

@@ -84,6 +84,20 @@ def test_shares_of_other_sizes_need_a_weight_until_a_backward():
     assert feed.batch_of_loss(weighted=False) is TWO
 
 
+def test_a_weight_beside_a_stand_in_that_was_shared_out():
+    """It counts nothing where the loss is of the stand-in; what it is of must be known."""
+    feed = shared(NONE)
+    assert feed.batch_of_loss(weighted=True, anew=True) is NONE
+    feed.train()
+    with pytest.raises(UsageError, match=r"stand-in.* an earlier backward.*same_items=True"):
+        feed.batch_of_loss(weighted=True, anew=True)
+    assert feed.batch_of_loss(weighted=True) is NONE  # a further loss of it
+    assert feed.batch_of_loss(weighted=False) is NONE
+    for two in ((TWO, NONE), (NONE, TWO)):
+        with pytest.raises(UsageError, match="another batch since the last backward"):
+            shared(*two).batch_of_loss(weighted=True, anew=True)
+
+
 def test_a_share_inside_a_loop_over_a_loader():
     """The loop's batch counts, whenever the share was made: losses of both are of one batch."""
     feed = given(FOUR)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from shardwise.states import optimizer_trial
+from shardwise.states import optimizer_kind, optimizer_trial
 from shardwise.states.optimizer_trial import Kinds, examine
 
 CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ def test_a_norm_over_all_tensors_is_found():
     assert not examine(optimizer, optimizer.param_groups[0], CPU).separable
 
 
-OWN = [*optimizer_trial.ELEMENTWISE, *optimizer_trial.BY_TENSOR]
+OWN = [*optimizer_kind.ELEMENTWISE, *optimizer_kind.BY_TENSOR]
 
 
 @pytest.mark.parametrize("own", OWN, ids=lambda own: own.__name__)
@@ -118,7 +118,7 @@ def test_what_is_known_of_torch_is_what_a_trial_finds(own):
         examine(o, o.param_groups[0], CPU) for o in (c(parameters((5, 5))) for c in (own, derived))
     ]
     assert [kind.known for kind in kinds] == [True, False]
-    assert kinds[0].elementwise == kinds[1].elementwise == (own in optimizer_trial.ELEMENTWISE)
+    assert kinds[0].elementwise == kinds[1].elementwise == (own in optimizer_kind.ELEMENTWISE)
     assert kinds[0].separable
     assert kinds[1].separable
     assert kinds[0].tensor_keys <= kinds[1].tensor_keys
@@ -144,3 +144,18 @@ def test_a_trial_leaves_the_optimizer_as_it_was():
     examine(optimizer, optimizer.param_groups[0], CPU)
     assert not optimizer.state
     assert torch.equal(optimizer.param_groups[0]["params"][0], before)
+
+
+class Drawing(torch.optim.SGD):
+    """Draws in its steps, as an optimizer with noise does."""
+
+    def step(self, closure=None):
+        torch.rand(3)
+        super().step(closure)
+
+
+def test_trials_leave_the_generator_where_it_was():
+    optimizer = Drawing(nn.Linear(3, 2).parameters(), lr=0.1)
+    before = torch.get_rng_state()
+    Kinds().of(optimizer, optimizer.param_groups[0], torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -50,6 +50,10 @@ class Handle:
         if advance is not None:
             advance()
 
+    def is_there(self) -> bool:
+        """Whether `wait` would return at once, as far as can be told without waiting."""
+        return self._finish is None and self._advance is None
+
     def wait(self) -> None:
         """Return when the result is in the buffer. Raises PeerLost when another rank is gone."""
         self.advance()
@@ -76,6 +80,9 @@ class Collectives(ABC):
 
     sums_onto = False
     """Whether `reduce_scatter_onto` saves moving this rank's own values."""
+
+    looks = False
+    """Whether a handle's `advance` only looks at what has come, without waiting for the rest."""
 
     @property
     def knows_tree(self) -> bool:

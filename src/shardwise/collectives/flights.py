@@ -83,6 +83,10 @@ class Flight(Handle):
     def advance(self) -> None:
         self._flights.progress()
 
+    def is_there(self) -> bool:
+        self._flights.progress()
+        return self.stage >= DONE
+
     def wait(self) -> None:
         self._flights.until(self, DONE)
 

@@ -61,6 +61,7 @@ class Mapped(Collectives):
     """Ranks that map the memory of those on their host."""
 
     sums_onto = True
+    looks = True
 
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None

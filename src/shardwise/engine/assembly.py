@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from shardwise import layout
 from shardwise.engine import habits, sectioning, starting
 from shardwise.engine.recipe import Recipe
 from shardwise.engine.sectioning import Sections
 from shardwise.errors import ModelError
+from shardwise.model import sync_batch_norm
+from shardwise.model.hooks import Hooked
 from shardwise.placement import STATES
 from shardwise.states.averages import Averages
 from shardwise.states.gathering import Gathering
@@ -38,7 +39,7 @@ class Shown:
 
     sections: Sections
     residency: Residency
-    handles: list[RemovableHandle]
+    handles: list[Hooked]
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ def assemble(
         stray=habits.stray_backward,
         elsewhere=_told_elsewhere(recipe, parameters),
     )
+    gradients.reduction.patient = not sync_batch_norm.converted(recipe.models)
     if shown is not None:
         gradients.paced = _pace(parameters, gradients, shown)
     own = [rest.own for rest in gradients.reduction.rests]

@@ -82,7 +82,7 @@ class Backwards(Resumable):
         """
         habits.check_loss(loss)
         given, summed = weight is not None, is_summed(reduction, weighted=weight is not None)
-        batch = self._begin_backward(weighted=given or summed)
+        batch = self._begin_backward(weighted=given or summed, anew=given and not same_items)
         share = share_of(batch, weight, summed=summed)
         again = self._weigh(share, batch, given=given, summed=summed, same_items=same_items)
         self._announce(None, loss, batch, summed=summed)
@@ -121,7 +121,7 @@ class Backwards(Resumable):
         `backward`.
         """
         given, summed = weight is not None, is_summed(reduction, weighted=weight is not None)
-        of = self._begin_backward(weighted=given or summed)
+        of = self._begin_backward(weighted=given or summed, anew=given and not same_items)
         count = micro_batches.count_of(self.settings, batch, self._recipe.group)
         cut = micro_batches.parts_of(batch, count)
         empty = of is not None and of.samples == 0
@@ -201,14 +201,15 @@ class Backwards(Resumable):
             collecting=self._collecting,
         )
 
-    def _begin_backward(self, *, weighted: bool) -> Batch | None:
-        """Look whether a backward may come now, and of which batch."""
+    def _begin_backward(self, *, weighted: bool, anew: bool) -> Batch | None:
+        """Look whether a backward may come now, and of which batch; `anew`: its items have a weight
+        of their own and are not known to be those of an earlier one."""
         habits.check_block(
             averaged=self._averaged, uneven=self._uneven, whole=self._recipe.is_whole
         )
         self._leave_if_asked()
         self._held.look_for_changes()
-        batch = self.world.feed.batch_of_loss(weighted=weighted)
+        batch = self.world.feed.batch_of_loss(weighted=weighted, anew=anew)
         self._check_gradients()
         return batch
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn, optim
 
 from shardwise.errors import ModelError, UsageError
 from shardwise.placement import Placement
-from shardwise.states.sharded_parameters import is_sharded, sharded_copy
+from shardwise.states.resting import is_sharded, sharded_copy
 
 
 def stray_backward(name: str) -> UsageError:

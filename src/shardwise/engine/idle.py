@@ -12,7 +12,8 @@ from torch import Tensor, nn, optim
 
 from shardwise.engine.assembly import States
 from shardwise.engine.recipe import Recipe
-from shardwise.states.optimizer_trial import Kind, examine, placed
+from shardwise.states.optimizer_kind import Kind, placed
+from shardwise.states.optimizer_trial import examine
 
 
 class _Group:

@@ -10,7 +10,7 @@ from torch import Tensor, optim
 
 from shardwise.collectives import Collectives
 from shardwise.errors import ModelMismatch
-from shardwise.states.optimizer_trial import settings_of
+from shardwise.states.optimizer_kind import settings_of
 
 _PLAIN = (bool, int, float, str, complex, type(None))
 

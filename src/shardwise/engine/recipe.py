@@ -14,8 +14,10 @@ from shardwise.model.precision import PRESETS, is_cast
 from shardwise.model.regions import Doors
 from shardwise.parallel.pipeline import Line
 from shardwise.parallel.split import Split
+from shardwise.parallel.uses import Uses
 from shardwise.placement import Placement
 from shardwise.shards import Shard
+from shardwise.states.resting import unguarded
 from shardwise.states.summation import Summation, in_tree
 from shardwise.states.tracked import Census, Tracked, locate
 from shardwise.tree import MicroShards
@@ -122,6 +124,11 @@ class Recipe:
                 group.close()
 
     @cached_property
+    def uses(self) -> Uses:
+        """What follows the user's lines where they compute with parameters that are in parts."""
+        return Uses(self.split, self.line)
+
+    @cached_property
     def doors(self) -> Doors:
         """Where forwards tell which sharded parameters they need."""
         return Doors()
@@ -156,10 +163,9 @@ class Recipe:
 
     def shape(self) -> Shape:
         """What the states are laid out for."""
-        return Shape(
-            [len(g["params"]) for o in self.optimizers for g in o.param_groups],
-            [p.requires_grad for p in self._census.parameters()],
-        )
+        with unguarded():
+            trained = [p.requires_grad for p in self._census.parameters()]
+        return Shape([len(g["params"]) for o in self.optimizers for g in o.param_groups], trained)
 
 
 @dataclass(frozen=True)

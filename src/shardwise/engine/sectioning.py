@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.collectives import Collectives
 from shardwise.engine import habits
 from shardwise.errors import ConfigError
-from shardwise.model import regions
+from shardwise.model import hooks, regions
 from shardwise.model.units import find_units
 from shardwise.states.residency import Residency, Unit
 from shardwise.states.sharded_parameters import ShardedParameters
@@ -145,14 +144,16 @@ def open_doors(found: Sections, residency: Residency, doors: regions.Doors) -> N
     )
 
 
-def refuse_copies(found: Sections) -> list[RemovableHandle]:
+def refuse_copies(found: Sections) -> list[hooks.Hooked]:
     """Hooks that refuse to save what is sharded, or to load into it."""
     handles = []
     for model in found.models:
         for module in model.modules():
             handles += [
-                module.register_state_dict_pre_hook(habits.refuse_state_dict),  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_pre_hook(habits.refuse_load_state_dict),  # type: ignore[no-untyped-call]
+                hooks.attach(module.register_state_dict_pre_hook, habits.refuse_state_dict),
+                hooks.attach(
+                    module.register_load_state_dict_pre_hook, habits.refuse_load_state_dict
+                ),
             ]
     return handles
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import zip_longest
 
 from shardwise.config import Settings
@@ -38,25 +39,30 @@ def split(recipe: Recipe, made: Split, plan: Plan | None) -> None:
     find different things.
     """
     parts = made.group.size
-    groups = _agreed(recipe, parts, plan or {})
+    groups, made.left_whole = _agreed(recipe, parts, plan or {})
     if not groups:
+        left = "".join(f" Whole stays {words}." for words in left_in_words(made))
         raise ModelError(
-            f"--tensor {parts} found nothing to split in {type(recipe.models[0]).__name__}. Say "
-            'what with sw.Engine(..., tensor_plan={"blocks.*.up": "colwise", "blocks.*.down": '
+            f"--tensor {parts} found nothing to split in {type(recipe.models[0]).__name__}.{left} "
+            'Say what with sw.Engine(..., tensor_plan={"blocks.*.up": "colwise", "blocks.*.down": '
             '"rowwise"}), or start without --tensor.'
         )
     made.cut(groups, recipe.models, recipe.optimizers)
 
 
-def _agreed(recipe: Recipe, parts: int, plan: Plan) -> list[Group]:
-    """What all ranks find. Rank 0 tries what has to be tried: a busy rank that comes to another
-    verdict would be alone in its collectives."""
+def _agreed(recipe: Recipe, parts: int, plan: Plan) -> tuple[list[Group], dict[str, str]]:
+    """What all ranks find, and why what else was tried stays whole.
+
+    Rank 0 tries what has to be tried: a busy rank that comes to another verdict would be alone in
+    its collectives.
+    """
     run = recipe.run
     trials = known.Trials()
     found = _found(recipe, parts, plan, trials) if run.rank == 0 else []
     verdicts = run.gather_objects(trials.verdicts)[0]
     if run.rank:
-        found = _found(recipe, parts, plan, known.Trials(verdicts))
+        trials = known.Trials(verdicts)
+        found = _found(recipe, parts, plan, trials)
     mine = [str(found)] if isinstance(found, ModelError) else _in_detail(found)
     told = run.gather_objects(mine)
     for rank, other in enumerate(told):
@@ -69,7 +75,7 @@ def _agreed(recipe: Recipe, parts: int, plan: Plan) -> list[Group]:
                 )
     if isinstance(found, ModelError):
         raise found
-    return found
+    return found, trials.left_whole()
 
 
 def _found(
@@ -98,12 +104,29 @@ def _in_detail(groups: list[Group]) -> list[str]:
 
 def in_words(made: Split) -> str:
     """What is split, alike ones together: "attention blocks.*.attend (2)"."""
-    counts: dict[str, int] = {}
-    for group in made.groups:
-        name = ".".join("*" if part.isdigit() else part for part in group.name.split("."))
-        said = " ".join(part for part in (group.what, name) if part)
-        counts[said] = counts.get(said, 0) + 1
-    told = [said if count == 1 else f"{said} ({count})" for said, count in counts.items()]
+    told = _counted(
+        " ".join(part for part in (group.what, _starred(group.name)) if part)
+        for group in made.groups
+    )
     if made.replica.by_tokens:
         told.append("what is between them by tokens")
     return ", ".join(told)
+
+
+def left_in_words(made: Split) -> list[str]:
+    """What stays whole, and why: "0.block (2), its layers did not run when it was tried"."""
+    by_why: dict[str, list[str]] = {}
+    for name, why in made.left_whole.items():
+        by_why.setdefault(why, []).append(_starred(name) or "the model")
+    return [f"{', '.join(_counted(names))}: {why}" for why, names in by_why.items()]
+
+
+def _starred(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _counted(several: Iterable[str]) -> list[str]:
+    counts: dict[str, int] = {}
+    for each in several:
+        counts[each] = counts.get(each, 0) + 1
+    return [each if count == 1 else f"{each} ({count})" for each, count in counts.items()]

@@ -35,6 +35,8 @@ def announce_engine(world: World, recipe: Recipe, states: States) -> None:
     world.print(_model_line(recipe, states))
     if recipe.split is not None:
         world.print(f"  split over {world.tensor_size}: {splitting.in_words(recipe.split)}")
+        for words in splitting.left_in_words(recipe.split):
+            world.print(f"  whole, not split: {words}")
     if recipe.line is not None:
         world.print(_stages_line(recipe))
     if recipe.shards is not None:

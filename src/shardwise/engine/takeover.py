@@ -8,7 +8,6 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.engine import alike, assembly, habits, pipelining, splitting, starting
 from shardwise.engine.recipe import Recipe
@@ -17,6 +16,7 @@ from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.activations import Activations
 from shardwise.model.buffers import Buffers
 from shardwise.model.forwards import Forwards
+from shardwise.model.hooks import Hooked
 from shardwise.model.micro_shard_buffers import MicroShardBuffers
 from shardwise.parallel.pipeline import install
 from shardwise.parallel.plan import Plan
@@ -47,10 +47,13 @@ class Takeover:
         alike.make_state_alike(recipe)
         if recipe.split is not None:
             splitting.split(recipe, recipe.split, plan)
+        if recipe.line is not None:
+            recipe.line.split = recipe.split
         try:
             self._prepare_modules()
             self.buffers = self._all_buffers()
             self._let_go()
+            recipe.uses.watch()
             self._lay({}, None)
         except (ConfigError, ModelError):  # raised by all ranks alike: the model stays plain
             self._put_together()
@@ -139,6 +142,7 @@ class Takeover:
     def _put_together(self) -> None:
         """Give every rank the whole model and all of the optimizers' state. Collective."""
         recipe = self.recipe
+        recipe.uses.forget()
         shapes: dict[nn.Parameter, tuple[int, ...]] = {}
         if recipe.line is not None:
             recipe.line.close()
@@ -153,7 +157,7 @@ class Takeover:
         """The modules that keep their buffers in step themselves."""
         return set(sync_batch_norm.converted(self.recipe.models))
 
-    def _enter_precision(self) -> list[RemovableHandle]:
+    def _enter_precision(self) -> list[Hooked]:
         preset = precision.PRESETS[self.recipe.settings.precision]
         if preset.cast is None and preset.autocast is None:
             return []
@@ -194,7 +198,8 @@ class Takeover:
         states = self.states
         states.parameters.check()
         self.take_in_writes()
-        if states.shown is not None and not self._shape.fits(self.recipe.shape()):
+        is_awaited = states.shown is not None and states.shown.residency.is_awaited
+        if is_awaited and not self._shape.fits(self.recipe.shape()):
             raise UsageError(
                 "Parameter groups or requires_grad changed between a forward and "
                 "engine.backward. Change them right after engine.step()."

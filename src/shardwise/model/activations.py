@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.config import Settings
 from shardwise.model import units
 from shardwise.model.away import Disk, DiskBehindHost, Host, Place
+from shardwise.model.hooks import Hooked, attach
 from shardwise.model.recomputation import RecomputedForward
 from shardwise.model.saved_tensors import SavedTensors
 from shardwise.placement import Tier
@@ -43,7 +43,7 @@ class Activations:
         self._settings = settings
         self._device = device
         self._forwards: list[RecomputedForward] = []
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Hooked] = []
         place = _place(settings.offload_activations, device, rank)
         if settings.activations == "recomputed":
             found = [units.find_units(model) or [("", model)] for model in models]
@@ -83,14 +83,14 @@ class Scope:
         self._saved = saved
         self._open: list[saved_tensors_hooks | None] = []
 
-    def attach(self, model: nn.Module) -> list[RemovableHandle]:
+    def attach(self, model: nn.Module) -> list[Hooked]:
         """Be on in every forward of `model` that autograd records, until the handles are removed.
 
         It is the first to be entered, so that hooks of a unit come on top of it.
         """
         return [
-            model.register_forward_pre_hook(self.enter, prepend=True),
-            model.register_forward_hook(self.leave, always_call=True),
+            attach(model.register_forward_pre_hook, self.enter, prepend=True),
+            attach(model.register_forward_hook, self.leave, always_call=True),
         ]
 
     def enter(self, model: nn.Module, args: Any) -> None:

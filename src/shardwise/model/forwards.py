@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from shardwise.model.hooks import Hooked, attach
 from shardwise.model.units import find_units
 from shardwise.timeline import recorder
 from shardwise.timeline.recorder import Note
@@ -25,7 +25,7 @@ class Forwards:
     def __init__(self, models: Sequence[nn.Module], patterns: Sequence[str] | None) -> None:
         self._models = models
         self._patterns = patterns
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Hooked] = []
         # An engine may be dropped without close(), or fail while it is made; the models stay.
         weakref.finalize(self, _remove, self._handles)
         recorder.watch(self)
@@ -37,8 +37,8 @@ class Forwards:
             for name, module in self._noted(model):
                 noted = _Noted(name)
                 self._handles += [
-                    module.register_forward_pre_hook(noted.enter, prepend=True),
-                    module.register_forward_hook(noted.leave, always_call=True),
+                    attach(module.register_forward_pre_hook, noted.enter, prepend=True),
+                    attach(module.register_forward_hook, noted.leave, always_call=True),
                 ]
 
     def _noted(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -58,7 +58,7 @@ class Forwards:
         _remove(self._handles)
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
+def _remove(handles: list[Hooked]) -> None:
     while handles:
         handles.pop().remove()
 

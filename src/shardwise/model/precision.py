@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.collectives import sums
+from shardwise.model.hooks import Hooked, attach
 
 NARROW = sums.NARROW
 """The dtypes of 16-bit floats."""
@@ -55,11 +55,12 @@ class ForwardPrecision:
         self._device_type = device_type
         self._open: list[ExitStack] = []
 
-    def attach(self, model: nn.Module) -> list[RemovableHandle]:
+    def attach(self, model: nn.Module) -> list[Hooked]:
         """Run every call of `model` in the preset, until the handles are removed."""
+        before, after = model.register_forward_pre_hook, model.register_forward_hook
         return [
-            model.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self.leave, always_call=True),
+            attach(before, self.enter, kept=True, with_kwargs=True, prepend=True),
+            attach(after, self.leave, kept=True, always_call=True),
         ]
 
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:

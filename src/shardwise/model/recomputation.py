@@ -1,8 +1,9 @@
 """A unit's forward, run again in backward instead of being kept (Chen et al., 2016).
 
 torch.utils.checkpoint reproduces dropout and autocast. What it leaves to others is here: buffers
-that forward changes (BatchNorm's running statistics) are changed once, a recomputation reads what
-the forward read, and what forward has heard from the other ranks is not asked again.
+that forward changes (BatchNorm's running statistics) are changed once, and so are attributes
+(unit_attributes.py); a recomputation reads what the forward read, and what forward has heard from
+the other ranks is not asked again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.model import hooks, unit_attributes
 from shardwise.model.replay import Tape
 
 
@@ -30,14 +32,14 @@ class RecomputedForward:
 
     def __init__(self, unit: nn.Module, *, compiled: bool) -> None:
         """Take the place; with `compiled` the plain forward runs through torch.compile."""
-        self._unit = unit
+        self.unit = unit
         self._before: Callable[..., Any] | None = vars(unit).get("forward")
         plain: Callable[..., Any] = unit.forward
         functools.update_wrapper(self, plain)
         self.plain = torch.compile(plain) if compiled else plain
         self.buffers = UnitBuffers(unit)
         self._on = True
-        unit.forward = self
+        hooks.replace(unit, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._on or not torch.is_grad_enabled():
@@ -50,17 +52,13 @@ class RecomputedForward:
     def undo(self) -> None:
         """Give the unit its forward back."""
         self._on = False  # should user code have wrapped this one in another
-        if vars(self._unit).get("forward") is not self:
-            return
-        del self._unit.forward
-        if self._before is not None:
-            self._unit.forward = self._before
+        hooks.give_back(self.unit, "forward", self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The copied unit's own bound method: it has no other forward yet when this is looked up.
-        # Nothing of ours is named, so a pickle can be read where Shardwise is not installed.
+        # For a wrapper of a user's around this one. The copied unit's own bound method: it has no
+        # other forward yet when this is looked up.
         if self._before is None:
-            return getattr, (self._unit, "forward")
+            return getattr, (self.unit, "forward")
         return getattr, (SimpleNamespace(forward=self._before), "forward")
 
 
@@ -90,12 +88,21 @@ class _Call:
         self._given: tuple[Any, Any] | None = (args, kwargs)
         self._tape = Tape()
         self._before: list[tuple[nn.Module, str, Tensor]] = []
+        self._attributes: unit_attributes.Values = []
 
     def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, which are held here no longer."""
-        found = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self._leaves = [_form_of(leaf) for leaf in self._leaves]
-        return [leaf.part if isinstance(leaf, StandsForPart) else leaf for leaf in found]
+        """The tensors among the arguments, each once, which are held here no longer.
+
+        One that is given twice is one object when forward runs again too: forwards ask for that
+        (attention, whether its key is its value), and take other ways.
+        """
+        found = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
+        places = {each: place for place, each in enumerate(found)}
+        self._leaves = [
+            _form_of(leaf, places[id(leaf)]) if isinstance(leaf, Tensor) else leaf
+            for leaf in self._leaves
+        ]
+        return [leaf.part if isinstance(leaf, StandsForPart) else leaf for leaf in found.values()]
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self._given is None:
@@ -104,32 +111,35 @@ class _Call:
         (args, kwargs), self._given = self._given, None
         buffers = self._forward.buffers
         self._before = buffers.copies()
+        attributes = unit_attributes.look(self._forward.unit)
         with self._tape.recording():
             output = self._forward.plain(*args, **kwargs)
         self._before = buffers.changed(self._before)
+        self._attributes = unit_attributes.changed(attributes)
         return output
 
     def _again(self, tensors: tuple[Tensor, ...]) -> Any:
-        rest = iter(tensors)
-        leaves = [
-            leaf.make(next(rest)) if isinstance(leaf, _Form) else leaf for leaf in self._leaves
-        ]
+        made: dict[int, Tensor] = {}
+        for leaf in self._leaves:
+            if isinstance(leaf, _Form) and leaf.place not in made:
+                made[leaf.place] = leaf.make(tensors[leaf.place])
+        leaves = [made[leaf.place] if isinstance(leaf, _Form) else leaf for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        with self._tape.replaying(), stand_ins(self._before):
+        as_before = unit_attributes.stand_ins(self._attributes)
+        with self._tape.replaying(), stand_ins(self._before), as_before:
             return self._forward.plain(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class _Form:
-    """Stands in for a tensor among the leaves; `make` makes it of what was saved."""
+    """Stands in for a tensor among the leaves; `make` makes it of what was saved at `place`."""
 
+    place: int
     make: Callable[[Tensor], Tensor]
 
 
-def _form_of(leaf: Any) -> Any:
-    if isinstance(leaf, StandsForPart):
-        return _Form(leaf.form())
-    return _Form(lambda saved: saved) if isinstance(leaf, Tensor) else leaf
+def _form_of(leaf: Tensor, place: int) -> _Form:
+    return _Form(place, leaf.form() if isinstance(leaf, StandsForPart) else lambda saved: saved)
 
 
 class UnitBuffers:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import CollectiveError
+from shardwise.model.hooks import Hooked, attach
 
 
 def _untraced(function: Any) -> Any:
@@ -73,7 +73,7 @@ class Doors:
     def __init__(self) -> None:
         self.keeper: Keeper | None = None
         self.before: Callable[[], None] | None = None
-        self._handles: dict[tuple[nn.Module, int], list[RemovableHandle]] = {}
+        self._handles: dict[tuple[nn.Module, int], list[Hooked]] = {}
         self._made = 0
 
     def attach(self, wanted: Sequence[tuple[nn.Module, int]]) -> None:
@@ -116,11 +116,11 @@ class Door:
     def _keeper(self) -> Keeper | None:
         return None if self._doors is None else self._doors.keeper
 
-    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+    def attach(self, module: nn.Module) -> list[Hooked]:
         """Watch every forward of `module` until the handles are removed."""
         return [
-            module.register_forward_pre_hook(self.enter, prepend=True),
-            module.register_forward_hook(self.leave, always_call=True),
+            attach(module.register_forward_pre_hook, self.enter, prepend=True),
+            attach(module.register_forward_hook, self.leave, always_call=True),
         ]
 
     @_untraced

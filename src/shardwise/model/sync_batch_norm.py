@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 
 from shardwise.collectives import Collectives
 from shardwise.feed import Feed
@@ -51,15 +50,16 @@ class _Normalise(torch.autograd.Function):
         wide = _wide(x)
         mean, variance = of_all.mean.to(wide.dtype), of_all.variance.to(wide.dtype)
         ctx.save_for_backward(x, weight, mean, (of_all.variance + eps).rsqrt(), of_all.total)
-        ctx.group, ctx.counts, ctx.dims = group, of_all.counts, _dims(x)
+        ctx.group, ctx.counts, ctx.dims, ctx.eps = group, of_all.counts, _dims(x), eps
         out = F.batch_norm(
             wide, mean, variance, _like(weight, wide), _like(bias, wide), False, 0.0, eps
         )
         return out.to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():  # create_graph: gradients of these gradients are wanted
+            return _to_go_through_again(ctx, grad)
         x, weight, mean, invstd64, total = ctx.saved_tensors
         dims, group = ctx.dims, ctx.group
         shape = [1, -1] + [1] * (x.ndim - 2)
@@ -78,6 +78,45 @@ class _Normalise(torch.autograd.Function):
         dweight = None if weight is None else (sum_dy_centred * invstd64).to(weight.dtype)
         dbias = None if weight is None else sum_dy.to(weight.dtype)
         return dx.to(x.dtype), dweight, dbias, None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    """`row` (any length) summed over the ranks; its gradient is summed in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, group: Collectives) -> Tensor:
+        ctx.group = group
+        return group.gather_rows(row).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Summed.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
+
+
+def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
+    """What backward gives, by operations that autograd can differentiate once more.
+
+    Normalising is done anew for that, with statistics that are made of `x` as autograd sees it.
+    """
+    x, weight, _, _, total = ctx.saved_tensors
+    share, total = float(ctx.counts), total.clamp(min=1.0)
+    shape = [1, -1] + [1] * (x.ndim - 2)
+
+    def over_all(values: Tensor) -> Tensor:
+        row = values.sum(ctx.dims).double() * share
+        return _Summed.apply(row, ctx.group) / total  # type: ignore[no-any-return, no-untyped-call]
+
+    wide = _wide(x)
+    centred = wide - over_all(wide).to(wide.dtype).view(shape)
+    invstd = (over_all(centred.square()) + ctx.eps).rsqrt()
+    straight = (centred * invstd.to(wide.dtype).view(shape)).to(x.dtype)
+    scaled = grad if weight is None else grad * weight.to(grad.dtype).view(shape)
+    dx = None
+    if ctx.needs_input_grad[0]:
+        (dx,) = torch.autograd.grad(straight, x, scaled, create_graph=True)
+    dweight = None if weight is None else (grad * straight).sum(ctx.dims).to(weight.dtype)
+    dbias = None if weight is None else grad.sum(ctx.dims).to(weight.dtype)
+    return dx, dweight, dbias, None, None, None
 
 
 @torch.no_grad()

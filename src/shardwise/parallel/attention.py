@@ -32,6 +32,22 @@ class Attention:
     per_head: tuple[str, ...] = ()
     """Embeddings of one number for each head, such as T5's relative_attention_bias."""
 
+    def __post_init__(self) -> None:
+        """Raise ModelError for names that are not one map's, or three maps'."""
+        names = (self.qkv,) * 3 if isinstance(self.qkv, str) else tuple(self.qkv)
+        if len(names) != 3 or not all(isinstance(name, str) for name in names):
+            one = f"qkv={names[0]!r}" if len(names) == 1 else 'qkv="c_attn"'
+            raise ModelError(
+                "sw.Attention(qkv=...) takes the names of the maps to queries, keys and values, "
+                f"three of them, or as a string that of the one that makes all ({one}), not "
+                f"{self.qkv!r}."
+            )
+
+    @property
+    def maps(self) -> tuple[str, ...]:
+        """The names of all linear maps."""
+        return (*((self.qkv,) if isinstance(self.qkv, str) else self.qkv), self.out)
+
 
 def split_attention(name: str, module: nn.Module, how: Attention, parts: int) -> Group:
     """Attention `name` in `parts`, each with whole heads; queries stay with their keys.

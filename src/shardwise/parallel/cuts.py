@@ -18,6 +18,7 @@ from shardwise.parallel.modules import (
     SplitModule,
     has_columns,
 )
+from shardwise.parallel.paths import Path
 from shardwise.shards import Range, Ranges, even_ranges
 
 
@@ -37,6 +38,8 @@ class Cut:
     local: Sequence[Mapping[str, Any]] = ()
     ranges: Sequence[Range] | None = None
     gathers: bool = False
+    path: Path | None = None
+    """What may stand before it, where that was tried."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,10 @@ class Group:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether `module` is a linear map whose forward is known."""
-    return type(module).forward is nn.Linear.forward or has_columns(type(module))
+    """Whether `module` is a linear map whose forward is known, with a weight of its own: not one
+    that is made anew for each forward, as by a parametrization."""
+    known = type(module).forward is nn.Linear.forward or has_columns(type(module))
+    return known and module._parameters.get("weight") is not None
 
 
 def widths(module: nn.Module) -> tuple[int, int]:

@@ -4,6 +4,7 @@ and those of others where a trial shows that their forward takes to it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +14,10 @@ from shardwise.errors import ModelError
 from shardwise.parallel import cuts
 from shardwise.parallel.attention import Attention, split_attention
 from shardwise.parallel.cuts import Group
+from shardwise.parallel.modules import Rowwise
 from shardwise.parallel.multihead import split_multihead
-from shardwise.parallel.trial import takes_to
+from shardwise.parallel.paths import Path
+from shardwise.parallel.trial import Verdict, takes_to
 
 ATTENTION = {
     "GPT2Attention": Attention(
@@ -55,7 +58,7 @@ HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_head
 """What modules of others call what attention is made of; a trial has the last word."""
 
 
-Verdicts = dict[tuple[str, tuple[str, ...]], bool]
+Verdicts = dict[tuple[str, tuple[str, ...]], Verdict]
 """Whether a module, by name, takes to some of its children being split together."""
 
 
@@ -65,20 +68,35 @@ class Trials:
     def __init__(self, told: Verdicts | None = None) -> None:
         self.verdicts: Verdicts = {} if told is None else told
         self._told = told is not None
-        self._alike: dict[object, bool] = {}
+        self._alike: dict[object, Verdict] = {}
 
     def pass_on(
         self, name: str, module: nn.Module, children: tuple[str, ...], group: Group, parts: int
     ) -> bool:
         """Whether `module` takes to `group`, in which these of its children are split."""
-        if self._told:
-            return self.verdicts.get((name, children), False)
-        around = _around(module, children)
-        likeness = (_likeness(around), children)
-        if likeness not in self._alike:
-            self._alike[likeness] = takes_to(around, group, parts)
-        self.verdicts[name, children] = self._alike[likeness]
-        return self._alike[likeness]
+        if not self._told:
+            around = _around(module, children)
+            likeness = (_likeness(around), children)
+            if likeness not in self._alike:
+                self._alike[likeness] = takes_to(around, group, parts)
+            self.verdicts[name, children] = self._alike[likeness]
+        verdict = self.verdicts.get((name, children))
+        if not verdict:
+            return False
+        path = Path(verdict.operations)
+        group.cuts[:] = [
+            replace(cut, path=path) if cut.style is Rowwise else cut for cut in group.cuts
+        ]
+        return True
+
+    def left_whole(self) -> dict[str, str]:
+        """Why modules, by name, stay whole, where that is to be told."""
+        taken = {name for (name, _), verdict in self.verdicts.items() if verdict}
+        return {
+            name: verdict.why
+            for (name, _), verdict in self.verdicts.items()
+            if verdict.why and name not in taken
+        }
 
 
 def find(
@@ -139,7 +157,9 @@ def _of(
         return
     if kind in PAIRS:
         into, out = PAIRS[kind]
-        if not {module._modules[child] for child in (*into, out)} & taken:
+        several = (*into, out)
+        are_free = not {module._modules[child] for child in several} & taken
+        if are_free and _are_linear(module, several):
             yield _pair(name, module, into, out, parts)
         return
     free = [
@@ -159,9 +179,15 @@ def _of(
 def _attends(
     name: str, module: nn.Module, how: Attention, parts: int, taken: set[nn.Module]
 ) -> Iterator[Group]:
-    """Attention of a known kind; nothing where the plan has a word on one of its maps."""
-    if not taken & set(module.children()):
+    """Attention of a known kind; nothing where the plan has a word on one of its maps, or one of
+    them has become something else, as an adapter around it does."""
+    if not taken & set(module.children()) and _are_linear(module, how.maps):
         yield split_attention(name, module, how, parts)
+
+
+def _are_linear(module: nn.Module, children: Sequence[str]) -> bool:
+    found = [module._modules.get(child) for child in children]
+    return all(each is not None and cuts.is_linear(each) for each in found)
 
 
 def _around(module: nn.Module, children: Sequence[str]) -> nn.Module:
@@ -205,7 +231,7 @@ def _candidates(
 ) -> Iterator[tuple[Group, tuple[str, ...]]]:
     """What may be attention or a pair, by the names and widths of its linear maps."""
     if (how := _attention(module, free)) is not None:
-        children = (*((how.qkv,) if isinstance(how.qkv, str) else how.qkv), how.out)
+        children = how.maps
         try:
             yield split_attention(name, module, how, parts), children
         except ModelError:

@@ -6,6 +6,7 @@ time (`Replica.is_whole`) its forward is the plain one.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -16,10 +17,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import UsageError
+from shardwise.parallel.paths import Path
 from shardwise.parallel.regions import Parts, apart, gathered, is_stand_in
 from shardwise.parallel.replica import Replica
 from shardwise.parallel.tokens import Tokens, bring_to_parts
 from shardwise.shards import Range
+
+straight = torch._C.DisableTorchFunctionSubclass
+"""Inside this block parameters are what this rank has of them, whoever computes with them."""
 
 
 class SplitModule(nn.Module):
@@ -58,16 +63,19 @@ class SplitModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._refuse("A copy", "to read or copy whole tensors")
         reduced = list(super().__reduce_ex__(protocol))
-        reduced[1] = (self._plain, *reduced[1][1:])
+        reduced[:2] = copyreg._reconstructor, (self._plain, object, None)  # type: ignore[attr-defined]
         reduced[2] = {k: v for k, v in dict(reduced[2]).items() if k not in _OWN}
         return tuple(reduced)
 
 
-_OWN = ("_replica", "_locals", "_gathers", "ranges")
+_OWN = ("_replica", "_locals", "_gathers", "ranges", "path")
 
 
 class Colwise(SplitModule):
     """A linear map whose output features are split."""
+
+    takes_whole = True
+    """Whether what goes in is the same on all ranks."""
 
     _gathers: bool
     """Whether the output is put together."""
@@ -80,9 +88,13 @@ class Colwise(SplitModule):
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
         if self._gathers:
-            part = replica.opened(value).given_to(super().forward)
+            part = replica.opened(value).given_to(self._of_part)
             return gathered(part, replica.group, Parts(-1, self.ranges))
-        return replica.enter(value, super().forward)
+        return replica.enter(value, self._of_part)
+
+    def _of_part(self, whole: Tensor) -> Tensor:
+        with straight():
+            return super().forward(whole)  # type: ignore[no-any-return]
 
 
 class Rowwise(SplitModule):
@@ -90,12 +102,16 @@ class Rowwise(SplitModule):
 
     weight: Tensor
     bias: Tensor | None
+    path: Path | None
+    """What may stand before it, where that was tried."""
 
     def forward(self, value: Tensor) -> Tensor:
         """value: (..., this rank's in_features)."""
         replica = self._replica
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
+        if self.path is not None:
+            self.path.check(value, replica.begun)
         columns = has_columns(self._plain)
         whole = replica.leave(
             lambda: value @ self.weight if columns else F.linear(value, self.weight)
@@ -157,6 +173,12 @@ class OnTokens(SplitModule):
 class Part(SplitModule):
     """A module inside a split region, which computes with its part as the plain one would."""
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the plain one."""
+        own = any(getattr(type(p), "is_split", False) for p in self._parameters.values())
+        with straight() if own else nullcontext():
+            return super().forward(*args, **kwargs)
+
 
 def check_within(numbers: Tensor, count: int, text: str) -> None:
     """Raise IndexError, as torch does, where `numbers` (any shape) are not all of 0 to `count` - 1;
@@ -194,13 +216,14 @@ def become(
     ranges: Sequence[Range] | None = None,
     *,
     gathers: bool = False,
+    path: Path | None = None,
 ) -> None:
     """Let `module` be of `style`; `local` are attributes as they are of this rank's part, `ranges`
-    what each rank has, which is put together where it `gathers`."""
+    what each rank has, which is put together where it `gathers`, `path` what may stand before."""
     pairs = {name: (getattr(module, name), value) for name, value in local.items()}
     module.__class__ = _split_class(type(module), style)
     module.__dict__.update({"_replica": replica, "_locals": pairs, "ranges": ranges})
-    module.__dict__["_gathers"] = gathers
+    module.__dict__.update({"_gathers": gathers, "path": path})
     assert isinstance(module, SplitModule)
     module.show(whole=False)
 

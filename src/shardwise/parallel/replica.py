@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwise.collectives import Collectives
 from shardwise.model.replay import once
 from shardwise.parallel.draws import Draws
+from shardwise.parallel.hooks import HookGuard
 from shardwise.parallel.regions import apart, is_stand_in, scattered, spread, together
 from shardwise.parallel.retold import Retold
 from shardwise.parallel.tokens import Tokens, parts_of, whole_of
@@ -66,7 +67,10 @@ class Replica:
     """Whether what a split layer gives is spread over the ranks, some tokens on each."""
     is_whole: bool = False
     """Whether every rank has whole parameters for now, so that forwards are the plain ones."""
+    hooks: HookGuard = field(default_factory=HookGuard)
     _taken: dict[tuple[int, int, bool], tuple[Tensor, Opened]] = field(default_factory=dict)
+    begun: list[Any] = field(default_factory=list)
+    """The nodes of autograd's with which the open region begins."""
     running: int = 0
     """How many forwards of models are under way, one inside the other."""
 
@@ -81,14 +85,21 @@ class Replica:
         if is_stand_in(value):
             return layer(value)
         self.draws.enter()
+        self.hooks.open()
         recorded = torch.is_grad_enabled() and value.requires_grad
         if not recorded and not isinstance(value, Tokens):
-            return layer(value)  # no gradient is to be summed
+            return self._begin(layer(value))  # no gradient is to be summed
         here = value.part if isinstance(value, Tokens) else value
         key = id(here), 0 if here.is_inference() else here._version, recorded
         if key not in self._taken:
             self._taken[key] = here, self.opened(value)
-        return self._taken[key][1].given_to(layer)
+        return self._begin(self._taken[key][1].given_to(layer))
+
+    def _begin(self, part: Tensor) -> Tensor:
+        """`part`, with which this region begins."""
+        if part.grad_fn is not None:
+            self.begun.append(part.grad_fn)
+        return part
 
     def opened(self, value: Tensor) -> Opened:
         """The same without a region, for whoever puts together at once what follows."""
@@ -132,15 +143,22 @@ class Replica:
         """A model's forward has ended: what it took is its own. Where it failed, so has its
         region."""
         self._taken.clear()
+        self._leave_region()
         if failed:
             self.draws.leave()
+
+    def _leave_region(self) -> None:
+        self.hooks.close()
+        self.begun.clear()
 
     def close(self) -> None:
         """A region ends here."""
         self._taken.clear()
+        self._leave_region()
         self.draws.leave()
 
     def forget(self) -> None:
         """A step has ended: no region is open."""
         self._taken.clear()
+        self._leave_region()
         self.draws.forget()

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.collectives import Collectives
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, UsageError
+from shardwise.model.hooks import Hooked, attach
 from shardwise.parallel import modules
 from shardwise.parallel.cuts import Cut, Group
 from shardwise.parallel.draws import Draws
+from shardwise.parallel.hooks import HookGuard
 from shardwise.parallel.modules import SplitModule
 from shardwise.parallel.regions import told_by_all
 from shardwise.parallel.replica import Forwards, Replica
@@ -27,11 +28,16 @@ class Split:
     def __init__(
         self, group: Collectives, device: torch.device, *, by_tokens: bool = False
     ) -> None:
-        self.replica = Replica(group, Draws(group.rank, device), by_tokens)
+        self.replica = Replica(
+            group, Draws(group.rank, device), by_tokens, hooks=HookGuard(self._name_of)
+        )
         self.shards: dict[nn.Parameter, Shard] = {}
         self.groups: list[Group] = []
+        self.left_whole: dict[str, str] = {}
+        """Why modules, by name, were tried and stay whole, where that is to be told."""
         self._modules: list[SplitModule] = []
-        self._handles: list[RemovableHandle] = []
+        self._models: Sequence[nn.Module] = ()
+        self._handles: list[Hooked] = []
         self._versions: dict[nn.Parameter, int] = {}
         """Of what is whole for now, when it had not been written yet."""
         self.writes = False
@@ -59,7 +65,7 @@ class Split:
         cuts = [cut for group in groups for cut in group.cuts]
         shards = self._shards_of(cuts)
         _check_around(shards, {cut.module for cut in cuts}, models)
-        self.groups, self.shards = list(groups), shards
+        self.groups, self.shards, self._models = list(groups), shards, models
         for optimizer in optimizers:
             state: dict[Any, Any] = optimizer.state
             for held in [p for p in state if p in shards]:
@@ -73,9 +79,14 @@ class Split:
         forwards = Forwards(self.replica)
         for model in models:
             self._handles += [
-                model.register_forward_pre_hook(forwards.begin),
-                model.register_forward_hook(forwards.end, always_call=True),
+                attach(model.register_forward_pre_hook, forwards.begin),
+                attach(model.register_forward_hook, forwards.end, always_call=True),
             ]
+
+    def _name_of(self, module: nn.Module) -> str:
+        pairs = (pair for model in self._models for pair in model.named_modules())
+        kind = type(module).__name__
+        return next((f"{path} ({kind})" for path, each in pairs if each is module), kind)
 
     def _shards_of(self, cuts: Iterable[Cut]) -> dict[nn.Parameter, Shard]:
         found: dict[nn.Parameter, Shard] = {}
@@ -103,7 +114,15 @@ class Split:
 
     def _become(self, cut: Cut) -> None:
         local: Mapping[str, Any] = cut.local[self.group.rank] if cut.local else {}
-        modules.become(cut.module, cut.style, self.replica, local, cut.ranges, gathers=cut.gathers)
+        modules.become(
+            cut.module,
+            cut.style,
+            self.replica,
+            local,
+            cut.ranges,
+            gathers=cut.gathers,
+            path=cut.path,
+        )
         assert isinstance(cut.module, SplitModule)
         self._modules.append(cut.module)
 
@@ -115,6 +134,36 @@ class Split:
         shapes = [shard.part_shape(rank) for rank in range(self.group.size)]
         near = part.detach() if part.device.type != "cpu" else part.detach().to(self._reached)
         return shard.joined(told_by_all(near, self.group, shapes)).to(part.device)
+
+    def whole_of(self, parameter: nn.Parameter) -> Tensor:
+        """All of `parameter`, for a line that computes with it as in one process: in backward each
+        rank has the gradient of its part. Collective.
+
+        Raises UsageError between split layers, where each rank computes something else.
+        """
+        shard = self.shards.get(parameter)
+        if shard is None:
+            return parameter
+        if self.replica.draws.is_open:
+            raise UsageError(
+                f"A parameter of shape {shard.shape} that is split (--tensor {self.group.size}) is "
+                "used between two split layers, where each worker has other features: leave its "
+                'module whole with tensor_plan={"...": "whole"}.'
+            )
+        return self.joined_as(parameter, parameter)
+
+    def joined_as(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """The whole of which each rank has a `part`, cut as `parameter` is, for all to use alike;
+        `part` where it is not split. Collective."""
+        shard = self.shards.get(parameter)
+        if shard is None:
+            return part
+        return _Whole.apply(part, self, parameter)  # type: ignore[no-any-return, no-untyped-call]
+
+    def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...] | None:
+        """The shape of all of it; None where it is not split."""
+        shard = self.shards.get(parameter)
+        return None if shard is None else shard.shape
 
     @property
     def _reached(self) -> torch.device:
@@ -207,6 +256,32 @@ class Split:
         for handle in self._handles:
             handle.remove()
         self.shards, self._modules = {}, []
+
+
+class _Whole(torch.autograd.Function):
+    """Of parts of a parameter the whole, which all ranks use alike."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, split: Split, parameter: nn.Parameter) -> Tensor:
+        ctx.how = split, parameter
+        return split.whole(parameter, part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _OwnPart.apply(grad, *ctx.how), None, None  # type: ignore[no-untyped-call]
+
+
+class _OwnPart(torch.autograd.Function):
+    """Of a whole that all ranks have the part that this one has of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, split: Split, parameter: nn.Parameter) -> Tensor:
+        ctx.how = split, parameter
+        return split.shards[parameter].of(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Whole.apply(grad, *ctx.how), None, None  # type: ignore[no-untyped-call]
 
 
 def _check_around(

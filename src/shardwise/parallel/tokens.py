@@ -120,6 +120,8 @@ class Tokens(StandsForPart):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if any(getattr(kind, "is_split", False) for kind in types):
+            return NotImplemented  # a parameter of which each rank has a part: whole first
         with torch._C.DisableTorchFunctionSubclass():
             return _apply(func, args, kwargs or {})
 

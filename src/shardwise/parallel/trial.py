@@ -1,14 +1,15 @@
 """Whether a module's forward takes to being split: it is tried, whole against parts.
 
-All ranks' parts run here at once, a thread for each, on the CPU. Their outputs, and the gradients
-of their inputs and of every parameter, must be those of the whole: a parameter that is not split,
-in the midst of what is, would have a part of its gradient only.
+All ranks' parts run here at once, a thread for each, on the CPU, in evaluation and in training,
+where what is drawn is no chance. Their outputs, and the gradients of their inputs and of every
+parameter, must be those of the whole: a parameter that is not split, in the midst of what is, would
+have a part of its gradient only. Of layers that did not run nothing can be told.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Barrier, Thread
 from typing import Any
@@ -19,10 +20,14 @@ from torch.utils import _pytree as pytree
 
 from shardwise.collectives import Handle, Solo
 from shardwise.collectives.sums import PLAIN, Sum
+from shardwise.errors import UsageError
 from shardwise.parallel import cuts, modules
 from shardwise.parallel.cuts import Cut, Group
 from shardwise.parallel.draws import Draws
+from shardwise.parallel.hooks import silenced
+from shardwise.parallel.paths import Recorded
 from shardwise.parallel.replica import Replica
+from shardwise.parallel.undrawn import Undrawn
 from shardwise.randomness import preserved
 from shardwise.shards import Shard
 
@@ -51,30 +56,128 @@ class _Threads(Solo):
         return Handle()
 
 
-def takes_to(module: nn.Module, group: Group, parts: int) -> bool:
+class _Draws(Draws):
+    """Those of a part here: nothing is drawn."""
+
+    def enter(self) -> None:
+        self._outside = self._outside if self._outside is not None else torch.empty(0)
+
+    def leave(self) -> None:
+        self._outside = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a module takes to being split, and what is to be said where it does not."""
+
+    takes: bool
+    why: str | None = None
+    operations: frozenset[str] = frozenset()
+    """What its forward computes between the layers."""
+
+    def __bool__(self) -> bool:
+        return self.takes
+
+
+NOT_RUN = "some of its layers did not run when it was tried"
+HOOKED = "a hook stands between its layers"
+
+
+def takes_to(module: nn.Module, group: Group, parts: int) -> Verdict:
     """Whether `module` split as `group` says computes what it does whole.
 
-    False also where it does not run on one input of shape (rows, length, features), or (rows,
-    features): then nothing can be told.
+    No also where it does not run on one input of shape (rows, length, features), or (rows,
+    features), where its layers do not, or a hook of the user's would see a part: then nothing can
+    be told.
     """
-    paths = {id(each): path for path, each in module.named_modules()}
     first = next(cut.module for cut in group.cuts if cuts.is_linear(cut.module))
     with preserved(), torch.random.fork_rng(devices=[]):
         whole = _copy(module)
         if whole is None:
-            return False
+            return Verdict(takes=False)
         features = _width_of(module, cuts.widths(first)[0])
         for shape in ((ROWS, LENGTH, features), (ROWS, features)):
             draw = torch.Generator().manual_seed(0)
             x = torch.randn(shape, generator=draw, dtype=torch.float64)
-            wanted = _run(whole, x)
-            if wanted is not None:
-                found = _run_parts(whole, group.cuts, paths, parts, x)
-                return found is not None and all(
-                    _alike(each, _cut(wanted, group.cuts, paths, rank))
-                    for rank, each in enumerate(found)
-                )
-    return False
+            modes = [_Trial(whole, module, group, parts, x, train) for train in (False, True)]
+            if all(mode.wanted is not None for mode in modes):
+                return _judge(modes)
+    return Verdict(takes=False)
+
+
+class _Trial:
+    """A `whole` copy of `module` run on `x` in one mode, to be compared with its parts."""
+
+    def __init__(
+        self,
+        whole: nn.Module,
+        module: nn.Module,
+        group: Group,
+        parts: int,
+        x: Tensor,
+        training: bool,
+    ) -> None:
+        self._whole, self._cuts, self._parts, self._x = whole, group.cuts, parts, x
+        self._training = training
+        self._paths = {id(each): path for path, each in module.named_modules()}
+        undrawn = Undrawn()
+        self.wanted = _run(copy.deepcopy(whole).train(training), x, undrawn)
+        self._drawn = undrawn.shapes
+        self.was_hooked = False
+        self.path = Recorded()
+
+    @property
+    def reached(self) -> set[str]:
+        """The parameters that have a gradient, by name."""
+        assert self.wanted is not None
+        return {name for name, grad in self.wanted.grads.items() if grad is not None}
+
+    def is_passed(self) -> bool:
+        """Whether the parts compute what the whole does."""
+        assert self.wanted is not None
+        self._whole.train(self._training)
+        found = self._run_parts()
+        return found is not None and all(
+            _alike(each, _cut(self.wanted, self._cuts, self._paths, rank))
+            for rank, each in enumerate(found)
+        )
+
+    def _run_parts(self) -> list[_Result] | None:
+        barrier = Barrier(self._parts)
+        board: list[Any] = [None] * self._parts
+        found: list[_Result | None] = [None] * self._parts
+
+        def run(rank: int) -> None:
+            group = _Threads(rank, self._parts, barrier, board)
+            draws = _Draws(rank, torch.device("cpu"))
+            replica = Replica(group, draws)
+            part = _part(self._whole, self._cuts, self._paths, replica, self.path)
+            undrawn = Undrawn(self._drawn, lambda: draws.is_open)
+            found[rank] = _run(part, self._x, undrawn, refused=self._refused)
+            if found[rank] is None:
+                barrier.abort()
+
+        threads = [Thread(target=run, args=(rank,), daemon=True) for rank in range(self._parts)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        done = [each for each in found if each is not None]
+        return done if len(done) == self._parts else None
+
+    def _refused(self) -> None:
+        self.was_hooked = True
+
+
+def _judge(modes: Sequence[_Trial]) -> Verdict:
+    assert modes[0].wanted is not None
+    reached = set().union(*(mode.reached for mode in modes))
+    if any("." in name and name not in reached for name in modes[0].wanted.grads):
+        return Verdict(takes=False, why=NOT_RUN)
+    if all(mode.is_passed() for mode in modes):
+        seen = (mode.path.tried for mode in modes)
+        return Verdict(takes=True, operations=frozenset().union(*seen))
+    return Verdict(takes=False, why=HOOKED if any(mode.was_hooked for mode in modes) else None)
 
 
 @dataclass(frozen=True)
@@ -109,10 +212,10 @@ def _width_of(module: nn.Module, narrow: int) -> int:
 
 def _copy(module: nn.Module) -> nn.Module | None:
     try:
-        made = copy.deepcopy(module).cpu().double()
+        with silenced(module):
+            made = copy.deepcopy(module).cpu().double()
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return None
-    made.eval()
     for parameter in made.parameters():
         parameter.requires_grad_(True)
     with torch.no_grad():
@@ -124,46 +227,34 @@ def _copy(module: nn.Module) -> nn.Module | None:
     return made
 
 
-def _run(module: nn.Module, x: Tensor) -> _Result | None:
-    """What comes of `x`; None where the forward does not take it."""
+def _run(
+    module: nn.Module, x: Tensor, undrawn: Undrawn, refused: Callable[[], None] = lambda: None
+) -> _Result | None:
+    """What comes of `x`; None where the forward does not take it, `refused` called where a hook
+    is why."""
     x = x.clone().requires_grad_()
     named = dict(module.named_parameters())
     try:
-        outputs = [t for t in pytree.tree_leaves(module(x)) if isinstance(t, Tensor)]
+        with undrawn:
+            outputs = [t for t in pytree.tree_leaves(module(x)) if isinstance(t, Tensor)]
         total = sum(t.square().sum() for t in outputs if t.requires_grad)
         assert isinstance(total, Tensor)
         grad, *rest = torch.autograd.grad(total, [x, *named.values()], allow_unused=True)
         assert grad is not None
+    except UsageError:
+        refused()
+        return None
     except Exception:  # the user's forward: whatever it raises, it does not run on this
         return None
     return _Result([*(t.detach() for t in outputs), grad], dict(zip(named, rest, strict=True)))
 
 
-def _run_parts(
-    whole: nn.Module, several: Sequence[Cut], paths: dict[int, str], parts: int, x: Tensor
-) -> list[_Result] | None:
-    barrier = Barrier(parts)
-    board: list[Any] = [None] * parts
-    found: list[_Result | None] = [None] * parts
-
-    def run(rank: int) -> None:
-        group = _Threads(rank, parts, barrier, board)
-        part = _part(whole, several, paths, Replica(group, Draws(rank, torch.device("cpu"))))
-        found[rank] = _run(part, x)
-        if found[rank] is None:
-            barrier.abort()
-
-    threads = [Thread(target=run, args=(rank,), daemon=True) for rank in range(parts)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    done = [each for each in found if each is not None]
-    return done if len(done) == parts else None
-
-
 def _part(
-    whole: nn.Module, several: Sequence[Cut], paths: dict[int, str], replica: Replica
+    whole: nn.Module,
+    several: Sequence[Cut],
+    paths: dict[int, str],
+    replica: Replica,
+    path: Recorded,
 ) -> nn.Module:
     """A copy of `whole`, split as on one rank of `replica`."""
     made = copy.deepcopy(whole)
@@ -176,7 +267,7 @@ def _part(
             shard = Shard(tuple(parameter.shape), dim, tuple(ranges), rank)
             parameter.data = shard.of(parameter.detach())
         local = cut.local[rank] if cut.local else {}
-        modules.become(mine, cut.style, replica, local, cut.ranges, gathers=cut.gathers)
+        modules.become(mine, cut.style, replica, local, cut.ranges, gathers=cut.gathers, path=path)
     return made
 
 

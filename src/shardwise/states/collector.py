@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwise.errors import ModelError
 from shardwise.model.precision import NARROW
 from shardwise.states.reduction import Reduction, Rest
+from shardwise.states.resting import unguarded
 from shardwise.states.tracked import Tracked
 
 
@@ -86,7 +87,9 @@ class Collector:
     def take(self, place: int) -> bool:
         """Take the gradient of the slot `place`, as it is still in the processor's cache; whether
         there was one."""
-        if (grad := self._taken(place)) is None:
+        with unguarded():
+            grad = self._taken(place)
+        if grad is None:
             return False
         value, again = self._backward.cleaned(grad), self._has[place]
         self._has[place] = True
@@ -178,8 +181,10 @@ class Collector:
         landing = self._reduction.landing(self.rest, buffer, self._onto)
         absent = list(landing.gaps)
         adds, plain, found = self._adds, self._backward.plain, []
-        for place, parts in enumerate(landing.targets):
-            if (grad := self._taken(place)) is None:
+        with unguarded():
+            taken = [self._taken(place) for place in range(len(landing.targets))]
+        for place, (parts, grad) in enumerate(zip(landing.targets, taken, strict=True)):
+            if grad is None:
                 if not self._has[place]:
                     absent += parts
                 continue

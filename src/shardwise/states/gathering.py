@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
+from shardwise.states.optimizer_kind import placed
 from shardwise.states.optimizer_state import OptimizerState
-from shardwise.states.optimizer_trial import placed
 from shardwise.states.parameters import Parameters
 
 

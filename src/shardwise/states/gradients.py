@@ -36,6 +36,7 @@ from shardwise.states.held import Held
 from shardwise.states.norms import Norms
 from shardwise.states.parameters import Parameters
 from shardwise.states.reduction import Reduction
+from shardwise.states.resting import unguarded
 from shardwise.states.shelf import Shelf
 from shardwise.states.summation import Summation
 
@@ -140,8 +141,7 @@ class Gradients:
         multiplied by `factor`.
         """
         self._guarded = False
-        for param in self._params:
-            param.grad = None
+        self._drop()
         self._now = self._collectors
         if among is not None:
             self._now = [self._collectors[number] for number in sorted(among)]
@@ -274,15 +274,18 @@ class Gradients:
 
     def guard(self) -> None:
         """Until the next `begin` or `clear`, let every touch of `param.grad` raise."""
-        for param, guard in zip(self._params, self._guards, strict=True):
-            param.grad = guard
+        with unguarded():
+            for param, guard in zip(self._params, self._guards, strict=True):
+                param.grad = guard
         self._guarded = True
 
     def were_cleared(self) -> bool:
         """Whether user code has cleared gradients since `guard`."""
-        return self._guarded and any(
-            param.grad is not guard for param, guard in zip(self._params, self._guards, strict=True)
-        )
+        if not self._guarded:
+            return False
+        with unguarded():
+            pairs = zip(self._params, self._guards, strict=True)
+            return any(param.grad is not guard for param, guard in pairs)
 
     # -- the end of a step ----------------------------------------------------------------
 
@@ -336,8 +339,7 @@ class Gradients:
             collector.filled = False
         self.reduction.clear()
         self.norms.clear()
-        for param in self._params:
-            param.grad = None
+        self._drop()
         self.late.clear()
         self._own_norms.clear()
         self._had_late = False
@@ -349,8 +351,13 @@ class Gradients:
         """Take the hooks off the parameters, so that another layout can watch them."""
         for hook in self._hooks:
             hook.remove()
-        for param in self._params:
-            param.grad = None
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let no parameter have a gradient."""
+        with unguarded():
+            for param in self._params:
+                param.grad = None
 
 
 def _arrive(gradients: ref[Gradients], index: int, param: Tensor) -> None:

@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 from shardwise.errors import ModelError
 from shardwise.layout import Piece
@@ -36,7 +36,7 @@ from shardwise.states.inner_optimizer import (
     without_memory,
 )
 from shardwise.states.on_host import BroughtDown
-from shardwise.states.optimizer_trial import Kind, placed, same
+from shardwise.states.optimizer_kind import Kind, may_fuse, placed, same
 from shardwise.states.parameters import Parameters
 from shardwise.states.shelf import Shelf
 from shardwise.states.tracked import Tracked
@@ -159,7 +159,7 @@ class OptimizerState:
             return group.face
         is_apart = part.master is not part.target or part.master.beside is not None
         stays = part.master.memory is not None and not part.moments
-        fuses = _may_fuse(group, part)
+        fuses = _fuses(group, part)
         in_place = fuses or bool(group.options.get("fused"))  # others make temporaries of its size
         if self._one_by_one or is_apart or not stays or not in_place:
             return index
@@ -167,7 +167,7 @@ class OptimizerState:
 
     def _inner_over(self, indices: Sequence[int]) -> InnerOptimizer:
         parts, groups = [self.parts[i] for i in indices], [self.groups[i] for i in indices]
-        fused = not groups[0].together and _may_fuse(groups[0], parts[0])
+        fused = not groups[0].together and _fuses(groups[0], parts[0])
         return InnerOptimizer(parts, groups, fused)
 
     def restart(self, states: Mapping[nn.Parameter, Mapping[str, Any]], borders: Set[int]) -> None:
@@ -401,22 +401,5 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _may_fuse(group: GroupOf, part: Part) -> bool:
-    """Whether torch's fused kernel may do the update, where the user has not chosen another.
-
-    It reads and writes each number once where the default loop makes a pass per operation, with
-    the same arithmetic.
-    """
-    options = group.options
-    unchosen = options.get("fused", False) is None and not options.get("foreach")
-    plain = not options.get("differentiable") and not options.get("capturable")
-    # A rate that is a tensor rounds what is computed with it to its own dtype.
-    rate = options.get("lr")
-    plain &= not isinstance(rate, Tensor) or rate.dtype == part.master.dtype
-    device = part.master.device.type
-    known = {"cpu": (*_FUSED, optim.Adagrad), "cuda": _FUSED}.get(device, ())
-    real = part.master.dtype in (torch.float32, torch.float64)
-    return unchosen and plain and real and type(group.face) in known
-
-
-_FUSED = (optim.Adam, optim.AdamW, optim.SGD)
+def _fuses(group: GroupOf, part: Part) -> bool:
+    return may_fuse(group.face, group.options, part.master.dtype, part.master.device)

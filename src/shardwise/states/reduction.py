@@ -140,6 +140,10 @@ class Reduction:
         self._scatter = placement.is_sharded("optimizer")
         self._flight: deque[_Flying] = deque()
         self._parameters = parameters
+        self.patient = True
+        """Whether this rank may wait for a sum while its backward runs. Not where backward waits
+        for other ranks elsewhere too (BatchNorm over all ranks): one that has not used the same
+        parameters would wait there, for a rank that waits here for a bucket of its own."""
         self._pool: dict[tuple[torch.dtype, torch.device], deque[_Spare]] = {}
         # By the address of a buffer, and the bucket in it; as long as the buffer is ours.
         self._landings: dict[int, dict[tuple[int, bool], Landing]] = {}
@@ -215,7 +219,7 @@ class Reduction:
             rest.sent = handle
         arrived = buffer is rest.kept or (into is not None and self._scatter)
         self._flight.append(_Flying(rest, buffer, handle, arrived))
-        if len(self._flight) > LAG:
+        if len(self._flight) > LAG and (self.patient or self._group.looks):
             self._flight[-1 - LAG].handle.advance()
 
     def _pieces(self, rest: Rest, buffer: Tensor, elsewhere: Mapping[int, Tensor]) -> list[Tensor]:
@@ -309,6 +313,8 @@ class Reduction:
     def borrow(self, rest: Rest) -> Tensor:
         """A buffer of the bucket's length, with anything in it."""
         while sum(f.buffer is not f.rest.kept for f in self._flight) >= IN_FLIGHT:
+            if not (self.patient or self._flight[0].handle.is_there()):
+                break  # another buffer instead
             self._settle_oldest()
         spares = self._pool.setdefault(rest.kind, deque())
         if not spares:

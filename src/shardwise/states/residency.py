@@ -26,7 +26,7 @@ from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
 from shardwise.states.gathers import ByAllGather, Gather, InPlace, Whole, there, whole_of
 from shardwise.states.places import Place, Places
-from shardwise.states.sharded_parameters import ShardedParameters, allow_copies, refuse_copies
+from shardwise.states.sharded_parameters import ShardedParameters
 from shardwise.states.slab import Slab
 from shardwise.states.tracked import Tracked
 from shardwise.states.turns import Turns
@@ -72,7 +72,8 @@ class Residency:
         self._group = group
         shared = all(slab.common is not None for unit in units for slab in unit.slabs)
         self._gathers = InPlace() if shared else ByAllGather(group)
-        self._turns = Turns([unit.name for unit in units], self._agree)
+        self._turns = Turns([unit.name for unit in units], self._agree, alone=group.size == 1)
+        self._lasting = frozenset(n for n, unit in enumerate(units) if unit.lasting)
         self._inside = inside
         self.part: int | None = None
         """Of a model that runs in parts, the one that does now: each needs units of its own."""
@@ -90,6 +91,8 @@ class Residency:
         parameters.watch(self.settled)
 
     def _agree(self, wanted: int) -> int:
+        if self._group.size == 1:
+            return wanted
         row = torch.tensor([float(wanted)], dtype=torch.float64, device=self._group.small_device)
         return int(self._group.gather_rows(row).min())
 
@@ -115,7 +118,7 @@ class Residency:
         """A module of unit `number` begins its forward; `door` is the module's number."""
         self._close_dead_backward()
         if self._depth == 0 and self._pass is None:
-            self._let_go_of_all(but_lasting=self._is_awaited())
+            self._let_go_of_all(but_lasting=self.is_awaited)
             kind = ("forward", door, torch.is_grad_enabled(), self.part)
             if kind not in self._expected:
                 self._expected[kind] = self._inside(module)
@@ -132,7 +135,7 @@ class Residency:
         self._depth -= 1
         unit.depth -= 1
         in_backward = self._is_backward()
-        awaited = torch.is_grad_enabled() or self._is_awaited()
+        awaited = torch.is_grad_enabled() or self.is_awaited
         if not (unit.depth or in_backward or (unit.lasting and awaited)):
             self._let_go(unit)
         if self._depth == 0 and not in_backward:
@@ -140,10 +143,11 @@ class Residency:
             if torch.is_grad_enabled():
                 self._tape.append(kind)
             self._finish_turns(self._expected[kind], failed=failed)
-            self._let_go_of_all(but_lasting=self._is_awaited())
+            self._let_go_of_all(but_lasting=self.is_awaited)
 
-    def _is_awaited(self) -> bool:
-        """Whether a backward is still to come."""
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a backward is still to come over a forward that was recorded."""
         return bool(self._tape)
 
     # -- backward -------------------------------------------------------------------------
@@ -266,8 +270,8 @@ class Residency:
             wholes = [whole_of(slab, flat) for slab, flat in found.items()]
             self._show(number, there(wholes))
             unit.depth += 1
-            for tracked in unit.tracked:
-                allow_copies(tracked)
+            for slab in unit.slabs:
+                self._parameters.allow_copies(slab)
         return found
 
     def _end_whole(self, number: int, here: bool) -> None:
@@ -275,8 +279,8 @@ class Residency:
         if here:
             unit.depth -= 1
             self._put_to_rest(unit)
-            for tracked in unit.tracked:
-                refuse_copies(tracked)
+            for slab in unit.slabs:
+                self._parameters.refuse_copies(slab)
         if unit.always:
             self._show(number, self._gathers.start(unit.slabs))
 
@@ -328,7 +332,11 @@ class Residency:
         """Take part in what other ranks still need of this pass."""
         if not self._gathers.collective or self._uneven:
             return
-        for turn in self._turns.rest(expected=expected, failed=failed):
+        rounds = max(1, len(self._tape)) if self._is_backward() else 1
+        turns = self._turns.rest(
+            expected=expected, staying=self._lasting, rounds=rounds, failed=failed
+        )
+        for turn in turns:
             self._tell_over()
             self._take_part(turn)
             self._fetch_ahead()

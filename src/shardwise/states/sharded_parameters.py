@@ -1,7 +1,7 @@
 """Parameters, sharded: a rank holds its interval of every bucket and nothing else.
 
-At rest a parameter is a NaN expanded to its shape: 4 bytes, the right shape, reads give NaN and
-writes raise. `residency` shows the whole values while a forward or a backward needs them.
+At rest a parameter has its shape and no values: `resting` refuses to read or write it. `residency`
+shows the whole values while a forward or a backward needs them.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.collectives import Collectives, Handle
-from shardwise.errors import BrokenView, UsageError
+from shardwise.errors import BrokenView
 from shardwise.layout import Bucket
 from shardwise.model.meta import make_real
 from shardwise.states.held import Held, InMemory
 from shardwise.states.parameters import Homes, Parameters, check_place
+from shardwise.states.resting import AtRest, at_rest, moving, unguarded, unmark
 from shardwise.states.shelf import Shelf
 from shardwise.states.slab import Slab
 from shardwise.states.tracked import Tracked
@@ -51,28 +51,27 @@ class ShardedParameters(Parameters):
         offset = len(tracked)
         shifted = [_shifted(bucket, offset) for bucket in frozen_buckets]
         self.slabs = self._slabs([*buckets, *shifted], shelf)
-        self._rests = {slab: self._rests_of(slab) for slab in self.slabs}
-        self._at_rest = {slab: [r.data_ptr() for r in rests] for slab, rests in self._rests.items()}
-        self._addresses = dict(self._at_rest)
+        self._rests = {
+            slab: _Rests([self._rest_of(slot.parameter) for slot in slab.bucket.slots])
+            for slab in self.slabs
+        }
+        self._addresses = {slab: rest.addresses for slab, rest in self._rests.items()}
         self._homes = {slab: Homes(slab.tracked) for slab in self.slabs}
         for index, slab in enumerate(self.slabs):
             self._adopt(index, slab, value_of)
         self.meet()
         self.remember()
 
-    def _rests_of(self, slab: Slab) -> list[Tensor]:
-        """By slot, what its parameter is at rest."""
-        return [self._rest_of(slot.parameter) for slot in slab.bucket.slots]
-
-    def _rest_of(self, number: int) -> Tensor:
-        """What a parameter is at rest; the NaNs of one kind lie side by side to be looked at."""
+    def _rest_of(self, number: int) -> AtRest:
+        """What a parameter is at rest; the NaNs of one kind lie side by side to be looked at, each
+        at an address of its own, since tools tell by it which parameters are the same."""
         each = self._all[number]
         kind = (each.dtype, each.device)
         if kind not in self._nans:
             self._nans[kind] = torch.full(
                 (len(self._all),), torch.nan, dtype=each.dtype, device=each.device
             )
-        return self._nans[kind][number].expand(each.shape)
+        return at_rest(each.parameter, each.alias, self._nans[kind][number].expand(each.shape))
 
     def _slabs(self, buckets: Sequence[Bucket], shelf: Shelf) -> list[Slab]:
         """Room for this rank's interval of every bucket."""
@@ -101,8 +100,8 @@ class ShardedParameters(Parameters):
         _, dtype, device = slab.kind
         interval = torch.zeros(own[1] - own[0], dtype=dtype, device=device)
         wide: Tensor | None = None
-        places = zip(slab.tracked, slab.bucket.slots, self._rests[slab], strict=True)
-        for each, slot, at_rest in places:
+        places = zip(slab.tracked, slab.bucket.slots, self._rests[slab].each, strict=True)
+        for each, slot, rest in places:
             low, high = max(slot.start, own[0]), min(slot.end, own[1])
             value = value_of(each)
             if low < high:
@@ -113,10 +112,11 @@ class ShardedParameters(Parameters):
                     wide = interval.to(value.dtype) if wide is None else wide
                     wide[place] = flat[low - slot.start : high - slot.start]
             if each.parameter.is_meta:
-                make_real(each.parameter, at_rest)
-            else:
-                each.parameter.data = at_rest
-            refuse_copies(each)
+                make_real(each.parameter, rest.like)
+            with moving():
+                each.parameter.data = rest.value
+            each.parameter.__class__ = rest.kind
+            rest.mark(each.parameter)
         slab.held.store(interval)
         if wide is not None and index < len(self.buckets):
             self.wide[index] = wide
@@ -129,14 +129,35 @@ class ShardedParameters(Parameters):
     def show(self, slab: Slab, views: Sequence[Tensor], addresses: list[int]) -> None:
         """Let the parameters of a bucket have their values, which are in `views`, by slot, at
         `addresses`."""
-        self._note_replaced(slab)
-        for parameter, view in zip(slab.parameters, views, strict=True):
-            parameter.data = view
+        with unguarded():
+            self._note_replaced(slab)
+        pairs = zip(slab.parameters, views, self._rests[slab].owns, strict=True)
+        with moving():
+            for parameter, view, own in pairs:
+                parameter.__class__ = own
+                parameter.data = view
         self._addresses[slab] = addresses
 
     def rest(self, slab: Slab) -> None:
-        """Take the values of a bucket's parameters away: NaN to read, an error to write."""
-        self.show(slab, self._rests[slab], self._at_rest[slab])
+        """Take the values of a bucket's parameters away: to read or to write them raises."""
+        self._note_replaced(slab)
+        rests = self._rests[slab]
+        with moving():
+            trios = zip(slab.parameters, rests.values, rests.kinds, strict=True)
+            for parameter, value, kind in trios:
+                parameter.data = value
+                parameter.__class__ = kind
+        self._addresses[slab] = rests.addresses
+
+    def refuse_copies(self, slab: Slab) -> None:
+        """Let deepcopy and pickle of a bucket's parameters raise."""
+        for parameter, rest in zip(slab.parameters, self._rests[slab].each, strict=True):
+            rest.mark(parameter)
+
+    def allow_copies(self, slab: Slab) -> None:
+        """Undo `refuse_copies`."""
+        for parameter in slab.parameters:
+            unmark(parameter)
 
     def _note_replaced(self, slab: Slab) -> None:
         """Remember a parameter that user code gave other memory: `check` tells of it."""
@@ -152,7 +173,8 @@ class ShardedParameters(Parameters):
 
     def settle(self) -> None:
         """Every bucket was updated: return when all ranks may read what they share."""
-        super().settle()
+        with unguarded():
+            super().settle()
         self.meet()
         for told in self._watchers:
             told()
@@ -174,7 +196,7 @@ class ShardedParameters(Parameters):
             if nans.device.type == "cpu" and not bool(nans.isnan().all()):
                 written = self._all[int((~nans.isnan()).nonzero()[0])]
                 nans.fill_(torch.nan)
-        versions = [each.parameter._version for each in self._all]
+        versions = self._versions_of_all()
         if versions != self._all_versions:
             pairs = zip(self._all, versions, self._all_versions, strict=True)
             *_, written = (each for each, now, then in pairs if now != then)
@@ -201,27 +223,37 @@ class ShardedParameters(Parameters):
         )
 
     def remember(self) -> None:
-        super().remember()
-        self._all_versions = [each.parameter._version for each in self._all]
+        with unguarded():
+            super().remember()
+        self._all_versions = self._versions_of_all()
+
+    def _versions_of_all(self) -> list[int]:
+        with unguarded():
+            return [each.parameter._version for each in self._all]
+
+    def written(self) -> set[int]:
+        with unguarded():
+            return super().written()
 
     def check_places(self) -> None:
         """Raise BrokenView if user code replaced a parameter; told once, since the next use of
         its unit mends it."""
-        for slab, homes in self._homes.items():
-            addresses = self._addresses[slab]
-            if not homes.are_kept(addresses):
-                self._addresses[slab] = [p.data_ptr() for p in slab.parameters]
-                for tracked, address in zip(slab.tracked, addresses, strict=True):
-                    check_place(tracked, address)
+        with unguarded():
+            for slab, homes in self._homes.items():
+                addresses = self._addresses[slab]
+                if not homes.are_kept(addresses):
+                    self._addresses[slab] = [p.data_ptr() for p in slab.parameters]
+                    for tracked, address in zip(slab.tracked, addresses, strict=True):
+                        check_place(tracked, address)
 
     def release(self) -> None:
         """Give each parameter whole memory of its own again. Collective."""
         for slab in self.slabs:
             flat = self.gathered(slab)
             assert flat is not None
-            for each, view in zip(slab.tracked, slab.views(flat), strict=True):
-                allow_copies(each)
-                each.parameter.data = view.clone(memory_format=torch.preserve_format)
+            fresh = [v.clone(memory_format=torch.preserve_format) for v in slab.views(flat)]
+            self.show(slab, fresh, [])
+            self.allow_copies(slab)
 
     def gathered(self, slab: Slab, *, here: bool = True) -> Tensor | None:
         """The whole of a bucket in fresh memory, if it is wanted `here`. Collective."""
@@ -247,36 +279,17 @@ class ShardedParameters(Parameters):
         return self.slabs[len(self.buckets) :]
 
 
+class _Rests:
+    """What the parameters of a bucket are at rest, by slot; in lists, as it is asked for often."""
+
+    def __init__(self, each: list[AtRest]) -> None:
+        self.each = each
+        self.values = [rest.value for rest in each]
+        self.kinds = [rest.kind for rest in each]
+        self.owns = [rest.own for rest in each]
+        self.addresses = [rest.like.data_ptr() for rest in each]
+
+
 def _shifted(bucket: Bucket, offset: int) -> Bucket:
     slots = tuple(replace(slot, parameter=slot.parameter + offset) for slot in bucket.slots)
     return replace(bucket, slots=slots)
-
-
-def refuse_copies(tracked: Tracked) -> None:
-    """Let deepcopy and pickle of a parameter raise: they would copy NaN."""
-
-    def refuse(*_: Any) -> NoReturn:
-        raise sharded_copy(tracked.alias)
-
-    parameter: Any = tracked.parameter
-    parameter.__deepcopy__ = parameter.__reduce_ex__ = refuse
-
-
-def allow_copies(tracked: Tracked) -> None:
-    """Undo `refuse_copies`."""
-    for name in ("__deepcopy__", "__reduce_ex__"):
-        tracked.parameter.__dict__.pop(name, None)
-
-
-def sharded_copy(name: str) -> UsageError:
-    """The error for copying or saving what is sharded."""
-    return UsageError(
-        f"{name} is sharded: this rank holds a part of it only, so a copy would be NaN. Inside "
-        "with engine.full_parameters(): state_dict(), deepcopy and pickle give plain tensors; "
-        "engine.export('model.safetensors') writes the whole model."
-    )
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether `module` holds a parameter that is at rest or shown for the moment only."""
-    return any("__deepcopy__" in p.__dict__ for p in module.parameters())

@@ -239,7 +239,14 @@ class _Drawing:
             parts = tuple(self.part(program, rows) for _ in range(count))
             if len(set(map(_explicit, parts))) > 1:
                 parts = tuple(replace(part, explicit=True) for part in parts)
-        ahead = not loader and not gan and len(parts) > 1 and self.chance(0.25)
+        if not gan and self.chance(0.06):
+            parts = tuple(Part(rows=part.rows, losses=("sum",)) for part in parts)
+        ahead = (
+            not (loader or gan)
+            and parts[0].losses != ("sum",)
+            and len(parts) > 1
+            and self.chance(0.25)
+        )
         if ahead:  # what was handed out last is not what each loss is of
             parts = tuple(
                 replace(part, explicit=True, shared=False, losses=part.losses[:1]) for part in parts

@@ -101,7 +101,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
         {"momentum": 0.8, "dampening": 0.1},
         {"weight_decay": 0.05, "maximize": True, "lr": 0.001},
         {"momentum": 0.9, "foreach": True},
-        {"momentum": 0.9, "fused": True},
+        {"fused": True},
     ),
     "adam": (
         {},

@@ -73,6 +73,7 @@ class Script:
         """Let all models train."""
         for model in self.models:
             model.train()
+            model.kept = []
 
     def warm_up(self) -> None:
         """The steps that come before there is an engine, each on one whole batch."""
@@ -132,7 +133,7 @@ class Plain(Script):
         program = self.program
         self.train_mode()
         self.warm_up()
-        self.ema = [p.detach().clone() for p in self._parameters()]
+        self.ema = self._fresh_averages()
         for self.number, step in program.steps():
             made_of.tell_step(self.models, self.number)
             for event in step.before:
@@ -147,9 +148,13 @@ class Plain(Script):
         self.end()
         return self.ran
 
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        for model in self.models:
-            yield from model.parameters()
+    def _averaged(self) -> Iterator[nn.Parameter]:
+        """The parameters of the first engine."""
+        for number in self.program.owners[0]:
+            yield from self.models[number].parameters()
+
+    def _fresh_averages(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self._averaged()]
 
     def state(self) -> list[dict[str, Tensor]]:
         """All tensors of all models."""
@@ -164,7 +169,7 @@ class Plain(Script):
         for index, part in enumerate(step.parts):
             if part.between:
                 self.evaluate("between")
-            share = self.weigh(step, index, part) / total
+            share = 1.0 if part.losses[0] == "sum" else self.weigh(step, index, part) / total
             for loss in self.losses(index, part, engine):
                 told += loss.item() * share
                 graphs.append(loss * share)
@@ -179,7 +184,7 @@ class Plain(Script):
         for model in self.models:
             model.zero_grad()
         if program.ema is not None and engine == 0:
-            for kept, p in zip(self.ema, self._parameters(), strict=True):
+            for kept, p in zip(self.ema, self._averaged(), strict=True):
                 kept.mul_(program.ema).add_(p.detach(), alpha=1 - program.ema)
         self.ran.losses.append((self.number, told))
         self.ran.norms.append((self.number, norm))
@@ -223,7 +228,7 @@ class Plain(Script):
             with torch.no_grad():
                 self.models[0].head.weight.mul_(0.95)
         elif event.startswith("reopen"):
-            self.ema = [p.detach().clone() for p in self._parameters()]
+            self.ema = self._fresh_averages()
         else:
             assert event == "save", event
 
@@ -236,7 +241,7 @@ class Plain(Script):
         self.train_mode()
 
     def averaged(self) -> "Averaged":
-        return Averaged(list(self._parameters()), self.ema)
+        return Averaged(list(self._averaged()), self.ema)
 
     def end(self) -> None:
         """What there is in the end."""

@@ -5,13 +5,29 @@ Everything else that is refused is a finding: a program that plain PyTorch runs 
 
 import re
 
-RIGHT: dict[str, str] = {}
+RIGHT: dict[str, str] = {
+    r"needs whole tensors, and (on nvme:|--tensor)": "each worker, or span of a file, has a part",
+    r"found nothing to split": "without a layer to split, --tensor would train copies",
+    r"zero-bubble runs backward in two": "the other half would gather, or recompute, all anew",
+    r"several stages on each worker .* write loss = engine.forward_backward": "in a plain loop "
+    "nobody knows which of a worker's stages is next",
+    r"stand in the model in the order in which they run": "a stage would wait for a later one",
+    r"depends on its values, which the ranks of other stages do not have": "shapes must be known "
+    "where a tensor is not",
+    r"engine.uneven\(\) with --pipeline": "no worker has all layers",
+    r"add_param_group after sw.Engine\(...\) with --pipeline": "whose layers they are is settled",
+    r"gradients inside of a loss .* cannot be had with --pipeline": "each worker has a part of the "
+    "graph",
+    r"hold no tensors of torch.complex": "safetensors, the format of checkpoints, has no such type",
+    r"max_norm=.* rewrites in forward": "each worker would rewrite the rows that it sees",
+    r"is of the stand-in cannot be told": "rows cut by hand beside batches of world.share",
+    r"was written while sharded, which reaches nothing": "whole parameters are written in "
+    "full_parameters(write=True)",
+}
 """By a pattern of the message, why it is right to refuse."""
 
 
 def why(words: str) -> str | None:
     """Why a refusal with these words is right; None where it is not known to be."""
-    for pattern, reason in RIGHT.items():
-        if re.search(pattern, words):
-            return reason
-    return None
+    flat = " ".join(words.split())
+    return next((why for pattern, why in RIGHT.items() if re.search(pattern, flat)), None)

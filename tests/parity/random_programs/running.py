@@ -148,9 +148,10 @@ def gone_wrong(outcomes: list[Outcome]) -> Result:
     """A refusal, or a crash: by the error that is not another's consequence."""
     failed = [each for each in outcomes if each.error]
     primary = [each for each in failed if not each.secondary] or failed
-    (kind, words), *_ = [each.error for each in primary if each.error]
-    known = getattr(errors, kind, None)
-    refused = known is not None and not issubclass(known, errors.CollectiveError)
+    first = primary[0]
+    assert first.error
+    kind, words = first.error
+    refused = first.module == errors.__name__ and not first.secondary
     return Result(
         kind="refused" if refused else "crash",
         words=f"{kind}: {words}",

@@ -29,6 +29,7 @@ def sensible(program: Program) -> bool:
         all(_sensible_net(net, first=i == 0) for i, net in enumerate(program.nets))
         and all(_sensible_optimizer(each, program) for each in program.optimizers)
         and all(_sensible_phase(phase, program) for phase in program.phases)
+        and not (program.family == "gan" and any(n.checkpoint == "reentrant" for n in program.nets))
         and not (counts_forwards(program) and len(program.phases) > 1)
         and all(_sensible_step(step, program) for _, step in program.steps())
         and _same_batches(program)
@@ -38,6 +39,8 @@ def sensible(program: Program) -> bool:
 def _sensible_net(net: Net, *, first: bool) -> bool:
     over_time = any(name in blocks.OVER_TIME for name in net.blocks)
     if net.checkpoint and {*net.blocks} & {"hooked", *blocks.ACROSS_ROWS, *blocks.COUNT_FORWARDS}:
+        return False
+    if net.checkpoint == "reentrant" and not first:
         return False
     return (net.modality == "tokens" or not (over_time or net.tied or net.embedding)) and (
         first or net.modality == "features"
@@ -79,6 +82,9 @@ def _sensible_phase(phase: Phase, program: Program) -> bool:
 def _sensible_step(step: Step, program: Program) -> bool:
     if step.ahead and not all(_explicit(p) and len(p.losses) == 1 for p in step.parts):
         return False
+    sums = [part.losses[0] == "sum" for part in step.parts]
+    if any(sums) and not all(sums):  # one step, one reduction
+        return False
     return all(_sensible_part(part, program) for part in step.parts)
 
 
@@ -89,6 +95,10 @@ def _sensible_part(part: Part, program: Program) -> bool:
     if counts_forwards(program) and len(part.losses) > 1:
         return False
     if "tokens" in part.losses and (net.modality != "tokens" or len(part.losses) > 1):
+        return False
+    if "sum" in part.losses and (
+        len(part.losses) > 1 or _explicit(part) or part.cuts is not None or part.shared
+    ):
         return False
     own = {"penalty", "method", "functional", "hook"} & {*part.losses}
     if own and (program.family != "one" or net.checkpoint):

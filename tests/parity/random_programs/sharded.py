@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import shardwise as sw
 from shardwise.states import held
+from shardwise.states.exact_squares import GRAIN
 from tests.disk import on_a_disk
 from tests.parity.random_programs import models as made_of
 from tests.parity.random_programs.models import Batch, explicit, items
@@ -32,7 +33,9 @@ def run_phase(
 
     What an earlier phase has left in `folder` is loaded at first; what a later one needs is saved.
     """
-    held.SPAN = 48  # several spans, also in models as small as these
+    usual = held.SPAN
+    exact = program.phases[phase].config.exact is not None
+    held.SPAN = 2 * GRAIN if exact else 48  # several spans, also in models as small as these
     # The program adds what is in no optimizer yet.
     warnings.filterwarnings("ignore", ".*are in no optimizer")
     script = Sharded(world, program, phase, Path(folder))
@@ -41,6 +44,7 @@ def run_phase(
         script.run(watch=watch)
     finally:
         script.models.clear()
+        held.SPAN = usual
     script.ran.seconds = time.process_time() - began
     return script.ran, script.digest
 
@@ -183,7 +187,9 @@ class Sharded(Script):
         """One step of an engine; its loss."""
         if self.loader is not None:
             for data in next(given):
-                self.backward_all(step.parts[0], engine, data, last=None)
+                part = step.parts[0]
+                told = self.told_of(part, data)
+                self.backward_all(part, engine, data, told)
         else:
             self.train_by_hand(step, engine)
         stats = self.engines[engine].step(max_norm=step.clip)
@@ -195,34 +201,44 @@ class Sharded(Script):
         """All forwards and backwards of a step, each of a batch that is shared out by hand."""
         waiting = []
         for index, part in enumerate(step.parts):
-            data, weight = self.take(index, part)
+            data, told = self.take(index, part)
             if part.between:
                 self.evaluate("between")
-            last = index == len(step.parts) - 1 if part.last else None
+            if part.last:
+                told["last"] = index == len(step.parts) - 1
+            if index and "weight" in told and (step.ahead or part.cuts is not None):
+                told["same_items"] = False  # of other items than what was shared out last
             if step.ahead:
-                losses = self.losses(part, engine, data)
-                waiting.append((losses, weight, last))
+                waiting.append((self.losses(part, engine, data), told))
             else:
-                self.backward_all(part, engine, data, last=last, weight=weight)
-        for losses, weight, last in waiting:
+                self.backward_all(part, engine, data, told)
+        for losses, told in waiting:
             for loss in losses:
-                self.backward(loss, engine, weight=weight, last=last)
+                self.engines[engine].backward(loss, **told)
 
-    def take(self, index: int, part: Part) -> tuple[Batch, int | None]:
-        """This rank's rows of a part, and how many items they are where that is to be told."""
+    def take(self, index: int, part: Part) -> tuple[Batch, dict[str, Any]]:
+        """This rank's rows of a part, and what backward is to be told of them."""
         data = made_of.batch(self.program, self.number, index, part.rows)
         if part.cuts is None:
             mine = self.world.share(data)
-            stand_in = self.world.feed.current.samples == 0
-            counted = 0 if stand_in else items(part.losses, mine) * part.factor
-            return mine, counted if explicit(part) else None
-        size, rank = self.world.data_size, self.world.data_rank
-        cuts = uneven_cuts(part.rows, size, part.cuts)
-        rows = slice(cuts[rank], cuts[rank + 1])
-        mine = data[0][rows], data[1][rows]
-        if not len(mine[0]):
-            return (data[0][:1], data[1][:1]), 0
-        return mine, items(part.losses, mine) * (part.factor if explicit(part) else 1)
+            rows = self.world.feed.current.samples
+        else:
+            size, rank = self.world.data_size, self.world.data_rank
+            cuts = uneven_cuts(part.rows, size, part.cuts)
+            rows = cuts[rank + 1] - cuts[rank]
+            first = cuts[rank] if rows else 0
+            mine = data[0][first:][: rows or 1], data[1][first:][: rows or 1]
+        if part.losses[0] == "sum":
+            return mine, {"reduction": "sum"}
+        if not (explicit(part) or part.cuts is not None):
+            return mine, {}
+        return mine, {"weight": items(part.losses, mine) * part.factor if rows else 0}
+
+    def told_of(self, part: Part, data: Batch) -> dict[str, Any]:
+        """What backward is told of the Loader's batch: tokens are ours to count, rows are not."""
+        if part.losses[0] == "sum":
+            return {"reduction": "sum"}
+        return {"weight": items(part.losses, data)} if "tokens" in part.losses else {}
 
     def losses(self, part: Part, engine: int, data: Batch) -> list[Tensor]:
         if part.shared:
@@ -231,45 +247,32 @@ class Sharded(Script):
             made_of.loss_of(self.program, self.models, engine, name, data) for name in part.losses
         ]
 
-    def backward_all(
-        self, part: Part, engine: int, data: Batch, *, last: bool | None, weight: int | None = None
-    ) -> None:
+    def backward_all(self, part: Part, engine: int, data: Batch, told: dict[str, Any]) -> None:
         """Forwards and backwards of one share of a batch."""
-        if self.loader is not None and "tokens" in part.losses:
-            weight = items(part.losses, data) if self.world.feed.current.samples else 0
         if self.config.call == "forward_backward":
-            for name in part.losses:
-                self.forward_backward(name, part, engine, data, weight)
-        elif part.shared:
-            for loss in (losses := self.losses(part, engine, data)):
-                more = loss is not losses[-1]
-                self.backward(loss, engine, weight=weight, last=last, retain_graph=more)
-        else:
-            for name in part.losses:
+            self.forward_backward(part, engine, data, told)
+            return
+        graph = self.losses(part, engine, data) if part.shared else []
+        for number, name in enumerate(part.losses):
+            if number and "weight" in told:
+                told["same_items"] = True
+            if part.shared:
+                told["retain_graph"] = number < len(graph) - 1
+                loss = graph[number]
+            else:
                 loss = made_of.loss_of(self.program, self.models, engine, name, data)
-                self.backward(loss, engine, weight=weight, last=last)
+            self.engines[engine].backward(loss, **told)
 
-    def backward(
-        self, loss: Tensor, engine: int, *, weight: int | None, last: bool | None, **told: Any
-    ) -> None:
-        if weight is not None:
-            told["weight"] = weight
-        if last is not None:
-            told["last"] = last
-        self.engines[engine].backward(loss, **told)
-
-    def forward_backward(
-        self, name: str, part: Part, engine: int, data: Batch, weight: int | None
-    ) -> None:
+    def forward_backward(self, part: Part, engine: int, data: Batch, told: dict[str, Any]) -> None:
         """The call that keeps all workers of a pipeline busy."""
 
         def loss_of(*data: Tensor) -> Tensor:
-            return made_of.loss_of(self.program, self.models, engine, name, data)
+            return made_of.loss_of(self.program, self.models, engine, part.losses[0], data)
 
-        weigh: dict[str, Any] = {}
-        if weight is not None:
-            weigh["weight"] = lambda *data: items(part.losses, data) * part.factor if weight else 0
-        self.engines[engine].forward_backward(loss_of, *data, **weigh)
+        told.pop("last", None)
+        if "weight" in told:
+            told["weight"] = lambda *data: items(part.losses, data) * part.factor
+        self.engines[engine].forward_backward(loss_of, *data, **told)
 
     # -- events ---------------------------------------------------------------------------
 

@@ -5,9 +5,11 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import ModelError
 from tests.unit.activations.models import gradients, make, on, same, x
 
 
@@ -96,3 +98,83 @@ def test_a_forward_that_user_code_gave_a_unit_is_the_one_that_runs(folder: Path)
         model(x()).backward()
     assert all(torch.equal(grad, wanted[name]) for name, grad in gradients(model).items())
     assert block.forward is doubled
+
+
+class Counting(nn.Module):
+    """Reads and changes attributes: a number, one that comes later, a list, a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.calls = 0
+        self.scales = [1.0]
+        self.seen: dict[str, int] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.scales.append(self.scales[-1] * 1.5)
+        self.seen["x"] = self.seen.get("x", 0) + 1
+        out = self.linear(x * self.calls).tanh() * self.scales[-1] * self.seen["x"]
+        if hasattr(self, "last"):
+            out = out + self.last
+        self.last = out.detach()
+        return out.square().sum()
+
+
+def test_a_recomputation_reads_the_attributes_that_the_forward_read(folder: Path) -> None:
+    torch.manual_seed(0)
+    plain = Counting()
+    ours = copy.deepcopy(plain)
+    for model in (plain, ours):
+        with on(ours, "recomputed", folder) if model is ours else contextlib.nullcontext():
+            for _ in range(2):
+                sum(model(x(calls)) for calls in range(2)).backward()
+    same(ours, plain)
+    assert (ours.calls, ours.scales, ours.seen) == (plain.calls, plain.scales, plain.seen)
+    assert torch.equal(ours.last, plain.last)
+
+
+class Averaging(nn.Module):
+    """Changes a tensor in place that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.mean = torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.linear(x - self.mean).square().sum()
+
+
+def test_a_tensor_that_forward_changes_in_place_is_to_be_a_buffer(folder: Path) -> None:
+    model = Averaging()
+    with (
+        on(model, "recomputed", folder),
+        pytest.raises(ModelError, match=r"Averaging changes its attribute mean.*register_buffer"),
+    ):
+        model(x())
+
+
+class Crossing(nn.Module):
+    """Takes another way where two arguments are one object, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keyed = self.linear(key)
+        valued = keyed if key is value else self.other(value)
+        return (self.linear(query) * keyed.tanh() * valued.sin() + self.other(query)).sum()
+
+
+def test_arguments_that_are_one_object_are_so_again(folder: Path) -> None:
+    torch.manual_seed(0)
+    plain = Crossing()
+    ours = copy.deepcopy(plain)
+    for model in (plain, ours):
+        with on(ours, "recomputed", folder) if model is ours else contextlib.nullcontext():
+            key = x(1).requires_grad_() * 2
+            model(x(2), key, key).backward()
+    same(ours, plain)

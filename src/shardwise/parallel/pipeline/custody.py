@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import UsageError
 from shardwise.model import meta
 from shardwise.model.buffers import write
+from shardwise.model.hooks import Hooked, attach
 from shardwise.parallel.pipeline.loans import Loans
 from shardwise.parallel.pipeline.stages import Stages
 
@@ -162,14 +162,14 @@ class NoCopies:
             handle.remove()
 
 
-def _refuse_copies(model: nn.Module) -> list[RemovableHandle]:
+def _refuse_copies(model: nn.Module) -> list[Hooked]:
     return [
         handle
         for module in model.modules()
         if _is_elsewhere(module)
         for handle in (
-            module.register_state_dict_pre_hook(_refuse_to_tell),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(_refuse_to_load),  # type: ignore[no-untyped-call]
+            attach(module.register_state_dict_pre_hook, _refuse_to_tell),
+            attach(module.register_load_state_dict_pre_hook, _refuse_to_load),
         )
     ]
 

@@ -59,12 +59,12 @@ class Forward(ABC):
 
 
 class ModelForward(Forward):
-    """That of the whole model, in which parameters outside of all layers are looked after."""
+    """That of the whole model, which is a run of its own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._line.is_whole:
             return self._plain(*args, **kwargs)
-        with self._line.following(), self._line.forward():
+        with self._line.forward():
             return self._plain(*args, **kwargs)
 
 

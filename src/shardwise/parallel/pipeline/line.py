@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.collectives import Collectives
 from shardwise.parallel.pipeline.custody import Custody
 from shardwise.parallel.pipeline.forms import Forms
 from shardwise.parallel.pipeline.loans import Loans
 from shardwise.parallel.pipeline.stages import Stages
-from shardwise.parallel.pipeline.values import Following, Run
+from shardwise.parallel.pipeline.values import Run, fakes, stand_in
 from shardwise.randomness import seed_from
 
 
@@ -23,6 +24,16 @@ class Undoable(Protocol):
 
     def undo(self) -> None:
         """Take it out."""
+
+
+class Parts(Protocol):
+    """What has parts of parameters."""
+
+    def whole_of(self, parameter: nn.Parameter) -> Tensor:
+        """All of one of which this rank has a part. Collective."""
+
+    def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...] | None:
+        """Its shape; None for one that is not split."""
 
 
 class Line(Stages):
@@ -37,7 +48,8 @@ class Line(Stages):
         self.custody = Custody(self, self.loans)
         self.forms = Forms(self)
         self.forwards: list[Undoable] = []
-        self._following = Following(self)
+        self.split: Parts | None = None
+        """What is split further of the layers that are here."""
         self._seed, self._draws = 0, 0
         self._in_forward = False
 
@@ -106,6 +118,11 @@ class Line(Stages):
         """Return when what was sent has come."""
         self.channels.settle()
 
+    def renew(self) -> None:
+        """Begin another run, where a backward has used the present one up."""
+        if self.run.is_over:
+            self.run = Run(self.stages)
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Inside the block is a forward of the model: a run of its own, unless a schedule or a
@@ -150,9 +167,20 @@ class Line(Stages):
             run.received.append((source, target, value))
         return value
 
-    def followed(self) -> None:
-        """A parameter was used outside of all layers."""
-        self.loans.are_outside = True
+    def whole(self, parameter: nn.Parameter) -> Tensor:
+        """All of a parameter that is here, also where layers are split further. Collective then."""
+        return parameter if self.split is None else self.split.whole_of(parameter)
+
+    def like(self, parameter: nn.Parameter) -> FakeTensor:
+        """A stand-in for all of a parameter."""
+        shape = None if self.split is None else self.split.whole_shape(parameter)
+        if shape is None:
+            return stand_in(parameter)
+        with fakes():
+            made = torch.empty(shape, dtype=parameter.dtype, device=self.device)
+        assert isinstance(made, FakeTensor)
+        made.requires_grad_(parameter.requires_grad)
+        return made
 
     def spread(self, source: int, value: Tensor | None, like: Tensor) -> Tensor:
         """What `source` has, on all ranks. Collective."""
@@ -164,8 +192,3 @@ class Line(Stages):
         if near.numel():
             self.group.broadcast(near.view(-1), rank).wait()
         return near.to(value.device)
-
-    def following(self) -> Any:
-        """What follows parameters that are used outside of all layers, unless none is."""
-        known = self.run.planned and not self.run.trying
-        return nullcontext() if known and not self.loans.are_outside else self._following

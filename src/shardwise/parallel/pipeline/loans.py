@@ -18,9 +18,6 @@ class Loans:
     def __init__(self, line: Stages) -> None:
         self._line = line
         self._lent: set[nn.Parameter] = set()
-        self.are_outside = False
-        """Whether a parameter is used outside of all layers, so that operations are to be followed
-        for it."""
 
     def changed(self) -> None:
         """Parameters have changed: what is lent is to be sent again."""
@@ -38,7 +35,6 @@ class Loans:
     def borrow(self, parameter: nn.Parameter, stage: int) -> None:
         """The same of one parameter, which is used outside of all layers."""
         several = self._line.cut.lent.setdefault(parameter, [])
-        self.are_outside = True
         if stage not in several:
             if self._line.run.planned and not self._line.run.trying:
                 raise self._line.another_way(self._line.cut.owners[parameter], stage)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shardwise.model.hooks import attach
 from shardwise.parallel.pipeline import atoms
 
 
@@ -42,8 +43,8 @@ class LayerTimes:
             handle
             for number, atom in enumerate(self._atoms)
             for handle in (
-                atom.module.register_forward_pre_hook(partial(self._enter, number)),
-                atom.module.register_forward_hook(partial(self._leave, number)),
+                attach(atom.module.register_forward_pre_hook, partial(self._enter, number)),
+                attach(atom.module.register_forward_hook, partial(self._leave, number)),
             )
         ]
 

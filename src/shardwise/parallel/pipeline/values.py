@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shardwise.collectives import Handle
@@ -110,8 +109,11 @@ class Moves(Protocol):
     def borrow(self, parameter: torch.nn.Parameter, stage: int) -> None:
         """Let `stage` have a parameter that another one trains."""
 
-    def followed(self) -> None:
-        """A parameter was used outside of all layers."""
+    def whole(self, parameter: torch.nn.Parameter) -> Tensor:
+        """All of a parameter that is here, also where layers are split further. Collective then."""
+
+    def like(self, parameter: torch.nn.Parameter) -> FakeTensor:
+        """A stand-in for all of a parameter."""
 
     @property
     def inside_of(self) -> int:
@@ -183,7 +185,7 @@ _READS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__float__,
     Tensor.__int__, Tensor.__index__, Tensor.__contains__, Tensor.__repr__, Tensor.__format__,
     Tensor.cpu, Tensor.equal, torch.equal, torch.allclose, Tensor.allclose, torch.is_nonzero,
-    Tensor.is_nonzero,
+    Tensor.is_nonzero, Tensor.__reduce_ex__, Tensor.__deepcopy__,
 }  # fmt: skip
 """What takes values out of a tensor: all ranks get them."""
 
@@ -248,14 +250,14 @@ def operate(
     _check_in_place(moves, func, leaves, spec)
     if home in moves.run.stages:
         if func in _SHAPED_BY_VALUES:
-            _shapes(func, leaves, spec)  # the error that the others have
+            _shapes(moves, func, leaves, spec)  # the error that the others have
         given = [at(moves, leaf, home) for leaf in leaves]
         with checkpoints.kept():
             found = _call(func, given, spec)
         return pytree.tree_map_only(Tensor, lambda v: Piece(moves, home, v, v, runs), found)
     for leaf in leaves:
         at(moves, leaf, home)
-    found = _shapes(func, leaves, spec)
+    found = _shapes(moves, func, leaves, spec)
     return pytree.tree_map_only(Tensor, lambda v: Piece(moves, home, None, v, runs), found)
 
 
@@ -291,11 +293,13 @@ def _check_in_place(
         )
 
 
-def _shapes(func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+def _shapes(
+    moves: Moves, func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec
+) -> Any:
     """What `func` gives, as stand-ins. Raises UsageError where that depends on values."""
     try:
         with fakes(), unsaved():
-            return _call(func, [_shape_of(leaf) for leaf in leaves], spec)
+            return _call(func, [_shape_of(moves, leaf) for leaf in leaves], spec)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UsageError(
             f"{getattr(func, '__name__', func)} of a tensor of the model gives a shape, or a "
@@ -321,9 +325,11 @@ def _home(moves: Moves, leaf: Any) -> int | None:
     return moves.owner(leaf) if isinstance(leaf, torch.nn.Parameter) else None
 
 
-def _shape_of(leaf: Any) -> Any:
+def _shape_of(moves: Moves, leaf: Any) -> Any:
     if isinstance(leaf, Piece):
         return leaf.like
+    if _home(moves, leaf) is not None:
+        return moves.like(leaf)
     return stand_in(leaf) if isinstance(leaf, Tensor) else leaf
 
 
@@ -332,8 +338,10 @@ def at(moves: Moves, leaf: Any, stage: int) -> Any:
 
     The value where this rank runs `stage`; else nothing that could be used.
     """
-    if isinstance(leaf, torch.nn.Parameter) and moves.owner(leaf) not in (None, stage):
-        moves.borrow(leaf, stage)
+    if isinstance(leaf, torch.nn.Parameter) and (owner := moves.owner(leaf)) is not None:
+        if owner != stage:
+            moves.borrow(leaf, stage)
+        return moves.whole(leaf) if stage in moves.run.stages else leaf
     if not isinstance(leaf, Piece):
         return leaf
     if stage not in leaf.known:
@@ -363,36 +371,24 @@ def everywhere(piece: Piece) -> Tensor:
     return moves.spread(piece.home, piece.value if here else None, piece.like)
 
 
-_MEMORY = {
-    *(getattr(Tensor, name).__get__ for name in ("data", "grad", "grad_fn", "_version")),
-    *(getattr(Tensor, name).__set__ for name in ("data", "grad", "requires_grad")),
-    *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage_offset, Tensor.register_hook),
-}
-"""What looks at a parameter as the engine does, and computes nothing."""
+def use(moves: Moves, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation of the user's on parameters, outside of all layers: where the last of them is.
+
+    All ranks are told what it reads."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    if func in _BACKWARDS:
+        raise _backward_refused(func)
+    with torch._C.DisableTorchFunctionSubclass(), moves.inside():
+        if func in _READS:
+            return _call(func, [_read(moves, leaf) for leaf in leaves], spec)
+        return operate(moves, func, leaves, spec)
 
 
-class Following(TorchFunctionMode):
-    """Follows operations on parameters outside of all layers, inside the model's forward."""
-
-    def __init__(self, moves: Moves) -> None:
-        super().__init__()
-        self._moves = moves
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._moves.inside_of or func in _ABOUT or func in _MEMORY:
-            return func(*args, **kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if any(
-            _home(self._moves, leaf) is not None for leaf in leaves if not isinstance(leaf, Piece)
-        ):
-            self._moves.followed()
-            with torch._C.DisableTorchFunctionSubclass(), self._moves.inside():
-                return operate(self._moves, func, leaves, spec)
-        return func(*args, **kwargs)
+def _read(moves: Moves, leaf: Any) -> Any:
+    home = _home(moves, leaf)
+    if home is None:
+        return leaf
+    if not isinstance(leaf, Piece):
+        value = moves.whole(leaf).detach() if home in moves.run.stages else None
+        leaf = Piece(moves, home, value, moves.like(leaf), (moves.run,))
+    return everywhere(leaf)

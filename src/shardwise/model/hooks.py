@@ -1,0 +1,139 @@
+"""What an engine hangs on the modules of a user's model: hooks, and forwards in place of theirs.
+
+All of it is the engine's. Copies and pickles of a module are the plain one, without any object of
+ours, so that a file which torch.save has written is read where Shardwise is not installed. What a
+copy in this process needs to compute alike, a precision, deepcopy keeps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class _PlainState:
+    """The `__getstate__` of one module while there is something of ours on it; pickle and deepcopy
+    call it.
+
+    `hooks` are the ids of ours; `ours` has by attribute what we have put there, and a list of what
+    was there before, empty for nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.hooks: set[int] = set()
+        self.kept: set[int] = set()
+        """Those that deepcopy keeps."""
+        self._copies = False
+        self.ours: dict[str, tuple[Any, list[Any]]] = {}
+
+    def __call__(self) -> Any:
+        state = type(self._module).__getstate__(self._module)  # type: ignore[no-untyped-call]
+        return self._plain(state) if isinstance(state, dict) else state
+
+    def _plain(self, state: dict[str, Any]) -> dict[str, Any]:
+        plain = {name: self._without_ours(name, value) for name, value in state.items()}
+        if isinstance(plain.get(_NAME), _PlainState):
+            del plain[_NAME]
+            plain.pop(_DEEPCOPY, None)
+        for name, (value, before) in self.ours.items():
+            if plain.get(name) is value:
+                del plain[name]
+                plain.update(zip([name] * len(before), before, strict=True))
+        return plain
+
+    def _without_ours(self, name: str, value: Any) -> Any:
+        if not (isinstance(value, dict) and name.endswith(_HOOK_DICTS)):
+            return value
+        ours = self.hooks - self.kept if self._copies else self.hooks
+        return type(value)((key, hook) for key, hook in value.items() if key not in ours)
+
+    def deepcopy(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module that has the hooks which are `kept`."""
+        self._copies = True
+        try:
+            reduced: Any = self._module.__reduce_ex__(4)
+        finally:
+            self._copies = False
+        return copy._reconstruct(self._module, memo, *reduced)  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Should a class copy its __dict__ by itself: what any object has is as good.
+        return getattr, (self._module, "__dir__")
+
+
+_NAME = "__getstate__"
+_DEEPCOPY = "__deepcopy__"
+_HOOK_DICTS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+
+
+class Hooked:
+    """A hook of ours on a module, until `remove`."""
+
+    def __init__(self, module: nn.Module, handle: RemovableHandle, *, kept: bool) -> None:
+        self._module = module
+        self._handle = handle
+        state = _state_of(module)
+        state.hooks.add(handle.id)
+        if kept and not hasattr(type(module), _DEEPCOPY):
+            state.kept.add(handle.id)
+            vars(module)[_DEEPCOPY] = state.deepcopy
+
+    def remove(self) -> None:
+        """Take it off."""
+        self._handle.remove()
+        state = _state_of(self._module)
+        state.hooks.discard(self._handle.id)
+        state.kept.discard(self._handle.id)
+        _tidy(self._module, state)
+
+
+def attach(
+    register: Callable[..., RemovableHandle],
+    hook: Callable[..., Any],
+    *,
+    kept: bool = False,
+    **how: Any,
+) -> Hooked:
+    """Call `register`, a module's method such as `module.register_forward_hook`, with a hook of
+    ours and the options `how`; with `kept` deepcopies have it too."""
+    module: nn.Module = register.__self__  # type: ignore[attr-defined]
+    return Hooked(module, register(hook, **how), kept=kept)
+
+
+def replace(module: nn.Module, name: str, value: Any) -> None:
+    """Let attribute `name` of `module` be `value`, of ours."""
+    before = [vars(module)[name]] if name in vars(module) else []
+    setattr(module, name, value)
+    _state_of(module).ours[name] = (value, before)
+
+
+def give_back(module: nn.Module, name: str, value: Any) -> None:
+    """Undo `replace` by `value`; what user code has put there since stays."""
+    state = _state_of(module)
+    ours = state.ours.get(name, (None, []))
+    if ours[0] is value:
+        del state.ours[name]
+        if vars(module).get(name) is value:
+            delattr(module, name)
+            for each in ours[1]:
+                setattr(module, name, each)
+    _tidy(module, state)
+
+
+def _state_of(module: nn.Module) -> _PlainState:
+    found = vars(module).get(_NAME)
+    if not isinstance(found, _PlainState):
+        found = vars(module)[_NAME] = _PlainState(module)
+    return found
+
+
+def _tidy(module: nn.Module, state: _PlainState) -> None:
+    if not state.kept:
+        vars(module).pop(_DEEPCOPY, None)
+    if not (state.hooks or state.ours):
+        vars(module).pop(_NAME, None)

@@ -1,0 +1,119 @@
+"""Attributes of modules that forward changes: a counter, a cache, a list of losses.
+
+Buffers are not all that a forward leaves behind. When it runs again it must read the attributes
+that it has read, and what it writes to them then must not count twice. So those that a forward has
+changed are what they were while it runs again, and after that what they have become.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.errors import ModelError
+
+_OWN = frozenset(vars(nn.Module()))
+"""What every module has: parameters, buffers, hooks."""
+_PLAIN = "torch.nn.modules."
+"""Modules of classes from here leave their attributes alone."""
+_CONTAINERS = (list, dict, set, deque)
+_NOTHING: Any = object()
+
+Values = list[tuple[nn.Module, str, Any]]
+"""Module, name and value of attributes; `_NOTHING` for one that was not there."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Before:
+    """A module's attributes before a forward, with what was in its containers and how often its
+    tensors had been written to."""
+
+    module: nn.Module
+    attributes: dict[str, Any]
+    contents: list[tuple[str, Any, Any]]
+    versions: list[tuple[str, Tensor, int]]
+
+
+def look(unit: nn.Module) -> list[_Before]:
+    """Remember the attributes of all modules of a unit."""
+    return [
+        _looked_at(module)
+        for module in unit.modules()
+        if not type(module).__module__.startswith(_PLAIN)
+    ]
+
+
+def _looked_at(module: nn.Module) -> _Before:
+    attributes = dict(vars(module))
+    contents, versions = [], []
+    for name, value in attributes.items():
+        if isinstance(value, Tensor):
+            versions.append((name, value, value._version))
+        elif type(value) in _CONTAINERS and name not in _OWN:
+            contents.append((name, value, value.copy()))
+    return _Before(module, attributes, contents, versions)
+
+
+def changed(before: list[_Before]) -> Values:
+    """What the attributes were that a forward since then has changed.
+
+    Raises ModelError for a tensor that was changed in place.
+    """
+    return [value for each in before for value in _changes(each)]
+
+
+def _changes(before: _Before) -> Iterator[tuple[nn.Module, str, Any]]:
+    module, then, now = before.module, before.attributes, vars(before.module)
+    for name, tensor, version in before.versions:
+        if tensor._version != version:
+            raise _in_place(module, name)
+    copies = {name: copy for name, _, copy in before.contents}
+    if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
+        for name in (then.keys() | now.keys()) - _OWN:
+            if then.get(name, _NOTHING) is not now.get(name, _NOTHING):
+                yield module, name, copies.pop(name, then.get(name, _NOTHING))
+    for name, value, _ in before.contents:
+        if name in copies and not _has_same(value, copies[name]):
+            yield module, name, copies[name]
+
+
+def _has_same(value: Any, copy: Any) -> bool:
+    """Whether a container holds the objects that it held."""
+    pairs = (value, copy) if not isinstance(value, dict) else (value.values(), copy.values())
+    keys_are_same = not isinstance(value, dict) or value.keys() == copy.keys()
+    return len(value) == len(copy) and keys_are_same and all(map(is_, *pairs))
+
+
+@contextmanager
+def stand_ins(values: Values) -> Iterator[None]:
+    """Inside the block attributes are as in `values`; after it, what they were."""
+    held = [(module, name, vars(module).get(name, _NOTHING)) for module, name, _ in values]
+    try:
+        for module, name, value in values:
+            _set(module, name, value.copy() if type(value) in _CONTAINERS else value)
+        yield
+    finally:
+        for module, name, value in held:
+            _set(module, name, value)
+
+
+def _set(module: nn.Module, name: str, value: Any) -> None:
+    if value is _NOTHING:
+        vars(module).pop(name, None)
+    else:
+        vars(module)[name] = value
+
+
+def _in_place(module: nn.Module, name: str) -> ModelError:
+    return ModelError(
+        f"The forward of {type(module).__name__} changes its attribute {name}, a tensor, in place. "
+        "With --activations recomputed it runs again in backward, where it would change it twice "
+        f"and read another value than before. Make it a buffer, register_buffer({name!r}, ...), "
+        "which is looked after; or --activations kept."
+    )

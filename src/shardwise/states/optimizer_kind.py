@@ -1,0 +1,123 @@
+"""What is known of an optimizer: its kind, its copies over other tensors, torch's fused kernels."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+_TOLERANCE = 1e-3
+
+ELEMENTWISE = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+)
+"""Of torch's own optimizers those that update each element by itself, whatever their options."""
+
+BY_TENSOR = (optim.Adafactor, optim.Muon)
+"""Those that update each tensor by itself, and need the whole of it."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`elementwise`: may be cut anywhere. `separable`: tensors do not look at each other. `known`:
+    neither was found by trial.
+
+    `tensor_keys` are the state entries that have the parameter's shape (exp_avg ...);
+    `single_keys` are one value per parameter (step ...). An option that changes later may bring
+    others: SGD's momentum. `group_keys` are the options of a parameter group that the optimizer
+    changes itself (ScheduleFree's k).
+    """
+
+    elementwise: bool
+    separable: bool
+    tensor_keys: frozenset[str]
+    single_keys: frozenset[str] = frozenset()
+    group_keys: frozenset[str] = frozenset()
+    known: bool = False
+
+    def has_shape(self, key: str, value: Any, shape: Sequence[int]) -> bool:
+        """Whether entry `key` of the state of a tensor of `shape` has that shape by its nature,
+        so that an element-wise optimizer's is cut where the tensor is."""
+        if value is None or key in self.single_keys:
+            return False
+        return key in self.tensor_keys or tuple(getattr(value, "shape", ())) == tuple(shape) != ()
+
+    def is_tensor(self, key: str, value: Any, shape: Sequence[int]) -> bool:
+        """Whether a checkpoint has it as a tensor, rather than as a number beside."""
+        if self.elementwise:
+            return self.has_shape(key, value, shape)
+        return isinstance(value, Tensor) and value.ndim > 0
+
+
+_LEFT_BEHIND = ("step", "zero_grad", "add_param_group", "_shardwise_hooks")
+
+
+def bare_copy(face: optim.Optimizer) -> optim.Optimizer:
+    """An optimizer of the same class, options and attributes as `face`, without its parameters.
+
+    Made without `__init__`, whose signature is the class's own affair; hooks and what a scheduler
+    put on the instance stay behind.
+    """
+    inner = type(face).__new__(type(face))
+    kept = {k: v for k, v in face.__dict__.items() if k not in _LEFT_BEHIND}
+    inner.__dict__.update(kept)
+    inner.__dict__.update({k: type(v)() for k, v in kept.items() if k.endswith("_hooks")})
+    inner.param_groups = []
+    inner.state = defaultdict(dict)
+    return inner
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's options, without its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def placed(key: str, value: Any, device: torch.device, options: Mapping[str, Any]) -> Any:
+    """A state's entry, copied to where an optimizer with `options` wants it for `device`.
+
+    A count of steps is on the CPU unless a kernel counts, as torch's own load_state_dict has it.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step" and not (options.get("fused") or options.get("capturable")):
+        device = torch.device("cpu")
+    return value.to(device, copy=True)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two options, or dicts of such, are one, numbers to fp32 noise."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.allclose(a.double(), b.double(), equal_nan=True)
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=_TOLERANCE) or (a != a and b != b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def may_fuse(
+    face: optim.Optimizer, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether torch's fused kernel may update tensors of `dtype`, where the user has not chosen
+    another.
+
+    It reads and writes each number once where the default loop makes a pass per operation, with
+    the same arithmetic.
+    """
+    unchosen = options.get("fused", False) is None and not options.get("foreach")
+    plain = not options.get("differentiable") and not options.get("capturable")
+    # A rate that is a tensor rounds what is computed with it to its own dtype.
+    rate = options.get("lr")
+    plain &= not isinstance(rate, Tensor) or rate.dtype == dtype
+    known = {"cpu": (*_FUSED, optim.Adagrad), "cuda": _FUSED}.get(device.type, ())
+    real = dtype in (torch.float32, torch.float64)
+    return unchosen and plain and real and type(face) in known
+
+
+_FUSED = (optim.Adam, optim.AdamW, optim.SGD)

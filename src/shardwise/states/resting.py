@@ -1,0 +1,360 @@
+"""What a sharded parameter is while this rank has a part of it only: at rest.
+
+It keeps its shape, dtype, device, gradient and hooks. Whatever would read or write its values
+raises at the line that does it: such values are not there, and a NaN or a stale one would go on in
+silence. Two ways lead to values, and both are watched while it rests:
+
+    Python      the object is of a subclass of its class, in which torch asks `__torch_function__`
+                about every call; `p.data` and `p.detach()` are tensors without memory alike
+    torch       its dispatch keys have one more, for which the only kernel is one that raises: for
+                what autograd has saved, torch.func, torch.tensor(p)
+
+Whole, it is of its own class and has its own keys again, at no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ParameterAccess, UsageError
+
+unguarded = torch._C.DisableTorchFunctionSubclass
+"""Inside this block `__torch_function__` is not asked: for the engine's own bookkeeping of many
+parameters. No code of a user's may run inside."""
+
+_KEY: Any = torch._C._parse_dispatch_key("DeferredInit")
+"""A dispatch key that comes before all others of a tensor, and that torch has no use for itself."""
+_KEYS = torch._C.DispatchKeySet(_KEY)
+
+
+def moving() -> Any:
+    """Inside this block parameters may come to rest, and what rests may be given values."""
+    return torch._C._ExcludeDispatchKeyGuard(_KEYS)
+
+
+@dataclass(frozen=True, eq=False)
+class AtRest:
+    """What a parameter, which messages call `name`, is while it rests: of class `kind`, over
+    `value`, which raises where torch uses it; `like` has its form too, and does not. Whole, it is
+    of class `own`."""
+
+    name: str
+    value: Tensor
+    like: Tensor
+    own: type[nn.Parameter]
+    kind: type[nn.Parameter]
+
+    def mark(self, parameter: nn.Parameter) -> None:
+        """Let `parameter` know how it rests; deepcopy and pickle of it raise until `unmark`."""
+        values = (self, self._refuse_copy, self._refuse_copy)
+        parameter.__dict__.update(zip(_MARKS, values, strict=True))
+
+    def _refuse_copy(self, *_: Any) -> NoReturn:
+        raise sharded_copy(self.name)
+
+
+_MARK = "_shardwise_at_rest"
+_MARKS = (_MARK, "__deepcopy__", "__reduce_ex__")
+
+
+def at_rest(parameter: nn.Parameter, name: str, like: Tensor) -> AtRest:
+    """How `parameter` rests: in the form of `like`, NaN of its shape, and at the same address."""
+    own = type(parameter)
+    made = AtRest(name, _unusable(like), like, own, _resting(own))
+    _known[like.data_ptr()] = made
+    return made
+
+
+_known: WeakValueDictionary[int, AtRest] = WeakValueDictionary()
+"""By address of its value."""
+
+
+class _Keyed(Tensor):
+    """A tensor that is made with the key; another that takes its value has the key too."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise AssertionError(f"{func} of what parameters rest on")
+
+
+def _unusable(like: Tensor) -> Tensor:
+    """A tensor over the memory of `like`, with the key."""
+    _watch()
+    keyed: Tensor = Tensor._make_wrapper_subclass(
+        _Keyed,
+        like.shape,
+        strides=like.stride(),
+        dtype=like.dtype,
+        device=like.device,
+        _extra_dispatch_keys=_KEYS,
+    )
+    with torch.no_grad(), moving(), torch._C._DisableTorchDispatch():
+        keyed.set_(like.untyped_storage(), like.storage_offset(), like.shape, like.stride())
+        made = torch.empty(0, dtype=like.dtype, device=like.device)
+        made.data = keyed  # takes all keys but that of the class
+    return made
+
+
+@cache
+def _watch() -> Any:
+    """Let torch call `_used` for every operation on a tensor with the key."""
+    library: Any = torch.library.Library("_", "IMPL", "DeferredInit")  # type: ignore[no-untyped-call]
+    library.fallback(_used)
+    return library
+
+
+def _used(func: Any, *args: Any, **kwargs: Any) -> Any:
+    raise _refusal(func, args, kwargs)
+
+
+def unmark(parameter: nn.Parameter) -> None:
+    """Undo `AtRest.mark`: it is whole for good, or for copies to be made."""
+    for name in _MARKS:
+        parameter.__dict__.pop(name, None)
+
+
+def sharded_copy(name: str) -> UsageError:
+    """The error for copying or saving what is sharded."""
+    return UsageError(
+        f"{name} is sharded: this rank holds a part of it only, so a copy would be none. Inside "
+        "with engine.full_parameters(): state_dict(), deepcopy and pickle give plain tensors; "
+        "engine.export('model.safetensors') writes the whole model."
+    )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `module` holds a parameter that is at rest or shown for the moment only."""
+    return any(_MARK in p.__dict__ for p in module.parameters())
+
+
+@cache
+def _resting(own: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of parameters of class `own` while they rest."""
+    members = {"__torch_function__": classmethod(_touched), "__module__": __name__}
+    metaclass: Any = type(own)
+    made: type[nn.Parameter] = metaclass(f"{own.__name__}AtRest", (own,), members)
+    return made
+
+
+class ValueAtRest(Tensor):
+    """What `p.data` and `p.detach()` give of a parameter that rests: its form, without memory."""
+
+    held: AtRest
+
+    @staticmethod
+    def __new__(cls, held: AtRest) -> ValueAtRest:
+        """Like `held.value`."""
+        like = held.like
+        made = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _touched(cls, func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What has not asked `__torch_function__`: torch.tensor(p.data)."""
+        raise _refusal(func, args, kwargs or {})
+
+
+def _touched(
+    cls: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """An operation on what rests: done where it needs no values, else refused."""
+    del cls, types
+    kwargs = kwargs or {}
+    if func in _FORMAL:
+        with unguarded(), moving():
+            return func(*args, **kwargs)
+    if func in _LIKE:
+        with unguarded():
+            return func(*map(_plain, args), **kwargs)
+    if func in _ALIASES:
+        return ValueAtRest(_held(args[0]))
+    if func in _SHOWN_AS_TEXT:
+        return _text(args[0])
+    if func in _DIFFERENTIATES:
+        with _lifted(args, kwargs):
+            return func(*args, **kwargs)
+    if func in _CASTS:
+        return _cast(func, args, kwargs)
+    if func == _SET_DATA and args[0] is args[1]:
+        return None  # model.to(device) where it is already
+    raise _refusal(func, args, kwargs)
+
+
+def _plain(value: Any) -> Any:
+    """What has the form of `value` and can be used."""
+    held = _found(value)
+    return value if held is None else held.like
+
+
+def _found(value: Any) -> AtRest | None:
+    """How `value` rests, if it does."""
+    if isinstance(value, ValueAtRest):
+        return value.held
+    if isinstance(value, Tensor) and torch._C._dispatch_keys(value).has(_KEY):
+        with unguarded():
+            return _known.get(value.data_ptr())
+    return None
+
+
+def _held(value: Any) -> AtRest:
+    held = _found(value)
+    assert held is not None
+    return held
+
+
+def _text(value: Any) -> str:
+    held = _held(value)
+    return (
+        f"<{held.name}, sharded: shape {tuple(held.like.shape)}, {held.like.dtype}, "
+        "whole inside of engine.full_parameters()>"
+    )
+
+
+def _cast(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What a cast or move of something that rests gives: itself, where there is nothing to do."""
+    value, *rest = args
+    like = _held(value).like
+    stand_in = torch.empty((0,) * like.dim(), dtype=like.dtype, device=like.device)
+    made = func(stand_in, *rest, **kwargs)
+    if made is stand_in and kwargs.get("memory_format") in (None, torch.preserve_format):
+        return value
+    if isinstance(made, str):
+        return made  # p.type()
+    raise _refusal(func, args, kwargs)
+
+
+@contextmanager
+def _lifted(args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Inside the block the parameters among the arguments, which are differentiated by and not
+    read, are of their own class, so that torch does not ask about them again."""
+    found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _found(leaf) is not None]
+    for parameter in found:
+        parameter.__class__ = _held(parameter).own
+    try:
+        yield
+    finally:
+        for parameter in found:
+            if (held := _found(parameter)) is not None:  # it may have been shown inside
+                parameter.__class__ = held.kind
+
+
+def _refusal(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Exception:
+    """The error for an operation that needs values which are not there."""
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    name = next((held.name for leaf in leaves if (held := _found(leaf))), "A sharded parameter")
+    what = _name_of(func)
+    if func in _CASTS:
+        return ParameterAccess(
+            f"{name} was cast or moved ({what}) while it is sharded: this worker holds a part of "
+            "it only. Casting or moving a model belongs before sw.Engine(...); for lower precision "
+            f"use --precision. {_TO_READ}"
+        )
+    if _writes(what, args, kwargs):
+        return ParameterAccess(
+            f"{name} was written ({what}) while it is sharded: this worker holds a part of it "
+            "only, so nothing was changed. Write, on all workers alike: "
+            "with engine.full_parameters(write=True): ..."
+        )
+    return ParameterAccess(
+        f"{name} was read ({what}) while it is sharded: this worker holds a part of it only, and "
+        "all of it just while the forward of its module runs. Call the module itself, not another "
+        "method of it and not module.forward(x); compute in forward what a loss needs of it. "
+        f"{_TO_READ} --zero 2 keeps parameters whole."
+    )
+
+
+_TO_READ = "To read it, without gradients, on all workers alike: with engine.full_parameters(): ..."
+
+
+def _name_of(func: Any) -> str:
+    """What a message calls an operation; `.data` for the getter and setter of an attribute."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = f".{func.__self__.__name__}"
+        return f"{attribute} =" if name == "__set__" else attribute
+    return str(name).split(".")[0]
+
+
+def _writes(what: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation writes to its first argument, or to `out`, and that rests."""
+    in_place = what.endswith("_") and not what.endswith("__")
+    operator = what.startswith("__i") and what[3:-2] in _OPERATORS
+    writes = in_place or operator or what in ("__setitem__", ".data =")
+    targets = pytree.tree_leaves([args[:1] if writes else (), kwargs.get("out")])
+    return any(_found(target) is not None for target in targets)
+
+
+_OPERATORS = frozenset(
+    ["add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor"]
+)
+
+
+_READ = frozenset(["T", "H", "mT", "mH", "real", "imag", "data"])
+"""Attributes of tensors that are values, or lead to them."""
+
+
+def _attributes() -> Iterator[Any]:
+    """Getters, setters and deleters of the attributes that say nothing of values."""
+    for name in set(dir(Tensor)) - _READ:
+        attribute = getattr(Tensor, name)
+        if type(attribute).__name__ == "getset_descriptor":
+            yield from (attribute.__get__, attribute.__set__, attribute.__delete__)
+
+
+def _functions(names: str, *of: Any) -> Iterator[Any]:
+    """Those among `names` that `of` has, in this version of torch."""
+    return (getattr(each, name) for each in of for name in names.split() if hasattr(each, name))
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_ALIASES = frozenset((Tensor.detach, torch.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
+_SHOWN_AS_TEXT = frozenset((Tensor.__repr__, Tensor.__format__))
+_DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward))
+_CASTS = frozenset(_functions("to type type_as float double half bfloat16 cpu cuda xpu", Tensor))
+_FORMAL = frozenset(
+    (
+        *_attributes(),
+        *_functions(
+            "size stride dim ndimension numel nelement element_size storage_offset get_device "
+            "is_contiguous is_floating_point is_complex is_signed is_conj is_neg is_inference "
+            "is_same_size dim_order has_names "
+            "requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook "
+            "__len__ __hash__ __dir__ result_type _has_compatible_shallow_copy_type",
+            Tensor,
+            torch,
+        ),
+    )
+)
+"""What needs no values: done as on any tensor."""
+_LIKE = frozenset(
+    _functions(
+        "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty "
+        "new_zeros new_ones new_full new_empty_strided data_ptr untyped_storage is_pinned "
+        "is_shared",
+        Tensor,
+        torch,
+    )
+)
+"""What needs no values either, but memory, or a tensor to make others like."""

@@ -1,0 +1,241 @@
+"""Lines of a program that compute with weights outside of their layers, where these are split or on
+other workers: penalties in the loss, norms in a log, what is written, sizes."""
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import UsageError
+
+MESHES = [
+    (2, {"tensor": 2}),
+    (2, {"pipeline": 2}),
+    (4, {"tensor": 2, "pipeline": 2}),
+    (4, {"tensor": 2}),
+]
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = 2
+        self.qkv = nn.Linear(8, 24)
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for each in (q, k, v))
+        mixed = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        return self.proj(mixed.transpose(-2, -3).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend = Attends()
+        self.up, self.down = nn.Linear(8, 15), nn.Linear(15, 8)
+
+    def forward(self, x):
+        x = x + self.attend(x)
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(Block(), Block(), nn.Linear(8, 1)).double()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batch(step):
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(4, 3, 8, dtype=torch.double, generator=draw)
+
+
+def squares(model):
+    return sum(p.square().sum() for p in model.parameters())
+
+
+def mean_squares(model):
+    return sum(p.square().sum() / p.numel() for p in model.parameters())
+
+
+def norms(model):
+    return sum(p.norm() for p in model.parameters())
+
+
+def orthogonality(model):
+    several = (model[0].up.weight, model[1].down.weight, model[1].attend.qkv.weight)
+    return sum((w.T @ w - torch.eye(w.shape[1], dtype=w.dtype)).square().sum() for w in several)
+
+
+def one_vector(model):
+    return nn.utils.parameters_to_vector(model.parameters()).norm()
+
+
+def relative(model):
+    weight = model[0].up.weight
+    return weight.square().sum() / weight.detach().abs().max() + F.normalize(weight).sum()
+
+
+def all_of_them(model):
+    several = (squares, mean_squares, norms, orthogonality, one_vector, relative)
+    return sum(0.2 * penalty(model) for penalty in several)
+
+
+def plain(penalty, micros):
+    model = net()
+    optimizer, seen = sgd(model), []
+    for step in range(3):
+        loss = 0.0
+        for part in batch(step).chunk(micros):
+            loss = loss + (model(part).square().mean() + 0.1 * penalty(model)) / micros
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss.item(), norm.item(), one_vector(model).item()))
+    return seen
+
+
+def trains(world, penalty, how, options):
+    model = net()
+    engine = sw.Engine(model, sgd(model), microbatches=2, **options)
+    seen = []
+    for step in range(3):
+        x = world.share(batch(step))
+        if how == "by the schedule":
+            engine.forward_backward(lambda x: model(x).square().mean() + 0.1 * penalty(model), x)
+        elif how == "before the forward":
+            engine.backward(0.1 * penalty(model) + model(x).square().mean())
+        else:
+            engine.backward(model(x).square().mean() + 0.1 * penalty(model))
+        stats = engine.step()
+        with torch.no_grad():
+            length = one_vector(model).item()
+        seen.append((stats.loss, stats.grad_norm, length))
+    engine.close()
+    return seen
+
+
+HOW = [
+    (all_of_them, "in a plain loop"),
+    (all_of_them, "by the schedule"),
+    (norms, "before the forward"),
+]
+
+
+@pytest.mark.parametrize(("size", "mesh"), MESHES, ids=str)
+def test_penalties_on_weights(group, size, mesh):
+    for penalty, how in HOW:
+        wanted = plain(penalty, 2 if how == "by the schedule" else 1)
+        for seen in group(size, **mesh)(trains, penalty, how, {"zero": 1}):
+            assert len(seen) == len(wanted)
+            for found, each in zip(seen, wanted, strict=True):
+                assert found == pytest.approx(each, rel=1e-8), (penalty, how)
+
+
+def test_by_tokens_too(group):
+    for seen in group(2, tensor=2)(trains, norms, "plain", {"sequence_parallel": True}):
+        for found, each in zip(seen, plain(norms, 1), strict=True):
+            assert found == pytest.approx(each, rel=1e-8)
+
+
+def looks(world):
+    """Sizes, values, gradients of weights by hand: those of one process."""
+    model, same = net(), net()
+    engine = sw.Engine(model, sgd(model))
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in same.parameters())
+    for mine, its in zip(model.parameters(), same.parameters(), strict=True):
+        assert mine.shape == its.shape
+        assert "several workers" in repr(mine) or mine.shape == mine.data.shape
+        assert torch.equal(mine, its)
+        assert mine.mean().item() == pytest.approx(its.mean().item(), rel=1e-12)
+    model.to(world.device)
+    model.requires_grad_(True)
+    with torch.no_grad():
+        for each in (model, same):
+            for parameter in each.parameters():
+                parameter.mul_(0.9).clamp_(-0.2, 0.2)
+    with engine.full_parameters():
+        for mine, its in zip(model.parameters(), same.parameters(), strict=True):
+            assert type(mine) is nn.Parameter
+            assert torch.equal(mine, its)
+        assert all(type(p) is nn.Parameter for p in copy.deepcopy(model).parameters())
+    engine.close()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    return True
+
+
+@pytest.mark.parametrize(("size", "mesh"), MESHES[:3], ids=str)
+def test_weights_are_read_as_in_one_process(group, size, mesh):
+    assert all(group(size, **mesh)(looks))
+
+
+def differentiates(world):
+    model, same = net(), net()
+    engine = sw.Engine(model, sgd(model))
+    found = []
+    for each in (model, same):
+        loss = each(batch(0)).square().mean()
+        grads = torch.autograd.grad(loss, list(each.parameters()), create_graph=True)
+        found.append(sum(grad.norm() for grad in grads))
+    engine.backward(found[0])
+    norm = engine.step().grad_norm
+    found[1].backward()
+    wanted = nn.utils.clip_grad_norm_(same.parameters(), math.inf).item()
+    engine.close()
+    return found[0].item(), found[1].item(), norm, wanted
+
+
+def test_gradients_by_weights_inside_of_a_loss(group):
+    for mine, its, norm, wanted in group(2, tensor=2)(differentiates):
+        assert mine == pytest.approx(its, rel=1e-8)
+        assert norm == pytest.approx(wanted, rel=1e-8)
+
+
+def misuses(world, how):
+    model = net()
+    engine = sw.Engine(model, sgd(model))
+    weight = model[0].up.weight
+    try:
+        with torch.no_grad():
+            if how == "init":
+                nn.init.xavier_uniform_(weight)
+            elif how == "copy_":
+                weight.copy_(torch.zeros(15, 8))
+            elif how == "data":
+                weight.data = torch.zeros(15, 8, dtype=torch.double)
+            elif how == "deepcopy":
+                copy.deepcopy(weight)
+            elif how == "grad":
+                torch.autograd.grad(model(batch(0)).mean(), weight)
+    except UsageError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "taken"
+
+
+@pytest.mark.parametrize(
+    ("how", "mesh", "hint"),
+    [
+        ("init", {"tensor": 2}, "uniform_ writes into .*full_parameters\\(write=True\\)"),
+        ("copy_", {"tensor": 2}, "copy_ writes into .*full_parameters\\(write=True\\)"),
+        ("data", {"tensor": 2}, "p.data = .*full_parameters\\(write=True\\)"),
+        ("deepcopy", {"tensor": 2}, "A copy of a split parameter"),
+        ("deepcopy", {"pipeline": 2}, "A copy of a model of which this worker has some layers"),
+        ("grad", {"pipeline": 2}, "each worker has a part of the graph"),
+    ],
+)
+def test_what_a_part_cannot_stand_for_is_refused(group, how, mesh, hint):
+    for said in group(2, **mesh)(misuses, how):
+        assert re.search(hint, said), said
