@@ -109,6 +109,7 @@ class TestPlace:
             "PYTHONFAULTHANDLER": "1",
             "PYTHONUNBUFFERED": "1",
             "SHARDWISE_FLAGS": '{"zero": "2"}',
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         assert "NCCL_SOCKET_IFNAME" not in elastic.environment({}, {}, None)
 

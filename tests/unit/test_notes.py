@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from shardwise.collectives import meeting
 from shardwise.errors import LaunchError
-from shardwise.launch import notes
+from shardwise.launch import notes, own
 from shardwise.launch.identity import Identity
 from shardwise.launch.notes import Note
 
@@ -180,6 +181,37 @@ class TestMeeting:
         ):
             meeting.meet(SECOND, 0.2, folder)
         assert time.monotonic() - began < 15
+
+    def test_rank_0_was_told_where_to_listen_and_stands_still(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(own.SECRET, "what all ranks know")
+        with socket.create_server(("127.0.0.1", 0)) as inherited:  # the kernel accepts for it
+            port = inherited.getsockname()[1]
+            told = Identity(
+                launcher="shardwise run", rank=1, size=2, address="127.0.0.1", port=port
+            )
+            began = time.monotonic()
+            with pytest.raises(LaunchError, match=r"within 0.5 s .* it does not answer") as error:
+                meeting.meet(told, 0.5, None)
+        assert error.value.at_fault == (0,)
+        assert time.monotonic() - began < 5
+
+    def test_one_that_does_not_come_is_named_by_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(own.SECRET, "what all ranks know")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        told = Identity(launcher="shardwise run", size=3, address="127.0.0.1", port=port)
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(meeting.meet, told, 3.0, None)
+            second = pool.submit(meeting.meet, replace(told, rank=1), 1.0, None)
+            error = second.exception()
+            assert isinstance(error, LaunchError)
+            assert "came to rank 0, but rank 2 did not come within 1 s" in str(error)
+            assert error.at_fault == (2,)
+            error = first.exception()
+            assert isinstance(error, LaunchError)
+            assert error.at_fault == (2,)
 
     def test_told_by_the_setting(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:

@@ -101,7 +101,8 @@ def environment(
     base: Mapping[str, str], settings: Mapping[str, str], leads: str | None
 ) -> dict[str, str]:
     """The variables that the agent passes on; `leads` is the interface to the others."""
-    defaults = {"PYTHONFAULTHANDLER": "1"}
+    # torch's store warns of every rank whose host has no name by its address.
+    defaults = {"PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if leads is not None:
         defaults |= {"GLOO_SOCKET_IFNAME": leads, "NCCL_SOCKET_IFNAME": leads}
     told = {"PYTHONUNBUFFERED": "1", FLAGS_VARIABLE: json.dumps(dict(settings))}

@@ -77,11 +77,12 @@ class _Hook:
                 _show(told)
             return
         text = "".join(traceback.format_exception(kind, error, trace))
-        is_shown_for_us = bool(refused) and os.environ.get(own.NAMES["size"], "1") != "1"
+        alone = os.environ.get(own.NAMES["size"], "1") == "1"
+        is_shown_for_us = bool(refused) and not alone and not _blames(error)
         if not isinstance(error, KeyboardInterrupt):
             folder = Path(os.environ[DIRECTORY_VARIABLE])
             write(folder, error, text, refusal=refused if is_shown_for_us else "")
-        if isinstance(error, KeyboardInterrupt | CollectiveError):
+        if isinstance(error, KeyboardInterrupt) or _blames(error):
             _show(f"{_message(error)} [{users_line(trace)}]\n")
         elif not is_shown_for_us:
             _show(told or text)
@@ -105,20 +106,25 @@ def _speaker() -> str:
 def write(folder: Path, error: BaseException, text: str, refusal: str = "") -> None:
     """Leave the report of this rank in `folder`, whole or not at all."""
     rank = int(os.environ[RANK_VARIABLE])
-    at_fault = error.at_fault if isinstance(error, ShardwiseError) else ()
     report = Report(
         rank=rank,
         time=time.time(),
-        secondary=isinstance(error, CollectiveError) or bool(at_fault),
+        secondary=_blames(error),
         message=_message(error),
         text=text,
         where=users_line(error.__traceback__),
         refusal=refusal,
-        at_fault=at_fault,
+        at_fault=error.at_fault if isinstance(error, ShardwiseError) else (),
     )
     aside = folder / f".{rank}.json"
     aside.write_text(json.dumps(asdict(report)))
     aside.rename(folder / f"{rank}.json")
+
+
+def _blames(error: BaseException) -> bool:
+    """Whether the cause is likely on another rank."""
+    named = isinstance(error, ShardwiseError) and bool(error.at_fault)
+    return named or isinstance(error, CollectiveError)
 
 
 def _message(error: BaseException) -> str:
