@@ -188,9 +188,9 @@ class Feed:
             raise UsageError(
                 f"{last.name} gave this worker a stand-in, which counts nothing, since a batch had "
                 f"fewer rows than there are workers, and there was {before}: whether this loss "
-                f"with weight= is of the stand-in cannot be told. Take all batches from {last.name}, "
-                "or none, and call engine.backward after each; a further loss of the stand-in says "
-                "same_items=True."
+                "with weight= is of the stand-in cannot be told. Take all batches from "
+                f"{last.name}, or none, and call engine.backward after each; a further loss of the "
+                "stand-in says same_items=True."
             )
 
     def _check_weight(self, training: Sequence[Stream], loops: Sequence[Stream]) -> None:

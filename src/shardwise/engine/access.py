@@ -79,7 +79,8 @@ def _joined(
     several = recipe.models if module is None else (module,)
     parameters = [p for each in several for p in each.parameters()]
     with ExitStack() as stack:
-        stack.enter_context(recipe.uses.suspended())
+        if line is not None or any(recipe.shard_of(p) is not None for p in parameters):
+            stack.enter_context(recipe.uses.suspended())
         if split is not None:
             group = recipe.run if write and line is None else None
             stack.enter_context(
