@@ -28,9 +28,22 @@
 A message is a sentence with the values in it, and ends with what to do.
 """
 
+from collections.abc import Iterable
+from typing import Self
+
 
 class ShardwiseError(Exception):
-    """The root of every error that Shardwise raises on purpose."""
+    """The root of every error that Shardwise raises on purpose.
+
+    `at_fault` are the ranks that its message names as the cause, where that is not this one.
+    """
+
+    at_fault: tuple[int, ...] = ()
+
+    def blaming(self, ranks: Iterable[int]) -> Self:
+        """Say which ranks are the cause; returns itself."""
+        self.at_fault = tuple(ranks)
+        return self
 
 
 class ConfigError(ShardwiseError):
