@@ -17,6 +17,7 @@
     ├── MetricsError         ranks disagree on what they measured
     ├── CheckpointError      a checkpoint that cannot be written, found or read
     │   ├── CheckpointNotWritten  a disk that is full, or refuses
+    │   ├── FolderInUse         another job saves there
     │   ├── BrokenCheckpoint    cut short, contradicting itself, or with a wrong checksum
     │   └── CheckpointMismatch  of another model or optimizer
     ├── TierError            a folder or disk that cannot hold a state, or failed while it did
@@ -110,6 +111,10 @@ class CheckpointError(ShardwiseError):
 
 class CheckpointNotWritten(CheckpointError):
     """A disk is full, read-only, or refuses what a checkpoint writes; those before it are whole."""
+
+
+class FolderInUse(CheckpointError):
+    """Another job saves into the folder that this one was given; names it."""
 
 
 class BrokenCheckpoint(CheckpointError):

@@ -11,6 +11,9 @@ import torch
 from torch import optim
 
 from shardwise.checkpoint import plain
+from shardwise.checkpoint.document import crc_of
+from shardwise.checkpoint.regular import read_whole
+from shardwise.checkpoint.schema import plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch, UsageError
 from shardwise.feed import Stream
 
@@ -84,12 +87,13 @@ class Tracking:
 
     # -- loading --------------------------------------------------------------------------
 
-    def read(self, path: Path, told: Mapping[str, Any]) -> dict[str, Any]:
-        """The states in the checkpoint `path`, of which `told` is what its JSON has.
+    def read(self, path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The states in the checkpoint `path`, whose JSON has `fields`.
 
         Raises BrokenCheckpoint for one that is not whole, CheckpointMismatch where an object that
         is tracked here has none.
         """
+        told, sums = fields["tracked"], fields["files"]
         missing = sorted(set(self._tracked) - set(told))
         if missing:
             raise CheckpointMismatch(
@@ -98,7 +102,7 @@ class Tracking:
                 "(engine.load(path, model_only=True)), or track the same objects."
             )
         return {
-            name: _unpickled(path, value) if _is_file(value) else plain.decode(value)
+            name: _unpickled(path, value["$file"], sums) if _is_file(value) else plain.decode(value)
             for name, value in told.items()
         }
 
@@ -137,11 +141,19 @@ def _is_file(value: Any) -> bool:
     return isinstance(value, dict) and set(value) == {"$file"}
 
 
-def _unpickled(path: Path, value: Mapping[str, str]) -> Any:
-    name = value["$file"]
-    if Path(name).name != name:
+def _unpickled(path: Path, name: Any, sums: Mapping[str, str]) -> Any:
+    """What file `name` of the checkpoint `path` holds, whose CRC-32 is in `sums` where known."""
+    if not plain_name(name):
         raise BrokenCheckpoint(f"{path} names the file {name!r}, which is not one in its folder.")
     try:
-        return torch.load(path / name, map_location="cpu", weights_only=True)
+        data = read_whole(path / name)
+        if name in sums and crc_of(data) != sums[name]:
+            raise BrokenCheckpoint(
+                f"{path / name} is not what was written: its CRC-32 is not {sums[name]}. Take "
+                "another checkpoint."
+            )
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except BrokenCheckpoint:
+        raise
     except Exception as error:  # whatever torch meets in a file that is not whole
-        raise BrokenCheckpoint(f"{path / name} cannot be read: {error}.") from error
+        raise BrokenCheckpoint(f"{path / name} cannot be read: {error!r:.300}.") from error
