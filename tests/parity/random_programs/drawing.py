@@ -136,7 +136,7 @@ class _Drawing:
             name=name,
             options=tuple(sorted(options.items())),
             groups=self.pick(["one", "one", "decay", "layers"]),
-            rest=name == "muon" or (not sparse and self.chance(0.1)),
+            rest=name in ("muon", "sparse_adam") or (not sparse and self.chance(0.1)),
             schedule=schedule,
         )
 
@@ -222,6 +222,7 @@ class _Drawing:
         self, program: Program, at: int, total: int, rows: int, frozen: set[str], simple: bool
     ) -> Step:
         gan = program.family == "gan"
+        sparse = any(("sparse", True) in net.embedding for net in program.nets)
         loader = program.feed == "loader"
         events = list(self.events(program, at, frozen))
         if loader:
@@ -254,7 +255,7 @@ class _Drawing:
         return Step(
             before=tuple(events),
             parts=parts,
-            clip=self.pick([None, None, 0.05, 0.5, 100.0]),
+            clip=None if sparse else self.pick([None, None, 0.05, 0.5, 100.0]),
             ahead=ahead,
         )
 

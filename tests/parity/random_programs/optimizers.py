@@ -125,7 +125,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 """The options that are drawn, by optimizer; `lr` is 0.01 unless they say so."""
 
-EPS = 1e-6
+EPS = 1e-4
 """Of optimizers that divide by what a gradient is like: far above what rounding alone makes."""
 
 DIVIDING = {"adam", "adamw", "adamax", "nadam", "radam", "rmsprop"}
@@ -148,6 +148,8 @@ def make(optimizer: Optimizer, models: Sequence[Model]) -> list[optim.Optimizer]
     if not optimizer.rest:
         return [CLASSES[optimizer.name](_groups(optimizer, params, named), **given)]
     matrices = [p for p in params if p.ndim == 2 and not p.is_complex()]
+    if optimizer.name == "sparse_adam":  # it takes no other gradients
+        matrices = [models[0].stem.weight]
     rest = [p for p in params if all(p is not each for each in matrices)]
     return [CLASSES[optimizer.name](matrices, **given), optim.AdamW(rest, lr=0.003, eps=EPS)]
 

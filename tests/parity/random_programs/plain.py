@@ -192,7 +192,7 @@ class Plain(Script):
                 graphs = []
         self.backward(graphs, mine)
         trained = [p for o in self.optimizers[engine] for g in o.param_groups for p in g["params"]]
-        norm = nn.utils.clip_grad_norm_(trained, step.clip or float("inf")).item()
+        norm = clipped(trained, step.clip)
         for optimizer in self.optimizers[engine]:
             optimizer.step()
         for model in self.models:
@@ -270,6 +270,15 @@ class Plain(Script):
                 self.see("ema", self.state())
         if self.average is not None:
             self.see("average", dict(self.average.module.state_dict()))
+
+
+def clipped(trained: list[nn.Parameter], clip: float | None) -> float:
+    """The norm of all gradients, which are clipped by it; torch does that for dense ones alone."""
+    sparse = [p.grad for p in trained if p.grad is not None and p.grad.is_sparse]
+    if not sparse:
+        return nn.utils.clip_grad_norm_(trained, clip or float("inf")).item()
+    grads = [p.grad.to_dense() for p in trained if p.grad is not None]
+    return torch.stack([grad.norm() for grad in grads]).norm().item()
 
 
 class Averaged:

@@ -21,8 +21,14 @@ RIGHT: dict[str, str] = {
     r"hold no tensors of torch.complex": "safetensors, the format of checkpoints, has no such type",
     r"max_norm=.* rewrites in forward": "each worker would rewrite the rows that it sees",
     r"is of the stand-in cannot be told": "rows cut by hand beside batches of world.share",
-    r"was written while sharded, which reaches nothing": "whole parameters are written in "
+    r"was written (while sharded|\(\w+\) while it is sharded)": "whole parameters are written in "
     "full_parameters(write=True)",
+    r"ParameterAccess: .* was read \(\w+\) while it is sharded": "a worker holds a part",
+    r"copy_: a tensor that all ranks have is written to with what one stage has made": "an average "
+    "by hand of what other workers have",
+    r"--activations recomputed runs Model, .* and with --pipeline it is several layers": "a unit "
+    "that is on several workers cannot be run again as one",
+    r"--exact \d+: the gradient of .* --no-overlap lets them begin": "sums have begun by then",
 }
 """By a pattern of the message, why it is right to refuse."""
 

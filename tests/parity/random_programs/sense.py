@@ -60,7 +60,9 @@ def _sensible_optimizer(optimizer: Optimizer, program: Program) -> bool:
     sparse = any(("sparse", True) in net.embedding for net in program.nets)
     if (optimizer.name == "sparse_adam") > sparse:
         return False
-    return optimizer.name != "muon" or optimizer.rest
+    if optimizer.name in ("muon", "sparse_adam") and not optimizer.rest:
+        return False
+    return not (optimizer.later and (optimizer.rest or program.family == "gan"))
 
 
 def _sensible_phase(phase: Phase, program: Program) -> bool:
@@ -81,6 +83,8 @@ def _sensible_phase(phase: Phase, program: Program) -> bool:
 
 def _sensible_step(step: Step, program: Program) -> bool:
     if step.ahead and not all(_explicit(p) and len(p.losses) == 1 for p in step.parts):
+        return False
+    if step.clip is not None and any(("sparse", True) in net.embedding for net in program.nets):
         return False
     sums = [part.losses[0] == "sum" for part in step.parts]
     if any(sums) and not all(sums):  # one step, one reduction
