@@ -15,6 +15,7 @@ schema.py       what may stand beside the tensors (pure)
 document.py     what stands there, and its own sum
 reader.py       tensors of any file, read by ranges
 names.py        which tensor of a file is which of a model
+export.py       one plain file, safetensors or .pt
 tools.py        inspect, verify, export
 commands.py     the same as commands
 """

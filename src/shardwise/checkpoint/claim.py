@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import FolderInUse
+from shardwise.printable import printable
 
 LOCK = ".lock"
 """The file that is locked, in the folder of a run's checkpoints."""
@@ -165,4 +166,4 @@ def _name_in(fd: int) -> str:
         words = "{script} (process {process} on {host}, since {since})".format(**told)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
         return "one that has not left its name"
-    return "".join(c if c.isprintable() else "?" for c in words[:300])
+    return printable(words[:300])

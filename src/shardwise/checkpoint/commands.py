@@ -14,6 +14,7 @@ import click
 
 from shardwise.checkpoint.folders import DOCUMENT
 from shardwise.errors import CheckpointError
+from shardwise.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,19 +50,14 @@ def _told(command: Callable[..., int]) -> Callable[..., int]:
         try:
             return command(*args, **options)
         except CheckpointError as error:
-            raise click.ClickException(_shown(error)) from error
+            raise click.ClickException(printable(error)) from error
 
     return run
 
 
-def _shown(value: object) -> str:
-    """As text that a terminal prints and does not obey: names are those of files and models."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(value))
-
-
 def _say(console: Console, line: str) -> None:
     """A line as it stands: brackets in names are no markup."""
-    console.print(_shown(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 _PATH = click.argument("path", type=click.Path(path_type=Path))
@@ -135,7 +131,7 @@ def accept(path: Path) -> int:
         fields = document.accept(folder)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be changed: {error.strerror or error}.") from error
-    click.echo(_shown(f"{folder}: accepted as it is, at step {fields['step']}"))
+    click.echo(printable(f"{folder}: accepted as it is, at step {fields['step']}"))
     return 0
 
 
@@ -149,7 +145,7 @@ def export(path: Path, to: Path, average: bool) -> int:
     from shardwise.checkpoint.tools import export as write
 
     count = write(path, to, "average" if average else "model")
-    click.echo(_shown(f"{to}: {count} tensors"))
+    click.echo(printable(f"{to}: {count} tensors"))
     return 0
 
 
@@ -167,5 +163,5 @@ def _table(lines: Iterable[Line], title: str | None = None) -> Table:
         spec = line.spec
         shape = " x ".join(map(str, spec.shape)) or "-"
         words = line.kind, spec.name, spec.dtype, shape, f"{spec.nbytes:,}", line.checksum or "-"
-        drawn.add_row(*(Text(_shown(word)) for word in words))
+        drawn.add_row(*(Text(printable(word)) for word in words))
     return drawn

@@ -78,7 +78,7 @@ class TensorFile:
 
 
 def lay_out(
-    stem: str, specs: Iterable[TensorSpec], *, limit: int, aliases: Mapping[str, str]
+    stem: str, specs: Iterable[TensorSpec], *, limit: float, aliases: Mapping[str, str]
 ) -> list[TensorFile]:
     """The files `stem`.safetensors, or several where one would be longer than `limit` bytes, or
     hold more than MOST_TENSORS.

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from shardwise.checkpoint import document
+from shardwise.checkpoint.export import PICKLED, write_tensors
 from shardwise.checkpoint.folders import newest
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.checkpoint.reader import Safetensors, open_set
 from shardwise.checkpoint.regular import read_whole
 from shardwise.errors import BrokenCheckpoint, CheckpointError
-from shardwise.model.export import PICKLED, write_tensors
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
         aliases = {k: v for k, v in tensors.metadata.items() if v in values}
         try:
             write_tensors(values, aliases, {}, to)
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError) as error:  # torch's writer raises the latter
             why = getattr(error, "strerror", None) or error
             raise CheckpointError(f"{to} cannot be written: {why}.") from error
         return len(values)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from shardwise.checkpoint.export import write_model
 from shardwise.engine import alike, sectioning, starting
 from shardwise.engine.assembly import States
 from shardwise.engine.recipe import Recipe
 from shardwise.errors import BrokenView, UsageError
-from shardwise.model.export import write_model
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,12 +43,9 @@ def read(fields: Mapping[str, Any]) -> Numbers:
         name: {key: plain.decode(value) for key, value in entries.items()}
         for name, entries in fields["state"].items()
     }
-    for name, entries in state.items():
-        if "step" in entries and _kind(entries["step"]) != NUMBER:
-            raise BrokenCheckpoint(
-                f"The step of {name} in checkpoint.json is {entries['step']!r:.60}, which is no "
-                "number. Take another checkpoint."
-            )
+    for told in fields["optimizers"]:
+        names = [name for group in told["groups"] for name in group["parameters"]]
+        _check_steps({n: state[n]["step"] for n in names if "step" in state.get(n, {})})
     return Numbers(
         [
             [{key: plain.decode(v) for key, v in g["options"].items()} for g in told["groups"]]
@@ -56,6 +54,19 @@ def read(fields: Mapping[str, Any]) -> Numbers:
         state,
         fields["borders"],
     )
+
+
+def _check_steps(steps: Mapping[str, Any]) -> None:
+    """Raise BrokenCheckpoint for one that would only fail in an update: no number, or one in
+    another form (a tensor or not) than those of the optimizer's other parameters."""
+    forms = Counter(isinstance(step, Tensor) for step in steps.values())
+    usual = forms[True] >= forms[False]
+    for name, step in steps.items():
+        if _kind(step) != NUMBER or isinstance(step, Tensor) != usual:
+            raise BrokenCheckpoint(
+                f"The step of {name} in checkpoint.json is {step!r:.60}, which is no number, or in "
+                "another form than the steps of others. Take another checkpoint."
+            )
 
 
 def check(lending: Lending, fields: Mapping[str, Any], numbers: Numbers) -> None:
@@ -121,9 +132,11 @@ def _check_options(faces: Sequence[optim.Optimizer], numbers: Numbers) -> None:
 
 
 def _fits(now: Any, saved: Any) -> bool:
-    """Whether `saved` may stand where `now` does: any number for another, None for anything."""
-    if now is None or saved is None:
+    """Whether `saved` may stand where `now` does: any number for another, None for a switch."""
+    if now is None or (saved is None and not isinstance(now, int | float)):
         return True
+    if saved is None:
+        return isinstance(now, bool)
     if isinstance(now, tuple) and isinstance(saved, tuple):
         return len(now) == len(saved) and all(map(_fits, now, saved))
     return _kind(now) == _kind(saved)

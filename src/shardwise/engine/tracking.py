@@ -40,7 +40,7 @@ class Tracking:
                 )
             self._tracked[name] = each
             if name in self._pending:
-                each.load_state_dict(self._pending.pop(name))
+                _give(name, each, self._pending.pop(name))
 
     # -- saving ---------------------------------------------------------------------------
 
@@ -107,12 +107,25 @@ class Tracking:
         }
 
     def give(self, states: Mapping[str, Any]) -> None:
-        """Let each object have its state."""
+        """Let each object have its state. Raises BrokenCheckpoint where one does not take it."""
         for name, state in states.items():
             if name in self._tracked:
-                self._tracked[name].load_state_dict(state)
+                _give(name, self._tracked[name], state)
             else:
                 self._pending[name] = state
+
+
+def _give(name: str, each: Any, state: Any) -> None:
+    """Raises BrokenCheckpoint where `each` does not take its state."""
+    try:
+        each.load_state_dict(state)
+    except UsageError:
+        raise
+    except Exception as error:  # whatever an object of the user's makes of it
+        raise BrokenCheckpoint(
+            f"{name}, which is a {type(each).__name__}, does not take its state in the "
+            f"checkpoint ({type(error).__name__}: {error}). Track what was saved, or take another."
+        ) from error
 
 
 def _schedules(each: Any, face: optim.Optimizer) -> bool:

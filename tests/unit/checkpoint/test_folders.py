@@ -16,12 +16,12 @@ from click.testing import CliRunner
 from shardwise.checkpoint import document, reader
 from shardwise.checkpoint.byte_ranges import ByteRange
 from shardwise.checkpoint.commands import checkpoint
+from shardwise.checkpoint.export import write_model
 from shardwise.checkpoint.folders import Draft, Found, complete, lacks_document, lost
 from shardwise.checkpoint.format import TensorSpec, lay_out
 from shardwise.checkpoint.writer import Writer, create
 from shardwise.cli import main
 from shardwise.errors import BrokenCheckpoint, CheckpointError
-from shardwise.model.export import write_model
 from tests.unit.checkpoint.test_document import FIELDS
 
 
