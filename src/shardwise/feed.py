@@ -63,6 +63,8 @@ class Feed:
     current: Batch | None = None
     sat_out: int = 0
     """How many batches of evaluations had no sample for this rank, which then ran none."""
+    _apart: int = 0
+    """How many batches are under way that other ranks sit out."""
     _latest: Stream | None = None
     """The stream that last gave a batch to train on, open or not."""
     _shared: list[Batch] = field(default_factory=list)
@@ -91,7 +93,22 @@ class Feed:
             for reference in self._uneven:
                 if (block := reference()) is not None:
                     blocks.enter_context(block())
+            self._apart += 1
+            blocks.callback(self._together)
             yield
+
+    def _together(self) -> None:
+        self._apart -= 1
+
+    def check_even(self, call: str) -> None:
+        """Raise UsageError for a `call` that takes all ranks, in a batch that some sit out."""
+        if self._apart:
+            raise UsageError(
+                f"{call} in a batch of an evaluation of which other workers have no sample, so "
+                "that they would never come to it. Call it after the loop, over what each worker "
+                "has added up; or let no batch have fewer rows than there are workers: "
+                "drop_last=True."
+            )
 
     def open(self, name: str, plan: Plan) -> Stream:
         """Register an iteration that has begun."""

@@ -144,6 +144,7 @@ class World:
 
     def any(self, flag: bool | Tensor) -> bool:
         """Whether `flag` holds on any rank; for stopping early on all of them alike."""
+        self.feed.check_even("world.any")
         row = torch.tensor([float(bool(flag))], device=self.collectives.small_device)
         return bool(self.collectives.gather_rows(row).any())
 
@@ -160,15 +161,18 @@ class World:
 
     def barrier(self) -> None:
         """Return when every rank has come."""
+        self.feed.check_even("world.barrier")
         self.collectives.barrier()
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """Rank `source`'s `value` (picklable), on every rank."""
+        self.feed.check_even("world.broadcast_object")
         gathered = self.collectives.gather_objects(value if self.rank == source else None)
         return gathered[source]  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value` (picklable), in rank order, on every rank."""
+        self.feed.check_even("world.gather")
         return self.collectives.gather_objects(value)
 
     def sum(self, value: Tensor, groups: Sequence[Sequence[int]] | None = None) -> Tensor:
@@ -177,6 +181,7 @@ class World:
         With `groups`, disjoint lists of ranks, each rank gets its own group's sum; a rank in no
         group keeps its value. Raises UsageError for a rank that is listed twice.
         """
+        self.feed.check_even("world.sum")
         group = self.collectives
         if groups is not None:
             key = tuple(tuple(members) for members in groups)

@@ -40,6 +40,13 @@ class ByItself(nn.BatchNorm2d):
         return torch.tanh(out)
 
 
+class OverOne(ByItself):
+    """Leaves the normalisation to a base that does it by itself."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
 KINDS = [nn.BatchNorm2d, Renamed, WithActivation, nn.SyncBatchNorm]
 
 
@@ -80,18 +87,20 @@ def test_subclasses_are_reached(group, kind):
     group(3)(reached, kind)
 
 
-def out_of_reach(world):
-    model = net(ByItself)
+def out_of_reach(world, kind):
+    model = net(kind)
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_batch_norm=True)
-    assert type(model[0]) is ByItself
+    assert type(model[0]) is kind
     told = start_lines.outside_promise(engine._recipe)
     engine.close()
     return told
 
 
-def test_what_normalises_by_itself_is_told_of(group):
-    for (told,) in group(2)(out_of_reach):
-        assert told == "ByItself, which normalises by itself, out of reach of --sync-batch-norm (1)"
+@pytest.mark.parametrize("kind", [ByItself, OverOne])
+def test_what_normalises_by_itself_is_told_of(group, kind):
+    for (told,) in group(2)(out_of_reach, kind):
+        name = kind.__name__
+        assert told == f"{name}, which normalises by itself, out of reach of --sync-batch-norm (1)"
 
 
 def test_a_copy_loads_with_the_plain_class(solo):

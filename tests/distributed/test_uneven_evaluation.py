@@ -166,3 +166,43 @@ def test_means_where_a_worker_measured_nothing(group):
     for first, second in group(3)(fewer_than_workers):
         assert first == {"mean": 0.5}
         assert second == {}
+
+
+def all_ranks_in_the_loop(world):
+    with torch.no_grad():
+        for (x,) in sw.Loader(TensorDataset(torch.arange(5.0)), batch_size=BATCH):
+            world.sum(x.sum())
+
+
+def test_a_call_that_takes_all_ranks_inside_a_batch_that_some_sit_out(group):
+    refused = [each for each in group(2).errors(all_ranks_in_the_loop) if each is not None]
+    assert any(name == UsageError.__name__ and "world.sum in a batch" in m for name, m in refused)
+
+
+def zipped(world):
+    model, x = problem()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=3)
+    with torch.no_grad():
+        one, other = (sw.Loader(TensorDataset(x), batch_size=BATCH) for _ in range(2))
+        for (a,), (b,) in zip(one, other, strict=False):
+            model(a + b)
+    engine.close()
+    with torch.no_grad():
+        for (a,) in sw.Loader(TensorDataset(x), batch_size=BATCH):
+            model(a)
+
+
+def test_two_loaders_at_a_time_and_none_after_close(group):
+    group(3, transport="gloo")(zipped)
+
+
+def test_micro_batches_are_as_many_on_all_ranks_where_rows_allow_it(group):
+    for size in (2, 3):
+        ranks = group(size)(counted, 3 * size + 1)
+        assert len(set(ranks)) == 1
+
+
+def counted(world, rows):
+    """How many batches a rank is given, by two rows at a time."""
+    dataset = TensorDataset(torch.arange(float(2 * rows)))
+    return len(seen(sw.Loader(dataset, batch_size=rows, micro_batch_size=2)))

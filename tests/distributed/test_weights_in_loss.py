@@ -242,3 +242,35 @@ def misuses(world, how):
 def test_what_a_part_cannot_stand_for_is_refused(group, how, mesh, hint):
     for said in group(2, **mesh)(misuses, how):
         assert re.search(hint, said), said
+
+
+WRITES = {
+    "detached": lambda p: p.detach().mul_(0),
+    "slice": lambda p: p[:, 0:4].zero_(),
+    "view": lambda p: p.view(-1).zero_(),
+    "rows": lambda p: [row.zero_() for row in p],
+    "transposed": lambda p: p.T[0].fill_(1),
+    "several": lambda p: torch._foreach_copy_([p], [torch.zeros(15, 8, dtype=p.dtype)]),
+}
+
+
+def written_into_a_copy(world, name):
+    model = net()
+    engine = sw.Engine(model, sgd(model))
+    x = torch.ones(15, 8, dtype=torch.double)
+    with torch.no_grad():
+        x.mul_(model[0].up.weight.detach())  # what is the user's own may be written
+        torch._foreach_mul_([model[0].up.weight], 0.5)
+    try:
+        with torch.no_grad():
+            WRITES[name](model[0].up.weight)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_would_be_written_into_a_copy_is_refused(group, name):
+    for kind, message in group(2, tensor=2).errors(written_into_a_copy, name):
+        assert kind == UsageError.__name__
+        assert "writes into" in message
+        assert "full_parameters(write=True)" in message

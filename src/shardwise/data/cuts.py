@@ -67,8 +67,7 @@ class Shares(Cut):
         return order.parts(rows, self.size, self.rank, self.micro_batch_size)
 
     def all_have(self, rows: int) -> list[bool]:
-        count, smallest = self.count(rows), rows // self.size
-        return [order.all_have(smallest, self.micro_batch_size, part) for part in range(count)]
+        return [order.all_have(rows // self.size, part) for part in range(self.count(rows))]
 
     def of_own(self, rows: int) -> list[Rows]:
         assert self.full is not None

@@ -78,10 +78,18 @@ def micro_batches(rows: int, size: int, micro_batch_size: int | None) -> int:
 
 
 def micro_cuts(rows: Rows, micro_batch_size: int | None, count: int) -> list[Rows]:
-    """`rows` cut into `count` micro-batches; those past its end are empty."""
+    """`rows` cut into `count` micro-batches of `micro_batch_size`, of which the last may be short.
+
+    Where that would leave some without rows, all have nearly as many instead, so that none is empty
+    while there are enough; with fewer rows than micro-batches the last ones are.
+    """
     first, end = rows
     width = micro_batch_size or end - first
-    bounds = [min(first + width * number, end) for number in range(count + 1)]
+    if width * (count - 1) < end - first:
+        bounds = [min(first + width * number, end) for number in range(count + 1)]
+    else:
+        each, more = divmod(end - first, count)
+        bounds = [first + each * number + min(number, more) for number in range(count + 1)]
     return list(pairwise(bounds))
 
 
@@ -91,9 +99,9 @@ def parts(rows: int, size: int, rank: int, micro_batch_size: int | None) -> list
     return micro_cuts(share(rows, size, rank), micro_batch_size, count)
 
 
-def all_have(smallest: int, micro_batch_size: int | None, part: int) -> bool:
+def all_have(smallest: int, part: int) -> bool:
     """Whether micro-batch `part` has rows on every rank, the least of which has `smallest`."""
-    return smallest > part * (micro_batch_size or 0)
+    return smallest > part
 
 
 def locate(samples: int, epoch_length: int) -> tuple[int, int]:

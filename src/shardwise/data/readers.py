@@ -105,20 +105,13 @@ class PartReader(Reader):
         self._world = world
         self._needed = given.batch_size if given.drop_last else 1
         self._parts = given.cut.count(given.batch_size)
-        self._micro_batch_size = given.micro_batch_size
 
     def asks(self, run: int, at: Position) -> Iterator[Request]:
         return requests(run, at.epoch, at.steps * self.source.chunk)
 
     def delivered(self, answers: Iterator[Item | None]) -> Iterator[Item]:
         items = super().delivered(answers)
-        return until_all_finish(
-            items,
-            self._world,
-            parts=self._parts,
-            needed=self._needed,
-            micro_batch_size=self._micro_batch_size,
-        )
+        return until_all_finish(items, self._world, parts=self._parts, needed=self._needed)
 
 
 def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[Micro]:
@@ -146,12 +139,7 @@ def requests(run: int, epoch: int, skip: int) -> Iterator[Request]:
 
 
 def until_all_finish(
-    items: Iterator[Item],
-    world: World,
-    *,
-    parts: int,
-    needed: int,
-    micro_batch_size: int | None = None,
+    items: Iterator[Item], world: World, *, parts: int, needed: int
 ) -> Iterator[Item]:
     """`items` of this rank's own part of a stream, going on until every rank's part has ended.
 
@@ -173,7 +161,7 @@ def until_all_finish(
         total = sum(rows)
         if total < needed:
             return
-        all_have = [order.all_have(min(rows), micro_batch_size, part) for part in range(parts)]
+        all_have = [order.all_have(min(rows), part) for part in range(parts)]
         if finished:
             for part in range(parts):
                 yield _stand_in(epoch, part, parts, total), copied(stand_in)

@@ -370,7 +370,7 @@ class Engine(Backwards):
         """Around a batch of an evaluation of which some ranks have no sample: they serve the
         gathers of the others. Raises UsageError where several engines would wait to be served."""
         shown = self._states.shown
-        if self._uneven or shown is None or not self.gathers_together:
+        if self not in living or self._uneven or shown is None or not self.gathers_together:
             return nullcontext()
         if sum(other.gathers_together for other in living) > 1:
             raise UsageError(

@@ -162,6 +162,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         """x: (N, C, ...). In eval mode as the plain class; in training over all ranks."""
         if not self.training or isinstance(x, FakeTensor):  # of that only the shape is wanted
             return super().forward(x)
+        self._feed.check_even("A forward of synchronised BatchNorm in training mode")
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         batch = self._feed.batch_of_forward(training=torch.is_grad_enabled())
         counts = batch is None or batch.samples > 0
@@ -207,7 +208,7 @@ def _synchronised(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
         bases: tuple[type, ...] = (_SyncBatchNorm, plain)
     elif issubclass(plain, nn.modules.batchnorm._LazyNormBase):
         return None
-    elif plain.forward is nn.modules.batchnorm._BatchNorm.forward or _calls_super(plain.forward):
+    elif all(map(_calls_super, _own_forwards(plain))):
         bases = (plain, _SyncBatchNorm)
     else:
         return None
@@ -217,6 +218,12 @@ def _synchronised(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
 def _class_of(module: nn.Module) -> Any:
     """Its class, which mypy does not believe to have a hash."""
     return type(module)
+
+
+def _own_forwards(plain: type[nn.Module]) -> list[Any]:
+    """The forwards of a class and its bases that come before torch's own."""
+    classes = plain.__mro__[: plain.__mro__.index(nn.modules.batchnorm._BatchNorm)]
+    return [vars(each)["forward"] for each in classes if "forward" in vars(each)]
 
 
 def _calls_super(forward: Any) -> bool:

@@ -23,6 +23,8 @@ _OWN = frozenset(vars(nn.Module()))
 _PLAIN = "torch.nn.modules."
 """Modules of classes from here leave their attributes alone."""
 _CONTAINERS = (list, dict, set, deque)
+_LONG = 1000
+"""Entries of a container from which on it is taken for data: only another one is noticed."""
 _NOTHING: Any = object()
 
 Values = list[tuple[nn.Module, str, Any]]
@@ -54,8 +56,9 @@ def _looked_at(module: nn.Module) -> _Before:
     contents, versions = [], []
     for name, value in attributes.items():
         if isinstance(value, Tensor):
-            versions.append((name, value, value._version))
-        elif type(value) in _CONTAINERS and name not in _OWN:
+            if not value.is_inference():  # those count no writes
+                versions.append((name, value, value._version))
+        elif type(value) in _CONTAINERS and name not in _OWN and len(value) < _LONG:
             contents.append((name, value, value.copy()))
     return _Before(module, attributes, contents, versions)
 

@@ -153,7 +153,10 @@ class _Trial:
             replica = Replica(group, draws)
             part = _part(self._whole, self._cuts, self._paths, replica, self.path)
             undrawn = Undrawn(self._drawn, lambda: draws.is_open)
-            found[rank] = _run(part, self._x, undrawn, refused=self._refused)
+            try:
+                found[rank] = _run(part, self._x, undrawn, refused=self._refused)
+            finally:
+                replica.forget()  # a part that has failed left its region open
             if found[rank] is None:
                 barrier.abort()
 

@@ -12,7 +12,7 @@ operation. What the engine does with parameters goes straight through.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -33,11 +33,11 @@ _straight = torch._C.DisableTorchFunctionSubclass
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
-_ALIKE_IN_PARTS = {
-    getattr(Tensor, name)
-    for name in ("add_", "sub_", "mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "zero_",
-                 "fill_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-}  # fmt: skip
+_ALIKE_NAMES = (
+    "add_", "sub_", "mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "zero_",
+    "fill_", "__iadd__", "__isub__", "__imul__", "__itruediv__",
+)  # fmt: skip
+_ALIKE_IN_PARTS = {getattr(Tensor, name) for name in _ALIKE_NAMES}
 """What writes each element from its own value and numbers."""
 
 
@@ -125,7 +125,10 @@ class Uses:
             made = _straightly(func, args, kwargs)
             if made is args[0] or not isinstance(made, Tensor):
                 return made  # model.to(device) where it is already
-        if self._is_split(_written(func, args, kwargs)):
+        written = _written(func, args, kwargs)
+        if isinstance(written, Sequence) and any(map(_is_watched, map(type, written))):
+            return self._write_several(func, written, args, kwargs)
+        if self._is_split(written):
             return self._write(func, args, kwargs)
         if line is not None and not inside:
             line.renew()
@@ -155,11 +158,14 @@ class Uses:
         if func is torch.autograd.grad:
             return self._grad(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        leaves = [split.whole_of(leaf) if self._is_split(leaf) else leaf for leaf in leaves]
+        wholes = {
+            place: split.whole_of(leaf) for place, leaf in enumerate(leaves) if self._is_split(leaf)
+        }
+        leaves = [wholes.get(place, leaf) for place, leaf in enumerate(leaves)]
         others = [e for e in leaves if isinstance(e, Tensor) and not _is_watched(type(e))]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         if not has_torch_function(others):
-            return _straightly(func, args, kwargs)
+            return _guarded(_straightly(func, args, kwargs), wholes.values())
         with _straight():
             leaves = [e.view_as(e) if _is_watched(type(e)) else e for e in leaves]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -185,6 +191,18 @@ class Uses:
             return _straightly(func, args, kwargs) if is_here else args[0]
         name = getattr(func, "__name__", func)
         raise _refused(f"{name} writes into", args[0])
+
+    def _write_several(
+        self, func: Callable[..., Any], written: Sequence[Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """The same of a list of parameters (torch._foreach_mul_). Raises UsageError where layers
+        are elsewhere: those have no values here."""
+        leaves = pytree.tree_leaves((args[1:], kwargs))
+        alike = func.__name__.removeprefix("_foreach_") in _ALIKE_NAMES
+        if alike and self._line is None and not any(isinstance(e, Tensor) for e in leaves):
+            return _straightly(func, args, kwargs)
+        first = next(each for each in written if _is_watched(type(each)))
+        raise _refused(f"{func.__name__} writes into", first)
 
     def _set_data(self, parameter: nn.Parameter, value: Tensor) -> None:
         with _straight():
@@ -227,13 +245,48 @@ def _straightly(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
 
 
 def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """The tensor that `func` writes into; None where it makes a new one."""
+    """The tensor that `func` writes into, or the list of them; None where it makes a new one."""
     name = getattr(func, "__name__", "")
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"]
     in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
     writes = func is Tensor.__setitem__ or (in_place and name not in _CHANGES_NOTHING)
-    return args[0] if writes and args and isinstance(args[0], nn.Parameter) else None
+    if not (writes and args):
+        return None
+    return args[0] if isinstance(args[0], Tensor | list | tuple) else None
+
+
+class _OfWhole(Tensor):
+    """A view of a whole that was put together to be read: to write into it would reach nothing."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        written = _written(func, args, kwargs or {})
+        several = written if isinstance(written, Sequence) else (written,)
+        for each in several:
+            if isinstance(each, _OfWhole):
+                name = getattr(func, "__name__", func)
+                raise _refused(f"{name} writes into a view or a detached copy of", each)
+        wholes = [e for e in pytree.tree_leaves((args, kwargs)) if isinstance(e, _OfWhole)]
+        return _guarded(_straightly(func, args, kwargs or {}), wholes)
+
+
+def _guarded(made: Any, wholes: Iterable[Tensor]) -> Any:
+    """`made`, in which what lies in the memory of one of `wholes` may only be read."""
+    with _straight():
+        memory = {e.untyped_storage().data_ptr() for e in wholes if _has_memory(e)}
+
+        def guard(tensor: Tensor) -> Tensor:
+            is_view = _has_memory(tensor) and tensor.untyped_storage().data_ptr() in memory
+            return tensor.as_subclass(_OfWhole) if is_view else tensor
+
+        return pytree.tree_map_only(Tensor, guard, made)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
 _CHANGES_NOTHING = ("__invert__", "__index__", "__int__")

@@ -294,7 +294,13 @@ class Residency:
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Inside the block each rank may run as many forwards as it likes; see Engine.uneven."""
+        """Inside the block each rank may run as many forwards as it likes; see Engine.uneven.
+
+        A block inside another one is part of that.
+        """
+        if self._uneven:
+            yield
+            return
         self._let_go_of_all()
         # What is recorded inside is no other rank's.
         recorded = list(self._tape), self._backwards
