@@ -90,7 +90,14 @@ def kinds_case(world, folder, key, value):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("step", "3"), ("lr", "0.1"), ("betas", {"$tuple": [0.9]}), ("eps", [1]), ("amsgrad", "no")],
+    [
+        ("step", "3"),
+        ("lr", "0.1"),
+        ("betas", {"$tuple": [0.9]}),
+        ("betas", [1, [2]]),
+        ("eps", [1]),
+        ("amsgrad", "no"),
+    ],
 )
 def test_values_of_another_kind(group, tmp_path, key, value):
     group(1)(kinds_case, tmp_path, key, value)

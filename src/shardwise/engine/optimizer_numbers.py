@@ -137,7 +137,7 @@ def _fits(now: Any, saved: Any) -> bool:
         return True
     if saved is None:
         return isinstance(now, bool)
-    if isinstance(now, tuple) and isinstance(saved, tuple):
+    if isinstance(now, tuple) and isinstance(saved, tuple | list):
         return len(now) == len(saved) and all(map(_fits, now, saved))
     return _kind(now) == _kind(saved)
 
