@@ -103,7 +103,7 @@ def refuse_nameless(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a file system does on which every file has a name at first."""
     real: Callable[..., int] = os.open
 
-    def refuse(path: Path, flags: int, mode: int) -> int:
+    def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_TMPFILE == os.O_TMPFILE:
             raise OSError(errno.EOPNOTSUPP, "Operation not supported")
         return real(path, flags, mode)

@@ -518,7 +518,7 @@ def _plain(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-_NOT_SETTINGS = {"FLAGS", "CONFIG"}
+_NOT_SETTINGS = {"FLAGS", "CONFIG", "SECRET"}
 HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
 """Horovod's variable for the same, understood as well."""
 

@@ -17,6 +17,7 @@
     ├── MetricsError         ranks disagree on what they measured
     ├── CheckpointError      a checkpoint that cannot be written, found or read
     │   ├── CheckpointNotWritten  a disk that is full, or refuses
+    │   ├── FolderInUse         another job saves there
     │   ├── BrokenCheckpoint    cut short, contradicting itself, or with a wrong checksum
     │   └── CheckpointMismatch  of another model or optimizer
     ├── TierError            a folder or disk that cannot hold a state, or failed while it did
@@ -28,9 +29,22 @@
 A message is a sentence with the values in it, and ends with what to do.
 """
 
+from collections.abc import Iterable
+from typing import Self
+
 
 class ShardwiseError(Exception):
-    """The root of every error that Shardwise raises on purpose."""
+    """The root of every error that Shardwise raises on purpose.
+
+    `at_fault` are the ranks that its message names as the cause, where that is not this one.
+    """
+
+    at_fault: tuple[int, ...] = ()
+
+    def blaming(self, ranks: Iterable[int]) -> Self:
+        """Say which ranks are the cause; returns itself."""
+        self.at_fault = tuple(ranks)
+        return self
 
 
 class ConfigError(ShardwiseError):
@@ -97,6 +111,10 @@ class CheckpointError(ShardwiseError):
 
 class CheckpointNotWritten(CheckpointError):
     """A disk is full, read-only, or refuses what a checkpoint writes; those before it are whole."""
+
+
+class FolderInUse(CheckpointError):
+    """Another job saves into the folder that this one was given; names it."""
 
 
 class BrokenCheckpoint(CheckpointError):

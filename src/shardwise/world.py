@@ -277,7 +277,9 @@ def enter(
     world.step_log = StepLog(folder, world.rank, world.settings.stop_after, counts=world.counts)
     _share_cores(world)
     drawn = chosen.seed if chosen.seed is not None else secrets.randbits(31)
-    world.seed = world.broadcast_object(drawn)
+    world.seed = group.gather_plain(drawn)[0]
+    if identity.launcher == "torchrun" and (line := collectives.exposed()) and not chosen.quiet:
+        world.say_once(line)
     if chosen.exact is not None:
         MicroShards(chosen.exact, world.size, world.rank)  # refuses what cannot be
         repeatable.fix_arithmetic(device)
@@ -352,6 +354,7 @@ def _leave() -> None:
                 group.close()
         world.collectives.close()
         world.collectives.lookout.close()
+        collectives.disconnect()
 
 
 def _share_cores(world: World) -> None:
@@ -363,8 +366,8 @@ def _share_cores(world: World) -> None:
         return
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return
-    mine = (world.host, sorted(os.sched_getaffinity(0)))
-    alike = world.gather(mine).count(mine)
+    mine = [world.host, sorted(os.sched_getaffinity(0))]
+    alike = world.collectives.gather_plain(mine).count(mine)
     torch.set_num_threads(max(1, len(mine[1]) // alike))
 
 

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from typing import IO, Any
 
-from shardwise.launch import own
+from shardwise.launch import own, secret
 from shardwise.launch.identity import Identity
 from tests.distributed import worker
 from tests.distributed.worker import Outcome
@@ -141,9 +141,10 @@ class Group:
         self._ranks = []
 
     def _start(self) -> None:
+        known = secret.drawn()
         with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
             self._ranks = [
-                _Rank(rank, self.size, listener, self._settings) for rank in range(self.size)
+                _Rank(rank, self.size, listener, known, self._settings) for rank in range(self.size)
             ]
         try:
             for rank in self._ranks:
@@ -206,7 +207,7 @@ class _Rank:
     """One process of a group, the connection to it, and what it printed."""
 
     def __init__(
-        self, number: int, size: int, listener: socket.socket, settings: dict[str, Any]
+        self, number: int, size: int, listener: socket.socket, known: str, settings: dict[str, Any]
     ) -> None:
         self.number = number
         self.printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in reap)
@@ -228,7 +229,7 @@ class _Rank:
                 _Descriptor(self.printed),
                 inherited,
                 identity,
-                _environment(),
+                _environment() | {own.SECRET: known},
                 settings,
             ),
         )

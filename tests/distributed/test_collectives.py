@@ -1,6 +1,8 @@
 """The verbs of each CPU transport against what torch says they are, for many sizes and dtypes."""
 
 import re
+import socket
+import sys
 import threading
 from itertools import pairwise
 from operator import add
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from shardwise import tree
-from shardwise.collectives import Sum, gloo
+from shardwise.collectives import Sum, gloo, listeners
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.layout import even_cuts
 
@@ -416,3 +418,28 @@ def short_messages(world, seed):
 def test_pieces_in_several_messages(group, size):
     for seed in range(8):
         group(size, transport="gloo")(short_messages, seed)
+
+
+def connect_to_what_listens(world):
+    """By port of this process, whether a stranger can still connect there."""
+    found = {}
+    for listener in listeners._listening():
+        with listener:
+            host, port = listener.getsockname()
+        try:
+            socket.create_connection((host, port), timeout=0.3).close()
+        except TimeoutError:
+            found[port] = False
+        else:
+            found[port] = True
+    world.barrier()
+    return found, world.collectives.lookout._places[world.rank].port
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="filters on sockets are Linux's")
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_nobody_can_connect_to_gloo_once_ranks_have(group, transport):
+    for found, watch in group(2, transport=transport)(connect_to_what_listens):
+        assert found.pop(watch)
+        assert found
+        assert not any(found.values())

@@ -499,6 +499,7 @@ def saves_case(world, folder):
         engine.backward(model(world.share(torch.ones(4, 4))).square().mean())
         engine.step()
         engine.save(folder)
+    engine.close()
 
 
 def test_a_trial_leaves_no_trace_and_follows_none(group, tmp_path):

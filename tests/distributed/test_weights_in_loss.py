@@ -165,6 +165,9 @@ def looks(world):
         for each in (model, same):
             for parameter in each.parameters():
                 parameter.mul_(0.9).clamp_(-0.2, 0.2)
+    with engine.full_parameters(model[2]):
+        for mine, its in zip(model.parameters(), same.parameters(), strict=True):
+            assert torch.equal(mine, its)
     with engine.full_parameters():
         for mine, its in zip(model.parameters(), same.parameters(), strict=True):
             assert type(mine) is nn.Parameter

@@ -1,5 +1,6 @@
 """`shardwise doctor`: what is said of hosts, and of one rank."""
 
+import io
 import resource
 from pathlib import Path
 
@@ -95,3 +96,11 @@ def test_which_variables_said_who_a_rank_is() -> None:
     assert explain.words(launch.detect({}), {}).splitlines()[-1] == (
         "  meeting     there are no others"
     )
+
+
+def test_names_of_hosts_are_shown_as_they_stand():
+    console = Console(width=80, file=io.StringIO(), force_terminal=True)
+    console.print(findings.table({"[/x]": [Check("a", "[lr=0.1]\x1b[2J")], "b": []}))
+    told = console.file.getvalue()
+    assert "[/x]" in told
+    assert "[lr=0.1]\\x1b[2J" in told

@@ -109,5 +109,14 @@ class TestPlace:
             "PYTHONFAULTHANDLER": "1",
             "PYTHONUNBUFFERED": "1",
             "SHARDWISE_FLAGS": '{"zero": "2"}',
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         assert "NCCL_SOCKET_IFNAME" not in elastic.environment({}, {}, None)
+
+
+def test_what_the_agent_leaves_open_is_said() -> None:
+    alone = elastic.exposed(ALONE, {})
+    assert "listens on all interfaces and believes who connects" in alone
+    assert "SHARDWISE_SECRET" not in alone
+    assert "start every host with the same SHARDWISE_SECRET" in elastic.exposed(TWO, {})
+    assert "SHARDWISE_SECRET" not in elastic.exposed(TWO, {"SHARDWISE_SECRET": "s" * 32})

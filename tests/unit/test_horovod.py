@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -16,11 +17,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import shardwise.horovod as hvd
+from shardwise import proof
 from shardwise.collectives import Solo
 from shardwise.collectives.base import Handle as Sent
 from shardwise.collectives.sums import PLAIN
-from shardwise.errors import BadCall, HorovodInternalError
-from shardwise.horovod import adasum, background, functions, habits, mpi_ops, objects
+from shardwise.errors import BadCall, HorovodInternalError, LaunchError
+from shardwise.horovod import adasum, background, functions, habits, links, mpi_ops, objects
 from shardwise.horovod.background import Background
 from shardwise.horovod.coordinator import ADD, REMOVE, Coordinator, Verdict
 from shardwise.horovod.habits import Comparison
@@ -470,3 +472,26 @@ def test_only_tensors_are_looked_at():
     assert samples(Owned()) == ""
     assert samples(TensorDataset(numbers)) == samples(TensorDataset(numbers.clone())) != ""
     assert samples(numbers + 1) not in ("", samples(numbers))
+
+
+def test_idle_connections_do_not_keep_rank_0_waiting():
+    known = b"what all ranks know"
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
+        host, port = listener.getsockname()
+        held = [socket.create_connection((host, port)) for _ in range(20)]
+        began = time.monotonic()
+        others = [pool.submit(links.connect, host, port, known, rank, 20.0) for rank in (1, 2)]
+        found = links.accept(listener, known, 3, 20.0)
+        assert time.monotonic() - began < links.HELLO
+        assert sorted(found) == [1, 2]
+        for link in (*found.values(), *(other.result() for other in others), *held):
+            link.close()
+
+
+def test_who_does_not_connect_to_rank_0_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        stranger = socket.create_connection(listener.getsockname())
+        stranger.sendall(b"\0" * proof.CLAIM + b"1\n")
+        with pytest.raises(LaunchError, match=r"rank\(s\) \[1\] did not connect"):
+            links.accept(listener, b"what all ranks know", 2, 0.5)
+        stranger.close()

@@ -17,7 +17,7 @@ class Told(Solo):
         super().__init__()
         self._others = others
 
-    def gather_objects(self, value):
+    def gather_plain(self, value):
         return [value, *(other(value) for other in self._others)]
 
 

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,8 +123,8 @@ def test_visible_gpus(present: int, listed: str | None, seen: int) -> None:
     assert gpus.visible(present, listed) == seen
 
 
-def _report(rank: int, time: float, *, secondary: bool = False, refusal: str = "") -> Report:
-    return Report(rank=rank, time=time, secondary=secondary, message="", text="", refusal=refusal)
+def _report(rank: int, time: float, *, secondary: bool = False, **more: Any) -> Report:
+    return Report(rank=rank, time=time, secondary=secondary, message="", text="", **more)
 
 
 def _end(rank: int, code: int, time: float, *, stopped: bool = False) -> End:
@@ -183,6 +184,21 @@ class TestVerdict:
                 [_end(0, 1, 2.0), _end(1, 1, 1.0)],
                 [_report(0, 1.9, secondary=True), _report(1, 1.95, secondary=True)],
                 Verdict(rank=0, exit_code=1),
+            ),
+            # it stood still, and was waited for: who waited is not to blame
+            (
+                [_end(0, 1, 2.0), _end(1, -9, 3.0, stopped=True), _end(2, 1, 2.1)],
+                [
+                    _report(0, 1.9, secondary=True, at_fault=(1,)),
+                    _report(2, 1.8, secondary=True),
+                ],
+                Verdict(rank=1, exit_code=1, waiting=0, late=True),
+            ),
+            # who is named has a reason of its own
+            (
+                [_end(0, 1, 2.0), _end(1, 1, 3.0)],
+                [_report(0, 1.9, secondary=True, at_fault=(1,)), _report(1, 2.9)],
+                Verdict(rank=1, exit_code=1),
             ),
         ],
     )
@@ -293,6 +309,12 @@ class TestClosingWords:
         said = closing.words(judged, "exit code 0", "T", size=2, where="train.py:9: barrier()")
         assert "rank 1 of 2 ended (exit code 0) while the others were still training" in said
         assert said.endswith("Rank 0 was waiting for it here:\n\ntrain.py:9: barrier()\n")
+
+    def test_one_that_did_not_come(self) -> None:
+        judged = Verdict(rank=1, exit_code=1, waiting=0, late=True)
+        said = closing.words(judged, "SIGKILL", "CollectiveError: rank 1 is stopped", size=2)
+        assert "rank 1 of 2 did not come, nor say anything until it was ended. Rank 0 was" in said
+        assert said.endswith("\n\nCollectiveError: rank 1 is stopped\n")
 
     def test_a_refusal_is_all_that_is_said(self) -> None:
         assert closing.refusal("Not so.", [1, 0], 2) == "\nshardwise: Not so.\n"

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from shardwise.collectives import meeting
 from shardwise.errors import LaunchError
-from shardwise.launch import notes
+from shardwise.launch import notes, own
 from shardwise.launch.identity import Identity
 from shardwise.launch.notes import Note
 
@@ -27,10 +28,12 @@ NOTE = Note(addresses=("n1", "10.9.0.1"), port=4321, host=socket.gethostname(), 
 
 
 class TestPath:
-    def test_one_host_looks_in_the_temporary_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tempfile.gettempdir", lambda: "/t")
+    def test_one_host_looks_in_a_folder_of_the_users_own(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
         alone = replace(FIRST, local_size=2)
-        assert notes.path(alone).parent == Path("/t")
+        assert notes.path(alone).parent == tmp_path / f"shardwise-{os.getuid()}"
         assert notes.path(alone) == notes.path(replace(alone, rank=1))
         assert notes.path(alone) != notes.path(replace(alone, job="slurm 1.1 0"))
 
@@ -138,26 +141,30 @@ class TestMeeting:
         stores: dict[int, Any] = {}
 
         def come(identity: Identity) -> None:
-            stores[identity.rank] = meeting.store(identity, 20, folder)
+            stores[identity.rank] = meeting.meet(identity, 20, folder)
 
         late = threading.Thread(target=come, args=(SECOND,))
         late.start()
         come(FIRST)
         late.join()
-        stores[1].set("question", "42")
-        assert stores[0].get("question") == b"42"
+        stores[1].store.set("question", "42")
+        assert stores[0].store.get("question") == b"42"
+        assert stores[0].secret == stores[1].secret
+        for met in stores.values():
+            assert not met.is_open
+            met.close()
 
     def test_one_does_not_come(
         self, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(meeting, "WARN", 0.1)
         with pytest.raises(LaunchError, match=r"Ranks 1, 2 of the 3 .*share .*SHARDWISE_REND"):
-            meeting.store(replace(FIRST, size=3), 0.3, folder)
+            meeting.meet(replace(FIRST, size=3), 0.3, folder)
         assert "Waiting on." in capsys.readouterr().err
 
     def test_rank_0_does_not_come(self, folder: str) -> None:
         with pytest.raises(LaunchError, match=r"Rank 1 of 2, .* found no note of rank 0 in"):
-            meeting.store(SECOND, 0.2, folder)
+            meeting.meet(SECOND, 0.2, folder)
 
     def test_a_note_that_leads_nowhere(self, folder: str) -> None:
         place = notes.path(SECOND, folder)
@@ -167,14 +174,49 @@ class TestMeeting:
         began = time.monotonic()
         with (
             notes.left(place, note),
-            pytest.raises(LaunchError, match=rf"at 127.0.0.1 or no.such.*, port {port}. Did rank"),
+            pytest.raises(
+                LaunchError,
+                match=rf"at 127.0.0.1 or no.such.*, port {port}, within 0.2 s",
+            ),
         ):
-            meeting.store(SECOND, 0.2, folder)
+            meeting.meet(SECOND, 0.2, folder)
         assert time.monotonic() - began < 15
+
+    def test_rank_0_was_told_where_to_listen_and_stands_still(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(own.SECRET, "what all ranks know")
+        with socket.create_server(("127.0.0.1", 0)) as inherited:  # the kernel accepts for it
+            port = inherited.getsockname()[1]
+            told = Identity(
+                launcher="shardwise run", rank=1, size=2, address="127.0.0.1", port=port
+            )
+            began = time.monotonic()
+            with pytest.raises(LaunchError, match=r"within 0.5 s .* it does not answer") as error:
+                meeting.meet(told, 0.5, None)
+        assert error.value.at_fault == (0,)
+        assert time.monotonic() - began < 5
+
+    def test_one_that_does_not_come_is_named_by_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(own.SECRET, "what all ranks know")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        told = Identity(launcher="shardwise run", size=3, address="127.0.0.1", port=port)
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(meeting.meet, told, 3.0, None)
+            second = pool.submit(meeting.meet, replace(told, rank=1), 1.0, None)
+            error = second.exception()
+            assert isinstance(error, LaunchError)
+            assert "came to rank 0, but rank 2 did not come within 1 s" in str(error)
+            assert error.at_fault == (2,)
+            error = first.exception()
+            assert isinstance(error, LaunchError)
+            assert error.at_fault == (2,)
 
     def test_told_by_the_setting(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         alone = replace(FIRST, size=1)
-        hosted = meeting.store(alone, 10, f"127.0.0.1:{port}")
-        assert hosted.port == port
+        met = meeting.meet(alone, 10, f"127.0.0.1:{port}")
+        assert (met.store.num_keys(), met.is_open) == (1, False)
+        met.close()

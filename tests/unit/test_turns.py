@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import OrderError
-from shardwise.states.turns import Turns, in_rounds, with_unseen
+from shardwise.states.turns import SETTLED, Turns, with_unseen
 
 NAMES = ["rest", "a", "b", "c", "d"]
 UNITS = range(len(NAMES))
@@ -117,39 +117,38 @@ def test_backward_wants_the_last_first():
 
 def test_another_order_is_named():
     with pytest.raises(OrderError, match=r"Unit a is needed after c.*--units"):
-        gathered([[[0, 1, 3], [0, 3, 1]]], expected=[0, 1, 3])
+        gathered([[*[[0, 1, 3]] * (SETTLED + 1), [0, 3, 1]]], expected=[0, 1, 3])
     with pytest.raises(OrderError, match=r"Unit d is needed after the start.*engine\.uneven"):
-        gathered([[[0, 1], [4]]], expected=[0, 1])
+        gathered([[*[[0, 1]] * (SETTLED + 1), [4]]], expected=[0, 1])
 
 
-def test_what_was_not_all_wanted_may_come_in_another_order():
+def test_another_order_before_that_is_taken():
     plans = [[[0, 1, 3], [0, 3, 1]], [[0], [1, 2, 0]]]
     assert gathered(plans) == [[[0, 1, 3], [0, 1, 2, 3, 4, 0, 1]]] * 2
 
 
+def test_one_that_skips_keeps_a_pass_from_being_settled():
+    often = SETTLED + 5
+    plans = [[*[[0, 1, 3]] * often, [0, 3, 1]], [*[[0, 3]] * often, [0, 3]]]
+    assert gathered(plans, expected=[0, 1, 3])[0][-1] == [0, 1, 3, 1]
+
+
+def test_what_stays_without_a_turn_is_no_other_order():
+    asks = []
+    turns = Turns(NAMES, lambda wanted: asks.append(wanted) or wanted, staying=[0])
+    for _ in range(SETTLED + 3):
+        turns.open("pass")
+        assert [turn for unit in (1, 2) for turn in turns.until(unit)][-2:] == [1, 2]
+        list(turns.rest(expected=[0, 1, 2]))
+    assert len(asks) == 3 + SETTLED
+
+
 def test_alone_no_order_is_wrong():
     turns = Turns(NAMES, lambda wanted: wanted, alone=True)
-    for wanted in ([0, 1, 3], [3, 1, 0]):
+    for wanted in (*[[0, 1, 3]] * (SETTLED + 1), [3, 1, 0]):
         turns.open("pass")
         assert [turn for unit in wanted for turn in turns.until(unit)][-1] == wanted[-1]
         assert list(turns.rest(expected=[0, 1, 3])) == []
-
-
-@pytest.mark.parametrize(
-    ("seen", "expected", "rounds", "settled"),
-    [
-        ([], [], 1, True),
-        ([2, 0, 1], [0, 1, 2], 1, True),
-        ([2, 1, 2, 1], [1, 2], 2, True),
-        ([2, 1, 1, 2], [1, 2], 2, False),
-        ([2, 1], [1, 2], 2, False),
-        ([2, 1, 2], [1, 2], 1, False),
-        ([1], [1, 2], 1, False),
-        ([1], [], 1, False),
-    ],
-)
-def test_rounds(seen, expected, rounds, settled):
-    assert in_rounds(seen, expected, rounds) is settled
 
 
 programs = st.integers(1, 3).flatmap(
@@ -166,9 +165,9 @@ programs = st.integers(1, 3).flatmap(
 @settings(max_examples=60, deadline=None)
 @given(passes=programs)
 def test_any_order_where_not_all_was_expected(passes):
-    """Units in any order and number, where a first pass is not settled."""
+    """Units in any order and number."""
     plans = [[each[rank] for each in passes] for rank in range(len(passes[0]))]
-    told = gathered(plans, expected=[*UNITS, len(NAMES) - 1])
+    told = gathered(plans)
     assert all(taken == told[0] for taken in told)
     for wanted, taken in zip(plans, told, strict=True):
         for needs, got in zip(wanted, taken, strict=True):

@@ -1,4 +1,4 @@
-"""`shardwise checkpoint inspect|verify|export PATH`: the commands, as tables.
+"""`shardwise checkpoint inspect|verify|accept|export PATH`: the commands, as tables.
 
 Nothing of torch is imported before a command runs.
 """
@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.checkpoint.folders import DOCUMENT
 from shardwise.errors import CheckpointError
+from shardwise.printable import printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from shardwise.checkpoint.tools import Line
@@ -47,9 +50,14 @@ def _told(command: Callable[..., int]) -> Callable[..., int]:
         try:
             return command(*args, **options)
         except CheckpointError as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(printable(error)) from error
 
     return run
+
+
+def _say(console: Console, line: str) -> None:
+    """A line as it stands: brackets in names are no markup."""
+    console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 _PATH = click.argument("path", type=click.Path(path_type=Path))
@@ -67,13 +75,13 @@ def inspect(path: Path) -> int:
     console = Console()
     with Opened(path) as opened:
         for name, value in summary(opened).items():
-            console.print(f"{name:>10}  {value}", highlight=False, markup=False, soft_wrap=True)
+            _say(console, f"{name:>10}  {value}")
         lines = list(opened.lines())
         console.print(_table(lines))
         for kind in opened.sets:
             several = [line for line in lines if line.kind == kind]
             size = sum(line.spec.nbytes for line in several)
-            console.print(f"{kind:>10}  {len(several)} tensors, {size:,} bytes", highlight=False)
+            _say(console, f"{kind:>10}  {len(several)} tensors, {size:,} bytes")
     return 0
 
 
@@ -93,15 +101,38 @@ def verify(path: Path) -> int:
                 count += 1
                 if not good:
                     wrong.append(line)
-        missing = opened.missing()
+        missing, changed = opened.missing(), opened.changed()
         for name in missing:
-            console.print(f"missing     {name}", highlight=False, markup=False)
+            _say(console, f"missing     {name}")
+        for name in changed:
+            _say(console, f"changed     {name}")
         if wrong:
             console.print(_table(wrong, "Not what was written"))
-        good = not wrong and not missing
-        said = "all as written" if good else f"{len(wrong)} wrong, {len(missing)} missing"
-        console.print(f"{opened.path}: {count} tensors, {said}", highlight=False, soft_wrap=True)
+        good = not wrong and not missing and not changed
+        faults = f"{len(wrong)} wrong, {len(missing)} missing"
+        faults += f", {len(changed)} files beside them changed" if changed else ""
+        said = "all as written" if good else faults
+        said += "" if opened.is_summed else f", and no sum of {DOCUMENT} (an earlier version's)"
+        _say(console, f"{opened.path}: {count} tensors, {said}")
     return 0 if good else NOT_WHOLE
+
+
+@checkpoint.command(short_help="Take what was edited on purpose.")
+@_PATH
+@_told
+def accept(path: Path) -> int:
+    """Take checkpoint.json and the small files beside it as they are, edited on purpose: write new
+    sums of them. Sums of tensors stay as they were."""
+    from shardwise.checkpoint import document
+    from shardwise.checkpoint.folders import newest
+
+    folder = newest(path)
+    try:
+        fields = document.accept(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be changed: {error.strerror or error}.") from error
+    click.echo(printable(f"{folder}: accepted as it is, at step {fields['step']}"))
+    return 0
 
 
 @checkpoint.command(short_help="Write the model as one plain file.")
@@ -114,13 +145,14 @@ def export(path: Path, to: Path, average: bool) -> int:
     from shardwise.checkpoint.tools import export as write
 
     count = write(path, to, "average" if average else "model")
-    click.echo(f"{to}: {count} tensors")
+    click.echo(printable(f"{to}: {count} tensors"))
     return 0
 
 
 def _table(lines: Iterable[Line], title: str | None = None) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
+    from rich.text import Text
 
     drawn = Table(box=SIMPLE, title=title, title_justify="left")
     for column in ("set", "tensor", "dtype", "shape"):
@@ -130,7 +162,6 @@ def _table(lines: Iterable[Line], title: str | None = None) -> Table:
     for line in lines:
         spec = line.spec
         shape = " x ".join(map(str, spec.shape)) or "-"
-        drawn.add_row(
-            line.kind, spec.name, spec.dtype, shape, f"{spec.nbytes:,}", line.checksum or "-"
-        )
+        words = line.kind, spec.name, spec.dtype, shape, f"{spec.nbytes:,}", line.checksum or "-"
+        drawn.add_row(*(Text(printable(word)) for word in words))
     return drawn

@@ -1,47 +1,167 @@
-"""What stands in a checkpoint beside its tensors: one JSON file.
+"""What stands in a checkpoint beside its tensors: one JSON file, which sums itself.
 
-    {"format": "shardwise checkpoint", "version": 1, "step": 200, "seed": 0,
+    {"format": "shardwise checkpoint", "version": 2, "step": 200, "seed": 0,
      "sets": {"model": ["model.safetensors"], "optimizer": [...]},
      "checksums": {"model": {"head.weight": "1c291ca3", ...}, ...},
+     "files": {"model.safetensors": "90b2c1f0", ...},
      "optimizers": [{"class": "AdamW", "groups": [{"parameters": [...], "options": {...}}]}],
      "state": {"head.weight": {"step": ...}}, "borders": [...],
-     "scaling": {...}, "tracked": {"loader": {"samples": 51200, "epoch": 1}}, "written_by": {...}}
+     "scaling": {...}, "tracked": {"loader": {"samples": 51200, "epoch": 1}}, "written_by": {...},
+     "crc32": "5d1f1a07"}
 
-docs/checkpoint_format.md says what each is.
+The last line but one holds the CRC-32 of all bytes before it. docs/checkpoint_format.md says what
+each is.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.folders import DOCUMENT, complete
+from shardwise.checkpoint import schema
+from shardwise.checkpoint.folders import DOCUMENT, complete, sync
+from shardwise.checkpoint.regular import read_whole
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 FORMAT = "shardwise checkpoint"
-VERSION = 1
+VERSION = 2
+UNSUMMED = 1
+"""The version that had no sums but those of tensors; it is read as it stands."""
 
-_FIELDS: dict[str, type] = {
-    "step": int,
-    "seed": int,
-    "sets": dict,
-    "checksums": dict,
-    "optimizers": list,
-    "state": dict,
-    "borders": list,
-    "scaling": dict,
-    "tracked": dict,
-    "written_by": dict,
-}
+_SUM = "crc32"
+_END = re.compile(rb' "crc32": "([0-9a-f]{8})"\n\}\n')
+_LENGTH_OF_END = len(b' "crc32": "00000000"\n}\n')
 
 
 def dump(fields: Mapping[str, Any]) -> bytes:
-    """The file with `fields`, which are all that it holds beside format and version."""
-    assert set(fields) == set(_FIELDS), set(fields) ^ set(_FIELDS)
+    """The file with `fields`, which are all that it holds beside format, version and sum."""
+    assert set(fields) == set(schema.FIELDS), set(fields) ^ set(schema.FIELDS)
     whole = {"format": FORMAT, "version": VERSION} | dict(fields)
-    return json.dumps(whole, indent=1, allow_nan=False).encode() + b"\n"
+    body = json.dumps(whole, indent=1, allow_nan=False).encode().removesuffix(b"\n}") + b",\n"
+    return body + f' "{_SUM}": "{zlib.crc32(body):08x}"\n}}\n'.encode()
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """The fields of the checkpoint in `folder`.
+
+    Raises CheckpointError where there is none or it is of a later version, BrokenCheckpoint
+    where it is not what was written, or its fields are not what they must be.
+    """
+    path = folder / DOCUMENT
+    data = _read(folder)
+    summed = _END.fullmatch(data[-_LENGTH_OF_END:])
+    if summed and crc_of(data[:-_LENGTH_OF_END]) != (written := summed[1].decode()):
+        raise BrokenCheckpoint(
+            f"{path} is not what was written: its CRC-32 is not {written}. {_accept(folder)}"
+        )
+    told = _parsed(path, data)
+    if told["version"] == VERSION and not summed:
+        raise BrokenCheckpoint(
+            f"{path} is not what was written: it does not end with its CRC-32. {_accept(folder)}"
+        )
+    if told["version"] == UNSUMMED and _SUM in told:
+        raise BrokenCheckpoint(f"{path} has a CRC-32, which its version {UNSUMMED} has not.")
+    return _checked(path, told)
+
+
+def accept(folder: Path) -> dict[str, Any]:
+    """Take what stands in `folder` beside the tensors as it is now, edited on purpose, and write
+    new sums of it; returns the fields.
+
+    Sums of tensors, and of the headers of their files, stay as they are. Raises as `load` does, but
+    for a sum that is wrong, and OSError where nothing can be written.
+    """
+    path = folder / DOCUMENT
+    told = _checked(path, _parsed(path, _read(folder)))
+    for name in _beside(folder, told):
+        told["files"][name] = crc_of(read_whole(folder / name))
+    _replace(path, dump({name: told[name] for name in schema.FIELDS}))
+    return load(folder)
+
+
+def crc_of(data: bytes) -> str:
+    """The CRC-32 of `data`, as it stands in the document."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def _beside(folder: Path, told: Mapping[str, Any]) -> list[str]:
+    """The names of the small files of a checkpoint."""
+    tensors = {name for names in told["sets"].values() for name in names}
+    there = [path.name for path in folder.iterdir() if path.suffix in (".json", ".pt")]
+    return sorted({*told["files"], *there} - tensors - {DOCUMENT})
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Let `path` hold `data`: the old or the new, whatever happens meanwhile."""
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def _accept(folder: Path) -> str:
+    return (
+        "Take another checkpoint. If it was edited on purpose: "
+        f"`shardwise checkpoint accept {folder}`."
+    )
+
+
+def _read(folder: Path) -> bytes:
+    path = folder / DOCUMENT
+    try:
+        return read_whole(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is no checkpoint: {DOCUMENT} cannot be read ({error.strerror}). "
+            f"{_others(folder)}"
+        ) from error
+
+
+def _parsed(path: Path, data: bytes) -> dict[str, Any]:
+    """The map of a file of ours, of a version that is known."""
+    try:
+        told = json.loads(data, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise BrokenCheckpoint(f"{path} is no JSON ({error}). Take another checkpoint.") from error
+    if not isinstance(told, dict) or told.get("format") != FORMAT:
+        raise BrokenCheckpoint(f"{path} does not say that it is a {FORMAT}.")
+    version = told.get("version")
+    if type(version) is not int or version < UNSUMMED:
+        raise BrokenCheckpoint(f"{path} says the version {version!r:.60}, which is none.")
+    if version > VERSION:
+        raise CheckpointError(
+            f"{path} is of version {version}, and this Shardwise reads up to {VERSION}: "
+            "install the one that wrote it, or a later one."
+        )
+    return told
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _checked(path: Path, told: dict[str, Any]) -> dict[str, Any]:
+    """`told` where it is what it must be."""
+    if told["version"] == UNSUMMED:
+        told.setdefault("files", {})
+    try:
+        schema.check(told)
+    except schema.Fault as fault:
+        raise BrokenCheckpoint(
+            f"{path} is not as a checkpoint is written: {fault}. Take another checkpoint."
+        ) from fault
+    return told
 
 
 SHOWN = 8
@@ -55,34 +175,3 @@ def _others(folder: Path) -> str:
         named = ", ".join(there[-SHOWN:])
         return f"In {folder.parent} there are {named if len(there) <= SHOWN else f'..., {named}'}."
     return "Name the folder of one step, as in checkpoints/step-200, or that of all steps."
-
-
-def load(folder: Path) -> dict[str, Any]:
-    """The fields of the checkpoint in `folder`.
-
-    Raises CheckpointError where there is none or it is of a later version, BrokenCheckpoint
-    where its fields are not what they must be.
-    """
-    path = folder / DOCUMENT
-    try:
-        told = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} is no checkpoint: {DOCUMENT} cannot be read ({error.strerror}). "
-            f"{_others(folder)}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise BrokenCheckpoint(f"{path} is no JSON ({error}). Take another checkpoint.") from error
-    if not isinstance(told, dict) or told.get("format") != FORMAT:
-        raise BrokenCheckpoint(f"{path} does not say that it is a {FORMAT}.")
-    if told.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} is of version {told.get('version')}, and this Shardwise reads {VERSION}: "
-            "install the one that wrote it, or a later one."
-        )
-    for name, kind in _FIELDS.items():
-        if not isinstance(told.get(name), kind) or isinstance(told[name], bool):
-            raise BrokenCheckpoint(
-                f"{path} has no {name}, or not as a {kind.__name__}. Take another checkpoint."
-            )
-    return told

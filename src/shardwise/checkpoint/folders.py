@@ -4,7 +4,8 @@ checkpoints/
 ├── step-100/            complete: it has its name
 ├── .step-200.partial/   being written; gets its name when all of it is on the disk
 ├── .step-100.replaced/  the older of two of one step, until the newer has its name
-└── .step-50.gone/       being removed
+├── .step-50.gone/       being removed; .gone.1 and so on, where one cannot be
+└── .lock                held by the job that saves here (claim.py)
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.checkpoint import leftovers
+
 DOCUMENT = "checkpoint.json"
 """What a complete checkpoint has beside its tensors."""
 
@@ -27,8 +30,8 @@ _REFUSED = frozenset(
 )
 """What file systems say to a write at an offset that they do not know."""
 
-_STEP = re.compile(r"step-(\d+)")
-_HIDDEN = re.compile(r"\.step-(\d+)\.(partial|replaced|gone)")
+_STEP = re.compile(r"step-([0-9]+)")
+_HIDDEN = re.compile(r"\.step-([0-9]+)\.(partial|replaced|gone)(\.[0-9]+)?")
 
 
 @dataclass(frozen=True, order=True)
@@ -46,7 +49,7 @@ def complete(folder: Path) -> list[Found]:
     found: dict[int, Path] = {}
     for path in folder.iterdir():
         named, hidden = _STEP.fullmatch(path.name), _HIDDEN.fullmatch(path.name)
-        if not (path / DOCUMENT).is_file():
+        if not _has_document(path):
             continue
         if named:
             found[int(named[1])] = path
@@ -54,6 +57,47 @@ def complete(folder: Path) -> list[Found]:
             # A save of the same step was killed between its two renames.
             found.setdefault(int(hidden[1]), path)
     return [Found(step, found[step]) for step in sorted(found)]
+
+
+def _has_document(path: Path) -> bool:
+    try:
+        return (path / DOCUMENT).is_file()
+    except OSError:  # a folder of someone else's
+        return False
+
+
+def lost(folder: Path) -> list[Found]:
+    """What in `folder` has the name of a checkpoint, holds something, and is none: without a
+    DOCUMENT that is a file. Oldest step first."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        Found(int(named[1]), path)
+        for path in folder.iterdir()
+        if (named := _STEP.fullmatch(path.name)) and not _has_document(path) and _holds(path)
+    )
+
+
+def _holds(path: Path) -> bool:
+    """Whether anything is there; what cannot be looked into may hold anything."""
+    try:
+        return next(path.iterdir(), None) is not None
+    except OSError:
+        return True
+
+
+def lacks_document(path: Path) -> bool:
+    """Whether the folder `path` looks like a checkpoint of ours, but for its DOCUMENT."""
+    if not path.is_dir() or os.path.lexists(path / DOCUMENT):
+        return False
+    named = _STEP.fullmatch(path.name) or _HIDDEN.fullmatch(path.name)
+    return any(path.glob("*.safetensors" if named else "optimizer*.safetensors"))
+
+
+def newest(path: Path) -> Path:
+    """`path`, or the newest checkpoint in it where it is a folder of several."""
+    steps = [] if os.path.lexists(path / DOCUMENT) else complete(path)
+    return steps[-1].path if steps else path
 
 
 def place_of(folder: Path, step: int) -> Path:
@@ -77,6 +121,8 @@ class Draft:
         self.final = place_of(folder, step)
         self.path = self._partial = folder / f".step-{step}.partial"
         self._replaced = folder / f".step-{step}.replaced"
+        self.left: list[str] = []
+        """In words, what was to be removed and is still there."""
 
     def begin(self) -> None:
         """Make the folder; sweep what killed runs have left.
@@ -104,13 +150,13 @@ class Draft:
         for name, data in documents.items():
             _write(self._partial / name, data)
         sync(self._partial)
-        if self.final.exists():
+        if os.path.lexists(self.final):
             self.final.rename(self._replaced)
         self._partial.rename(self.final)
         sync(self.folder)
         self._remove(self._replaced)
         if self.path != self._partial:
-            shutil.rmtree(self.path)
+            self._remove(self.path)
 
     def refused(self, error: OSError) -> str:
         """In words, that the disk did not take it."""
@@ -142,7 +188,8 @@ class Draft:
     def empty(self) -> None:
         """Let go of the room that the tensors take; notes are left for who reads them."""
         for path in self.path.glob("*.safetensors"):
-            path.unlink()
+            with suppress(OSError):
+                path.unlink()
 
     def discard(self) -> None:
         """Forget the draft; what is complete stays."""
@@ -150,28 +197,36 @@ class Draft:
             shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, keep: int) -> None:
-        """Of the checkpoints up to this step, leave the newest `keep`."""
+        """Of the checkpoints up to this step, leave the newest `keep`, and what cannot be
+        removed."""
         older = [found for found in complete(self.folder) if found.step <= self.step]
         for found in older[:-keep]:
-            gone = self.folder / f".step-{found.step}.gone"
-            self._remove(gone)
-            found.path.rename(gone)
-            self._remove(gone)
+            gone = leftovers.gone_name(self.folder, found.step)
+            try:
+                found.path.rename(gone)
+            except OSError as error:
+                self.left.append(leftovers.not_removed(found.path, error))
+            else:
+                self._remove(gone)
 
     def _sweep(self) -> None:
-        for path in self.folder.iterdir():
+        """Make room for what is to come; what cannot be removed goes out of its way."""
+        for path in list(self.folder.iterdir()):
             hidden = _HIDDEN.fullmatch(path.name)
             if not hidden:
                 continue
             named = self.folder / f"step-{hidden[1]}"
-            if hidden[2] == "replaced" and not named.exists():
+            if hidden[2] == "replaced" and not os.path.lexists(named):
                 path.rename(named)
-            else:
-                self._remove(path)
+            elif not self._remove(path) and hidden[2] != "gone":
+                path.rename(leftovers.gone_name(self.folder, hidden[1]))
 
-    def _remove(self, path: Path) -> None:
-        if path.exists():
-            shutil.rmtree(path)
+    def _remove(self, path: Path) -> bool:
+        """Whether it is gone."""
+        why = leftovers.remove(path)
+        if why is not None:
+            self.left.append(why)
+        return why is None
 
 
 def sync(path: Path) -> None:

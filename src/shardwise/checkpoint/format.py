@@ -30,6 +30,9 @@ LONGEST_HEADER = 100_000_000
 MOST_DIMS = 64
 """Of a tensor: torch has no more either."""
 
+MOST_TENSORS = 2**18
+"""In a file: more would take many seconds to look at, and a set may have several files."""
+
 _LENGTH = 8
 _METADATA = "__metadata__"
 
@@ -75,9 +78,10 @@ class TensorFile:
 
 
 def lay_out(
-    stem: str, specs: Iterable[TensorSpec], *, limit: int, aliases: Mapping[str, str]
+    stem: str, specs: Iterable[TensorSpec], *, limit: float, aliases: Mapping[str, str]
 ) -> list[TensorFile]:
-    """The files `stem`.safetensors, or several where one would be longer than `limit` bytes.
+    """The files `stem`.safetensors, or several where one would be longer than `limit` bytes, or
+    hold more than MOST_TENSORS.
 
     `aliases` are further names of tensors, by the name under which each is written; they stand in
     the metadata, as safetensors' own `save_model` puts them there. A tensor that is longer than
@@ -87,7 +91,7 @@ def lay_out(
     groups: list[list[TensorSpec]] = [[]]
     held = 0
     for spec in ordered:
-        if groups[-1] and held + spec.nbytes > limit:
+        if groups[-1] and (held + spec.nbytes > limit or len(groups[-1]) == MOST_TENSORS):
             groups.append([])
             held = 0
         groups[-1].append(spec)
@@ -188,6 +192,8 @@ def parse(header: bytes, nbytes: int, name: str) -> TensorFile:
 def _table(text: bytes, name: str) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise _broken(name, "its header does not begin with {")
+    if (count := text.count(b'"data_offsets"')) > MOST_TENSORS:
+        raise _broken(name, f"its header has {count} tensors, above {MOST_TENSORS}")
     try:
         table = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
     except RecursionError as error:

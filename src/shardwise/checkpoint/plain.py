@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.dtypes import from_name, name_of
+from shardwise.checkpoint.schema import DEEPEST, Fault, plain_value
 from shardwise.errors import BrokenCheckpoint
 
 LARGEST = 64
@@ -29,7 +30,17 @@ class NotPlain(TypeError):
 
 
 def encode(value: Any) -> Any:
-    """`value` as JSON knows it. Raises NotPlain for a type that is not listed above."""
+    """`value` as JSON knows it. Raises NotPlain for a type that is not listed above, and for what
+    is nested deeper than a reader goes."""
+    try:
+        encoded = _encode(value)
+        plain_value("value", encoded)
+    except (RecursionError, Fault) as error:
+        raise NotPlain(f"a value of more than {DEEPEST} levels") from error
+    return encoded
+
+
+def _encode(value: Any) -> Any:
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
@@ -37,17 +48,17 @@ def encode(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _encode_tensor(value)
     if type(value) is list:
-        return [encode(each) for each in value]
+        return [_encode(each) for each in value]
     if type(value) is tuple:
-        return {"$tuple": [encode(each) for each in value]}
+        return {"$tuple": [_encode(each) for each in value]}
     if type(value) is Counter:
-        return {"$counter": [[encode(k), n] for k, n in value.items()]}
+        return {"$counter": [[_encode(k), n] for k, n in value.items()]}
     if type(value) in (dict, OrderedDict, defaultdict):
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: encode(each) for key, each in value.items()}
-        return {"$map": [[encode(k), encode(v)] for k, v in value.items()]}
+            return {key: _encode(each) for key, each in value.items()}
+        return {"$map": [[_encode(k), _encode(v)] for k, v in value.items()]}
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
-        return encode(value.item())
+        return _encode(value.item())
     raise NotPlain(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
@@ -59,7 +70,7 @@ def _encode_tensor(value: Tensor) -> Any:
         "$tensor": {
             "dtype": name_of(value.dtype),
             "shape": list(value.shape),
-            "values": [encode(each) for each in values],
+            "values": [_encode(each) for each in values],
         }
     }
 
@@ -73,7 +84,7 @@ def decode(value: Any) -> Any:
     if len(value) == 1 and (key := next(iter(value))).startswith("$"):
         try:
             return _DECODERS[key](value[key])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (ArithmeticError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise BrokenCheckpoint(
                 f"A value in checkpoint.json is none that was written: {str(value)[:80]}. Take "
                 "another checkpoint."

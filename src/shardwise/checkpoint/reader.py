@@ -22,6 +22,8 @@ from shardwise.checkpoint.format import (
     header_length,
     parse,
 )
+from shardwise.checkpoint.regular import must_be_file, open_to_read, read_whole
+from shardwise.checkpoint.schema import plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 _CHUNK = 2**20
@@ -60,9 +62,13 @@ class Tensors(ABC):
 
 
 class Safetensors(Tensors):
-    """The tensors of one or several safetensors files."""
+    """The tensors of one or several safetensors files.
 
-    def __init__(self, paths: Iterable[Path]) -> None:
+    `headers` are the CRC-32 that their headers must have, by the names of files, as far as known.
+    """
+
+    def __init__(self, paths: Iterable[Path], headers: Mapping[str, str] | None = None) -> None:
+        self._headers = headers or {}
         self.files: list[TensorFile] = []
         self._fds: dict[str, int] = {}
         self._paths: dict[str, Path] = {}
@@ -77,7 +83,7 @@ class Safetensors(Tensors):
 
     def _open(self, path: Path) -> None:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_to_read(path)
         except OSError as error:
             raise BrokenCheckpoint(
                 f"{path} belongs to this checkpoint and cannot be read ({error.strerror}). Bring "
@@ -86,7 +92,14 @@ class Safetensors(Tensors):
         self._fds[path.name], self._paths[path.name] = fd, path
         nbytes = os.fstat(fd).st_size
         length = header_length(os.pread(fd, 8, 0), nbytes, str(path))
-        file = parse(os.pread(fd, 8 + length, 0), nbytes, str(path))
+        header = os.pread(fd, 8 + length, 0)
+        written = self._headers.get(path.name)
+        if written is not None and f"{zlib.crc32(header):08x}" != written:
+            raise BrokenCheckpoint(
+                f"The header of {path} is not what was written: its CRC-32 is not {written}. Take "
+                "another checkpoint."
+            )
+        file = parse(header, nbytes, str(path))
         for name, placed in file.tensors.items():
             if name in self._placed:
                 raise BrokenCheckpoint(
@@ -152,18 +165,21 @@ class Pickled(Tensors):
 
 def _unpickled(path: Path) -> Any:
     try:
+        must_be_file(path)
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (RuntimeError, ValueError):  # not a zip file, as torch before 1.6 wrote them
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds more than tensors and plain values, and reading it could run code, "
-            "which a checkpoint never does here. Load it where you trust it, and save its "
-            "state_dict() by itself."
+            f"{path} is damaged, or holds more than tensors and plain values; reading those could "
+            "run code, which a checkpoint never does here. Load it where you trust it, and save "
+            "its state_dict() by itself."
         ) from error
-    except (OSError, EOFError, RuntimeError, ValueError) as error:
-        raise BrokenCheckpoint(f"{path} cannot be read: {error}.") from error
+    except BrokenCheckpoint:
+        raise
+    except Exception as error:  # whatever torch meets in a file that is not whole
+        raise BrokenCheckpoint(f"{path} cannot be read: {error!r:.300}.") from error
 
 
 _INSIDE = ("state_dict", "model_state_dict", "model", "module")
@@ -174,7 +190,7 @@ def _state_dict(loaded: Any, path: Path) -> dict[str, Tensor]:
     """The tensors in what was loaded, by name."""
     while isinstance(loaded, Mapping):
         if loaded and all(isinstance(value, Tensor) for value in loaded.values()):
-            return dict(loaded)
+            return {_name_in(path, name, value): value for name, value in loaded.items()}
         inside = [key for key in _INSIDE if isinstance(loaded.get(key), Mapping)]
         if not inside:
             break
@@ -183,6 +199,21 @@ def _state_dict(loaded: Any, path: Path) -> dict[str, Tensor]:
         f"{path} holds no state_dict, at its top or as one of {', '.join(_INSIDE)}. Save "
         "model.state_dict() by itself."
     )
+
+
+def _name_in(path: Path, name: Any, value: Tensor) -> str:
+    """`name`, where it is one and `value` can be read by ranges."""
+    if value.layout != torch.strided or value.device.type != "cpu":
+        raise CheckpointError(
+            f"{path} has {name!r:.60} as a {value.layout} tensor on {value.device}, which is not "
+            "read here. Save it as a dense one, on a device that holds values."
+        )
+    if not isinstance(name, str):
+        raise CheckpointError(
+            f"{path} has a tensor under {name!r:.60}, which is no name: a state_dict() has text "
+            "there. Save model.state_dict() by itself."
+        )
+    return name
 
 
 # -- finding the files ----------------------------------------------------------------------
@@ -217,26 +248,28 @@ def open_foreign(path: Path) -> Tensors:
     )
 
 
-def open_set(folder: Path, names: Iterable[Any]) -> Safetensors:
-    """The files `names` of a checkpoint in `folder`."""
-    return Safetensors([folder / _plain_name(folder, name) for name in names])
+def open_set(
+    folder: Path, names: Iterable[Any], headers: Mapping[str, str] | None = None
+) -> Safetensors:
+    """The files `names` of a checkpoint in `folder`; `headers` as Safetensors has them."""
+    return Safetensors([folder / _plain_name(folder, name) for name in names], headers)
 
 
 def files_of(folder: Path, stem: str, suffix: str) -> list[Path] | None:
     """The files of the set `stem` in `folder`, by its index if it has one; None without any."""
     index = folder / f"{stem}{suffix}.index.json"
-    if index.is_file():
+    if os.path.lexists(index):
         return [folder / name for name in _in_index(index)]
     whole = folder / f"{stem}{suffix}"
-    return [whole] if whole.is_file() else None
+    return [whole] if os.path.lexists(whole) else None
 
 
 def _in_index(path: Path) -> list[str]:
     """The names of the files that an index lists."""
     try:
-        table = json.loads(path.read_bytes())["weight_map"]
+        table = json.loads(read_whole(path))["weight_map"]
         names = sorted(set(table.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenCheckpoint(
             f"{path} is no index of a split model: it has no weight_map of names."
         ) from error
@@ -245,8 +278,8 @@ def _in_index(path: Path) -> list[str]:
 
 def _plain_name(path: Path, name: Any) -> str:
     """`name` if it is that of a file in the same folder: nothing leads out of a checkpoint."""
-    if not isinstance(name, str) or not name or Path(name).name != name or name in (".", ".."):
+    if not plain_name(name):
         raise BrokenCheckpoint(
             f"{path} names the file {name!r}, which is not one in the same folder."
         )
-    return name
+    return str(name)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from shardwise.checkpoint import document
-from shardwise.checkpoint.folders import DOCUMENT, complete
+from shardwise.checkpoint.export import PICKLED, write_tensors
+from shardwise.checkpoint.folders import newest
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.checkpoint.reader import Safetensors, open_set
+from shardwise.checkpoint.regular import read_whole
 from shardwise.errors import BrokenCheckpoint, CheckpointError
-from shardwise.model.export import PICKLED, write_tensors
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Opened:
     """
 
     def __init__(self, path: Path) -> None:
-        steps = [] if (path / DOCUMENT).is_file() else complete(path)
-        self.path = steps[-1].path if steps else path
+        self.path = newest(path)
         self.fields = document.load(self.path)
         self._stack = ExitStack()
         self.sets: dict[str, Safetensors] = {}
         with ExitStack() as opening:
             for kind, names in self.fields["sets"].items():
-                self.sets[kind] = opening.enter_context(closing(open_set(self.path, names)))
+                opened = open_set(self.path, names, self.fields["files"])
+                self.sets[kind] = opening.enter_context(closing(opened))
             self._stack = opening.pop_all()
 
     def __enter__(self) -> Opened:
@@ -52,6 +52,11 @@ class Opened:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether what stands beside the tensors has sums; earlier versions had none."""
+        return bool(self.fields["version"] > document.UNSUMMED)
 
     def lines(self) -> Iterator[Line]:
         """Every tensor, by name within its set."""
@@ -64,6 +69,19 @@ class Opened:
         """Every tensor, and whether its bytes are those that were written."""
         for line in self.lines():
             yield line, self.sets[line.kind].checksum(line.spec.name) == line.checksum
+
+    def changed(self) -> list[str]:
+        """The small files beside the tensors that are not what was written, or are gone."""
+        tensors = {name for names in self.fields["sets"].values() for name in names}
+        found = []
+        for name, written in self.fields["files"].items():
+            if name not in tensors:  # headers were compared when they were read
+                try:
+                    good = document.crc_of(read_whole(self.path / name)) == written
+                except (OSError, BrokenCheckpoint):
+                    good = False
+                found += [] if good else [name]
+        return found
 
     def missing(self) -> list[str]:
         """Tensors that have a checksum and are in no file."""
@@ -96,7 +114,7 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
         aliases = {k: v for k, v in tensors.metadata.items() if v in values}
         try:
             write_tensors(values, aliases, {}, to)
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError) as error:  # torch's writer raises the latter
             why = getattr(error, "strerror", None) or error
             raise CheckpointError(f"{to} cannot be written: {why}.") from error
         return len(values)

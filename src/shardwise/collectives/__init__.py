@@ -19,7 +19,10 @@
     arena.py   the memory
     host.py    which ranks are on one host
     courier.py who starts Gloo's messages, and waits for them
+    listeners.py what Gloo listens on, shut once its ranks are connected
     roster.py  which ranks of the run a group has
+    meeting.py how ranks find rank 0 and prove who they are; by_torch.py where torchrun has a store
+    table.py   what rank 0 keeps for them until they can talk
 
 A flat buffer is cut into one interval per rank by `cuts`, size + 1 ascending offsets, so that
 rank r owns [cuts[r], cuts[r + 1]). Intervals may differ in length and may be empty. Every rank
@@ -27,7 +30,8 @@ makes the same calls in the same order.
 """
 
 from shardwise.collectives.base import Collectives, Cuts, Handle, Solo
-from shardwise.collectives.connect import OnMeeting, address_of, connect
+from shardwise.collectives.by_torch import exposed
+from shardwise.collectives.connect import OnMeeting, address_of, connect, disconnect
 from shardwise.collectives.gloo import Gloo
 from shardwise.collectives.host import key as host_key
 from shardwise.collectives.nccl import Nccl
@@ -52,6 +56,8 @@ __all__ = [
     "Sum",
     "address_of",
     "connect",
+    "disconnect",
+    "exposed",
     "for_thread",
     "host_key",
     "within_hosts",

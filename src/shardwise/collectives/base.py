@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -11,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise import proof
 from shardwise.collectives.pieces import join
 from shardwise.collectives.sums import PLAIN, Sum
-from shardwise.errors import UsageError
+from shardwise.errors import CollectiveError, UsageError
 from shardwise.timeline.recorder import Launched
 from shardwise.watch.lookout import Lookout
 
 Cuts = Sequence[int]
 Counts = Sequence[Sequence[int]]
+
+_PICKLE = "object of rank {}"
 
 
 class Handle:
@@ -192,8 +196,28 @@ class Collectives(ABC):
         """
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """A list of every rank's `value` (picklable), in rank order, on all ranks. Blocks."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        """A list of every rank's `value` (picklable), in rank order, on all ranks. Blocks.
+
+        Raises CollectiveError for what was not sent by a rank of this run: a pickle can run code.
+        """
+        data = proof.sealed(self.lookout.secret, _PICKLE.format(self.rank), pickle.dumps(value))
+        return [pickle.loads(self._unsealed(r, d)) for r, d in enumerate(self._gather_bytes(data))]
+
+    def gather_plain(self, value: Any) -> list[Any]:
+        """The same for what JSON can say, which can run nothing, whoever sends it."""
+        return [json.loads(data) for data in self._gather_bytes(json.dumps(value).encode())]
+
+    def _unsealed(self, rank: int, data: bytes) -> bytes:
+        try:
+            return proof.unsealed(self.lookout.secret, _PICKLE.format(rank), data)
+        except proof.Forged as error:
+            raise CollectiveError(
+                f"What came for rank {rank} of {self.size} is not of this run ({error}) Somebody "
+                "else has reached the ports of its ranks: see docs/security.md."
+            ) from None
+
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         device = self.small_device
         lengths = self.gather_rows(torch.tensor([data.numel()], dtype=torch.float64, device=device))
         counts = [int(length) for length in lengths.flatten().tolist()]
@@ -202,7 +226,7 @@ class Collectives(ABC):
         buffer[cuts[self.rank] : cuts[self.rank + 1]] = data.to(device)
         self.all_gather(buffer, cuts).wait()
         whole = buffer.cpu().numpy().tobytes()
-        return [pickle.loads(whole[a:b]) for a, b in pairwise(cuts)]
+        return [whole[a:b] for a, b in pairwise(cuts)]
 
     @property
     def small_device(self) -> torch.device:

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from ipaddress import ip_address
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous as rendezvous_of_torch
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from shardwise.collectives import meeting
+from shardwise.collectives import by_torch, listeners, meeting
 from shardwise.collectives.base import Collectives, Solo
 from shardwise.collectives.gloo import Gloo
 from shardwise.collectives.host import key, share_memory
+from shardwise.collectives.meeting import Met
 from shardwise.collectives.nccl import Nccl
 from shardwise.collectives.staged import Staged
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.launch import interface
+from shardwise.launch import interface, secret
 from shardwise.launch.identity import Identity
+from shardwise.watch.lookout import Lookout, Place
 
 OnMeeting = Callable[[Identity, Store], None]
 
-STARTS = "TORCHELASTIC_RESTART_COUNT"
 LOOPBACK = "127.0.0.1"
 OUTSIDE = "192.0.2.1"
 """An address that no host has: the route there is that of the whole network."""
+
+_met: Met | None = None
+"""What the ranks of this run have met on."""
 
 
 def connect(
@@ -56,12 +61,13 @@ def connect(
     if identity.launcher == "python":
         return Solo()
     backend = "nccl" if on_gpu and transport == "auto" else "gloo"
-    _join(identity, backend, timeout, rendezvous, on_meeting)
+    lookout = _join(identity, backend, timeout, rendezvous, on_meeting)
     if on_gpu and transport == "auto":
-        alone = Nccl(identity.rank, identity.size, device)
+        alone = Nccl(identity.rank, identity.size, device, lookout=lookout)
         _meet(identity, alone)
         return alone
-    group = Gloo(identity.rank, identity.size, timeout=timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    group = Gloo(identity.rank, identity.size, timeout=limit, lookout=lookout)
     _meet(identity, group)
     if on_gpu:
         return Staged(group, device)
@@ -75,7 +81,8 @@ def _meet(identity: Identity, group: Collectives) -> None:
     if group.size == 1:
         return
     name = f"{key()} {_process_space()}"
-    group.lookout.meet(group.gather_objects(group.lookout.listen(address_of(identity), name)))
+    mine = asdict(group.lookout.listen(address_of(identity), name))
+    group.lookout.meet([Place(**each) for each in group.gather_plain(mine)])
 
 
 def _process_space() -> str:
@@ -100,32 +107,39 @@ def address_of(identity: Identity) -> str:
         return LOOPBACK
 
 
+def disconnect() -> None:
+    """Let go of the store on which ranks have met; the last word, when all groups are closed."""
+    global _met
+    met, _met = _met, None
+    if met is not None:
+        met.close()
+
+
 def _join(
     identity: Identity,
     backend: str,
     timeout: float,
     rendezvous: str | None,
     on_meeting: OnMeeting | None,
-) -> None:
-    """Make torch's default process group."""
-    limit = timedelta(seconds=timeout)
+) -> Lookout:
+    """Make torch's default process group; the watch of this rank, which knows the secret."""
+    global _met
+    limit, is_torchs = timedelta(seconds=timeout), identity.launcher == "torchrun"
     try:
-        if identity.launcher == "torchrun":
-            # The agent's store outlives a start of the ranks, and what they have left there.
-            found, rank, size = next(rendezvous_of_torch("env://", timeout=limit))
-            own = PrefixStore(f"start {os.environ.get(STARTS, 0)}", found)
-            dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
+        if is_torchs and by_torch.has_store():
+            _met = by_torch.meet(identity, timeout)
         else:
-            store = meeting.store(identity, timeout, rendezvous)
-            if on_meeting is not None:
-                on_meeting(identity, store)
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=identity.rank,
-                world_size=identity.size,
-                timeout=limit,
-            )
+            _met = meeting.meet(identity, timeout, None if is_torchs else rendezvous)
+            if on_meeting is not None and not is_torchs:
+                on_meeting(identity, _met.store)
+        dist.init_process_group(
+            backend,
+            store=_met.store,
+            rank=identity.rank,
+            world_size=identity.size,
+            timeout=limit,
+        )
+        listeners.shut()
     except (RuntimeError, ValueError) as error:
         where = f" at {identity.address}:{identity.port}" if identity.port is not None else ""
         raise LaunchError(
@@ -133,3 +147,15 @@ def _join(
             f"{identity.launcher}): {str(error).splitlines()[0]}. Is the port in use by another "
             "run, or did a rank not start?"
         ) from error
+    if _met.is_open and identity.rank == 0:
+        print(f"shardwise: {_open_words(identity)}", file=sys.stderr, flush=True)
+    return Lookout(identity.rank, identity.size, _met.secret)
+
+
+def _open_words(identity: Identity) -> str:
+    """What is said of a run whose ranks know nothing in common that others do not."""
+    return (
+        f"this run is open: whoever reaches rank 0 at {address_of(identity)} while it starts may "
+        "join it, and have it run code as this user. Give all ranks what only they know: "
+        f"{secret.VARIABLE}=$(openssl rand -hex 32), passed on to every host (docs/security.md)."
+    )

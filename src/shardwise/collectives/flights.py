@@ -301,14 +301,14 @@ class Flights:
         ranks = [self._roster.ranks[place] for place in missing]
         speaker = self._roster.speaker(self._rank)
         error = late(self._fleet.lookout, speaker, flight.name, ranks, self._timeout)
-        return self._failed(type(error), str(error))
+        return self._failed(type(error), str(error), error.at_fault)
 
     def _cut_off(self, flight: Flight, error: Exception) -> Exception:
         """The error of messages between hosts; where a rank of this host is gone, that is why."""
         if isinstance(error, PeerLost) and self._mesh.gone:
             return self._failed(PeerLost, self._lost(flight, self._mesh.gone))
         if isinstance(error, CollectiveError):
-            return self._failed(type(error), str(error))
+            return self._failed(type(error), str(error), error.at_fault)
         return error
 
     def _passed_on(self, rank: int, message: Message) -> CollectiveError:
@@ -318,9 +318,11 @@ class Flights:
             f"{message.payload.decode(errors='replace')}"
         )
 
-    def _failed(self, kind: type[CollectiveError], text: str) -> CollectiveError:
+    def _failed(
+        self, kind: type[CollectiveError], text: str, at_fault: tuple[int, ...] = ()
+    ) -> CollectiveError:
         """The error to raise, kept for later calls and told to the others."""
-        self._failure = kind(text)
+        self._failure = kind(text).blaming(at_fault)
         self._fleet.told = self._fleet.told or self._failure
         told = text.encode()[:INLINE]
         self.post(Message(0, FAILED, kind=int(kind is PeerLost), payload=told))

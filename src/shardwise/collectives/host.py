@@ -32,7 +32,7 @@ def share_memory(group: Collectives, timeout: float, *, required: bool) -> Colle
     so; where a host's sockets or memory fail, rank 0 says so in one line. Raises LaunchError
     instead where it is `required`.
     """
-    keys = group.gather_objects(key())
+    keys = group.gather_plain(key())
     hosts = grouped(keys)
     counts = {len(ranks) for ranks in hosts}
     if None in keys or counts == {1} or len(counts) > 1:
@@ -97,10 +97,9 @@ def _try(
     group: Collectives, hosts: Sequence[Sequence[int]], timeout: float
 ) -> Shared | Spanning | str:
     """The transport, or why there is none; alike on all ranks."""
-    drawn = secrets.token_hex(8), secrets.token_bytes(16)
-    name, secret = group.gather_objects(drawn)[0]
+    drawn = group.gather_plain(secrets.token_hex(8))[0]
     mine = next(ranks for ranks in hosts if group.rank in ranks)
-    name, arena = f"{name}-{mine[0]}", Arena()
+    name, arena = f"{drawn}-{mine[0]}", Arena()
     place = mine.index(group.rank), len(mine), timeout
 
     def prepare() -> socket.socket:
@@ -112,7 +111,8 @@ def _try(
     if listener is None:
         return fault
     with listener:
-        joined = _together(group, lambda: connect(listener, name, secret, *place), _each)
+        known = group.lookout.secret
+        joined = _together(group, lambda: connect(listener, name, known, *place), _each)
     sockets, fault = joined
     if sockets is None:
         return fault
@@ -139,7 +139,7 @@ def _together(
         made = attempt()
     except OSError as error:
         fault = f"rank {group.rank}: {error.strerror or error}"
-    faults = [said for said in group.gather_objects(fault) if said]
+    faults = [said for said in group.gather_plain(fault) if said]
     if not faults:
         return made, ""
     for unused in opened(made) if made is not None else ():

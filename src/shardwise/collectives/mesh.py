@@ -8,6 +8,7 @@ the two system calls order the memory between them.
 from __future__ import annotations
 
 import array
+import hmac
 import os
 import select
 import socket
@@ -19,11 +20,18 @@ from contextlib import suppress
 from typing import NamedTuple
 from weakref import WeakSet
 
+from shardwise import proof
+
 INLINE = 1 << 15
 """Bytes that a message may carry itself; one must fit into a socket's buffer."""
 
+GREETING = 5.0
+"""Seconds that a process of this user has to say which rank it is."""
+
 _HEADER = struct.Struct("<QBBBxIQQI")
-_HELLO = struct.Struct("<16sI")
+_HELLO = struct.Struct(f"<{proof.MAC}sI")
+_CREDENTIALS = struct.Struct("3i")
+"""Of who is at the other end of a socket: process, user and group."""
 _ROOM = _HEADER.size + INLINE
 _ONE_FD = socket.CMSG_SPACE(struct.calcsize("i"))
 
@@ -187,21 +195,24 @@ def connect(
 ) -> dict[int, socket.socket]:
     """Reach every lower rank and be reached by every higher one; by rank. Raises OSError.
 
-    Names of sockets can be seen by other users of the host: whoever connects must know `secret`.
+    Names of sockets can be seen by other users of the host: whoever connects must be this user, as
+    the kernel tells, and of the run that has `secret`.
     """
     found: dict[int, socket.socket] = {}
+    word, until = proof.mac(secret, b"mesh", name.encode()), time.monotonic() + timeout
     try:
         for lower in range(rank):
             peer = found[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             peer.settimeout(timeout)
-            _reach(peer, _address(name, lower), time.monotonic() + timeout)
-            peer.send(_HELLO.pack(secret, rank))
+            _reach(peer, _address(name, lower), until)
+            if not _is_ours(peer):
+                raise PermissionError(f"another user listens in the place of rank {lower}")
+            peer.send(_HELLO.pack(word, rank))
         while len(found) < size - 1:
+            listener.settimeout(max(0.001, until - time.monotonic()))
             peer, _ = listener.accept()
-            peer.settimeout(timeout)
-            hello = peer.recv(_HELLO.size + 1)
-            higher = _HELLO.unpack(hello)[1] if len(hello) == _HELLO.size else -1
-            if hello == _HELLO.pack(secret, max(higher, 0)) and rank < higher < size:
+            higher = _greeted(peer, word)
+            if higher is not None and rank < higher < size:
                 found[higher] = peer
             else:
                 peer.close()
@@ -210,6 +221,27 @@ def connect(
             peer.close()
         raise
     return dict(sorted(found.items()))
+
+
+def _greeted(peer: socket.socket, word: bytes) -> int | None:
+    """The rank that has connected; None for a stranger."""
+    if not _is_ours(peer):
+        return None
+    peer.settimeout(GREETING)
+    try:
+        hello = peer.recv(_HELLO.size + 1)
+    except OSError:  # it has left, or has nothing to say
+        return None
+    if len(hello) != _HELLO.size:
+        return None
+    given, rank = _HELLO.unpack(hello)
+    return int(rank) if hmac.compare_digest(given, word) else None
+
+
+def _is_ours(peer: socket.socket) -> bool:
+    """Whether a process of this user is at the other end."""
+    told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(told)[1]) == os.geteuid()
 
 
 def _reach(peer: socket.socket, address: str, until: float) -> None:

@@ -364,8 +364,7 @@ class Shared(Mapped):
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         check_groups(groups, self.size)
-        drawn = secrets.token_hex(8), secrets.token_bytes(16)
-        name, secret = self.gather_objects(drawn)[0]
+        name = self.gather_plain(secrets.token_hex(8))[0]
         mine = sorted(next((group for group in groups if self.rank in group), [self.rank]))
         place, size = mine.index(self.rank), len(mine)
         if size == 1:
@@ -375,7 +374,8 @@ class Shared(Mapped):
             listener = listen(f"{name}-{mine[0]}", place, size, self._timeout)
             with listener:
                 self.barrier()
-                sockets = connect(listener, f"{name}-{mine[0]}", secret, place, size, self._timeout)
+                known = self.lookout.secret
+                sockets = connect(listener, f"{name}-{mine[0]}", known, place, size, self._timeout)
         except OSError as error:
             raise CollectiveError(
                 f"{self._roster.speaker(self.rank)} cannot open sockets to "

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.collectives import listeners
 from shardwise.collectives.base import Collectives, Cuts, Handle, Solo, check_groups
 from shardwise.collectives.roster import Roster
 from shardwise.errors import CollectiveError, PeerLost
@@ -95,6 +96,7 @@ def split(
             if len(members) > 1:
                 found = dist.new_group(list(members), **options)
                 made = found if rank in members else made
+    listeners.shut()
     if len(mine) == 1:
         return Solo()
     assert isinstance(made, dist.ProcessGroup)
@@ -141,4 +143,5 @@ def late(
     if (passed := lookout.passed_on(speaker, roots.told)) is not None:
         return passed
     waited = f"waited {timeout:g} s" if timeout else "waited too long"
-    return CollectiveError(f"{speaker} {waited} in {call} for {words(missing, roots)} {ADVICE}")
+    error = CollectiveError(f"{speaker} {waited} in {call} for {words(missing, roots)} {ADVICE}")
+    return error if roots.circle else error.blaming(roots.ranks)

@@ -119,7 +119,7 @@ def within_hosts(group: Collectives) -> Collectives:
 
     Raises ConfigError where hosts have different numbers of ranks.
     """
-    hosts = grouped(group.gather_objects(key()))
+    hosts = grouped(group.gather_plain(key()))
     if len(hosts) == 1:
         return group
     if len({len(ranks) for ranks in hosts}) > 1:

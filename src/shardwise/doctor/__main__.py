@@ -12,6 +12,7 @@ from shardwise import world as worlds
 from shardwise.doctor import checks, findings, reach, speed
 from shardwise.doctor.checks import Check
 from shardwise.doctor.speed import Speed
+from shardwise.printable import printable
 from shardwise.watch import clocks
 from shardwise.world import World
 
@@ -68,15 +69,15 @@ def _measured(world: World) -> dict[str, Speed]:
 def _print(
     world: World, hosts: dict[str, list[Check]], measured: dict[str, Speed], faults: list[str]
 ) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print(f"{world.size} ranks on {len(hosts)} host(s), started by {world.launcher}")
     console.print(findings.table(hosts))
     for line in findings.speeds(measured):
-        console.print(line)
+        console.print(printable(line))
     for line in findings.advice(hosts):
-        console.print(f"mind: {line}", soft_wrap=True)
+        console.print(printable(f"mind: {line}"), soft_wrap=True)
     for line in faults:
-        console.print(f"wrong: {line}", soft_wrap=True)
+        console.print(printable(f"wrong: {line}"), soft_wrap=True)
     if not faults:
         console.print("Nothing here would make a run fail.")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table
+from rich.text import Text
 
 from shardwise.doctor.checks import Check
 from shardwise.doctor.speed import Speed
+from shardwise.printable import printable
 
 ALIKE = ("Python", "torch", "shardwise")
 """Ranks of different versions may compute, or talk, differently."""
@@ -23,14 +25,14 @@ def table(hosts: Hosts) -> Table:
     found = Table(show_header=len(hosts) > 1, box=None)
     found.add_column("")
     for host in hosts:
-        found.add_column(host, overflow="fold")
+        found.add_column(Text(printable(host)), overflow="fold")
     names = dict.fromkeys(check.name for checks in hosts.values() for check in checks)
     for name in names:
         shown = [
             next((check.shown for check in checks if check.name == name), "")
             for checks in hosts.values()
         ]
-        found.add_row(name, *shown)
+        found.add_row(name, *(Text(printable(each)) for each in shown))
     return found
 
 

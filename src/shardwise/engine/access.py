@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from shardwise.checkpoint.export import write_model
 from shardwise.engine import alike, sectioning, starting
 from shardwise.engine.assembly import States
 from shardwise.engine.recipe import Recipe
 from shardwise.errors import BrokenView, UsageError
-from shardwise.model.export import write_model
 
 
 @contextmanager
@@ -79,7 +79,8 @@ def _joined(
     several = recipe.models if module is None else (module,)
     parameters = [p for each in several for p in each.parameters()]
     with ExitStack() as stack:
-        stack.enter_context(recipe.uses.suspended())
+        if line is not None or any(recipe.shard_of(p) is not None for p in parameters):
+            stack.enter_context(recipe.uses.suspended())
         if split is not None:
             group = recipe.run if write and line is None else None
             stack.enter_context(

@@ -7,20 +7,21 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakMethod
+from weakref import WeakMethod, finalize
 
 import torch
 
 from shardwise import world as worlds
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.background import Copies, Job, reserve
-from shardwise.checkpoint.folders import Draft
+from shardwise.checkpoint.claim import Claim, take
+from shardwise.checkpoint.folders import Draft, Found
 from shardwise.checkpoint.writer import Writer
 from shardwise.engine import habits, loading, optimizer_numbers, saving
 from shardwise.engine.exact_mean import Seeds
@@ -32,6 +33,7 @@ from shardwise.errors import (
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotWritten,
+    FolderInUse,
     UsageError,
 )
 from shardwise.model.precision import LossScale
@@ -59,6 +61,8 @@ class Checkpoints:
         self._said: set[str] = set()
         self._copies = Copies()
         self._job: Job | None = None
+        self._claims: dict[Path, Claim] = {}
+        finalize(self, _release, self._claims)
 
     def _say(self, line: str) -> None:
         if line not in self._said:
@@ -86,13 +90,14 @@ class Checkpoints:
         ):
             self._say(line)
         recipe, states = self._held.recipe, self._held.states
+        self.claim(folder)
         lending = Lending(recipe, states)
         made = saving.plan(lending, split)
         fields, more, failure = self._beside(lending, made, steps)
         saving.agree(recipe.run, failure)
         draft = Draft(folder, steps, made.nbytes)
         kept = partial(self._world.telling.kept, self._number, steps)
-        finish = partial(_finish, made, fields, more, draft, keep, kept)
+        finish = partial(_finish, made, fields, more, draft, keep, kept, self._say)
         try:
             saving.begin(draft, made, recipe.run)
             name, about = ("copy" if background else "write"), {"bytes": made.nbytes}
@@ -104,6 +109,37 @@ class Checkpoints:
                 draft.discard()  # a part of it would only take up room
             raise
         return draft.final
+
+    def claim(self, folder: Path) -> None:
+        """Keep other jobs out of `folder`, where this one saves. Collective.
+
+        Raises FolderInUse, on all ranks alike, where one has it already. That nothing can be
+        written there is for the save to tell.
+        """
+        failure = None
+        if self._held.recipe.run.rank == 0:
+            try:
+                with suppress(OSError):  # as of a disk that may only be read
+                    self._take(folder)
+            except FolderInUse as error:
+                failure = str(error)
+        saving.agree(self._held.recipe.run, failure, FolderInUse)
+
+    def _take(self, folder: Path) -> None:
+        held = self._claims.get(folder)
+        if held is not None and held.holds():
+            return
+        if held is not None:
+            held.release()
+        claim = self._claims[folder] = take(folder)
+        if not claim.locked:
+            self._say(
+                f"the file system of {folder} has no locks: see that no other job saves there."
+            )
+
+    def leave(self) -> None:
+        """Let other jobs save where this engine did."""
+        _release(self._claims)
 
     def _write(
         self,
@@ -199,12 +235,28 @@ class Checkpoints:
 
     # -- loading --------------------------------------------------------------------------
 
-    def complete(self, folder: Path) -> list[Path]:
-        """The complete checkpoints in `folder`, newest first, alike on all ranks. Collective."""
+    def found(self, folder: Path) -> tuple[list[Found], list[Found]]:
+        """The complete checkpoints in `folder`, and what only looks like one: newest first, alike
+        on all ranks. Collective.
+
+        Raises CheckpointError where `folder` cannot be read, or is itself a checkpoint.
+        """
         self.wait()
-        mine = [found.path for found in reversed(folders.complete(folder))]
-        paths: list[Path] = self._world.broadcast_object(mine)
-        return paths
+        mine: tuple[list[Found], list[Found]] = [], []
+        failure = None
+        if self._held.recipe.run.rank == 0:
+            try:
+                mine = folders.complete(folder)[::-1], folders.lost(folder)[::-1]
+            except OSError as error:
+                failure = f"{folder} cannot be looked into: {error.strerror or error}."
+            if os.path.lexists(folder / folders.DOCUMENT) or folders.lacks_document(folder):
+                failure = (
+                    f"{folder} is a checkpoint itself, and resume takes the folder of all: write "
+                    f'engine.resume("{folder.parent}"), or engine.load("{folder}") for just this.'
+                )
+        saving.agree(self._held.recipe.run, failure)
+        told: tuple[list[Found], list[Found]] = self._world.broadcast_object(mine)
+        return told
 
     def load(self, path: Path, *, strict: bool, model_only: bool) -> int | None:
         """See Engine.load; returns the number of steps, where `path` says it.
@@ -218,6 +270,11 @@ class Checkpoints:
             stack.enter_context(span("load", Row.CHECKPOINT))
             examine = partial(self._examine, path, lending, stack, strict=strict, alone=model_only)
             source, beside = self._alike(path, examine)
+            if model_only and not source.fields and folders.lacks_document(path):
+                self._say(
+                    f"{path} has lost its {folders.DOCUMENT}: whether its weights are those that "
+                    "were written cannot be told."
+                )
             if self._held.make_room_for_averages(source.averaged):
                 lending = Lending(self._held.recipe, self._held.states)
             loading.fill_model(lending, source)
@@ -246,14 +303,14 @@ class Checkpoints:
 
         The second is None where only the model is wanted (`alone`) or there is no more.
         """
-        source = loading.open_source(path, lending, strict=strict, stack=stack)
+        source = loading.open_source(path, lending, strict=strict, alone=alone, stack=stack)
         if not source.fields:
             return source, None
         loading.verify(path, source, lending.recipe.run.rank, lending.recipe.run.size)
         if alone:
             return source, None
         beside = _beside(path, source.fields, self.tracking)
-        optimizer_numbers.check(lending, source.fields)
+        optimizer_numbers.check(lending, source.fields, beside.optimizers)
         return source, beside
 
     def _alike(self, path: Path, work: Callable[[], T]) -> T:
@@ -300,18 +357,9 @@ class _Beside:
 
 def _beside(path: Path, fields: Mapping[str, Any], tracking: Tracking) -> _Beside:
     """Raises BrokenCheckpoint for what cannot be read."""
-    told = fields["scaling"]
-    try:
-        scaling = {
-            "scale": float(told["scale"]),
-            "good_steps": int(told["good_steps"]),
-            "unit": None if told["unit"] is None else float(told["unit"]),
-            "wide": bool(told["wide"]),
-        }
-    except (KeyError, TypeError, ValueError) as error:
-        raise BrokenCheckpoint(f"{path} does not tell the loss scale: {error}.") from error
-    tracked = tracking.read(path, fields["tracked"])
-    return _Beside(fields["step"], fields["seed"], scaling, tracked, optimizer_numbers.read(fields))
+    tracked = tracking.read(path, fields)
+    numbers = optimizer_numbers.read(fields)
+    return _Beside(fields["step"], fields["seed"], fields["scaling"], tracked, numbers)
 
 
 def _finish(
@@ -321,6 +369,7 @@ def _finish(
     draft: Draft,
     keep: int | None,
     kept: Callable[[], None],
+    say: Callable[[str], None],
     several: Any,
 ) -> None:
     """Give a checkpoint its name, then remove those that are too many."""
@@ -328,14 +377,14 @@ def _finish(
     draft.finish(saving.documents(made, sums, fields, more))
     kept()
     if keep is not None:
-        try:
-            draft.prune(keep)
-        except OSError as error:  # this one is complete, whatever is left beside it
-            print(
-                f"shardwise: {error.filename}, which is older than keep={keep} asks for, could not "
-                f"be removed: {error.strerror}.",
-                file=sys.stderr,
-            )
+        draft.prune(keep)
+    for line in draft.left:  # this one is complete, whatever is left beside it
+        say(line)
+
+
+def _release(claims: dict[Path, Claim]) -> None:
+    while claims:
+        claims.popitem()[1].release()
 
 
 def _config_of(lending: Lending) -> dict[str, bytes]:

@@ -455,6 +455,7 @@ class Engine(Backwards):
         try:
             self._checkpoints.wait()
         finally:
+            self._checkpoints.leave()
             self.world.preemption.leave_out(self._save_at_the_end)
             self._held.end()
             if self._timing is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint import document, names, reader
 from shardwise.checkpoint.byte_ranges import Extent, clipped
 from shardwise.checkpoint.dtypes import from_name
-from shardwise.checkpoint.folders import DOCUMENT
+from shardwise.checkpoint.folders import DOCUMENT, lacks_document
 from shardwise.checkpoint.reader import Tensors
 from shardwise.engine.assembly import States
 from shardwise.engine.inventory import Lending
@@ -71,17 +72,26 @@ class Source:
         return self.sets[MODEL], self.names[plain_name]
 
 
-def open_source(path: Path, lending: Lending, *, strict: bool, stack: ExitStack) -> Source:
+def open_source(
+    path: Path, lending: Lending, *, strict: bool, alone: bool, stack: ExitStack
+) -> Source:
     """What `path`, a checkpoint's folder or another's files, has for the model of `lending`.
 
     The files are open until `stack` is closed. Raises CheckpointMismatch, with all names, where
-    tensors are misshapen, or with `strict` missing or unexpected.
+    tensors are misshapen, or with `strict` missing or unexpected; BrokenCheckpoint for one that has
+    lost what stands beside the tensors, unless those `alone` are wanted.
     """
     fields: dict[str, Any] = {}
-    if (path / DOCUMENT).is_file():
+    if lacks_document(path) and not alone:
+        raise BrokenCheckpoint(
+            f"{path} has the tensors of a checkpoint, and no {DOCUMENT}, which says the rest of "
+            "it. Bring the file back, or take another checkpoint. To load the weights alone: "
+            "engine.load(path, model_only=True)."
+        )
+    if os.path.lexists(path / DOCUMENT):
         fields = document.load(path)
         sets: dict[str, Tensors] = {
-            kind: stack.enter_context(closing(reader.open_set(path, files)))
+            kind: stack.enter_context(closing(reader.open_set(path, files, fields["files"])))
             for kind, files in fields["sets"].items()
         }
         if MODEL not in sets:
@@ -123,6 +133,16 @@ def verify(path: Path, source: Source, rank: int, size: int) -> None:
     Tensors are dealt out by their bytes, the largest first. Raises BrokenCheckpoint for one that is
     not as it was written.
     """
+    lost = [
+        f"{name} of the set {kind}"
+        for kind, sums in source.fields["checksums"].items()
+        for name in sums
+        if not source.has(kind, name)
+    ]
+    if lost:
+        raise BrokenCheckpoint(
+            f"{path} lacks what was written: {names.listed(lost)}. Take another checkpoint."
+        )
     loads = [0] * size
     specs = [
         (kind, spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,35 +39,41 @@ class Numbers:
 
 def read(fields: Mapping[str, Any]) -> Numbers:
     """Raises BrokenCheckpoint for what cannot have been written."""
-    try:
-        return Numbers(
-            [
-                [{key: plain.decode(v) for key, v in g["options"].items()} for g in told["groups"]]
-                for told in fields["optimizers"]
-            ],
-            {
-                name: {key: plain.decode(value) for key, value in entries.items()}
-                for name, entries in fields["state"].items()
-            },
-            [str(name) for name in fields["borders"]],
-        )
-    except (AttributeError, KeyError, TypeError) as error:
-        raise BrokenCheckpoint(
-            f"The optimizers in checkpoint.json are not as they are written ({error}). Take "
-            "another checkpoint."
-        ) from error
+    state = {
+        name: {key: plain.decode(value) for key, value in entries.items()}
+        for name, entries in fields["state"].items()
+    }
+    for told in fields["optimizers"]:
+        names = [name for group in told["groups"] for name in group["parameters"]]
+        _check_steps({n: state[n]["step"] for n in names if "step" in state.get(n, {})})
+    return Numbers(
+        [
+            [{key: plain.decode(v) for key, v in g["options"].items()} for g in told["groups"]]
+            for told in fields["optimizers"]
+        ],
+        state,
+        fields["borders"],
+    )
 
 
-def check(lending: Lending, fields: Mapping[str, Any]) -> None:
+def _check_steps(steps: Mapping[str, Any]) -> None:
+    """Raise BrokenCheckpoint for one that would only fail in an update: no number, or one in
+    another form (a tensor or not) than those of the optimizer's other parameters."""
+    forms = Counter(isinstance(step, Tensor) for step in steps.values())
+    usual = forms[True] >= forms[False]
+    for name, step in steps.items():
+        if _kind(step) != NUMBER or isinstance(step, Tensor) != usual:
+            raise BrokenCheckpoint(
+                f"The step of {name} in checkpoint.json is {step!r:.60}, which is no number, or in "
+                "another form than the steps of others. Take another checkpoint."
+            )
+
+
+def check(lending: Lending, fields: Mapping[str, Any], numbers: Numbers) -> None:
     """Raise CheckpointMismatch for other optimizers, groups or parameters in them than those that
-    were saved."""
+    were saved, BrokenCheckpoint for options that cannot be theirs."""
     classes = [(type(o).__name__, len(o.param_groups)) for o in lending.recipe.optimizers]
-    try:
-        there = [(told["class"], len(told["groups"])) for told in fields["optimizers"]]
-    except (KeyError, TypeError) as error:
-        raise BrokenCheckpoint(
-            "The optimizers in checkpoint.json have no class or groups."
-        ) from error
+    there = [(told["class"], len(told["groups"])) for told in fields["optimizers"]]
     if classes != there:
 
         def said(several: list[tuple[str, int]]) -> str:
@@ -77,6 +84,7 @@ def check(lending: Lending, fields: Mapping[str, Any]) -> None:
             "Make the same ones, or load the model alone: engine.load(path, model_only=True)."
         )
     _check_groups(lending, fields)
+    _check_options(lending.recipe.optimizers, numbers)
     lost = sorted(set(fields["state"]) - set(lending.optimized.values()))
     if lost:
         raise CheckpointMismatch(
@@ -91,7 +99,7 @@ def _check_groups(lending: Lending, fields: Mapping[str, Any]) -> None:
     there = {
         name: place
         for place, group in enumerate(_groups(told["groups"] for told in fields["optimizers"]))
-        for name in group.get("parameters", ())
+        for name in group["parameters"]
     }
     names = lending.optimized
     faces = lending.recipe.optimizers
@@ -104,6 +112,42 @@ def _check_groups(lending: Lending, fields: Mapping[str, Any]) -> None:
                     "the rate and the options of others. Make the groups in the same order, or "
                     "load the model alone: engine.load(path, model_only=True)."
                 )
+
+
+NUMBER = "a number"
+
+
+def _check_options(faces: Sequence[optim.Optimizer], numbers: Numbers) -> None:
+    """Options of another kind than the optimizer has would only fail in its update."""
+    for face, several in zip(faces, numbers.options, strict=True):
+        for place, (group, saved) in enumerate(zip(face.param_groups, several, strict=True)):
+            for key, value in saved.items():
+                now = group.get(key)
+                if not _fits(now, value):
+                    raise BrokenCheckpoint(
+                        f"{key} of group {place} of {type(face).__name__} is {value!r:.60} in "
+                        f"checkpoint.json, and {now!r:.60} here, which is of another kind. Take "
+                        "another checkpoint."
+                    )
+
+
+def _fits(now: Any, saved: Any) -> bool:
+    """Whether `saved` may stand where `now` does: any number for another, None for a switch."""
+    if now is None or (saved is None and not isinstance(now, int | float)):
+        return True
+    if saved is None:
+        return isinstance(now, bool)
+    if isinstance(now, tuple) and isinstance(saved, tuple):
+        return len(now) == len(saved) and all(map(_fits, now, saved))
+    return _kind(now) == _kind(saved)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool | int | float):
+        return NUMBER
+    if isinstance(value, Tensor):
+        return NUMBER if value.numel() == 1 else f"a tensor of {tuple(value.shape)}"
+    return "a list" if isinstance(value, list | tuple) else type(value).__name__
 
 
 def _groups(several: Iterable[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:

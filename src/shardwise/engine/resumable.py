@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.folders import place_of
+from shardwise.checkpoint.folders import DOCUMENT, Found, place_of
 from shardwise.config import Settings
 from shardwise.engine.checkpoints import Checkpoints
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten
@@ -23,6 +23,19 @@ class _Habit:
 
     keep: int | None = None
     split: int = 5 * 10**9
+
+
+def _refuse_beside(home: Path, lost: Sequence[Found]) -> None:
+    """Raise BrokenCheckpoint where a run would begin anew beside what looks like checkpoints."""
+    if lost:
+        newest = lost[0].path
+        more = f", as {len(lost) - 1} before it" if lost[1:] else ""
+        raise BrokenCheckpoint(
+            f"{newest} has the name of a checkpoint and no {DOCUMENT}{more}, and {home} has no "
+            "complete one: this run would begin anew beside it. Bring the file back, or load the "
+            f'weights alone (engine.load("{newest}", model_only=True)) and save elsewhere; to '
+            "begin anew, move it away."
+        )
 
 
 class Resumable(ABC):
@@ -104,21 +117,34 @@ class Resumable(ABC):
 
         At the same size, row and settings what follows has the bits of a run that was never
         interrupted. One that was damaged later is passed over, with a line that says so. Returns
-        `steps`. Collective. Raises as `load` does. With `--trial` nothing is loaded.
+        `steps`. Collective. With `--trial` nothing is loaded.
+
+        Raises as `load` does, FolderInUse where another job saves there, and BrokenCheckpoint
+        rather than begin beside what only lacks its checkpoint.json.
         """
         if self.world.settings.trial:
             return self.steps
-        loaded = self._load_newest(self._checkpoints.complete(Path(folder)))
+        home = Path(folder)
+        self._checkpoints.claim(home)
+        complete, lost = self._checkpoints.found(home)
+        loaded = self._load_newest([found.path for found in complete])
         if loaded is None:
+            _refuse_beside(home, lost)
             line = f"no checkpoint in {folder} yet: starting at step {self.steps}"
         else:
+            for found in lost:
+                if found.step > self.steps:
+                    self._pass_over(f"{found.path} has no {DOCUMENT}, so it is not complete.")
             line = f"resumed from {loaded}, at step {self.steps}"
         self._resumes, self._saved = True, self.steps if loaded is not None else None
-        self._settle_in(Path(folder), _Habit())
+        self._settle_in(home, _Habit())
         self.world.telling.resumes()
         if not self.settings.quiet:
             self.world.print(f"shardwise: {line}")
         return self.steps
+
+    def _pass_over(self, why: object) -> None:
+        self.world.print(f"shardwise: passed over: {why}", file=sys.stderr)
 
     def _load_newest(self, paths: Sequence[Path]) -> Path | None:
         """Load the first of `paths` that is whole, and return it; None where there are none."""
@@ -130,7 +156,7 @@ class Resumable(ABC):
                 broken.append(error)
                 continue
             for each in broken:
-                self.world.print(f"shardwise: passed over: {each}", file=sys.stderr)
+                self._pass_over(each)
             return path
         if broken:
             older = f" None of the {len(broken) - 1} before it is whole." if broken[1:] else ""

@@ -211,7 +211,10 @@ def documents(
         if len(files) > 1:
             found[index_name(kind)] = json.dumps(index(files), indent=1).encode() + b"\n"
     sets = {kind: [file.name for file in files] for kind, files in made.sets.items()}
-    found[DOCUMENT] = document.dump({"sets": sets, "checksums": checksums, **fields})
+    summed = {name: document.crc_of(data) for name, data in found.items()}
+    summed |= {file.name: document.crc_of(file.header) for file in made.files}
+    told = {"sets": sets, "checksums": checksums, "files": summed}
+    found[DOCUMENT] = document.dump(told | dict(fields))
     return found
 
 

@@ -11,6 +11,9 @@ import torch
 from torch import optim
 
 from shardwise.checkpoint import plain
+from shardwise.checkpoint.document import crc_of
+from shardwise.checkpoint.regular import read_whole
+from shardwise.checkpoint.schema import plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch, UsageError
 from shardwise.feed import Stream
 
@@ -37,7 +40,7 @@ class Tracking:
                 )
             self._tracked[name] = each
             if name in self._pending:
-                each.load_state_dict(self._pending.pop(name))
+                _give(name, each, self._pending.pop(name))
 
     # -- saving ---------------------------------------------------------------------------
 
@@ -84,12 +87,13 @@ class Tracking:
 
     # -- loading --------------------------------------------------------------------------
 
-    def read(self, path: Path, told: Mapping[str, Any]) -> dict[str, Any]:
-        """The states in the checkpoint `path`, of which `told` is what its JSON has.
+    def read(self, path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The states in the checkpoint `path`, whose JSON has `fields`.
 
         Raises BrokenCheckpoint for one that is not whole, CheckpointMismatch where an object that
         is tracked here has none.
         """
+        told, sums = fields["tracked"], fields["files"]
         missing = sorted(set(self._tracked) - set(told))
         if missing:
             raise CheckpointMismatch(
@@ -98,17 +102,30 @@ class Tracking:
                 "(engine.load(path, model_only=True)), or track the same objects."
             )
         return {
-            name: _unpickled(path, value) if _is_file(value) else plain.decode(value)
+            name: _unpickled(path, value["$file"], sums) if _is_file(value) else plain.decode(value)
             for name, value in told.items()
         }
 
     def give(self, states: Mapping[str, Any]) -> None:
-        """Let each object have its state."""
+        """Let each object have its state. Raises BrokenCheckpoint where one does not take it."""
         for name, state in states.items():
             if name in self._tracked:
-                self._tracked[name].load_state_dict(state)
+                _give(name, self._tracked[name], state)
             else:
                 self._pending[name] = state
+
+
+def _give(name: str, each: Any, state: Any) -> None:
+    """Raises BrokenCheckpoint where `each` does not take its state."""
+    try:
+        each.load_state_dict(state)
+    except UsageError:
+        raise
+    except Exception as error:  # whatever an object of the user's makes of it
+        raise BrokenCheckpoint(
+            f"{name}, which is a {type(each).__name__}, does not take its state in the "
+            f"checkpoint ({type(error).__name__}: {error}). Track what was saved, or take another."
+        ) from error
 
 
 def _schedules(each: Any, face: optim.Optimizer) -> bool:
@@ -137,11 +154,19 @@ def _is_file(value: Any) -> bool:
     return isinstance(value, dict) and set(value) == {"$file"}
 
 
-def _unpickled(path: Path, value: Mapping[str, str]) -> Any:
-    name = value["$file"]
-    if Path(name).name != name:
+def _unpickled(path: Path, name: Any, sums: Mapping[str, str]) -> Any:
+    """What file `name` of the checkpoint `path` holds, whose CRC-32 is in `sums` where known."""
+    if not plain_name(name):
         raise BrokenCheckpoint(f"{path} names the file {name!r}, which is not one in its folder.")
     try:
-        return torch.load(path / name, map_location="cpu", weights_only=True)
+        data = read_whole(path / name)
+        if name in sums and crc_of(data) != sums[name]:
+            raise BrokenCheckpoint(
+                f"{path / name} is not what was written: its CRC-32 is not {sums[name]}. Take "
+                "another checkpoint."
+            )
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except BrokenCheckpoint:
+        raise
     except Exception as error:  # whatever torch meets in a file that is not whole
-        raise BrokenCheckpoint(f"{path / name} cannot be read: {error}.") from error
+        raise BrokenCheckpoint(f"{path / name} cannot be read: {error!r:.300}.") from error

@@ -1,20 +1,20 @@
 """Commits of a run on the disks of its hosts, where its next start finds them.
 
-The first rank of each host writes the newest one into the host's temporary folder, under a name
-that all starts of a run share and no other run has. So any host that is left has it.
+The first rank of each host writes the newest one into the user's own temporary folder there, under
+a name that all starts of a run share and no other run has. So any host that is left has it. Values
+of a script are pickled, so a commit is read only where nobody else can have written it.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.launch import own
+from shardwise.launch import own, private
 
 
 def run_name(environ: Mapping[str, str]) -> str | None:
@@ -39,30 +39,24 @@ class Commits:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         name = run_name(environ)
-        folder = Path(tempfile.gettempdir())
-        self.path = None if name is None else folder / own.commit_file(name)
+        self.path = None if name is None else private.folder() / own.commit_file(name)
 
     def write(self, number: int, state: Mapping[str, Any]) -> None:
         """Put commit `number` in the place of the one before, whole or not at all."""
         if self.path is None:
             return
         aside = self.path.with_suffix(".new")
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
+        aside.unlink(missing_ok=True)
+        with private.create(aside) as file:
             torch.save({"number": number, "state": dict(state)}, file)
         aside.rename(self.path)
 
     def read(self) -> tuple[int, dict[str, Any]] | None:
         """The commit that is here, if any; one of another user's is none of ours."""
-        try:
-            file = self.path.open("rb") if self.path is not None else None
-        except FileNotFoundError:
-            return None
+        file = private.opened(self.path) if self.path is not None else None
         if file is None:
             return None
         with file:
-            if os.fstat(file.fileno()).st_uid != os.getuid():
-                return None
             found = torch.load(file, map_location="cpu", weights_only=False)
         return found["number"], found["state"]
 
@@ -70,3 +64,4 @@ class Commits:
         """The run has come to its end."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+            private.tidy()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections import Counter
-from typing import Any
 
 from shardwise import collectives, launch
 from shardwise.errors import BadCall
@@ -69,22 +67,22 @@ class Context:
 
 def _hosts(world: World) -> list[list[int]]:
     """The ranks of each host, in the order of their first."""
-    names = world.gather((world.host, collectives.host_key()))
+    mine = world.host, collectives.host_key()
+    names = [tuple(each) for each in world.collectives.gather_plain(mine)]
     return [[r for r, n in enumerate(names) if n == name] for name in dict.fromkeys(names)]
 
 
 def _meet(world: World, timeout: float) -> dict[int, links.Link]:
     """Connect to rank 0, which tells all where it is over the channels that they have. Collective;
     on rank 0 the others by rank."""
+    group, secret = world.collectives, world.collectives.lookout.secret
     if world.rank != 0:
-        nothing: Any = None
-        address, port, secret = world.broadcast_object(nothing)
+        address, port = group.gather_plain(None)[0]
         return {0: links.connect(address, port, secret, world.rank, timeout)}
     address = collectives.address_of(launch.detect(os.environ))
     with links.listen(address) as listener:
-        place = address, listener.getsockname()[1], secrets.token_hex(16)
-        world.broadcast_object(place)
-        return links.accept(listener, place[2], world.size, timeout)
+        group.gather_plain((address, listener.getsockname()[1]))
+        return links.accept(listener, secret, world.size, timeout)
 
 
 def enter(world: World) -> None:

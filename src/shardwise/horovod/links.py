@@ -6,23 +6,27 @@ end of its connection.
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import selectors
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
+from shardwise import proof
 from shardwise.errors import LaunchError
 from shardwise.watch import questions
 
 Message = dict[str, Any]
 
 HELLO = 5.0
-"""Seconds that who connects has to say who it is."""
+"""Seconds that who has proved to be of the run has to say which rank it is."""
+
+AGAIN = 0.05
+"""Seconds until who was turned away tries again."""
 
 _living: WeakSet[Link] = WeakSet()
 
@@ -92,39 +96,46 @@ class Link:
         self.socket.close()
 
 
-def accept(listener: socket.socket, secret: str, size: int, timeout: float) -> dict[int, Link]:
+def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) -> dict[int, Link]:
     """Rank 0's side: the link of every other rank. Raises LaunchError when one does not come."""
     found: dict[int, Link] = {}
-    listener.settimeout(timeout)
-    while len(found) < size - 1:
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            missing = sorted(set(range(1, size)) - found.keys())
-            raise LaunchError(
-                f"hvd.init: rank(s) {missing} did not connect to rank 0 within {timeout:g} s."
-            ) from None
-        connection.settimeout(HELLO)
-        with suppress(OSError, ValueError):
-            hello, more = _hello(connection)
-            given, _, rank = hello.partition(b" ")
-            if hmac.compare_digest(given, secret.encode()):
-                found[int(rank)] = Link(connection, more)
+    until = time.monotonic() + timeout
+    with proof.Acceptor(listener, secret) as acceptor:
+        while len(found) < size - 1:
+            connection = acceptor.accept(until)
+            if connection is None:
+                missing = sorted(set(range(1, size)) - found.keys())
+                raise LaunchError(
+                    f"hvd.init: rank(s) {missing} did not connect to rank 0 within {timeout:g} s."
+                ).blaming(missing)
+            connection.settimeout(HELLO)
+            with suppress(OSError, ValueError):
+                hello, more = _hello(connection)
+                found[int(hello)] = Link(connection, more)
                 continue
-        connection.close()
+            connection.close()
     return found
 
 
-def connect(address: str, port: int, secret: str, rank: int, timeout: float) -> Link:
+def connect(address: str, port: int, secret: bytes, rank: int, timeout: float) -> Link:
     """The others' side. Raises LaunchError where rank 0 cannot be reached."""
-    try:
-        connection = socket.create_connection((address, port), timeout)
-        connection.sendall(f"{secret} {rank}\n".encode())
-    except OSError as error:
-        raise LaunchError(
-            f"hvd.init: rank {rank} cannot connect to rank 0 at {address}:{port}: {error}."
-        ) from error
-    return Link(connection)
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            connection = socket.create_connection((address, port), timeout)
+            proof.prove(connection, secret, until)
+            connection.sendall(f"{rank}\n".encode())
+        except OSError as error:
+            # Where many strangers crowd in, rank 0 turns away who was not quick enough.
+            if isinstance(error, proof.Unproven):
+                connection.close()
+                if time.monotonic() < until:
+                    time.sleep(AGAIN)
+                    continue
+            raise LaunchError(
+                f"hvd.init: rank {rank} cannot connect to rank 0 at {address}:{port}: {error}."
+            ).blaming([0]) from error
+        return Link(connection)
 
 
 def listen(address: str) -> socket.socket:

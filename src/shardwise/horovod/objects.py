@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import BadCall
+from shardwise import proof
+from shardwise.errors import BadCall, HorovodInternalError
 from shardwise.horovod.allgather import allgather_async
 from shardwise.horovod.asking import wait
 from shardwise.horovod.broadcast import broadcast_, broadcast_async_
@@ -23,6 +24,9 @@ except ModuleNotFoundError:
     pickler = pickle
 
 
+_PURPOSE = "object"
+
+
 def _pickled(obj: Any) -> Tensor:
     """`obj` as bytes. With cloudpickle, where it is installed, functions and classes of the script
     travel by value, as in Horovod; pickle sends the names of those that can be imported."""
@@ -33,7 +37,23 @@ def _pickled(obj: Any) -> Tensor:
         if pickler is pickle:
             hint = "pip install cloudpickle for lambdas and local classes, or send plain values"
         raise BadCall(f"{type(obj).__name__} cannot travel ({error}): {hint}.") from error
-    return torch.frombuffer(bytearray(found), dtype=torch.uint8)
+    data = proof.sealed(_secret(), _PURPOSE, found)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _object(data: Tensor) -> Any:
+    """What `_pickled` was given, on a rank of this run: a pickle of anybody else's can run code."""
+    try:
+        return pickle.loads(proof.unsealed(_secret(), _PURPOSE, data.numpy().tobytes()))
+    except proof.Forged as error:
+        raise HorovodInternalError(
+            f"What came as an object is not of this run ({error}) Somebody else has reached the "
+            "ports of its ranks: see docs/security.md."
+        ) from None
+
+
+def _secret() -> bytes:
+    return current().world.collectives.lookout.secret
 
 
 def broadcast_object(
@@ -51,7 +71,7 @@ def broadcast_object(
     if data is None:
         data = torch.empty(int(length), dtype=torch.uint8)
     broadcast_(data, root_rank, f"{name}.bytes", process_set)
-    return obj if is_root else pickle.loads(data.numpy().tobytes())
+    return obj if is_root else _object(data)
 
 
 def broadcast_object_fn(
@@ -75,7 +95,7 @@ def allgather_object(
     lengths = allgather_async(torch.tensor([data.numel()]), f"{name}.length", process_set)
     whole = allgather_async(data, f"{name}.bytes", process_set)
     sizes: list[int] = wait(lengths).tolist()
-    return [pickle.loads(part.numpy().tobytes()) for part in wait(whole).split(sizes)]
+    return [_object(part) for part in wait(whole).split(sizes)]
 
 
 def broadcast_parameters(

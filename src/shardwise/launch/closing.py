@@ -23,6 +23,11 @@ def words(
     if size == 1:
         return "" if by_itself else f"\nshardwise: the program was ended by {how}.\n"
     who = f"rank {judged.rank} of {size}" + (f" on {host}" if host else "")
+    if judged.late:
+        return (
+            f"\nshardwise: {who} did not come, nor say anything until it was ended. Rank "
+            f"{judged.waiting} was waiting for it:\n\n{trace}\n"
+        )
     if judged.waiting is not None:
         return (
             f"\nshardwise: {who} ended ({how}) while the others were still training.\n"
@@ -54,6 +59,8 @@ def refusal(sentence: str, ranks: Sequence[int], size: int) -> str:
 def short(judged: Verdict, how: str, size: int, report: Report | None) -> tuple[str, str]:
     """The same in a few words: what happened to whom, and why."""
     who = "the program" if size == 1 else f"rank {judged.rank} of {size}"
+    if judged.late:
+        return f"{who} did not come", report.message.partition("\n")[0] if report else ""
     if judged.waiting is not None:
         return f"{who} ended", "while the others were still training"
     if report is not None:

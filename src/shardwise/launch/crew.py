@@ -30,7 +30,8 @@ class Task:
     `count` of `size` ranks, from `first` on, run `command` with the settings in `flags`. Rank 0
     listens on `port` of `address`. `interface` leads to the other hosts, None on one host.
     `passed` are variables that the ranks get on top of this host's own, `run` is the name that all
-    starts of the run share. `outlet` is rank 0's; the others have pipes where it has.
+    starts of the run share, `secret` what only its processes know. `outlet` is rank 0's; the others
+    have pipes where it has.
     """
 
     command: tuple[str, ...]
@@ -43,6 +44,7 @@ class Task:
     interface: str | None = None
     passed: Mapping[str, str] = field(default_factory=dict)
     run: str = ""
+    secret: str = field(default="", repr=False)
     outlet: Outlet
 
 
@@ -178,6 +180,7 @@ class Crew:
             columns=window[1] if window else None,
             interface=task.interface,
             run=task.run,
+            secret=task.secret,
         )
 
     def _relay(self, source: Source) -> None:

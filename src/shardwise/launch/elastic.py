@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from shardwise.config import FLAGS_VARIABLE
 from shardwise.errors import LaunchError
-from shardwise.launch import interface
+from shardwise.launch import interface, secret
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +101,27 @@ def environment(
     base: Mapping[str, str], settings: Mapping[str, str], leads: str | None
 ) -> dict[str, str]:
     """The variables that the agent passes on; `leads` is the interface to the others."""
-    defaults = {"PYTHONFAULTHANDLER": "1"}
+    # torch's store warns of every rank whose host has no name by its address.
+    defaults = {"PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if leads is not None:
         defaults |= {"GLOO_SOCKET_IFNAME": leads, "NCCL_SOCKET_IFNAME": leads}
     told = {"PYTHONUNBUFFERED": "1", FLAGS_VARIABLE: json.dumps(dict(settings))}
     return defaults | dict(base) | told
+
+
+def exposed(meeting: Meeting, environ: Mapping[str, str]) -> str:
+    """What torch's agent leaves open, for who starts it. Pure."""
+    said = (
+        "torch's elastic agent, which --nnodes uses, listens on all interfaces and believes who "
+        "connects: whoever reaches it can run code as this user. docs/security.md says how to shut "
+        "its ports."
+    )
+    if meeting.most > 1 and secret.VARIABLE not in environ:
+        said += (
+            f" For the ranks themselves, start every host with the same {secret.VARIABLE}, such as "
+            "openssl rand -hex 32 prints."
+        )
+    return said
 
 
 def run(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

@@ -38,12 +38,13 @@ def of_rank(
     columns: int | None = None,
     interface: str | None = None,
     run: str = "",
+    secret: str = "",
 ) -> dict[str, str]:
     """The variables of one rank. Pure; `columns` is the width of its lines, where known.
 
     `interface` is the network interface that leads to the other hosts, None on one host; `run` is
-    the name that all starts of the run share. What the user has set stays: threads per rank, the
-    interface, fault handling.
+    the name that all starts of the run share, `secret` what only its processes know. What the user
+    has set stays: threads per rank, the interface, fault handling.
     """
     values = {name: value for name, value in base.items() if not _is_foreign(name)}
     defaults = {
@@ -57,6 +58,8 @@ def of_rank(
     told = {"PYTHONUNBUFFERED": "1", FLAGS_VARIABLE: json.dumps(dict(flags))}
     if run:
         told[own.RUN] = run
+    if secret:
+        told[own.SECRET] = secret
     if columns is not None:
         told["COLUMNS"] = str(columns)
     return defaults | values | told | own.environment(identity) | dict(report.environment(reports))

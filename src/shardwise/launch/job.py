@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardwise.launch import program
+from shardwise.launch import program, secret
 from shardwise.launch.child import Outlet
 from shardwise.launch.console import Console
 from shardwise.launch.crew import Task
@@ -20,7 +20,7 @@ class Job:
     `port` 0 lets the kernel choose. `grace` is the seconds between asking and killing. `passed`
     are variables for the ranks. `restarts` is how often a run that failed starts again. `shown`
     are the ranks whose output is on the screen, None for all of them; `log_dir` is where that of
-    each is kept. `run` is a name that all its starts share.
+    each is kept. `run` is a name that all its starts share, `secret` what only its processes know.
     """
 
     words: tuple[str, ...]
@@ -35,6 +35,7 @@ class Job:
     shown: frozenset[int] | None = None
     log_dir: str | None = None
     run: str = field(default_factory=lambda: secrets.token_hex(8))
+    secret: str = field(default_factory=secret.drawn, repr=False)
 
     @property
     def size(self) -> int:
@@ -93,5 +94,6 @@ class Job:
             port=port,
             passed=self.passed,
             run=self.run,
+            secret=self.secret,
             outlet=outlet,
         )

@@ -1,9 +1,10 @@
 """How ranks find rank 0 whom nobody told where it is: by a note that it leaves.
 
 mpirun and srun start processes and tell them no address. Rank 0 then listens on a port that the
-kernel gave it, and leaves a note under a name that only this run has: in the temporary folder
-where all ranks are on one host, else in the working directory, which hosts of a cluster mostly
-share. The note goes when all have come.
+kernel gave it, and leaves a note under a name that only this run has: in the user's own temporary
+folder where all ranks are on one host, else in the working directory, which hosts of a cluster
+mostly share. Only the same user can read it, so it also has the secret by which ranks know each
+other. The note goes when all have come.
 """
 
 import hashlib
@@ -11,18 +12,16 @@ import json
 import os
 import signal
 import socket
-import stat
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from shardwise.errors import LaunchError
-from shardwise.launch import ancestors
+from shardwise.launch import ancestors, private
 from shardwise.launch.identity import Identity
 
 VARIABLE = "SHARDWISE_RENDEZVOUS"
@@ -38,13 +37,15 @@ OLD = 60.0
 class Note:
     """Where rank 0 listens: names or numbers of its host, the likeliest first, and the port.
 
-    `host` and `pid` are of the process that left the note.
+    `host` and `pid` are of the process that left the note. `secret` is what ranks prove that they
+    know, "" where they were told by their environment.
     """
 
     addresses: tuple[str, ...]
     port: int
     host: str
     pid: int
+    secret: str = field(default="", repr=False)
 
 
 def listen_everywhere() -> socket.socket:
@@ -62,18 +63,19 @@ def listen_everywhere() -> socket.socket:
     return socket.create_server(("", 0), backlog=1024)
 
 
-def path(identity: Identity, folder: str | None = None) -> Path:
+def path(identity: Identity, folder: str | None = None, run: str | None = None) -> Path:
     """Where the note of this run lies: in `folder`, or where all of its ranks look by themselves.
 
-    Raises LaunchError where nothing names the run on all of its hosts.
+    `run` names it where that is known otherwise. Raises LaunchError where nothing names the run on
+    all of its hosts, or the user's own temporary folder cannot be had.
     """
-    run = identity.job
+    run = run or identity.job
     if run is None:
         if not identity.on_one_host:
             raise LaunchError(_nameless(identity))
         run = ancestors.launching_process()
     if folder is None:
-        folder = tempfile.gettempdir() if identity.on_one_host else os.getcwd()
+        folder = str(private.folder()) if identity.on_one_host else os.getcwd()
     digest = hashlib.sha256(run.encode()).hexdigest()[:16]
     return Path(folder) / PATTERN.format(user=os.getuid(), run=digest)
 
@@ -110,11 +112,9 @@ def _own_number(name: str) -> str | None:
 def left(place: Path, note: Note) -> Iterator[None]:
     """The note lies at `place` while the block runs, and no longer, also when SIGTERM comes."""
     _sweep(place.parent)
-    aside = place.with_name(f"{WRITING}{place.name}.{os.getpid()}")
     with _sigterm_raises():
         try:
-            aside.write_text(json.dumps(asdict(note)))
-            aside.rename(place)
+            private.write(place, json.dumps(asdict(note)), WRITING)
             yield
         except OSError as error:
             raise LaunchError(
@@ -123,16 +123,16 @@ def left(place: Path, note: Note) -> Iterator[None]:
                 f"rank 0's host and a free port: {VARIABLE}=FOLDER/ or HOST:PORT."
             ) from error
         finally:
-            for one in (aside, place):
-                one.unlink(missing_ok=True)
+            place.unlink(missing_ok=True)
+            private.tidy()
 
 
 def read(place: Path) -> Note | None:
     """The note at `place`, if it is there, whole and to be believed."""
     with suppress(FileNotFoundError):
         os.listdir(place.parent)  # makes a network file system look again
-        if _is_believed(place):
-            return _parsed(place.read_text())
+        text = private.read(place)
+        return None if text is None else _parsed(text)
     return None
 
 
@@ -143,13 +143,6 @@ def _parsed(text: str) -> Note | None:
         return Note(**found | {"addresses": tuple(found["addresses"])})
     except (ValueError, TypeError, KeyError):
         return None
-
-
-def _is_believed(place: Path) -> bool:
-    """Whether nobody else can have left the note: some network file systems rename owners, but
-    in a folder that not everybody may write to, there is nobody else."""
-    for_everybody = place.parent.stat().st_mode & stat.S_IWOTH
-    return not for_everybody or place.stat().st_uid == os.getuid()
 
 
 def _sweep(folder: Path) -> None:

@@ -6,7 +6,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from shardwise.launch import interface, own, program, rendezvous, restarts
+from shardwise.launch import interface, own, private, program, rendezvous, restarts
 from shardwise.launch.console import Console
 from shardwise.launch.crew import Crew
 from shardwise.launch.hosts import HERE
@@ -26,7 +26,8 @@ def run(job: Job) -> int:
         try:
             return restarts.repeated(job.restarts, once, console.say)
         finally:
-            (Path(tempfile.gettempdir()) / own.commit_file(job.run)).unlink(missing_ok=True)
+            (private.path() / own.commit_file(job.run)).unlink(missing_ok=True)
+            private.tidy()
 
 
 def _once(job: Job, command: tuple[str, ...], console: Console, signals: Signals) -> Ending:

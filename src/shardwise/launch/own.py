@@ -9,6 +9,9 @@ PREFIX = "SHARDWISE_LAUNCH_"
 RUN = PREFIX + "RUN"
 """A name that all starts of a run share, and no other run has."""
 
+SECRET = PREFIX + "SECRET"
+"""What only the processes of a run know."""
+
 NAMES = {
     name: PREFIX + name.upper() for name in ("rank", "size", "local_rank", "local_size", "port")
 }

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from shardwise import launch
-from shardwise.errors import CollectiveError, LaunchError
+from shardwise.errors import CollectiveError, LaunchError, ShardwiseError
 from shardwise.launch import own
 from shardwise.launch.refusal import sentence, users_line
 
@@ -29,7 +29,8 @@ RANK_VARIABLE = "SHARDWISE_LAUNCH_RANK"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Why a rank died. `secondary` when the cause is likely on another rank.
+    """Why a rank died. `secondary` when the cause is likely on another rank, one of `at_fault`
+    where any are known.
 
     `message` is the last line, `text` the whole traceback, `where` the user's own line that it
     went through last ("" if none), `time` in seconds since the epoch.
@@ -42,6 +43,10 @@ class Report:
     text: str
     where: str = ""
     refusal: str = ""
+    at_fault: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at_fault", tuple(self.at_fault))  # JSON knows lists
 
 
 def watch_exceptions() -> None:
@@ -72,11 +77,12 @@ class _Hook:
                 _show(told)
             return
         text = "".join(traceback.format_exception(kind, error, trace))
-        is_shown_for_us = bool(refused) and os.environ.get(own.NAMES["size"], "1") != "1"
+        alone = os.environ.get(own.NAMES["size"], "1") == "1"
+        is_shown_for_us = bool(refused) and not alone and not _blames(error)
         if not isinstance(error, KeyboardInterrupt):
             folder = Path(os.environ[DIRECTORY_VARIABLE])
             write(folder, error, text, refusal=refused if is_shown_for_us else "")
-        if isinstance(error, KeyboardInterrupt | CollectiveError):
+        if isinstance(error, KeyboardInterrupt) or _blames(error):
             _show(f"{_message(error)} [{users_line(trace)}]\n")
         elif not is_shown_for_us:
             _show(told or text)
@@ -103,15 +109,22 @@ def write(folder: Path, error: BaseException, text: str, refusal: str = "") -> N
     report = Report(
         rank=rank,
         time=time.time(),
-        secondary=isinstance(error, CollectiveError),
+        secondary=_blames(error),
         message=_message(error),
         text=text,
         where=users_line(error.__traceback__),
         refusal=refusal,
+        at_fault=error.at_fault if isinstance(error, ShardwiseError) else (),
     )
     aside = folder / f".{rank}.json"
     aside.write_text(json.dumps(asdict(report)))
     aside.rename(folder / f"{rank}.json")
+
+
+def _blames(error: BaseException) -> bool:
+    """Whether the cause is likely on another rank."""
+    named = isinstance(error, ShardwiseError) and bool(error.at_fault)
+    return named or isinstance(error, CollectiveError)
 
 
 def _message(error: BaseException) -> str:

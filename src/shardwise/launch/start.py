@@ -24,6 +24,7 @@ from shardwise.launch import (
     passing,
     preview,
     program,
+    secret,
     srun,
 )
 from shardwise.launch.hosts import Host, Share
@@ -119,7 +120,7 @@ def _by_srun(asked: Asked, passed: Mapping[str, str]) -> int:
             "--restarts is of our own launcher, but the hosts of this Slurm job are srun's. Leave "
             "it out, and let Slurm start the job again: sbatch --requeue."
         )
-    environ = srun.environment({**os.environ, **passed}, asked.settings, asked.port)
+    environ = srun.environment(_with_secret({**os.environ, **passed}), asked.settings, asked.port)
     words = srun.words(environ, command, size=asked.size, per_host=asked.per_host)
     if not asked.dry_run:
         srun.run(words, environ)
@@ -153,9 +154,18 @@ def _by_torch(asked: Asked, passed: Mapping[str, str]) -> int:
     )
     if not asked.dry_run:
         leads = None if address is None else interface.holding(address)
-        elastic.run(words, elastic.environment({**os.environ, **passed}, asked.settings, leads))
+        base = {**os.environ, **passed}
+        print(f"shardwise: {elastic.exposed(meeting, base)}", file=sys.stderr)
+        if meeting.most == 1:
+            base = _with_secret(base)
+        elastic.run(words, elastic.environment(base, asked.settings, leads))
     print(shlex.join(words))
     return 0
+
+
+def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:
+    """With a secret for the ranks, where the user has given none."""
+    return {secret.VARIABLE: secret.drawn()} | dict(environ)
 
 
 def _shares(asked: Asked) -> tuple[Share, ...]:

@@ -244,6 +244,8 @@ class Supervisor:
         # Who was ended by us is to blame only where an error of its own came before.
         how = cause.UNCAUGHT if departure.end.stopped else departure.how
         trace = verdict.last_words(found.text if found else self._voices[rank].tail.text())
+        if judged.late and found is not None:  # our frames do not say more of who is at fault
+            trace = f"{found.message} [{found.where}]"
         words = closing.words(
             judged,
             how,

@@ -34,18 +34,21 @@ class End:
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """The rank to blame and the exit code of the run. `waiting` is a rank that could not go on
-    because `rank` had ended in peace too early, None where `rank` itself failed."""
+    because of `rank`, None where that failed itself. `late`: `rank` did not come, nor say anything
+    until it was ended; else it had ended in peace too early."""
 
     rank: int
     exit_code: int
     waiting: int | None = None
+    late: bool = False
 
 
 def judge(ends: Sequence[End], reports: Mapping[int, Report]) -> Verdict | None:
     """The verdict over a run whose ranks have all ended; None when all ended well.
 
     The cause is the first failure that is not merely about another rank. Where there is none
-    but a rank ended by itself with code 0, that rank left too early.
+    but a rank ended by itself with code 0, that rank left too early; where none did but those that
+    waited name one that said nothing, it is that one.
     """
     failures = [end for end in ends if end.code != 0 and _is_own(end, reports)]
     if not failures:
@@ -56,7 +59,23 @@ def judge(ends: Sequence[End], reports: Mapping[int, Report]) -> Verdict | None:
         if left:
             early = min(left, key=lambda end: end.time)
             return Verdict(rank=early.rank, exit_code=1, waiting=first.rank)
+        late = _late(ends, failures, reports)
+        if late is not None:
+            return late
     return Verdict(rank=first.rank, exit_code=_exit_code(first))
+
+
+def _late(
+    ends: Sequence[End], failures: Sequence[End], reports: Mapping[int, Report]
+) -> Verdict | None:
+    """That one is to blame which the first of those that waited names, and which had to be ended
+    before it said anything."""
+    silent = {end.rank for end in ends} - {end.rank for end in failures}
+    for end in sorted(failures, key=lambda end: _moment(end, reports)):
+        for rank in reports[end.rank].at_fault if end.rank in reports else ():
+            if rank in silent:
+                return Verdict(rank=rank, exit_code=1, waiting=end.rank, late=True)
+    return None
 
 
 def is_explained(ends: Sequence[End], reports: Mapping[int, Report]) -> bool:

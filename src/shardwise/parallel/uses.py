@@ -68,13 +68,14 @@ class Uses:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside the block they are plain: every rank has the whole of them."""
-        now = [type(parameter) for parameter, _ in self._watched]
-        for parameter, own in self._watched:
+        ours = set(self._classes.values())
+        several = [(p, own, type(p)) for p, own in self._watched if type(p) in ours]
+        for parameter, own, _ in several:
             parameter.__class__ = own
         try:
             yield
         finally:
-            for (parameter, _), before in zip(self._watched, now, strict=True):
+            for parameter, _, before in several:
                 parameter.__class__ = before
 
     def _class(self, own: type[nn.Parameter], is_split: bool) -> type[nn.Parameter]:

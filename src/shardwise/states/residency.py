@@ -72,8 +72,12 @@ class Residency:
         self._group = group
         shared = all(slab.common is not None for unit in units for slab in unit.slabs)
         self._gathers = InPlace() if shared else ByAllGather(group)
-        self._turns = Turns([unit.name for unit in units], self._agree, alone=group.size == 1)
-        self._lasting = frozenset(n for n, unit in enumerate(units) if unit.lasting)
+        self._turns = Turns(
+            [unit.name for unit in units],
+            self._agree,
+            staying=[number for number, unit in enumerate(units) if unit.lasting],
+            alone=group.size == 1,
+        )
         self._inside = inside
         self.part: int | None = None
         """Of a model that runs in parts, the one that does now: each needs units of its own."""
@@ -332,11 +336,7 @@ class Residency:
         """Take part in what other ranks still need of this pass."""
         if not self._gathers.collective or self._uneven:
             return
-        rounds = max(1, len(self._tape)) if self._is_backward() else 1
-        turns = self._turns.rest(
-            expected=expected, staying=self._lasting, rounds=rounds, failed=failed
-        )
-        for turn in turns:
+        for turn in self._turns.rest(expected=expected, failed=failed):
             self._tell_over()
             self._take_part(turn)
             self._fetch_ahead()

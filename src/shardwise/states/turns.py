@@ -13,11 +13,11 @@ of these by number (in a backward the last) is gathered by all, and so on until 
 the pass. Units that no rank wanted then are put beside their neighbours, since a later pass may
 take another branch. A pass that failed on all ranks teaches nothing.
 
-A pass in which all that was expected was wanted, once for each forward that it belongs to, is
-*settled*: later ones of its kind follow the list and say nothing. Others may need more than their
-list has (a backward over two forwards that took different branches), so after the list ranks ask
-each other whether any of them wants something still, and go on as in a first pass. For a rank that
-is alone no order is wrong.
+A pass may need more than the list of its kind has: units in another order, one of them twice, a
+backward over two forwards that took different branches. So when the list has ended ranks ask each
+other whether any of them wants something still, and go on as in a first pass. Once a kind of pass
+has gone as its list says for `SETTLED` times on all ranks, it is *settled*: later ones follow the
+list and ask nothing. For a rank that is alone no order is wrong.
 """
 
 from __future__ import annotations
@@ -26,29 +26,41 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 
 from shardwise.errors import OrderError
 
+SETTLED = 16
+"""Passes of a kind, one after the other, that go as their list says until ranks stop to ask."""
+
 
 class _Order:
-    """The list of a kind of pass; `last` has by unit its last place."""
+    """The list of a kind of pass; `last` has by unit its last place. `kept` counts the passes in a
+    row that went as it says."""
 
-    def __init__(self, units: list[int], is_settled: bool) -> None:
+    def __init__(self, units: list[int]) -> None:
         self.units = units
-        self.is_settled = is_settled
         self.last = {unit: place for place, unit in enumerate(units)}
+        self.kept = 0
 
 
 class Turns:
     """The turns of one pass after the other; `agree` is collective and small.
 
     `agree(wanted)` tells this rank's wish and returns the smallest of all ranks' wishes. The
-    number of units is the wish for nothing more, and one more than that says that the pass failed.
+    number of units is the wish for nothing more, one more than that says that all went as listed,
+    and two more that the pass failed.
     """
 
     def __init__(
-        self, names: Sequence[str], agree: Callable[[int], int], *, alone: bool = False
+        self,
+        names: Sequence[str],
+        agree: Callable[[int], int],
+        *,
+        staying: Collection[int] = (),
+        alone: bool = False,
     ) -> None:
-        """`names` are by unit; `alone`: there is no other rank."""
+        """`names` are by unit; those `staying` may be there without a turn. `alone`: there is no
+        other rank."""
         self._names = names
         self._agree = agree
+        self._staying = frozenset(staying)
         self._alone = alone
         self._end = len(names)
         self._known: dict[Hashable, _Order] = {}
@@ -56,6 +68,7 @@ class Turns:
         self._order: _Order | None = None
         self._taken: list[int] = []
         self._descending = False
+        self._goes_as_listed = True
 
     def open(self, key: Hashable, *, descending: bool = False) -> None:
         """A pass begins; `key` tells passes of different kinds apart, alike on all ranks.
@@ -64,6 +77,7 @@ class Turns:
         """
         self._descending = descending
         self._key, self._order, self._taken = key, self._known.get(key), []
+        self._goes_as_listed = True
 
     def until(self, unit: int) -> Iterator[int]:
         """The units that all ranks gather now, up to `unit`, which this rank needs.
@@ -71,8 +85,11 @@ class Turns:
         Raises OrderError where the list of this pass has it no more, and is settled.
         """
         left = self._left()
+        before = left[: left.index(unit)] if unit in left else left
+        if not self._staying.issuperset(before) or unit not in left:
+            self._goes_as_listed = False
         if unit in left:
-            yield from self._take(left[: left.index(unit) + 1])
+            yield from self._take([*before, unit])
             return
         if not self._may_ask:
             raise self._out_of_order(unit)
@@ -82,28 +99,32 @@ class Turns:
             turn = self._turned(self._agree(self._turned(unit)))
             yield from self._take([turn])
 
-    def rest(
-        self,
-        *,
-        expected: Sequence[int] = (),
-        staying: Collection[int] = (),
-        rounds: int = 1,
-        failed: bool = False,
-    ) -> Iterator[int]:
+    def rest(self, *, expected: Sequence[int] = (), failed: bool = False) -> Iterator[int]:
         """The units that are left to gather for the other ranks' sake; the pass ends.
 
         `expected` are the units that a later pass of this kind may want although none did now, in
-        their order, as often as there are `rounds`; those that are `staying` may be there without a
-        turn. `failed`: this rank's pass did not come to its end.
+        their order. `failed`: this rank's pass did not come to its end.
         """
-        yield from self._take(self._left())
-        wish = self._end
-        if self._may_ask:
-            while (wish := self._agree(self._end + failed)) < self._end:
-                yield from self._take([self._turned(wish)])
-        if self._order is None and wish == self._end:
-            self._known[self._key] = self._learned(expected, staying, rounds)
+        left, wish = self._left(), -1
+        if not self._staying.issuperset(left):
+            self._goes_as_listed = False
+        yield from self._take(left)
+        while self._may_ask:
+            wish = self._agree(self._end + (2 if failed else self._goes_as_listed))
+            if wish >= self._end:
+                break
+            self._goes_as_listed = False
+            yield from self._take([self._turned(wish)])
+        self._remember(wish, expected)
         self._order, self._taken = None, []
+
+    def _remember(self, told: int, expected: Sequence[int]) -> None:
+        """Learn from a pass at whose end the ranks have `told` each other this, or nothing."""
+        if self._order is None:
+            if told < self._end + 2:
+                self._known[self._key] = _Order(self._completed(expected))
+        elif told >= 0:
+            self._order.kept = self._order.kept + 1 if told == self._end + 1 else 0
 
     def _left(self) -> list[int]:
         """What the list of this pass still has."""
@@ -117,7 +138,7 @@ class Turns:
     @property
     def _may_ask(self) -> bool:
         """Whether ranks ask each other when the list has ended."""
-        return self._order is None or self._alone or not self._order.is_settled
+        return self._order is None or self._alone or self._order.kept < SETTLED
 
     def serve(self) -> Iterator[int]:
         """Gather whatever other ranks want, in passes that ascend, until none wants anything."""
@@ -139,15 +160,12 @@ class Turns:
         left = self._left()
         return left[0] if left else None
 
-    def _learned(self, expected: Sequence[int], staying: Collection[int], rounds: int) -> _Order:
-        """The list of later passes of this kind: what was taken with the units that nobody wanted,
-        each after the one before it, in the order of a forward."""
-        came = set(self._taken)
-        usual = [unit for unit in expected if unit in came or unit not in staying]
-        is_settled = in_rounds(self._taken, usual, rounds)
+    def _completed(self, expected: Sequence[int]) -> list[int]:
+        """What was taken with the units that nobody wanted: each after the one before it, in the
+        order of a forward."""
         if not self._descending:
-            return _Order(with_unseen(self._taken, expected), is_settled)
-        return _Order(with_unseen(self._taken[::-1], expected[::-1])[::-1], is_settled)
+            return with_unseen(self._taken, expected)
+        return with_unseen(self._taken[::-1], expected[::-1])[::-1]
 
     def _turned(self, unit: int) -> int:
         """The wish for `unit`, or the unit that a wish is for."""
@@ -173,9 +191,3 @@ def with_unseen(seen: Sequence[int], full: Sequence[int]) -> list[int]:
             merged.insert(0 if before is None else merged.index(before) + 1, unit)
         before = unit
     return merged
-
-
-def in_rounds(seen: Sequence[int], expected: Sequence[int], rounds: int) -> bool:
-    """Whether `seen` is all of `expected`, in any order, `rounds` times over in that same order."""
-    first = list(seen[: len(expected)])
-    return sorted(first) == sorted(expected) and first * rounds == list(seen)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import selectors
 import socket
 import threading
 import time
@@ -14,6 +13,7 @@ from hashlib import sha256
 from typing import Any, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
+from shardwise import proof
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.watch import processes, questions, roots, survey, whereabouts
 from shardwise.watch.questions import Message
@@ -39,7 +39,8 @@ _living: WeakSet[Lookout] = WeakSet()
 class Place:
     """Where rank `rank` is asked: `port` of `address`, 0 where it cannot be.
 
-    `host` is alike for ranks that see each other's processes; `pid` began at `begun`.
+    `host` is alike for ranks that see each other's processes; `pid` began at `begun`. `name` was
+    drawn by this rank alone.
     """
 
     rank: int
@@ -48,7 +49,7 @@ class Place:
     host: str = ""
     pid: int = 0
     begun: int | None = None
-    secret: str = ""
+    name: str = ""
 
 
 class Channel(Protocol):
@@ -72,9 +73,10 @@ class Lookout:
     Until `meet` it hears and asks nobody.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, secret: bytes = b"") -> None:
         self.rank = rank
         self.size = size
+        self.secret = secret
         self.waits = Waits()
         self.step: int | None = None
         self.told: Told | None = None
@@ -82,7 +84,6 @@ class Lookout:
         self.is_to_speak = False
         self.channels: WeakValueDictionary[str, Channel] = WeakValueDictionary()
         self._places: dict[int, Place] = {}
-        self._secret = ""
         self._name = secrets.token_hex()
         self._listener: socket.socket | None = None
         self._bell: tuple[socket.socket, socket.socket] | None = None
@@ -92,24 +93,24 @@ class Lookout:
 
     def listen(self, address: str, host: str) -> Place:
         """Be there at `address`; what the others must know of it."""
-        self._secret = secrets.token_hex(16)
         mine: dict[str, Any] = {
             "rank": self.rank,
             "host": host,
             "pid": os.getpid(),
             "begun": processes.begun(),
+            "name": self._name,
         }
         try:
             self._listener = questions.listen(address)
         except OSError:  # it asks, and is not asked
-            return Place(**mine, secret=self._secret)
+            return Place(**mine)
         port = self._listener.getsockname()[1]
-        return Place(**mine, address=address, port=port, secret=self._secret)
+        return Place(**mine, address=address, port=port)
 
     def meet(self, places: Sequence[Place]) -> None:
         """Know where all ranks are asked, and answer from now on."""
         self._places = {place.rank: place for place in places}
-        self._secret = places[0].secret
+        self._name = places[0].name
         if self._listener is None:
             return
         self._bell = socket.socketpair()
@@ -137,16 +138,9 @@ class Lookout:
     def _serve(self) -> None:
         assert self._listener is not None
         assert self._bell is not None
-        listener, bell = self._listener, self._bell[0]
-        listener.setblocking(False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            selector.register(bell, selectors.EVENT_READ)
-            while True:
-                ready = [key.fileobj for key, _ in selector.select()]
-                if bell in ready:
-                    return
-                questions.answer(listener, self._secret, self._reply)
+        with proof.Acceptor(self._listener, self.secret, self._bell[0]) as acceptor:
+            while (asker := acceptor.accept()) is not None:
+                questions.answer(asker, self._reply)
 
     def _reply(self, question: Message) -> Message:
         """What this rank says to a question of another one."""
@@ -208,7 +202,7 @@ class Lookout:
             for rank in ranks
             if rank != self.rank and rank in self._places and self._places[rank].port
         }
-        return questions.ask(places, self._secret, question, patience)
+        return questions.ask(places, self.secret, question, patience)
 
     def _silence(self, ranks: Collection[int]) -> dict[int, str]:
         """Why these say nothing, as far as somebody on their hosts can tell."""
@@ -263,7 +257,7 @@ class Lookout:
     @property
     def run(self) -> str:
         """A name of this run, alike on all its ranks and of no other run."""
-        return sha256((self._secret or self._name).encode()).hexdigest()[:16]
+        return sha256(self._name.encode()).hexdigest()[:16]
 
     def ask_to_let_go(self, rank: int, channel: str, to: int, awaited: list[Any]) -> None:
         """Let `rank` send what the one at place `to` waits for, so that it waits no longer."""

@@ -1,20 +1,23 @@
 """One question to other ranks, each over a connection of its own, and their answers.
 
-    asker ─▶ SECRET {"ask": "where"}\\n        answerer ─▶ {"rank": 3, ...}\\n, and closes
+    asker ─▶ proof, {"ask": "where"}\\n        answerer ─▶ proof, {"rank": 3, ...}\\n, and closes
 
 Connections last as long as their question, so nothing is left of a rank that does not answer.
+Either end proves that it is of the run (proof.py).
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
+
+from shardwise import proof
 
 Message = dict[str, Any]
 
@@ -28,20 +31,14 @@ HEARING = 1.0
 def listen(address: str) -> socket.socket:
     """Where this rank is asked. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=128)
+    return socket.create_server((address, 0), family=family, backlog=1024)
 
 
-def answer(listener: socket.socket, secret: str, reply: Callable[[Message], Message]) -> None:
-    """Take one question that has come, and answer it; one without the secret is not answered."""
-    try:
-        asker, _ = listener.accept()
-    except OSError:  # it has left again
-        return
+def answer(asker: socket.socket, reply: Callable[[Message], Message]) -> None:
+    """Take the question of one that has proved itself, answer it and hang up."""
     with asker, suppress(OSError, ValueError):
         asker.settimeout(HEARING)
-        given, _, question = _line(asker).partition(b" ")
-        if hmac.compare_digest(given, secret.encode()):
-            asker.sendall(json.dumps(reply(json.loads(question))).encode() + b"\n")
+        asker.sendall(json.dumps(reply(json.loads(_line(asker)))).encode() + b"\n")
 
 
 def _line(asker: socket.socket) -> bytes:
@@ -54,19 +51,28 @@ def _line(asker: socket.socket) -> bytes:
     return data
 
 
+@dataclass
+class _Asked:
+    """A rank on the way from a connection to its answer: what it has said so far."""
+
+    rank: int
+    heard: bytearray = field(default_factory=bytearray)
+    claim: proof.Claim | None = None
+
+
 def ask(
-    places: Mapping[int, tuple[str, int]], secret: str, question: Message, patience: float
+    places: Mapping[int, tuple[str, int]], secret: bytes, question: Message, patience: float
 ) -> dict[int, Message]:
     """The answers by rank, of those that answer within `patience` seconds."""
-    asked = f"{secret} {json.dumps(question)}\n".encode()
+    line = json.dumps(question).encode() + b"\n"
     until = time.monotonic() + patience
     answers: dict[int, Message] = {}
     with selectors.DefaultSelector() as selector:
         for rank, place in places.items():
             _connect(selector, rank, place)
         while selector.get_map() and (left := until - time.monotonic()) > 0:
-            for key, events in selector.select(left):
-                if not _go_on(selector, key, events, asked, answers):
+            for key, _ in selector.select(left):
+                if not _go_on(key, secret, line, answers):
                     selector.unregister(key.fileobj)
                     key.fileobj.close()  # type: ignore[union-attr]
         for key in list(selector.get_map().values()):
@@ -81,29 +87,36 @@ def _connect(selector: selectors.BaseSelector, rank: int, place: tuple[str, int]
         return
     peer.setblocking(False)
     peer.connect_ex(place)
-    selector.register(peer, selectors.EVENT_WRITE, (rank, bytearray()))
+    selector.register(peer, selectors.EVENT_READ, _Asked(rank))
 
 
 def _go_on(
-    selector: selectors.BaseSelector,
-    key: selectors.SelectorKey,
-    events: int,
-    asked: bytes,
-    answers: dict[int, Message],
+    key: selectors.SelectorKey, secret: bytes, line: bytes, answers: dict[int, Message]
 ) -> bool:
-    """Send the question or read on; whether more is to come."""
-    peer, (rank, heard) = key.fileobj, key.data
+    """Hear on, and ask once a nonce has come; whether more is to come."""
+    peer, asked = key.fileobj, key.data
     assert isinstance(peer, socket.socket)
+    assert isinstance(asked, _Asked)
     try:
-        if events & selectors.EVENT_WRITE:
-            peer.sendall(asked)  # it fits into the buffer of a new connection
-            selector.modify(peer, selectors.EVENT_READ, key.data)
-            return True
-        heard += (more := peer.recv(1 << 16))
+        asked.heard += (more := peer.recv(1 << 16))
+        if asked.claim is None and len(asked.heard) >= proof.NONCE:
+            asked.claim = proof.Claim(secret, bytes(asked.heard[: proof.NONCE]))
+            del asked.heard[: proof.NONCE]
+            peer.sendall(asked.claim.words + line)  # they fit into the buffer of a new connection
     except OSError:
         return False
-    if heard.endswith(b"\n"):
+    if asked.claim is None or not asked.heard.endswith(b"\n"):
+        return bool(more) and len(asked.heard) < LONGEST
+    return _is_unfinished(asked, answers) and bool(more)
+
+
+def _is_unfinished(asked: _Asked, answers: dict[int, Message]) -> bool:
+    """Note the answer, where it is whole and of who knows the secret; whether it is not whole."""
+    proven, said = bytes(asked.heard[: proof.MAC]), asked.heard[proof.MAC :]
+    if not said.endswith(b"\n"):  # what ended a line was of the proof
+        return True
+    assert asked.claim is not None
+    if asked.claim.is_answered_by(proven):
         with suppress(ValueError):
-            answers[rank] = json.loads(heard)
-        return False
-    return bool(more) and len(heard) < LONGEST
+            answers[asked.rank] = json.loads(said)
+    return False

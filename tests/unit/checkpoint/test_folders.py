@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from click.testing import CliRunner
 from shardwise.checkpoint import document, reader
 from shardwise.checkpoint.byte_ranges import ByteRange
 from shardwise.checkpoint.commands import checkpoint
-from shardwise.checkpoint.folders import Draft, Found, complete
+from shardwise.checkpoint.export import write_model
+from shardwise.checkpoint.folders import Draft, Found, complete, lacks_document, lost
 from shardwise.checkpoint.format import TensorSpec, lay_out
 from shardwise.checkpoint.writer import Writer, create
 from shardwise.cli import main
 from shardwise.errors import BrokenCheckpoint, CheckpointError
-from shardwise.model.export import write_model
+from tests.unit.checkpoint.test_document import FIELDS
 
 
 def saved(folder: Path, step: int, keep: int | None = None, mark: str = "") -> None:
@@ -71,6 +73,71 @@ def test_what_stands_in_the_way_is_not_taken_for_a_full_disk(tmp_path):
     )
     full = Draft(tmp_path, 5, 7).refused(OSError(errno.ENOSPC, "full"))
     assert "It takes 7 bytes, and " in full
+
+
+def test_what_cannot_be_removed_stops_no_save(tmp_path, monkeypatch):
+    for step in (1, 2):
+        saved(tmp_path, step)
+    Draft(tmp_path, 3, 0).begin()  # a half, of a run that was killed
+    (tmp_path / ".step-3.partial" / "x").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", not_empty)
+        for step in (3, 3, 4, 5):
+            draft = Draft(tmp_path, step, 0)
+            draft.begin()
+            draft.finish({"checkpoint.json": b"{}"})
+            draft.prune(1)
+            assert all(
+                "cannot be (Directory not empty): the next save tries" in w for w in draft.left
+            )
+            assert draft.left
+            assert [found.step for found in complete(tmp_path)] == [step]
+    saved(tmp_path, 6)
+    assert names(tmp_path) == ["step-5", "step-6"], "now all of it could be removed"
+
+
+def not_empty(path):
+    raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+
+def test_of_a_link_the_link_is_removed(tmp_path):
+    saved(tmp_path / "far", 1)
+    folder = tmp_path / "near"
+    folder.mkdir()
+    (folder / "step-1").symlink_to(tmp_path / "far" / "step-1")
+    (folder / ".step-0.gone").symlink_to(tmp_path / "far")
+    for step in (2, 3):
+        saved(folder, step, keep=1)
+        assert names(folder) == [f"step-{step}"]
+    assert names(tmp_path / "far" / "step-1") == ["checkpoint.json"]
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_what_has_the_name_of_a_new_one_is_replaced(tmp_path, kind):
+    path = tmp_path / "step-1"
+    path.symlink_to("nowhere") if kind == "link" else path.touch()
+    assert complete(tmp_path) == []
+    assert lost(tmp_path) == [Found(1, path)]
+    saved(tmp_path, 1)
+    assert complete(tmp_path) == [Found(1, path)]
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_what_looks_like_a_checkpoint(tmp_path):
+    for step in (1, 2, 3):
+        saved(tmp_path, step)
+    for step in (1, 2):
+        (tmp_path / f"step-{step}" / "checkpoint.json").unlink()
+        assert not lacks_document(tmp_path / f"step-{step}")
+    (tmp_path / "step-2" / "model.safetensors").touch()
+    assert lost(tmp_path) == [Found(2, tmp_path / "step-2")], "an empty folder is nothing"
+    assert lacks_document(tmp_path / "step-2")
+    os.mkfifo(tmp_path / "step-1" / "checkpoint.json")
+    assert [found.step for found in lost(tmp_path)] == [1, 2]
+    assert not lacks_document(tmp_path / "step-1"), "reading it tells more"
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "model.safetensors").touch()
+    assert not lacks_document(tmp_path / "hub"), "as Hugging Face writes them"
 
 
 def test_the_same_step_again(tmp_path):
@@ -184,33 +251,6 @@ def test_a_file_system_without_writes_at_an_offset(tmp_path, monkeypatch):
 
 # -- what stands in one -------------------------------------------------------------------------
 
-FIELDS = {
-    "step": 3, "seed": 0, "sets": {"model": ["model.safetensors"]},
-    "checksums": {"model": {"w": "c2e4b3ab"}}, "optimizers": [{"class": "SGD", "groups": []}],
-    "state": {}, "borders": [], "scaling": {}, "tracked": {}, "written_by": {"torch": "2"},
-}  # fmt: skip
-
-
-def test_the_document(tmp_path):
-    (tmp_path / "checkpoint.json").write_bytes(document.dump(FIELDS))
-    assert {key: document.load(tmp_path)[key] for key in FIELDS} == FIELDS
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "no JSON"),
-        ("[]", "does not say"),
-        ('{"format": "shardwise checkpoint", "version": 2}', "of version 2"),
-        ('{"format": "shardwise checkpoint", "version": 1, "step": true}', "has no step"),
-        ('{"format": "shardwise checkpoint", "version": 1, "step": 1}', "has no seed"),
-    ],
-)
-def test_documents_that_are_none(tmp_path, text, said):
-    (tmp_path / "checkpoint.json").write_text(text)
-    with pytest.raises(CheckpointError, match=said):
-        document.load(tmp_path)
-
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", ".", 3])
 def test_nothing_leads_out_of_a_folder(tmp_path, name):
@@ -265,8 +305,9 @@ def test_without_a_command_all_are_shown(capsys):
     assert main(["checkpoint"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("Usage: shardwise checkpoint [OPTIONS] COMMAND [ARGS]...")
+    names = ["accept", "export", "inspect", "verify"]
     lines = [line.split(maxsplit=1) for line in told.partition("Commands:\n")[2].splitlines()]
-    assert [name for name, help in lines if help.endswith(".")] == ["export", "inspect", "verify"]
+    assert [name for name, help in lines if help.endswith(".")] == names
 
 
 def test_inspect(whole):
@@ -282,6 +323,36 @@ def test_verify(whole):
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
     code, told, _ = ran("verify", whole)
     assert (code, "1 wrong, 0 missing" in told) == (1, True)
+
+
+def test_verify_reads_the_small_files_too(whole):
+    document.accept(whole / "step-3")
+    assert ran("verify", whole)[0] == 0
+    (whole / "step-3" / "config.json").write_text("{}")
+    assert ran("accept", whole)[1].endswith("step-3: accepted as it is, at step 3\n")
+    assert ran("verify", whole)[0] == 0
+    for damage in (lambda path: path.write_text("[]"), Path.unlink):
+        damage(whole / "step-3" / "config.json")
+        code, told, _ = ran("verify", whole)
+        assert (code, "changed     config.json" in told) == (1, True)
+
+
+@pytest.mark.parametrize("name", ["[lr=0.1]", "[/x]", "a\x1b[31mb", ":smile:"])
+def test_names_are_shown_as_they_stand(tmp_path, name):
+    files = lay_out("model", [TensorSpec(name, "U8", (1,))], limit=9, aliases={})
+    folder = tmp_path / "[/x] [bold]"
+    draft = Draft(folder, 3, 0)
+    draft.begin()
+    create(draft.path, files)
+    draft.finish(
+        {"checkpoint.json": document.dump(FIELDS | {"checksums": {"model": {name: "0" * 8}}})}
+    )
+    for command, code in (("inspect", 0), ("verify", 1)):
+        found, told, error = ran(command, folder)
+        assert (found, error) == (code, None)
+        assert name.replace("\x1b", "\\x1b") in told
+        assert "\x1b" not in told
+    assert str(folder) in told
 
 
 def test_export(whole, tmp_path):

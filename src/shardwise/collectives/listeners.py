@@ -1,0 +1,65 @@
+"""What Gloo listens on, shut to everybody once its ranks are connected.
+
+Gloo accepts whoever connects as long as a group lives, asks nobody who it is, and ends the process
+once that is more than it may open files. But nobody has to come once a group is made. Its sockets
+are out of our reach, but not the kernel's: a filter on one drops what comes for it; connections
+that there are already go on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+
+_ATTACH_FILTER = 26
+"""SO_ATTACH_FILTER, which Python has no name for."""
+
+_DROP_ALL = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
+"""A filter of one instruction: accept 0 bytes of every packet."""
+
+_told: deque[bytes] = deque(maxlen=64)
+
+
+def note(value: bytes) -> None:
+    """Remember what was told to other ranks: Gloo tells them where it listens."""
+    _told.append(value)
+
+
+def shut() -> None:
+    """Let what Gloo has told that it listens on hear nobody any more. Call it when all ranks of its
+    groups are connected. Where the kernel has no filters it stays open."""
+    told = list(_told)
+    _told.clear()
+    program = struct.pack("@HP", 1, ctypes.addressof(_DROP_ALL))
+    for listener in _listening() if told else ():
+        with listener, suppress(OSError):
+            if any(_is_told_in(value, listener) for value in told):
+                listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
+
+
+def _listening() -> Iterator[socket.socket]:
+    """The listening TCP sockets of this process, each by a descriptor of its own."""
+    for fd in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        with suppress(OSError):  # it was closed meanwhile, or is no socket
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
+            found = socket.socket(fileno=os.dup(int(fd)))
+            is_ip = found.family in (socket.AF_INET, socket.AF_INET6)
+            if is_ip and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield found
+            else:
+                found.close()
+
+
+def _is_told_in(value: bytes, listener: socket.socket) -> bool:
+    """Whether Gloo has told this place: as the kernel's own structure, somewhere in `value`."""
+    host, port = listener.getsockname()[:2]
+    packed = socket.inet_pton(listener.family, host.partition("%")[0])
+    gap = b"" if listener.family == socket.AF_INET else bytes(4)  # IPv6 has the flow between
+    return struct.pack("!H", port) + gap + packed in value

@@ -1,0 +1,9 @@
+"""Text of others, as a terminal may be given it."""
+
+from __future__ import annotations
+
+
+def printable(value: object) -> str:
+    """`value` with each character that a terminal would obey, rather than show, as Python writes
+    it in a string: names of files, hosts and tensors can be anything. Lines stay lines."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(value))

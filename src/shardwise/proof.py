@@ -1,0 +1,221 @@
+"""How processes prove to each other that they know the secret of their run, without telling it.
+
+    accepts   ─▶ a nonce
+    connects  ─▶ another nonce, and a MAC of both
+    accepts   ─▶ another MAC of both
+
+Who cannot is cut off before any other byte of it is read; who says nothing keeps nobody waiting.
+What travels over connections that others may have taken over is sealed: the MAC comes first.
+MACs are HMAC-SHA-256, compared in constant time.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import selectors
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+NONCE = 16
+MAC = sha256().digest_size
+CLAIM = NONCE + MAC
+"""Bytes by which who connects proves itself."""
+
+PATIENCE = 5.0
+"""Seconds that who connects has for that."""
+
+MOST = 128
+"""So many may be at it at a time; for one more, the oldest is turned away."""
+
+RETRY = 0.05
+"""Seconds until a listener that had no descriptor to accept with looks again."""
+
+
+HUNG_UP = "who listens there hung up: it knows another secret, or is of another run"
+
+
+class Unproven(OSError):
+    """The other end of a connection has not proved that it knows the secret."""
+
+
+class Forged(ValueError):
+    """What came was not sealed by who knows the secret."""
+
+
+def mac(secret: bytes, *parts: bytes) -> bytes:
+    """The MAC of `parts`; each with its length, so that no two lists of parts are alike."""
+    whole = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    return hmac.digest(secret, whole, "sha256")
+
+
+def sealed(secret: bytes, purpose: str, data: bytes) -> bytes:
+    """`data` for `purpose`, with its MAC in front."""
+    return mac(secret, b"seal", purpose.encode(), data) + data
+
+
+def unsealed(secret: bytes, purpose: str, data: bytes) -> bytes:
+    """What `sealed` was given. Raises Forged for anything else."""
+    given, content = data[:MAC], data[MAC:]
+    if not hmac.compare_digest(given, mac(secret, b"seal", purpose.encode(), content)):
+        raise Forged(f"{len(data)} bytes for {purpose!r} have no MAC of this run.")
+    return content
+
+
+class Claim:
+    """What who connects says, and expects to hear, once it was given a `nonce`."""
+
+    def __init__(self, secret: bytes, nonce: bytes) -> None:
+        self._secret = secret
+        self._nonces = nonce, secrets.token_bytes(NONCE)
+        self.words = self._nonces[1] + mac(secret, b"connects", *self._nonces)
+
+    def is_answered_by(self, answer: bytes) -> bool:
+        """Whether who accepts knows the secret too."""
+        return hmac.compare_digest(answer, mac(self._secret, b"accepts", *self._nonces))
+
+
+def prove(peer: socket.socket, secret: bytes, until: float) -> None:
+    """Prove oneself to who accepted `peer`, and hear its own proof, until a time of the monotonic
+    clock. Raises Unproven where it knows another secret or hangs up, TimeoutError where it says
+    nothing."""
+    try:
+        claim = Claim(secret, _exactly(peer, NONCE, until))
+        peer.sendall(claim.words)
+        answer = _exactly(peer, MAC, until)
+    except ConnectionError:
+        raise Unproven(HUNG_UP) from None
+    if not claim.is_answered_by(answer):
+        raise Unproven("who listens there does not know the secret of this run")
+
+
+def _exactly(peer: socket.socket, count: int, until: float) -> bytes:
+    data = b""
+    while len(data) < count:
+        peer.settimeout(max(0.001, until - time.monotonic()))
+        more = peer.recv(count - len(data))
+        if not more:
+            raise Unproven(HUNG_UP)
+        data += more
+    return data
+
+
+@dataclass(eq=False)
+class _Stranger:
+    """Who has connected, and not proved itself yet."""
+
+    peer: socket.socket
+    until: float
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE))
+    said: bytes = b""
+
+
+class Acceptor:
+    """Takes connections of those that prove that they know `secret`, several at a time.
+
+    `bell` is a socket; once something, or its end, has come over it, nobody is accepted any more.
+    A context, which closes neither the listener nor the bell.
+    """
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, bell: socket.socket | None = None
+    ) -> None:
+        self._listener = listener
+        self._secret = secret
+        self._bell = bell
+        self._strangers: list[_Stranger] = []
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        if bell is not None:
+            self._selector.register(bell, selectors.EVENT_READ)
+
+    def __enter__(self) -> Acceptor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stranger in list(self._strangers):
+            self._turn_away(stranger)
+        self._selector.close()
+
+    def accept(self, until: float | None = None) -> socket.socket | None:
+        """The next connection that has proved itself, blocking; None when the bell has rung, or at
+        `until`, a time of the monotonic clock."""
+        while until is None or time.monotonic() < until:
+            for key, _ in self._selector.select(self._wait(until)):
+                if key.fileobj is self._bell:
+                    return None
+                if key.fileobj is self._listener:
+                    self._let_in()
+                elif key.data in self._strangers and self._hear(key.data):
+                    return self._proven(key.data)
+            now = time.monotonic()
+            for late in [each for each in self._strangers if each.until < now]:
+                self._turn_away(late)
+        return None
+
+    def _wait(self, until: float | None) -> float | None:
+        times = [each.until for each in self._strangers[:1]]
+        times += [] if until is None else [until]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _let_in(self) -> None:
+        """Give who has connected a nonce."""
+        try:
+            peer, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # it has left again, or there is no descriptor for it
+            if self._strangers:
+                self._turn_away(self._strangers[0])
+            else:
+                time.sleep(RETRY)
+            return
+        if len(self._strangers) == MOST:
+            self._turn_away(self._strangers[0])
+        peer.setblocking(False)
+        stranger = _Stranger(peer, time.monotonic() + PATIENCE)
+        self._strangers.append(stranger)
+        self._selector.register(peer, selectors.EVENT_READ, stranger)
+        try:
+            peer.send(stranger.nonce)  # it fits into the buffer of a new connection
+        except OSError:
+            self._turn_away(stranger)
+
+    def _hear(self, stranger: _Stranger) -> bool:
+        """Read on what it says, and no further than its proof; whether that holds."""
+        try:
+            more = stranger.peer.recv(CLAIM - len(stranger.said))
+        except BlockingIOError:
+            return False
+        except OSError:
+            more = b""
+        stranger.said += more
+        if more and len(stranger.said) < CLAIM:
+            return False
+        theirs = stranger.said[:NONCE]
+        expected = mac(self._secret, b"connects", stranger.nonce, theirs)
+        if more and hmac.compare_digest(stranger.said[NONCE:], expected):
+            return True
+        self._turn_away(stranger)
+        return False
+
+    def _proven(self, stranger: _Stranger) -> socket.socket:
+        """Its connection, once it was given our own proof."""
+        self._forget(stranger)
+        peer, theirs = stranger.peer, stranger.said[:NONCE]
+        peer.setblocking(True)
+        with suppress(OSError):  # it has left, which is found by reading
+            peer.sendall(mac(self._secret, b"accepts", stranger.nonce, theirs))
+        return peer
+
+    def _turn_away(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        stranger.peer.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        self._strangers.remove(stranger)
+        self._selector.unregister(stranger.peer)

@@ -1,0 +1,117 @@
+"""One damage: what came of it, and whether that is what is promised."""
+
+import shutil
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from tests.checkpoint_damage.damaging import Damage, damage
+from tests.checkpoint_damage.training import STEPS, Seen, goes_on, saved
+from tests.distributed.group import Group, RankFailed, RankLate
+
+LIMIT = 60.0
+"""Seconds that a trial may take."""
+
+SLOW = 10.0
+"""Seconds in which a resume of a few kilobytes is to end, on a machine that is busy."""
+
+FINE = ("sentence", "fell back with a line", "equal", "begins anew at nothing")
+KINDS = (
+    *FINE, "silent difference", "fell back in silence", "verify sees nothing", "traceback",
+    "ranks differ", "slow", "hang",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of a damage: one of KINDS, in a few `words`, and all that is known of it."""
+
+    kind: str
+    damage: Damage
+    words: str = ""
+    story: str = ""
+    seconds: float = 0.0
+
+    @property
+    def fine(self) -> bool:
+        """Whether it is what is promised."""
+        return self.kind in FINE
+
+
+@dataclass
+class Counts:
+    """What came of all of them."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    by_damage: dict[str, Counter[str]] = field(default_factory=dict)
+    slowest: float = 0.0
+
+    def add(self, result: Result) -> None:
+        """Count one."""
+        self.kinds[result.kind] += 1
+        self.by_damage.setdefault(result.damage.kind, Counter())[result.kind] += 1
+        self.slowest = max(self.slowest, result.seconds)
+
+
+class Runner:
+    """Damages copies of two runs' checkpoints, whole files and split ones, in `folder`."""
+
+    def __init__(self, group: Group, folder: Path) -> None:
+        self._group, self._folder = group, folder
+        self.runs: list[tuple[Path, list[str]]] = []
+        """Their folders, and what each step of them holds."""
+        for name, split in (("whole", 5.0), ("split", 2e-6)):
+            run = folder / name
+            digests = group(saved, run, split, limit=120)[0]
+            self.runs.append((run, digests))
+
+    def __call__(self, seed: int) -> Result:
+        """Damage a copy as `seed` says, and see what is made of it."""
+        rng = Random(-seed)
+        run, digests = rng.choice(self.runs)
+        row, call = rng.choice([0, 1, 2, 3]), rng.choice(["resume", "resume", "load"])
+        copy = self._folder / f"damaged-{seed}"
+        shutil.copytree(run, copy)
+        done = damage(seed, copy)
+        words = f"{done.words}; {call} in row {row}, {run.name} files"
+        try:
+            seen = self._group(goes_on, copy, row, call, limit=LIMIT)
+            kind, said, story = judged(done, seen, digests, call)
+            seconds = max(each.seconds for each in seen)
+        except RankLate as error:
+            kind, said, story, seconds = "hang", f"more than {LIMIT} s", str(error), LIMIT
+        except RankFailed as error:
+            kind, said, story, seconds = "traceback", "a rank failed", str(error), 0.0
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
+        return Result(
+            kind=kind, damage=done, words=f"{words}: {said}", story=story, seconds=seconds
+        )
+
+
+def judged(done: Damage, seen: list[Seen], digests: list[str], call: str) -> tuple[str, str, str]:
+    """The kind, the words and the story of what all ranks saw of a damage."""
+    main = seen[0]
+    traces = [each.trace or each.verify_trace for each in seen if each.trace or each.verify_trace]
+    if traces:
+        return "traceback", traces[0].strip().split("\n")[-1], "\n".join(traces)
+    if len({(each.steps, each.digest, bool(each.refusal)) for each in seen}) > 1:
+        return "ranks differ", str(seen), ""
+    if max(each.seconds for each in seen) > SLOW:
+        return "slow", f"{max(each.seconds for each in seen):.1f} s", ""
+    if main.verified == 0 and not done.known:
+        return "verify sees nothing", main.refusal, "\n".join(main.lines)
+    if main.refusal:
+        return "sentence", main.refusal, ""
+    if not main.steps:
+        kind = "begins anew at nothing" if done.kind == "most files gone" else "silent difference"
+        return kind, "from step 0", "\n".join(main.lines)
+    if main.digest != digests[main.steps - 1]:
+        return "silent difference", f"at step {main.steps}", "\n".join(main.lines)
+    if main.steps == STEPS:
+        return "equal", "", ""
+    told = [line for line in main.lines if "passed over" in line]
+    if call == "resume" and (told or done.kind == "most files gone"):
+        return "fell back with a line", told[0] if told else "nothing was left of it", ""
+    return "fell back in silence", f"to step {main.steps}", "\n".join(main.lines)

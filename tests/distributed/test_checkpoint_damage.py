@@ -1,0 +1,89 @@
+"""Sixty damaged checkpoints are refused by a sentence, passed over with a line, or load equal.
+
+More of them: `python -m tests.checkpoint_damage --damages 1000 --seed 1`; all about one that fails
+here: `--damage SEED`.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint_damage.damaging import Damage, damage
+from tests.checkpoint_damage.judging import Runner, judged
+from tests.checkpoint_damage.training import Seen
+
+DAMAGES = 60
+TOGETHER = 15
+"""Of one test case."""
+
+
+@pytest.fixture(scope="module")
+def runner(group, tmp_path_factory):
+    return Runner(group(2), tmp_path_factory.mktemp("damage"))
+
+
+@pytest.mark.parametrize("first", range(1, DAMAGES + 1, TOGETHER))
+def test_no_damage_goes_unseen(runner, first):
+    failures = []
+    for seed in range(first, first + TOGETHER):
+        result = runner(seed)
+        if not result.fine:
+            command = f"python -m tests.checkpoint_damage --damage {seed}"
+            failures.append(f"{result.kind}: {result.words}\n    {command}\n{result.story}")
+    assert not failures, "\n".join(failures)
+
+
+# -- the instrument itself ----------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, object]:
+    return {
+        path.name: path.read_bytes() if path.is_file() else path.lstat().st_mode
+        for path in folder.iterdir()
+    }
+
+
+def test_a_seed_is_one_damage(runner, tmp_path):
+    """To something, and the same again."""
+    run = runner.runs[0][0]
+    for seed in range(1, 21):
+        first, second = tmp_path / f"first-{seed}", tmp_path / f"second-{seed}"
+        for copy in (first, second):
+            shutil.copytree(run, copy)
+        told = damage(seed, first)
+        assert damage(seed, second) == told
+        assert contents(first / "step-3") == contents(second / "step-3"), told
+        assert contents(first / "step-3") != contents(run / "step-3"), told
+
+
+LINE = ["shardwise: passed over: it"]
+GOOD = Seen(verified=1, steps=3, digest="c")
+
+
+@pytest.mark.parametrize(
+    ("seen", "call", "kind"),
+    [
+        ([GOOD, GOOD], "resume", "equal"),
+        ([Seen(verified=1, steps=3, digest="?")] * 2, "resume", "silent difference"),
+        ([Seen(verified=1, steps=0, digest="?")] * 2, "resume", "silent difference"),
+        ([Seen(verified=1, steps=2, digest="b")] * 2, "resume", "fell back in silence"),
+        (
+            [Seen(verified=1, steps=2, digest="b", lines=LINE)] * 2,
+            "resume",
+            "fell back w",
+        ),
+        (
+            [Seen(verified=1, steps=2, digest="b", lines=LINE)] * 2,
+            "load",
+            "fell back in",
+        ),
+        ([Seen(verified=0, steps=3, digest="c")] * 2, "load", "verify sees nothing"),
+        ([Seen(verified=1, refusal="BrokenCheckpoint: it")] * 2, "load", "sentence"),
+        ([GOOD, Seen(refusal="BrokenCheckpoint: it")], "load", "ranks differ"),
+        ([GOOD, Seen(trace="KeyError: 3")], "load", "traceback"),
+        ([Seen(verified=1, steps=3, digest="c", seconds=99)] * 2, "load", "slow"),
+    ],
+)
+def test_what_is_not_promised_is_told(seen, call, kind):
+    assert judged(Damage("bit", ""), seen, ["a", "b", "c"], call)[0].startswith(kind)

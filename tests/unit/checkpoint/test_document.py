@@ -1,0 +1,154 @@
+"""checkpoint.json: what may stand in it, and that nothing in it changes unseen."""
+
+import itertools
+import json
+import os
+import re
+
+import pytest
+
+from shardwise.checkpoint import document
+from shardwise.errors import BrokenCheckpoint, CheckpointError
+
+FIELDS = {
+    "step": 3, "seed": 0, "sets": {"model": ["model.safetensors"]},
+    "checksums": {"model": {"w": "c2e4b3ab"}}, "files": {},
+    "optimizers": [{"class": "SGD", "groups": [{"parameters": ["w"], "options": {"lr": 0.1}}]}],
+    "state": {"w": {"step": 3}}, "borders": [],
+    "scaling": {"scale": 1.0, "good_steps": 0, "unit": None, "wide": False},
+    "tracked": {}, "written_by": {"torch": "2"},
+}  # fmt: skip
+
+
+def written(folder, **fields):
+    """A document of ours in `folder`."""
+    path = folder / "checkpoint.json"
+    path.write_bytes(document.dump(FIELDS | fields))
+    return path
+
+
+def unsummed(folder, **fields):
+    """One of version 1."""
+    told = {"format": document.FORMAT, "version": 1} | FIELDS | fields
+    (folder / "checkpoint.json").write_text(
+        json.dumps({k: v for k, v in told.items() if v is not ...})
+    )
+
+
+def test_it_is_read_as_it_was_written(tmp_path):
+    written(tmp_path)
+    assert {key: document.load(tmp_path)[key] for key in FIELDS} == FIELDS
+
+
+def test_one_without_a_sum_is_read_as_it_stands(tmp_path):
+    unsummed(tmp_path, files=...)
+    assert {key: document.load(tmp_path)[key] for key in FIELDS} == FIELDS
+
+
+def test_no_bit_changes_unseen(tmp_path):
+    path = written(tmp_path)
+    data = path.read_bytes()
+    last = len(data) - 40  # where the sum stands
+    for place, bit in itertools.product(range(len(data)), range(8)):
+        if place < last and bit != place % 8:
+            continue
+        changed = bytearray(data)
+        changed[place] ^= 1 << bit
+        path.write_bytes(changed)
+        with pytest.raises(BrokenCheckpoint):
+            document.load(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 10, 20, 300])
+def test_no_end_is_lost_unseen(tmp_path, cut):
+    path = written(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[: -cut - 1])
+    with pytest.raises(BrokenCheckpoint):
+        document.load(tmp_path)
+
+
+def test_an_edit_on_purpose_is_accepted(tmp_path):
+    path = written(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    edited = path.read_text().replace('"lr": 0.1', '"lr": 9.001')
+    path.write_text(edited)
+    with pytest.raises(BrokenCheckpoint, match=r"not what was written.*checkpoint accept"):
+        document.load(tmp_path)
+    document.accept(tmp_path)
+    told = document.load(tmp_path)
+    assert told["optimizers"][0]["groups"][0]["options"] == {"lr": 9.001}
+    assert told["files"] == {"config.json": document.crc_of(b"{}")}
+    path.write_text(edited.replace('"seed": 0', '"seed": "0"'))
+    with pytest.raises(BrokenCheckpoint, match=r"its seed is '0', not a whole number"):
+        document.accept(tmp_path)
+    assert (
+        os.listdir(tmp_path) == ["config.json", "checkpoint.json"] or len(os.listdir(tmp_path)) == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "no JSON"),
+        ("[]", "does not say"),
+        ('{"format": "shardwise checkpoint", "version": 3}', "of version 3"),
+        ('{"format": "shardwise checkpoint", "version": 2}', "does not end with its CRC-32"),
+        ('{"format": "shardwise checkpoint", "version": true}', "the version True"),
+        ('{"format": "shardwise checkpoint", "version": NaN}', "no number of JSON"),
+        ('{"format": "shardwise checkpoint", "version": 1, "crc32": ""}', "which its version 1"),
+        ('{"format": "shardwise checkpoint", "version": 1, "step": true}', "its step is True"),
+        ('{"format": "shardwise checkpoint", "version": 1, "step": 1}', "has no seed"),
+    ],
+)
+def test_documents_that_are_none(tmp_path, text, said):
+    (tmp_path / "checkpoint.json").write_text(text)
+    with pytest.raises(CheckpointError, match=said):
+        document.load(tmp_path)
+
+
+def deep(levels):
+    value = 0
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("step", -1, "its step is -1, not a whole number of 0 or more"),
+        ("step", 2**80, "its step is"),
+        ("sets", {"model": ["../m"]}, "its sets.model[0] is '../m', not the name of a file"),
+        ("checksums", {"model": [1]}, "its checksums.model is [1], not a map"),
+        ("checksums", {"model": {"w": 3}}, "its checksums.model.w is 3, not 8 hexadecimal"),
+        ("files", {"a": "C2E4B3AB"}, "its files.a is"),
+        ("optimizers", {}, "its optimizers is {}, not a list"),
+        ("optimizers", [{"class": "SGD"}], "it has no optimizers[0].groups"),
+        ("optimizers", [{"class": "SGD", "groups": [{"parameters": [3]}]}], "parameters[0] is 3"),
+        ("state", {"w": 4}, "its state.w is 4, not a map"),
+        ("state", {"w": {"step": deep(450)}}, "its state.w.step is nested deeper than 100"),
+        ("borders", [[]], "its borders[0] is [], not text"),
+        ("scaling", {"scale": 0.0}, "its scaling.scale is 0.0, not a number above 0"),
+        ("tracked", [], "its tracked is [], not a map"),
+    ],
+)
+def test_values_that_cannot_be(tmp_path, field, value, said):
+    for write in (written, unsummed):
+        write(tmp_path, **{field: value})
+        with pytest.raises(BrokenCheckpoint, match=re.escape(said)):
+            document.load(tmp_path)
+
+
+def test_json_that_is_too_deep_for_the_parser(tmp_path):
+    (tmp_path / "checkpoint.json").write_text("[" * 10**6)
+    with pytest.raises(BrokenCheckpoint, match="no JSON"):
+        document.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a pipe"])
+def test_what_is_no_file(tmp_path, kind):
+    path = tmp_path / "checkpoint.json"
+    path.mkdir() if kind == "a folder" else os.mkfifo(path)
+    with pytest.raises(BrokenCheckpoint, match=f"is {kind}, and a file belongs there"):
+        document.load(tmp_path)

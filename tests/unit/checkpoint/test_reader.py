@@ -1,0 +1,77 @@
+"""Files that are none, and files of others that hold what no model has."""
+
+import json
+import os
+import time
+
+import pytest
+import torch
+
+from shardwise.checkpoint import reader
+from shardwise.checkpoint.format import MOST_TENSORS, TensorSpec, lay_out
+from shardwise.errors import BrokenCheckpoint, CheckpointError
+
+
+@pytest.mark.parametrize("opened", [reader.Safetensors, reader.Pickled])
+@pytest.mark.parametrize("kind", ["a folder", "a pipe", "a device"])
+def test_what_is_no_file(tmp_path, opened, kind):
+    """A pipe without a writer would be waited for without end."""
+    path = tmp_path / "m"
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(BrokenCheckpoint, match=f"m is {kind}, and a file belongs there"):
+        opened([path])
+
+
+def test_an_index_that_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(BrokenCheckpoint, match=r"index\.json is a pipe"):
+        reader.open_foreign(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({0: torch.ones(2)}, "has a tensor under 0, which is no name"),
+        ({"a": torch.eye(2).to_sparse()}, r"has 'a' as a torch\.sparse_coo tensor"),
+        ({"a": torch.ones(2, device="meta")}, r"has 'a' as a torch\.strided tensor on meta"),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, "no tensors of"),
+        ([1, 2], "holds no state_dict"),
+    ],
+)
+def test_pickles_that_hold_no_model(tmp_path, value, said):
+    torch.save(value, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=said):
+        reader.open_foreign(tmp_path / "m.pt")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 500])
+def test_pickles_that_are_not_whole(tmp_path, cut):
+    path = tmp_path / "m.pt"
+    torch.save({"a": torch.ones(100)}, path)
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(CheckpointError, match=r"m\.pt (cannot be read|is damaged)"):
+        reader.open_foreign(path)
+
+
+def test_a_header_that_is_too_long_to_be_looked_at(tmp_path):
+    table = {f"t{n}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(10)}
+    text = json.dumps(table).encode()
+    entry = b', "x": {"data_offsets"}'
+    text = text[:-1] + entry * 10**6 + b"}"
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    began = time.process_time()
+    with pytest.raises(BrokenCheckpoint, match=f"has 1000010 tensors, above {MOST_TENSORS}"):
+        reader.open_foreign(path)
+    assert time.process_time() - began < 2
+
+
+def test_more_tensors_than_a_file_may_hold_have_several(monkeypatch):
+    monkeypatch.setattr("shardwise.checkpoint.format.MOST_TENSORS", 2)
+    files = lay_out("m", [TensorSpec(n, "U8", (1,)) for n in "abcde"], limit=9, aliases={})
+    assert [sorted(file.tensors) for file in files] == [["a", "b"], ["c", "d"], ["e"]]

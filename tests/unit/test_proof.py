@@ -1,0 +1,225 @@
+"""Who is let in: proofs over connections, what is sealed, and the table behind them."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from shardwise import proof
+from shardwise.collectives.table import Hosted, Reaching, Table
+from shardwise.errors import LaunchError
+from shardwise.launch import own, secret
+
+KNOWN = b"what all ranks of this run know"
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as found:
+        yield found
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.monotonic() + seconds
+
+
+class TestProof:
+    def test_both_know_the_secret(self, listener: socket.socket) -> None:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            proof.Acceptor(listener, KNOWN) as acceptor,
+            socket.create_connection(listener.getsockname()) as mine,
+        ):
+            accepted = pool.submit(acceptor.accept, soon())
+            proof.prove(mine, KNOWN, soon())
+            mine.sendall(b"hello")
+            with accepted.result() as theirs:
+                assert theirs.recv(100) == b"hello"
+
+    def test_who_knows_another_is_cut_off_unread(self, listener: socket.socket) -> None:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            proof.Acceptor(listener, KNOWN) as acceptor,
+            socket.create_connection(listener.getsockname()) as stranger,
+        ):
+            accepted = pool.submit(acceptor.accept, soon(1.0))
+            with pytest.raises(proof.Unproven):
+                proof.prove(stranger, b"guessed", soon())
+            assert accepted.result() is None
+
+    def test_who_listens_must_know_it_too(self, listener: socket.socket) -> None:
+        def pretend() -> None:
+            accepted, _ = listener.accept()
+            with accepted:
+                accepted.sendall(os.urandom(proof.NONCE))
+                accepted.recv(proof.CLAIM)
+                accepted.sendall(os.urandom(proof.MAC))
+
+        with (
+            ThreadPoolExecutor(1) as pool,
+            socket.create_connection(listener.getsockname()) as mine,
+        ):
+            pretended = pool.submit(pretend)
+            with pytest.raises(proof.Unproven, match="does not know the secret"):
+                proof.prove(mine, KNOWN, soon())
+            pretended.result()
+
+    def test_what_was_heard_once_proves_nothing_later(self, listener: socket.socket) -> None:
+        with ThreadPoolExecutor(1) as pool, proof.Acceptor(listener, KNOWN) as acceptor:
+            with socket.create_connection(listener.getsockname()) as mine:
+                accepted = pool.submit(acceptor.accept, soon())
+                claim = proof.Claim(KNOWN, mine.recv(proof.NONCE))
+                mine.sendall(claim.words)
+                found = accepted.result()
+                assert found is not None
+                found.close()
+            with socket.create_connection(listener.getsockname()) as stranger:
+                again = pool.submit(acceptor.accept, soon(1.0))
+                stranger.recv(proof.NONCE)
+                stranger.sendall(claim.words)
+                assert stranger.recv(1) == b""
+                assert again.result() is None
+
+    def test_silent_strangers_keep_nobody_waiting(self, listener: socket.socket) -> None:
+        with ExitStack() as stack:
+            acceptor = stack.enter_context(proof.Acceptor(listener, KNOWN))
+            place = listener.getsockname()
+            for _ in range(2 * proof.MOST):
+                stack.enter_context(socket.create_connection(place))
+            pool = stack.enter_context(ThreadPoolExecutor(1))
+            accepted = pool.submit(acceptor.accept, soon())
+            began = time.monotonic()
+            mine = stack.enter_context(socket.create_connection(place))
+            proof.prove(mine, KNOWN, soon())
+            found = accepted.result()
+            assert found is not None
+            found.close()
+            assert time.monotonic() - began < proof.PATIENCE
+
+    def test_a_bell_ends_the_waiting(self, listener: socket.socket) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs, proof.Acceptor(listener, KNOWN, theirs) as acceptor:
+            ours.close()
+            assert acceptor.accept() is None
+
+    def test_who_says_nothing_is_given_up(self, listener: socket.socket) -> None:
+        with (
+            socket.create_connection(listener.getsockname()) as mine,
+            pytest.raises(TimeoutError),
+        ):
+            proof.prove(mine, KNOWN, soon(0.1))
+
+
+class TestSeals:
+    def test_what_is_sealed_comes_back(self) -> None:
+        assert proof.unsealed(KNOWN, "p", proof.sealed(KNOWN, "p", b"data")) == b"data"
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"",
+            b"data",
+            proof.sealed(b"guessed", "p", b"data"),
+            proof.sealed(KNOWN, "another purpose", b"data"),
+            proof.sealed(KNOWN, "p", b"data") + b"more",
+        ],
+    )
+    def test_all_else_is_forged(self, data: bytes) -> None:
+        with pytest.raises(proof.Forged):
+            proof.unsealed(KNOWN, "p", data)
+
+
+class TestSecret:
+    def test_the_launchers_own_comes_first(self) -> None:
+        assert secret.told({}) is None
+        assert secret.told({secret.VARIABLE: "s" * 16}) == "s" * 16
+        assert secret.told({secret.VARIABLE: "s" * 16, own.SECRET: "ours"}) == "ours"
+
+    def test_a_short_one_is_refused(self) -> None:
+        with pytest.raises(LaunchError, match=r"has 5 characters.*openssl rand -hex 32"):
+            secret.told({secret.VARIABLE: "short"})
+
+
+class TestTable:
+    @pytest.fixture
+    def stores(self, listener: socket.socket) -> Iterator[tuple[Hosted, Reaching]]:
+        place = listener.getsockname()
+        hosted = Hosted(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
+        connection = socket.create_connection(place)
+        proof.prove(connection, KNOWN, soon())
+        reaching = Reaching(connection, 5.0)
+        yield hosted, reaching
+        reaching.close()
+        hosted.close()
+        assert "shardwise-table" not in {thread.name for thread in threading.enumerate()}
+
+    def test_torchs_verbs(self, stores: tuple[Hosted, Reaching]) -> None:
+        hosted, reaching = stores
+        reaching.set("bytes", bytes(range(256)))
+        assert hosted.get("bytes") == bytes(range(256))
+        assert [reaching.add("number", 2), hosted.add("number", 3)] == [2, 5]
+        assert reaching.get("number") == b"5"
+        assert reaching.compare_set("word", "", "one") == b"one"
+        assert reaching.compare_set("word", "other", "two") == b"one"
+        assert hosted.compare_set("word", "one", "two") == b"two"
+        assert hosted.compare_set("none", "expected", "two") == b"expected"
+        assert (reaching.num_keys(), reaching.check(["word"]), reaching.check(["none"])) == (
+            3,
+            True,
+            False,
+        )
+        assert (reaching.delete_key("word"), reaching.delete_key("word")) == (True, False)
+
+    def test_one_waits_for_what_the_other_sets(self, stores: tuple[Hosted, Reaching]) -> None:
+        hosted, reaching = stores
+        for first, second in ((hosted, reaching), (reaching, hosted)):
+            with ThreadPoolExecutor(1) as pool:
+                waited = pool.submit(first.get, f"{first}")
+                time.sleep(0.05)
+                second.set(f"{first}", "here")
+                assert waited.result() == b"here"
+
+    def test_a_wait_ends(self, stores: tuple[Hosted, Reaching]) -> None:
+        for store in stores:
+            store.set("here", "")
+            with pytest.raises(dist.DistStoreError, match=r"after 0\.1 s, for gone"):
+                store.wait(["here", "gone"], timedelta(seconds=0.1))
+
+    def test_rank_0_goes(self, stores: tuple[Hosted, Reaching]) -> None:
+        hosted, reaching = stores
+        hosted.close()
+        with pytest.raises(dist.DistStoreError, match="rank 0 is gone"):
+            reaching.get("key")
+
+    def test_nobody_comes_late(self, listener: socket.socket) -> None:
+        place = listener.getsockname()
+        hosted = Hosted(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
+        hosted.accept_no_more()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(place)
+        hosted.close()
+
+    def test_nothing_is_done_for_a_stranger(self, listener: socket.socket) -> None:
+        place = listener.getsockname()
+        hosted = Hosted(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
+        with socket.create_connection(place) as stranger:
+            stranger.settimeout(5)
+            stranger.recv(proof.NONCE)
+            stranger.sendall(b"\0" * proof.CLAIM + b'["set", "key", {"bytes": "mine"}]\n')
+            with suppress(ConnectionResetError):  # it hung up on what it has not read
+                assert stranger.recv(1) == b""
+        assert not hosted.check(["key"])
+        hosted.close()
+
+    def test_absent_ones_are_told(self) -> None:
+        table = Table()
+        table.set("b", b"")
+        assert table.absent(["a", "b", "c"]) == ["a", "c"]
+        assert table.absent(["b"]) == []

@@ -1,0 +1,183 @@
+"""Other users of the host: what they left in the temporary folder, and their silent sockets."""
+
+import os
+import socket
+import stat
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.collectives import mesh
+from shardwise.errors import LaunchError
+from shardwise.horovod.commits import Commits
+from shardwise.launch import own, private
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="only root may become another user"
+)
+NOBODY = 65534
+SECRET = b"what all ranks know"
+
+
+@contextmanager
+def another_user(do: Callable[[], object]) -> Iterator[None]:
+    """Inside the block a process of nobody's has done something, and keeps what it opened."""
+    told, tells = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            kept = do()
+            os.write(tells, b"1")
+            time.sleep(60)
+            del kept
+        finally:
+            os._exit(0)
+    os.close(tells)
+    try:
+        assert os.read(told, 1) == b"1"
+        yield
+    finally:
+        os.close(told)
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder that all users may write to."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    for above in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        above.chmod(0o755)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(folder))
+    return folder
+
+
+class TestFolder:
+    def test_it_is_ours_alone(self, temporary: Path) -> None:
+        found = private.folder()
+        assert found.parent == temporary
+        assert stat.S_IMODE(found.stat().st_mode) == 0o700
+        private.write(found / "text", "mine")
+        assert stat.S_IMODE((found / "text").stat().st_mode) == 0o600
+        assert private.read(found / "text") == "mine"
+        private.tidy()
+        assert found.exists()
+        (found / "text").unlink()
+        private.tidy()
+        assert not found.exists()
+
+    @pytest.mark.parametrize("kind", ["folder", "link", "open"])
+    def test_one_of_another_users_is_refused(self, temporary: Path, kind: str) -> None:
+        place = private.path()
+        if kind == "open":
+            place.mkdir()
+            place.chmod(0o770)
+        else:
+            make = place.mkdir if kind == "folder" else lambda: place.symlink_to(temporary)
+            with another_user(make):
+                pass
+        with pytest.raises(LaunchError, match=rf"{place} is to be .* Remove it, .*TMPDIR=FOLDER"):
+            private.folder()
+
+    def test_it_comes_again_when_another_run_has_tidied(self, temporary: Path) -> None:
+        place = private.folder() / "text"
+        private.tidy()
+        private.write(place, "mine")
+        assert private.read(place) == "mine"
+
+
+class TestFiles:
+    def test_a_link_is_not_followed(self, temporary: Path) -> None:
+        kept = temporary / "kept"
+        kept.write_text("kept")
+        link = temporary / "link"
+        with another_user(lambda: link.symlink_to(kept)):
+            assert private.read(link) is None
+            with pytest.raises(FileExistsError):
+                private.create(link)
+        assert kept.read_text() == "kept"
+
+    def test_a_pipe_keeps_nobody_waiting(self, temporary: Path) -> None:
+        os.mkfifo(temporary / "pipe")
+        assert private.read(temporary / "pipe") is None
+
+    def test_a_file_of_another_user_is_not_believed(self, temporary: Path) -> None:
+        place = temporary / "note"
+        with another_user(lambda: place.write_text("theirs")):
+            assert private.read(place) is None
+
+    def test_a_commit_lies_where_nobody_else_writes(self, temporary: Path) -> None:
+        with another_user(
+            lambda: torch.save(
+                {"number": 9, "state": {"epoch": 9}}, temporary / own.commit_file("run")
+            )
+        ):
+            commits = Commits({own.RUN: "run"})
+            assert commits.read() is None
+            commits.write(1, {"epoch": 1})
+            assert commits.read() == (1, {"epoch": 1})
+        commits.remove()
+        assert not private.path().exists()
+
+
+def meet(name: str, rank: int, listener: socket.socket) -> list[int]:
+    """Connect two ranks; who was found."""
+    with listener:
+        found = mesh.connect(listener, name, SECRET, rank, 2, 20.0)
+    for peer in found.values():
+        peer.close()
+    return list(found)
+
+
+def test_silent_sockets_of_another_user_do_not_keep_ranks_apart() -> None:
+    name = uuid.uuid4().hex
+    listeners = [mesh.listen(name, rank, 2, 20.0) for rank in range(2)]
+
+    def crowd() -> list[socket.socket]:
+        held = []
+        for _ in range(20):
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            peer.setblocking(False)
+            peer.connect_ex(f"\0shardwise-{name}-0")
+            held.append(peer)
+        return held
+
+    with another_user(crowd), ThreadPoolExecutor(2) as pool:
+        began = time.monotonic()
+        found = [pool.submit(meet, name, rank, listeners[rank]) for rank in range(2)]
+        assert [each.result() for each in found] == [[1], [0]]
+        assert time.monotonic() - began < mesh.GREETING
+
+
+def test_who_listens_in_the_place_of_a_rank_is_known_by_its_user() -> None:
+    name = uuid.uuid4().hex
+    with (
+        another_user(lambda: mesh.listen(name, 0, 2, 20.0)),
+        mesh.listen(name, 1, 2, 20.0) as listener,
+        pytest.raises(PermissionError, match="another user listens in the place of rank 0"),
+    ):
+        mesh.connect(listener, name, SECRET, 1, 2, 20.0)
+
+
+def test_a_silent_process_of_this_user_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "GREETING", 0.1)
+    name = uuid.uuid4().hex
+    listeners = [mesh.listen(name, rank, 2, 20.0) for rank in range(2)]
+    with ExitStack() as stack:
+        peer = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        peer.connect(f"\0shardwise-{name}-0")
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        found = [pool.submit(meet, name, rank, listeners[rank]) for rank in range(2)]
+        assert [each.result() for each in found] == [[1], [0]]
