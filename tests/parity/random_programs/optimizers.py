@@ -119,7 +119,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "rmsprop": ({}, {"momentum": 0.5}, {"centered": True, "alpha": 0.9}),
     "asgd": ({}, {"t0": 2, "lambd": 0.01}),
     "rprop": ({},),
-    "adafactor": ({}, {"weight_decay": 0.1}, {"d": 0.5}),
+    "adafactor": ({}, {"weight_decay": 0.1}, {"d": 1.5}),
     "sparse_adam": ({},),
     "muon": ({}, {"momentum": 0.8, "nesterov": False}),
 }

@@ -309,6 +309,7 @@ def serve() -> None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
+                warnings.filterwarnings("ignore", "Sparse invariant checks")
                 began = time.process_time()
                 answer = Plain(program).run(watch=watch)
                 answer.seconds = time.process_time() - began

@@ -20,6 +20,7 @@ RIGHT: dict[str, str] = {
     "graph",
     r"hold no tensors of torch.complex": "safetensors, the format of checkpoints, has no such type",
     r"max_norm=.* rewrites in forward": "each worker would rewrite the rows that it sees",
+    r"sparse(, | gradients only, )which flat buckets cannot hold": "gradients rest in flat buckets",
     r"is of the stand-in cannot be told": "rows cut by hand beside batches of world.share",
     r"was written (while sharded|\(\w+\) while it is sharded)": "whole parameters are written in "
     "full_parameters(write=True)",

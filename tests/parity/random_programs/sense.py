@@ -30,13 +30,15 @@ def sensible(program: Program) -> bool:
         and all(_sensible_optimizer(each, program) for each in program.optimizers)
         and all(_sensible_phase(phase, program) for phase in program.phases)
         and not (program.family == "gan" and any(n.checkpoint == "reentrant" for n in program.nets))
-        and not (counts_forwards(program) and len(program.phases) > 1)
+        and not (len(program.phases) > 1 and (counts_forwards(program) or program.average))
         and all(_sensible_step(step, program) for _, step in program.steps())
         and _same_batches(program)
     )
 
 
 def _sensible_net(net: Net, *, first: bool) -> bool:
+    if net.tied and ("sparse", True) in net.embedding:  # the head's gradient is dense
+        return False
     over_time = any(name in blocks.OVER_TIME for name in net.blocks)
     if net.checkpoint and {*net.blocks} & {"hooked", *blocks.ACROSS_ROWS, *blocks.COUNT_FORWARDS}:
         return False
@@ -70,6 +72,10 @@ def _sensible_phase(phase: Phase, program: Program) -> bool:
     config = phase.config
     if config.tensor > 1 and not any(name in SPLITTABLE for name in program.nets[0].blocks):
         return False
+    if any(("scale_grad_by_freq", True) in net.embedding for net in program.nets) and (
+        config.size > 1 or config.micro_batch_size or config.exact or config.microbatches
+    ):
+        return False  # it counts in what one forward sees, which the start lines tell
     if looks_across(program):
         parts = config.pipeline > 1 or config.call == "forward_backward"
         if parts and config.microbatches != 1:

@@ -38,6 +38,7 @@ def run_phase(
     held.SPAN = 2 * GRAIN if exact else 48  # several spans, also in models as small as these
     # The program adds what is in no optimizer yet.
     warnings.filterwarnings("ignore", ".*are in no optimizer")
+    warnings.filterwarnings("ignore", "Sparse invariant checks")
     script = Sharded(world, program, phase, Path(folder))
     began = time.process_time()
     try:
