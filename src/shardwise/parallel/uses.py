@@ -263,6 +263,8 @@ class _OfWhole(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(map(_is_watched, types)):
+            return NotImplemented  # it goes about parameters, and comes back with their wholes
         written = _written(func, args, kwargs or {})
         several = written if isinstance(written, Sequence) else (written,)
         for each in several:

@@ -280,8 +280,9 @@ def _refusal(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Exception:
     return ParameterAccess(
         f"{name} was read ({what}) while it is sharded: this worker holds a part of it only, and "
         "all of it just while the forward of its module runs. Call the module itself, not another "
-        "method of it and not module.forward(x); compute in forward what a loss needs of it. "
-        f"{_TO_READ} --zero 2 keeps parameters whole."
+        "method of it and not module.forward(x). What a loss needs of it (a penalty) is computed "
+        "in the forward of the module that it is registered in, and returned or kept for the loss; "
+        f"a moving average of weights is --ema-decay. {_TO_READ} --zero 2 keeps parameters whole."
     )
 
 
