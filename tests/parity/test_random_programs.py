@@ -106,8 +106,13 @@ def test_shrinking_leaves_what_matters():
 def test_a_difference_is_seen_where_it_comes_first():
     """A loss of the second step and a tensor in the end."""
     program = Program()
-    plain = Ran(losses=[(0, 1.0), (1, 2.0)], seen={"2: model": [{"w": torch.ones(2)}]})
-    ours = Ran(losses=[(0, 1.0), (1, 2.1)], seen={"2: model": [{"w": torch.tensor([1, 1.001])}]})
+    plain = Ran(
+        losses=[(0, 1.0), (1, 2.0)], seen={"2: model": [{"w": torch.ones(2, dtype=torch.float64)}]}
+    )
+    ours = Ran(
+        losses=[(0, 1.0), (1, 2.1)],
+        seen={"2: model": [{"w": torch.tensor([1, 1.001], dtype=torch.float64)}]},
+    )
     assert list(differences(program, plain, plain)) == []
     found = list(differences(program, ours, plain))
     assert [number for number, _ in found] == [1, 2]
