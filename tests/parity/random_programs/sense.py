@@ -90,8 +90,10 @@ def _sensible_phase(phase: Phase, program: Program) -> bool:
 def _sensible_step(step: Step, program: Program) -> bool:
     if step.ahead and not all(_explicit(p) and len(p.losses) == 1 for p in step.parts):
         return False
-    if step.clip is not None and any(("sparse", True) in net.embedding for net in program.nets):
-        return False
+    if any(("sparse", True) in net.embedding for net in program.nets) and (
+        step.clip is not None or any({"l2", "norms"} & {*part.losses} for part in step.parts)
+    ):
+        return False  # torch clips dense gradients alone, and sparse optimizers take no others
     sums = [part.losses[0] == "sum" for part in step.parts]
     if any(sums) and not all(sums):  # one step, one reduction
         return False
