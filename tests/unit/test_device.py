@@ -88,7 +88,8 @@ def test_ranks_share_the_cores_that_they_are_bound_to(monkeypatch, launcher, tol
     set_to = []
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(bound[0]))
-    everyone = [("here", list(cores)) for cores in bound] + [("elsewhere", list(bound[0]))]
-    world = SimpleNamespace(launcher=launcher, host="here", gather=lambda mine: everyone)
+    everyone = [["here", list(cores)] for cores in bound] + [["elsewhere", list(bound[0])]]
+    group = SimpleNamespace(gather_plain=lambda mine: everyone)
+    world = SimpleNamespace(launcher=launcher, host="here", collectives=group)
     _share_cores(world)
     assert set_to == ([] if threads is None else [threads])
