@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
 from shardwise.states.gathers import ByAllGather, Gather, InPlace, Whole, there, whole_of
+from shardwise.states.passing_writes import PassingWrites
 from shardwise.states.places import Place, Places
 from shardwise.states.sharded_parameters import ShardedParameters
 from shardwise.states.slab import Slab
@@ -90,6 +91,7 @@ class Residency:
         self._backwards = 0
         self._uneven = False
         self._places = Places()
+        self._writes = PassingWrites(parameters.note_written)
         self._whole: dict[Unit, None] = {}
         self.settled()
         parameters.watch(self.settled)
@@ -148,6 +150,7 @@ class Residency:
                 self._tape.append(kind)
             self._finish_turns(self._expected[kind], failed=failed)
             self._let_go_of_all(but_lasting=self.is_awaited)
+            self._allow_writes(False)
 
     @property
     def is_awaited(self) -> bool:
@@ -169,6 +172,7 @@ class Residency:
         self._finish_turns(self._recorded() if self._gathers.collective else (), failed=failed)
         self._pass = None
         self._let_go_of_all()
+        self._allow_writes(False)
         if not keep_graph:
             self._tape.clear()
             self._backwards = 0
@@ -233,12 +237,15 @@ class Residency:
     def settled(self) -> None:
         """Parameters have changed: show those that are always shown anew. Collective."""
         self._places.generation += 1
+        self._writes.forget()
         self._tape.clear()
         self._backwards = 0
+        self._let_go_of_all()
         for number, unit in enumerate(self.units):
             if unit.always:
                 self._put_to_rest(unit)
                 self._show(number, self._gathers.start(unit.slabs))
+        self._allow_writes(False)
 
     @contextmanager
     def whole(self, numbers: Sequence[int], *, here: bool = True) -> Iterator[dict[Slab, Tensor]]:
@@ -258,8 +265,10 @@ class Residency:
         try:
             yield shown
         finally:
+            self._writes.forget()
             for number in numbers:
                 self._end_whole(number, here)
+            self._allow_writes(False)
 
     def check_unwritten(self, shown: Mapping[Slab, Tensor]) -> None:
         """Raise BrokenView if one of `shown`, which `whole` gave to be read, was written to."""
@@ -332,6 +341,7 @@ class Residency:
     # -- gathers --------------------------------------------------------------------------
 
     def _open(self, kind: Hashable) -> None:
+        self._allow_writes(True)
         self._pass = kind
         if self._gathers.collective:
             # Where ranks are in passes of different kinds, their wishes must mean the same.
@@ -396,6 +406,7 @@ class Residency:
         for index, (slab, whole) in enumerate(zip(unit.slabs, unit.wholes, strict=True)):
             self._parameters.show(slab, whole.views, whole.addresses)
             self._places.add(whole.flat, number, index)
+            self._writes.begin(slab, whole.flat)
 
     def _let_go(self, unit: Unit) -> None:
         """Put a unit to rest, unless it is needed: always, or in a forward under way."""
@@ -407,11 +418,18 @@ class Residency:
             if not (but_lasting and unit.lasting):
                 self._let_go(unit)
 
+    def _allow_writes(self, allowed: bool) -> None:
+        """Between passes what stays whole may be read and not written: it is a passing copy."""
+        for unit in self._whole:
+            for slab in unit.slabs if not unit.depth else ():
+                self._parameters.allow_writes(slab, allowed=allowed)
+
     def _put_to_rest(self, unit: Unit) -> None:
         if unit.gather is None:
             return
         del self._whole[unit]
         for slab, whole in zip(unit.slabs, unit.wholes, strict=True):
+            self._writes.end(slab, whole.flat)
             self._parameters.rest(slab)
             self._places.remove(whole.flat)
         gather, unit.gather, unit.wholes = unit.gather, None, []

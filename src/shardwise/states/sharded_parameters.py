@@ -19,6 +19,7 @@ from shardwise.layout import Bucket
 from shardwise.model.meta import make_real
 from shardwise.states.held import Held, InMemory
 from shardwise.states.parameters import Homes, Parameters, check_place
+from shardwise.states.read_only import read_only
 from shardwise.states.resting import AtRest, at_rest, moving, unguarded, unmark
 from shardwise.states.shelf import Shelf
 from shardwise.states.slab import Slab
@@ -138,11 +139,18 @@ class ShardedParameters(Parameters):
                 parameter.data = view
         self._addresses[slab] = addresses
 
+    def allow_writes(self, slab: Slab, *, allowed: bool) -> None:
+        """Let the parameters of a bucket, which are shown, be written or only be read."""
+        rests = self._rests[slab]
+        kinds = rests.owns if allowed else rests.read_only
+        for parameter, kind in zip(slab.parameters, kinds, strict=True):
+            parameter.__class__ = kind
+
     def rest(self, slab: Slab) -> None:
         """Take the values of a bucket's parameters away: to read or to write them raises."""
-        self._note_replaced(slab)
         rests = self._rests[slab]
-        with moving():
+        with unguarded(), moving():
+            self._note_replaced(slab)
             trios = zip(slab.parameters, rests.values, rests.kinds, strict=True)
             for parameter, value, kind in trios:
                 parameter.data = value
@@ -202,6 +210,11 @@ class ShardedParameters(Parameters):
             *_, written = (each for each, now, then in pairs if now != then)
         if written is not None:
             raise self.written_in_vain(written)
+
+    def note_written(self, number: int) -> None:
+        """Remember that user code wrote into a passing copy of parameter `number`: `check` tells
+        of it."""
+        self._replaced = self._all[number]
 
     def check_unwritten(self, shown: Mapping[Slab, Tensor]) -> None:
         """Raise BrokenView if one of `shown`, whole buckets to be read, was written to.
@@ -287,6 +300,7 @@ class _Rests:
         self.values = [rest.value for rest in each]
         self.kinds = [rest.kind for rest in each]
         self.owns = [rest.own for rest in each]
+        self.read_only = [read_only(rest.own) for rest in each]
         self.addresses = [rest.like.data_ptr() for rest in each]
 
 
