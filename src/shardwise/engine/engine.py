@@ -389,7 +389,10 @@ class Engine(Backwards):
 
     @contextmanager
     def ema(self) -> Iterator[None]:
-        """Inside the block the parameters hold their moving average (`ema_decay`). Collective."""
+        """Inside the block the parameters hold their moving average (`ema_decay`). Collective.
+
+        It is the average of what the optimizers hold; a parameter in none of them is as it is.
+        """
         if self._states.averages is None:
             raise UsageError(
                 "engine.ema() without a moving average: give --ema-decay 0.999 or ema_decay=0.999."
