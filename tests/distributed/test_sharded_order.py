@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from shardwise.collectives import Gloo
+from shardwise.collectives.turns import SETTLED
 from shardwise.errors import OrderError
-from shardwise.states.turns import SETTLED
 from tests.distributed.sharded import (
     WIDTH,
     Block,
@@ -173,7 +173,7 @@ def asked(world):
     """Ranks ask each other for the order in the first passes only, where all is always needed."""
     model = seeded(Stack)
     engine = sharded(model)
-    turns = engine._states.shown.residency._turns
+    turns = engine.world.gather_order._turns
     asks, agree_on = [], turns._agree
     turns._agree = lambda wanted: asks.append(wanted) or agree_on(wanted)
     train(world, engine, model, squares, range(SETTLED + 1))

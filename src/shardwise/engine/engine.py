@@ -99,6 +99,7 @@ class Engine(Backwards):
             self._group,
             self.world.data,
             self.world.device,
+            self.world.gather_order,
             shards,
             splitting.begin(self.world, self.settings, tensor_plan),
             pipelining.begin(self.world, self.settings, _several(models, nn.Module)),
