@@ -4,14 +4,12 @@ import random
 
 import pytest
 import torch
-from torch import nn
 
 from shardwise.collectives import Gloo
 from shardwise.collectives.turns import SETTLED
 from shardwise.errors import OrderError
 from tests.distributed.sharded import (
-    WIDTH,
-    Block,
+    Branches,
     FailingBackward,
     Stack,
     adamw,
@@ -30,23 +28,6 @@ from tests.distributed.sharded import (
     train_alike,
     train_plain,
 )
-
-
-class Branches(nn.Module):
-    """`which` blocks run, in their order; the forward says so."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(5))
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, x, which, untrained=()):
-        x = self.stem(x)
-        for number in which:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and number not in untrained):
-                x = self.blocks[number](x)
-        return self.head(x)
 
 
 class Experts(Branches):

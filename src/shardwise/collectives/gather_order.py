@@ -147,6 +147,10 @@ class GatherOrder:
         if self._opener is opener:
             self._opener = None
 
+    def abandon(self) -> None:
+        """The pass under way is over at this turn, on all ranks."""
+        self._opener = None
+
     def reach(self, turn: int) -> None:
         """Take part in all turns up to number `turn`, which this rank needs."""
         for each in self._turns.until(turn):

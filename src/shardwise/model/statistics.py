@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.collectives import GatherOrder
 from shardwise.errors import ModelError, OrderError
@@ -33,14 +33,25 @@ class Rows(Protocol):
         """The same for a `call` in the backward of a forward, which has the same on all ranks."""
 
 
-class Exchange:
-    """The exchanges of one BatchNorm of `channels`, in turn `number` of `turns`."""
+class Skippable(Protocol):
+    """A BatchNorm whose forward some ranks skip."""
 
-    def __init__(self, turns: Exchanges, number: int, name: str, channels: int) -> None:
+    num_features: int
+    training: bool
+
+    def follow_others(self, rows: Tensor) -> None:
+        """Take the running statistics on by `rows`, those of a forward that this rank skips."""
+
+
+class Exchange:
+    """The exchanges of one BatchNorm, in turn `number` of `turns`."""
+
+    def __init__(self, turns: Exchanges, number: int, name: str, module: Skippable) -> None:
         self.turns = turns
         self._number = number
         self._name = name
-        self._width = 2 * channels + 1
+        self._module = module
+        self._width = 2 * module.num_features + 1
         self._forwards = 0
         self._pass = -1
         self._uses = self._mine = 0
@@ -71,9 +82,11 @@ class Exchange:
             rest = row.new_zeros(self._width - row.numel())
             sent = torch.cat([row, rest, row.new_tensor([1.0, call, self._mine])])
         rows = order.group.gather_rows(sent)
-        self._check(rows[:, -3:].tolist())
+        met = self._check(rows[:, -3:].tolist())
         self._mine += row is not None and call == FORWARD
-        return rows if row is None else rows[:, : row.numel()]
+        if row is None and met == FORWARD:
+            self._module.follow_others(rows[:, : self._width])
+        return rows[:, : self._width if row is None else row.numel()]
 
     def _check_length(self, row: Tensor) -> None:
         if row.numel() > self._width:
@@ -82,11 +95,12 @@ class Exchange:
                 "which synchronised BatchNorm cannot have: build it for those that it gets."
             )
 
-    def _check(self, told: list[list[float]]) -> None:
-        """Raise OrderError, on all ranks alike, where rows of different uses have met."""
+    def _check(self, told: list[list[float]]) -> int | None:
+        """Which call rows have met in, if any rank is here; raises OrderError, on all ranks alike,
+        where they are of different uses."""
         calls = {int(call) for here, call, _ in told if here}
         if not calls:
-            return
+            return None
         call = calls.pop()
         apart = bool(calls) or call in self._done
         if call == FORWARD:
@@ -96,26 +110,26 @@ class Exchange:
         elif is_backward(call):
             self._done.add(call)
         if apart:
+            self.turns.order.abandon()
             raise OrderError(
                 f"Workers came to {self._name} in different forwards, or one of them after the "
                 "others, so that its statistics over all workers would be of other rows on each. "
                 "With --sync-batch-norm each worker runs a BatchNorm as often as the others in a "
                 "forward, or not at all, and all in one order."
             )
+        return call
 
 
 class Exchanges:
     """The turns of some BatchNorms in an order, one for each."""
 
-    def __init__(
-        self, order: GatherOrder, modules: Mapping[str, nn.modules.batchnorm._NormBase]
-    ) -> None:
+    def __init__(self, order: GatherOrder, modules: Mapping[str, Skippable]) -> None:
         self.order = order
         self._modules = list(modules.values())
         self._pending: tuple[Tensor, int] | None = None
         self._rows: Tensor | None = None
         self.each = [
-            Exchange(self, number, name, module.num_features)
+            Exchange(self, number, name, module)
             for number, (name, module) in enumerate(modules.items())
         ]
         self._first = order.join(self, list(modules), exchanges=True)

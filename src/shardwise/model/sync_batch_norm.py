@@ -10,7 +10,7 @@ import copyreg
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -136,12 +136,17 @@ def _joined(x: Tensor, ranks: Rows, counts: bool) -> _Statistics:
     count = float(x.numel() // x.shape[1]) if counts else 0.0
     row = torch.cat([mean.double(), variance.double() * count, mean.new_full((1,), count).double()])
     rows, forward = ranks.of_forward(row if counts else torch.zeros_like(row))
-    channels = x.shape[1]
+    return _Statistics(*_of_rows(rows), counts, forward)
+
+
+def _of_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and number over all ranks, of their `rows`."""
+    channels = rows.shape[1] // 2
     means, squares, numbers = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     total = numbers.sum()
     joined = (means * numbers).sum(0) / total.clamp(min=1.0)
     spread = squares.sum(0) + (numbers * (means - joined).square()).sum(0)
-    return _Statistics(joined, spread / total.clamp(min=1.0), total, counts, forward)
+    return joined, spread / total.clamp(min=1.0), total
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -183,6 +188,11 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if self.track_running_stats and self.running_mean is not None:
             self._follow(of_all.mean, of_all.variance, of_all.total)
         return out  # type: ignore[no-any-return]
+
+    def follow_others(self, rows: Tensor) -> None:
+        """Take the running statistics on by `rows`, those of a forward that this rank skips."""
+        if self.track_running_stats and self.running_mean is not None:
+            self._follow(*_of_rows(rows.to(self.running_mean.device)))
 
     def _follow(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
         assert self.running_mean is not None
@@ -262,9 +272,10 @@ def convert(models: Sequence[nn.Module], order: GatherOrder, feed: Feed) -> int:
     if not found:
         return 0
     _run_eagerly()
-    exchanges = Exchanges(order, found)
-    for module, exchange in zip(found.values(), exchanges.each, strict=True):
+    for module in found.values():
         module.__class__ = _synchronised(_class_of(module))  # type: ignore[assignment]
+    exchanges = Exchanges(order, cast(dict[str, _SyncBatchNorm], found))
+    for module, exchange in zip(found.values(), exchanges.each, strict=True):
         module.__dict__.update({"_ranks": exchange, "_feed": feed})
     return len(found)
 

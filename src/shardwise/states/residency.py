@@ -230,6 +230,8 @@ class Residency:
     def settled(self) -> None:
         """Parameters have changed: show those that are always shown anew. Collective."""
         self._places.generation += 1
+        while self._flying:  # of a pass that was abandoned: the values of before
+            self._take_part(next(iter(self._flying)))
         self._tape.clear()
         self._backwards = 0
         for number, unit in enumerate(self.units):
