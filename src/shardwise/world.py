@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise import collectives, config, launch, randomness, recording, repeatable, rows
-from shardwise.collectives import Collectives, Solo
+from shardwise.collectives import Collectives, GatherOrder, Solo
 from shardwise.errors import ConfigError, DataError, LaunchError, UsageError
 from shardwise.feed import Batch, Feed, Plan
 from shardwise.launch import report
@@ -96,6 +96,11 @@ class World:
         backward, whose order against those of the engines may differ. Made at first use, by all
         ranks."""
         return self.data.second_group()
+
+    @cached_property
+    def gather_order(self) -> GatherOrder:
+        """The order of those that all engines' units and BatchNorms take turns in."""
+        return GatherOrder(self.data.size, lambda: self.side_channel)
 
     def cut(self, mesh: Mesh) -> None:
         """Take a place in `mesh`. Collective where it has more than the data axis."""
@@ -354,7 +359,9 @@ def _leave() -> None:
         world.step_log.close()
         if world.sentry is not None:
             world.sentry.close()
-        for group in (world.data, world.tensor, world.pipeline, world.stage):
+        side = vars(world).get("side_channel", world.data)
+        made = dict.fromkeys((side, world.data, world.tensor, world.pipeline, world.stage))
+        for group in made:
             if group is not world.collectives:
                 group.close()
         world.collectives.close()

@@ -64,6 +64,23 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+class Branches(nn.Module):
+    """`which` blocks run, in their order; the forward says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x, which, untrained=()):
+        x = self.stem(x)
+        for number in which:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and number not in untrained):
+                x = self.blocks[number](x)
+        return self.head(x)
+
+
 def seeded(make, seed=3):
     torch.manual_seed(seed)
     return make().double()

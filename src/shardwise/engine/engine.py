@@ -99,6 +99,7 @@ class Engine(Backwards):
             self._group,
             self.world.data,
             self.world.device,
+            self.world.gather_order,
             shards,
             splitting.begin(self.world, self.settings, tensor_plan),
             pipelining.begin(self.world, self.settings, _several(models, nn.Module)),
@@ -368,17 +369,10 @@ class Engine(Backwards):
 
     def _while_some_sit_out(self) -> AbstractContextManager[None]:
         """Around a batch of an evaluation of which some ranks have no sample: they serve the
-        gathers of the others. Raises UsageError where several engines would wait to be served."""
+        gathers of the others."""
         shown = self._states.shown
         if self not in living or self._uneven or shown is None or not self.gathers_together:
             return nullcontext()
-        if sum(other.gathers_together for other in living) > 1:
-            raise UsageError(
-                "A batch of this evaluation has fewer samples than there are workers, and several "
-                "engines have sharded parameters that all workers gather: one without a sample "
-                "cannot know which engine needs it. Make batch_size such that every batch has a "
-                "sample for each worker (drop_last=True), or start with --zero 2."
-            )
         return shown.residency.uneven()
 
     @property

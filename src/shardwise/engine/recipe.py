@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise.collectives import Collectives, Solo, within_hosts
+from shardwise.collectives import Collectives, GatherOrder, Solo, within_hosts
 from shardwise.config import Settings
 from shardwise.model.precision import PRESETS, is_cast
 from shardwise.model.regions import Doors
@@ -36,6 +36,8 @@ class Recipe:
     group: Collectives
     """The data-parallel ones: those with the same part of the model, or all."""
     device: torch.device
+    order: GatherOrder
+    """What those of the data-parallel ranks take turns in, inside forwards and backwards."""
     shards: MicroShards | None = None
     """How a step is cut in the exact mode."""
     split: Split | None = None
@@ -113,14 +115,14 @@ class Recipe:
     @cached_property
     def gather_group(self) -> Collectives:
         """The same ranks for gathers, whose order against other collectives may differ."""
-        return self.sharding.second_group()
+        return self.order.group if self.sharding is self.group else self.sharding.second_group()
 
     def leave_groups(self) -> None:
         """Close the groups of ranks that were made for this engine alone. Collective."""
         self.run.barrier()  # nobody is in one of them any more
         made = [vars(self).pop(name, self.group) for name in ("gather_group", "sharding")]
         for group in made:
-            if group is not self.group:
+            if group not in (self.group, self.order.group):
                 group.close()
 
     @cached_property

@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import nn
 
-from shardwise.collectives import Collectives
+from shardwise.collectives import Collectives, GatherOrder
 from shardwise.engine import habits
 from shardwise.errors import ConfigError
 from shardwise.model import hooks, regions
@@ -112,8 +112,11 @@ def _home(found: Sections, homes: set[int]) -> int:
     return len(found.sections) - 1
 
 
-def make_residency(found: Sections, parameters: ShardedParameters, group: Collectives) -> Residency:
-    """Units over the buckets of `parameters`; `group` is for their gathers. Collective."""
+def make_residency(
+    found: Sections, parameters: ShardedParameters, group: Collectives, order: GatherOrder
+) -> Residency:
+    """Units over the buckets of `parameters`; `group` is for their gathers, which take turns in
+    `order`. Collective."""
     units = [
         Unit(
             section.name,
@@ -123,7 +126,7 @@ def make_residency(found: Sections, parameters: ShardedParameters, group: Collec
         )
         for number, section in enumerate(found.sections)
     ]
-    return Residency(parameters, units, group, partial(_filled_units_in, found, units))
+    return Residency(parameters, units, group, order, partial(_filled_units_in, found, units))
 
 
 def _filled_units_in(found: Sections, units: Sequence[Unit], module: nn.Module) -> list[int]:

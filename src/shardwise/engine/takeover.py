@@ -116,7 +116,7 @@ class Takeover:
         if cast is not None:
             self._fresh |= precision.cast_models(models, cast)
         if settings.sync_batch_norm and self._world.data_size > 1:
-            sync_batch_norm.convert(models, self._world.side_channel, self._world.feed)
+            sync_batch_norm.convert(models, self._world.gather_order, self._world.feed)
 
     def _all_buffers(self) -> Buffers:
         """The models' buffers, over every layout of the states."""
