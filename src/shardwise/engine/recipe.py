@@ -115,15 +115,18 @@ class Recipe:
     @cached_property
     def gather_group(self) -> Collectives:
         """The same ranks for gathers, whose order against other collectives may differ."""
-        return self.order.group if self.sharding is self.group else self.sharding.second_group()
+        side = self.order.group  # made here, by all ranks: not in the first forward that asks
+        return side if self.sharding is self.group else self.sharding.second_group()
 
     def leave_groups(self) -> None:
         """Close the groups of ranks that were made for this engine alone. Collective."""
         self.run.barrier()  # nobody is in one of them any more
-        made = [vars(self).pop(name, self.group) for name in ("gather_group", "sharding")]
-        for group in made:
-            if group not in (self.group, self.order.group):
-                group.close()
+        gathers = vars(self).pop("gather_group", self.group)
+        sharding = vars(self).pop("sharding", self.group)
+        if sharding is not self.group:
+            for group in dict.fromkeys((gathers, sharding)):
+                if group is not self.group:
+                    group.close()
 
     @cached_property
     def uses(self) -> Uses:
