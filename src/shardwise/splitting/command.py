@@ -92,6 +92,8 @@ def _timed(asked: Asked) -> list[Layer]:
                 f"{asked.words[0]} {why}, so there is nothing to split. It said:\n{said}"
             )
         told: dict[str, Any] = json.loads(path.read_text())
+    if not told["steps"]:
+        raise LaunchError(f"{asked.words[0]} made no step with an sw.Engine: nothing to split.")
     return [
         Layer(
             each["name"],
