@@ -60,10 +60,7 @@ def number(low: float, high: float, *, above: bool = False) -> Parse[float]:
     """A number from `low` to `high`, without `low` itself where it is to be `above` that."""
 
     def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
+        value = _float(text)
         if above and not low < value < float("inf"):
             raise ValueError(f"a number above {low:g}")
         if not low <= value < float("inf"):
@@ -77,10 +74,7 @@ def number(low: float, high: float, *, above: bool = False) -> Parse[float]:
 
 def fraction(text: str) -> float:
     """A number between 0 and 1, without the two."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+    value = _float(text)
     if not 0 < value < 1:
         raise ValueError("a number between 0 and 1")
     return value
@@ -179,6 +173,14 @@ def as_text(value: Any, parse: Parse[Any]) -> str:
     except UnicodeEncodeError:
         raise ValueError("text in UTF-8") from None
     return text
+
+
+def _float(text: str) -> float:
+    """The number that `text` is, NaN where it is none."""
+    try:
+        return float(text) if text.isascii() else float("nan")
+    except ValueError:
+        return float("nan")
 
 
 _OF_SEVERAL = (states, patterns)

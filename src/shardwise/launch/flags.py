@@ -195,6 +195,7 @@ def _watch_flags() -> Iterator[Flag]:
         ["--log-dir", "--log_dir"],
         group="watch",
         shown="--log-dir DIR",
+        type=Typed(values.folder),
         help="keep what each rank says in a file of its own there",
     )
     yield Flag(

@@ -75,7 +75,9 @@ def from_list(text: str) -> list[Host]:
 def read(path: Path) -> list[Host]:
     """The hosts of the file at `path`. Raises LaunchError where it cannot be read or understood."""
     try:
-        return from_file(path.read_text(), str(path))
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise LaunchError(f"The hostfile {path} is no file: name a file with a host per line.")
+        return from_file(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise LaunchError(f"The hostfile {path} cannot be read: {why}.") from None

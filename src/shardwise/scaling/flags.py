@@ -47,5 +47,6 @@ def own() -> Iterator[Flag]:
         ["--out"],
         group="scale",
         shown="--out DIR",
+        type=Typed(values.folder),
         help="for table, plots and page (default runs/scale-SCRIPT)",
     )
