@@ -118,8 +118,8 @@ def rendezvous(text: str) -> str:
 def states(text: str) -> tuple[str, ...]:
     """Names of the three states."""
     names = _listed(text)
-    if unknown := [name for name in names if name not in STATES]:
-        raise ValueError(f"names out of {', '.join(STATES)}, not {unknown[0]!r}")
+    if any(name not in STATES for name in names):
+        raise ValueError(f"names out of {', '.join(STATES)}")
     return names
 
 
