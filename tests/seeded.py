@@ -6,6 +6,7 @@
 Used by tests.checkpoint_damage, tests.bad_input, tests.random_faults and tests.save_kills.
 """
 
+import math
 import sys
 import time
 from collections import Counter
@@ -83,8 +84,8 @@ class Command:
     def _said(self, seed: int, result: Result) -> str:
         return f"{result.kind}: {result.words[:400]}\n    {self.again(seed)}"
 
-    def many(self, trial: Trial, first: int, count: int) -> bool:
-        """Try them one after the other; whether all were fine."""
+    def many(self, trial: Trial, first: int, count: int, seconds: float = math.inf) -> bool:
+        """Try them one after the other, as many as fit into `seconds`; whether all were fine."""
         counts, began, fine = Counts(), time.monotonic(), True
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
@@ -96,6 +97,8 @@ class Command:
                     fine = False
                     progress.console.print(self._said(seed, result), markup=False)
                 progress.update(task, advance=1)
+                if time.monotonic() - began > seconds:
+                    break
         self._show(counts, time.monotonic() - began)
         return fine
 
@@ -121,11 +124,12 @@ class Command:
         @click.command(help=self.about.replace("\npython", "\n\npython"))
         @click.option(f"--{self.things}", "count", default=100, help="How many to try.")
         @click.option("--seed", default=1, help="The first one's seed.")
+        @click.option("--seconds", default=math.inf, help="Try no more after so many seconds.")
         @click.option(f"--{self.thing}", "one", type=int, help="Try the one of this seed.")
-        def main(count: int, seed: int, one: int | None) -> None:
+        def main(count: int, seed: int, seconds: float, one: int | None) -> None:
             with prepared() as trial:
                 if one is None:
-                    fine = self.many(trial, seed, count)
+                    fine = self.many(trial, seed, count, seconds)
                 else:
                     result = trial(one)
                     fine = result.fine
