@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 
 import click
@@ -90,22 +90,23 @@ class Command:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
             task = progress.add_task(self.things, total=count)
-            for seed in range(first, first + count):
-                result = trial(seed)
-                counts.add(result)
-                if not result.fine:
-                    fine = False
-                    progress.console.print(self._said(seed, result), markup=False)
-                progress.update(task, advance=1)
-                if time.monotonic() - began > seconds:
-                    break
+            with suppress(KeyboardInterrupt):  # what was tried by then is shown
+                for seed in range(first, first + count):
+                    result = trial(seed)
+                    counts.add(result)
+                    if not result.fine:
+                        fine = False
+                        progress.console.print(self._said(seed, result), markup=False)
+                    progress.update(task, advance=1)
+                    if time.monotonic() - began > seconds:
+                        break
         self._show(counts, time.monotonic() - began)
         return fine
 
     def _show(self, counts: Counts, seconds: float) -> None:
         """The table of all results: kinds of things by what came of them."""
-        times = sorted(counts.seconds)
-        total, median = len(times), times[len(times) // 2]
+        times = sorted(counts.seconds) or [0.0]
+        total, median = len(counts.seconds), times[len(times) // 2]
         title = f"{total} {self.things} in {seconds:.0f} s; each {median:.1f} s (median)"
         table = Table(title=f"{title} to {times[-1]:.1f} s")
         table.add_column(self.thing)

@@ -122,7 +122,7 @@ def _surround(around: str, folder: Path) -> None:
     if around == "no folder":
         shutil.rmtree(folder / "work")
     elif around == "no files":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, 2**14))
     elif around == "stdout closed":
         os.close(1)
     elif around == "all closed":
@@ -166,12 +166,14 @@ def _command(given: Input) -> int:
 
 def _be_rank(job: Any, command: Any, console: Any, *rest: Any) -> Any:
     """Instead of starting the one rank that is asked for, become it."""
-    from shardwise.launch import environment
+    from shardwise.launch import environment, interface
     from shardwise.launch.identity import Identity
     from shardwise.launch.restarts import Ending
 
     del command, rest
     job.voices(console)
+    if job.interface is not None:
+        interface.address_of(job.interface)
     if job.size > 1 or not job.is_python or job.module:
         return Ending(code=0)
     me = Identity(launcher="shardwise run", address="127.0.0.1", port=1)

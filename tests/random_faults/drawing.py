@@ -23,7 +23,7 @@ class Fault:
     zero: int
     transport: str
     delay: float
-    timeout: float = 8.0
+    timeout: float = 20.0
 
     def __str__(self) -> str:
         after = f" + {self.delay * 1e3:.2f} ms" if self.place in MOMENTS else ""

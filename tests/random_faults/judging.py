@@ -69,7 +69,7 @@ def run(fault: Fault, launcher: Launcher, folder: Path) -> tuple[Ran, float]:
     flags = ["-n", str(fault.size), "--zero", str(fault.zero), "--transport", fault.transport]
     flags += ["--timeout", str(fault.timeout), "--warn-after", "2", "--device", "cpu"]
     words = ["run", *flags, str(FAULTY), str(told), str(moment)]
-    ran = launcher.finish(launcher.start(*words), limit=60)
+    ran = launcher.finish(launcher.start(*words), limit=180)
     return ran, time.time() - float(moment.read_text()) if moment.exists() else 0.0
 
 

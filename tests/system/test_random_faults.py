@@ -40,7 +40,7 @@ NAMED = "\nshardwise: rank 1 of 3 was ended by SIGKILL.\n"
         (137, NAMED.replace("rank 1", "rank 2"), 1.0, [], "wrong rank"),
         (1, "shardwise: it failed.\n", 1.0, [], "nobody named"),
         (0, NAMED, 1.0, [], "taken for success"),
-        (137, NAMED, 30.0, [], "slow"),
+        (137, NAMED, 90.0, [], "slow"),
         (137, NAMED, 1.0, ["4711"], "left behind"),
     ],
 )
