@@ -339,7 +339,9 @@ def from_agent(rng: Random) -> Input:
 def surroundings(rng: Random) -> Input:
     """Where nothing can be, whatever is asked for."""
     around = rng.choice(["no folder", "no files", "stdout closed", "all closed", "stdout full"])
-    words: Any = rng.choice([("run", "-n", "2", SCRIPT), ("scale", "-n", "1", SCRIPT)])
+    words: Any = ("run", "-n", "2", SCRIPT)
+    if around != "no files":
+        words = rng.choice([words, ("scale", "-n", "1", SCRIPT)])
     if around == "stdout full":
         words = rng.choice([("run", "--help"), ("run", "--dry-run", SCRIPT), ("--version",)])
     return Input(kind="surroundings", words=words, around=around)

@@ -125,7 +125,7 @@ def states(text: str) -> tuple[str, ...]:
 
 def file(text: str) -> Path:
     """The name of a file."""
-    if not text.strip() or text.endswith(os.sep):
+    if not text.strip() or text.endswith(os.sep) or Path(text).name in ("", ".."):
         raise ValueError("the name of a file")
     return Path(_named(text, "a file"))
 
