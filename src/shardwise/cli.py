@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import Field
 from importlib import import_module
 from importlib.metadata import version
@@ -16,10 +17,12 @@ import click
 
 from shardwise import config, launch
 from shardwise.checkpoint.commands import checkpoint
+from shardwise.config import values
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import explain as explaining
-from shardwise.launch import flags, gpus, program, srun, start
+from shardwise.launch import flags, gpus, program, srun, start, streams, system_errors
 from shardwise.launch.flags import Flag
+from shardwise.printable import printable
 from shardwise.scaling import flags as scaling_flags
 from shardwise.splitting import flags as splitting_flags
 from shardwise.timeline.commands import timeline
@@ -70,6 +73,16 @@ class Command(click.Command):
         super().__init__(name, **options)
         self.top = top
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the arguments apart. Raises LaunchError for a flag that is given twice."""
+        _, _, order = self.make_parser(ctx).parse_args(list(args))
+        seen: set[click.Parameter] = set()
+        for flag in order:
+            if isinstance(flag, Flag) and flag in seen and not flag.multiple:
+                raise LaunchError(f"{flag.shown.split()[0]} is given twice: leave one out.")
+            seen.add(flag)
+        return super().parse_args(ctx, args)
+
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what `--help` shows: the flags that are not rare."""
         self.write_help(formatter, all_flags=False)
@@ -115,19 +128,33 @@ class Commands(click.Group):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code, 2 for what is wrong before any start."""
+    if closed := streams.make_sure():
+        return _refuse(closed)
     try:
         code = _shardwise.main(arguments, prog_name="shardwise", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except click.NoSuchOption as error:
         message = _no_such_flag(error)
     except click.ClickException as error:
         message = error.format_message()
     except ShardwiseError as error:
         message = str(error)
+    except OSError as error:
+        streams.forget_unwritten()
+        message = system_errors.sentence(error)
     except click.Abort:
         return 130
     else:
         return code or 0
-    print(f"shardwise: {message}", file=sys.stderr)
+    return _refuse(message)
+
+
+def _refuse(message: str) -> int:
+    """Say what is wrong, as a terminal may be given it; the exit code."""
+    if sys.stderr is not None:
+        with suppress(OSError):  # where nobody listens, the code says it
+            print(f"shardwise: {printable(message)}", file=sys.stderr, flush=True)
     return WRONG_USE
 
 
@@ -166,6 +193,10 @@ def _mention_misplaced(arguments: Sequence[str], more: Collection[str] = ()) -> 
 
 def _check(flags: dict[str, str]) -> None:
     """Refuse here, once and before any rank starts, what every rank would refuse."""
+    if system_errors.folder_of_this_process() is None:
+        raise LaunchError(
+            "The folder that this was started in does not exist any more: go to another one (cd)."
+        )
     environ = {**os.environ, config.FLAGS_VARIABLE: json.dumps(flags)}
     settings, _ = config.resolve(config.sources(environ, {}))
     settings.placement  # noqa: B018 an illegal row raises
@@ -243,13 +274,11 @@ KINDS = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
 
 
 def _sizes(text: str) -> tuple[int, ...]:
+    one = values.whole(1, values.MOST_RANKS)
     try:
-        found = sorted({int(part) for part in text.split(",")})
+        return tuple(sorted({one(part) for part in text.split(",")}))
     except ValueError:
-        found = []
-    if not found or found[0] < 1:
-        raise LaunchError(f"-n takes numbers of workers such as 1,2,4,8, not {text!r}.")
-    return tuple(found)
+        raise LaunchError(f"-n takes numbers of workers such as 1,2,4,8, not {text!r}.") from None
 
 
 def _spelled(name: str, value: str) -> list[str]:

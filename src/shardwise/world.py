@@ -271,7 +271,9 @@ def enter(
         raise UsageError("shardwise.init was called twice; call it once, at the top of the script.")
     given = dict(settings) | ({"seed": seed} if seed is not None else {})
     report.watch_exceptions()
-    chosen, _ = config.load(given)
+    found = config.sources(os.environ, given)
+    chosen, _ = config.resolve(found)
+    config.refuse_idle(found, chosen)
     identity = launch.detect(os.environ)
     device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
     if device.type == "cpu":

@@ -39,6 +39,7 @@ FORKED.set_forkserver_preload(
         "torch.distributed.pipelining",
         "torch.utils.data",
         "shardwise",
+        "shardwise.cli",
         "pytest",
     ]
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint_damage.damaging import Damage, damage
-from tests.checkpoint_damage.judging import Runner, judged
+from tests.checkpoint_damage.judging import COMMAND, Runner, judged
 from tests.checkpoint_damage.training import Seen
 
 DAMAGES = 60
@@ -25,13 +25,7 @@ def runner(group, tmp_path_factory):
 
 @pytest.mark.parametrize("first", range(1, DAMAGES + 1, TOGETHER))
 def test_no_damage_goes_unseen(runner, first):
-    failures = []
-    for seed in range(first, first + TOGETHER):
-        result = runner(seed)
-        if not result.fine:
-            command = f"python -m tests.checkpoint_damage --damage {seed}"
-            failures.append(f"{result.kind}: {result.words}\n    {command}\n{result.story}")
-    assert not failures, "\n".join(failures)
+    assert not (told := COMMAND.failures(runner, range(first, first + TOGETHER))), told
 
 
 # -- the instrument itself ----------------------------------------------------------------------

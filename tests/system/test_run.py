@@ -356,9 +356,9 @@ class TestRefusing:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (["run", "-n", "0", "x.py"], "-n 0: a run has at least one rank"),
-            (["run", "-n", "-2", "x.py"], "-n -2: a run has at least one rank"),
-            (["run", "-n", "two", "x.py"], "'two' is not a valid integer"),
+            (["run", "-n", "0", "x.py"], "-n takes a whole number of 1 or more, not '0'"),
+            (["run", "-n", "-2", "x.py"], "-n takes a whole number of 1 or more"),
+            (["run", "-n", "two", "x.py"], "-n takes a whole number, not 'two'"),
             (["run", "-n", "2", "--nproc-per-node", "3", "x.py"], "-n 2 and --nproc-per-node 3"),
             (["run", "-H", "h1", "--hostfile", "f", "x.py"], "-H h1 and --hostfile f: give one"),
             (["run", "--hostfile", "bad.hosts", "x.py"], "bad.hosts:2: 'slot=2' is not underst"),
@@ -367,7 +367,10 @@ class TestRefusing:
             (["run", "--interface", "no0", "train.py"], "--interface no0: there is no such inter"),
             (["run", "--log-dir", "train.py", "train.py"], "--log-dir train.py cannot be written"),
             (["run", "--node-rank", "0", "train.py"], "--node-rank needs --nnodes, the number"),
-            (["run", "--restarts", "-1", "train.py"], "-1 is not in the range x>=0"),
+            (
+                ["run", "--restarts", "-1", "train.py"],
+                "--restarts takes a whole number of 0 or more",
+            ),
             (["run", "--nnodes", "2", "-n", "4", "train.py"], "-n 4 counts all ranks, which"),
             (["run", "--nnodes", "2", "-H", "h1", "train.py"], "--nnodes is for a command that"),
             (["run", "trian.py"], "There is no script trian.py in .* Did you mean train.py?"),

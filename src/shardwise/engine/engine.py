@@ -134,7 +134,7 @@ class Engine(Backwards):
     def _time_layers(self) -> LayerTimes | None:
         """What times the layers, where that is asked for; of several models those of the first."""
         path = self.settings.time_layers
-        if path is None or self._number:
+        if path is None or self._number or not self.world.is_main:
             return None
         return LayerTimes(self._recipe.models[0], self.settings.units, path)
 

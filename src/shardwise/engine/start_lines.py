@@ -58,6 +58,11 @@ def announce_activations(world: World, recipe: Recipe, activations: Activations)
 def announce_batch(world: World, recipe: Recipe, parts: int | None) -> None:
     """The last lines, at the first backward: the batch, in how many `parts` it goes through the
     stages (None: whole, from one to the next), and what promise 1 does not cover."""
+    if recipe.line is None and parts is None and recipe.settings.microbatches is not None:
+        world.say_once(
+            f"--microbatches {recipe.settings.microbatches} does nothing, since engine.backward "
+            "takes a batch as it is: write engine.forward_backward, or leave it out"
+        )
     if recipe.settings.quiet:
         return
     world.print(_batch_line(world))

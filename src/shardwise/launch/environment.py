@@ -46,7 +46,7 @@ def of_rank(
     the name that all starts of the run share, `secret` what only its processes know. What the user
     has set stays: threads per rank, the interface, fault handling.
     """
-    values = {name: value for name, value in base.items() if not _is_foreign(name)}
+    values = {name: value for name, value in base.items() if not is_foreign(name)}
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // identity.local_size)),
         "PYTHONFAULTHANDLER": "1",  # a crash in native code shows its Python lines
@@ -72,5 +72,6 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _is_foreign(name: str) -> bool:
+def is_foreign(name: str) -> bool:
+    """Whether a variable tells a process which rank it is."""
     return name in FOREIGN or name.startswith(FOREIGN_PREFIXES)
