@@ -26,8 +26,19 @@ def cleared_gradients() -> UsageError:
     return UsageError(
         "Gradients were cleared between engine.backward and engine.step, by zero_grad() or "
         "param.grad = None, which would not clear what is already on its way. "
-        "engine.step() clears by itself: leave zero_grad out, or call it before backward."
+        "engine.step() clears by itself: leave zero_grad out, or call it before backward. To "
+        "forget this step's gradients: engine.zero_grad()."
     )
+
+
+def check_unreduced(*, is_reduced: bool) -> None:
+    """Raise UsageError for a backward between the sum of a step's gradients and the step."""
+    if is_reduced:
+        raise UsageError(
+            "engine.backward after engine.full_gradients() or engine.reduce() and before "
+            "engine.step(): the gradients of this step are summed up. Make all backwards before, "
+            "or forget them by engine.zero_grad()."
+        )
 
 
 def check_loss(loss: Any) -> None:
