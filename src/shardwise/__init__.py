@@ -1,7 +1,9 @@
 """Train a PyTorch model on many devices exactly as it trains on one."""
 
+import random
 from importlib import import_module
 from importlib.metadata import version
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.parallel.attention import Attention
     from shardwise.parallel.loss import cross_entropy
     from shardwise.world import World, init, start_timeline, stop_timeline
+    from shardwise.world import current as world
 
     __version__: str
 
@@ -30,6 +33,7 @@ __all__ = [
     "on_meta",
     "start_timeline",
     "stop_timeline",
+    "world",
 ]
 
 _HOMES = {
@@ -49,12 +53,21 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: the command line starts without torch."""
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    if name in ("errors", "lr"):
-        return import_module(f"shardwise.{name}")
+        return getattr(_imported(_HOMES[name]), name)
+    if name in ("errors", "lr", "world"):
+        return _imported(f"shardwise.{name}")
     if name == "__version__":
         return version("shardwise")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+
+
+def _imported(module: str) -> ModuleType:
+    """Some libraries draw a number when they are imported: what a script draws stays the same."""
+    state = random.getstate()
+    try:
+        return import_module(module)
+    finally:
+        random.setstate(state)
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,7 @@ from shardwise.tree import MicroShards
 from shardwise.unstepped import Unstepped
 from shardwise.watch import whereabouts
 from shardwise.watch.sentry import Sentry
+from shardwise.without_engine import WithoutEngine
 
 T = TypeVar("T")
 
@@ -91,6 +93,7 @@ class World:
         self.step_log = StepLog(None, self.rank)
         self.engines = 0
         self.unstepped = Unstepped()
+        self.without_engine: WithoutEngine | None = None
         self.sentry: Sentry | None = None
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._keywords: dict[str, Any] = {}
@@ -311,6 +314,11 @@ class World:
         if self.is_main:
             print(*values, **{"flush": True} | options)
 
+    def expect_no_engine(self) -> None:
+        """There is an engine, or another way to train: steps by hand need no word."""
+        if self.without_engine is not None:
+            self.without_engine.forget()
+
     def settle(self, **keywords: Any) -> config.Settings:
         """The settings of this run given a script's keywords; says once what overrides what."""
         settings, overrides = config.load(self._keywords | keywords)
@@ -372,6 +380,7 @@ def enter(
     _begin_alike(world, given)
     whereabouts.show_on_signal()
     if world.size > 1:
+        world.without_engine = WithoutEngine(world.size, world.say_once)
         world.sentry = Sentry(group.lookout, chosen.warn_after, chosen.timeout)
     atexit.register(_leave)
     _current = world
@@ -383,6 +392,10 @@ def enter(
 def _begin_alike(world: World, keywords: dict[str, Any]) -> None:
     """Let the generators of all ranks be where those of one process are."""
     chosen, source = config.winning(config.sources(os.environ, keywords)).get("seed", (None, ""))
+    if chosen is not None and chosen >= 2**64:
+        raise ConfigError(
+            f"The seed {chosen} ({source}) has more than 64 bits: choose a lower one."
+        )
     group = world.collectives
     world.seed = group.gather_plain(torch.initial_seed() if chosen is None else chosen)[0]
     world.seed_source = source or "torch.initial_seed()"
@@ -422,6 +435,18 @@ def current() -> World:
     return _current
 
 
+class _Module(ModuleType):
+    """This module, which is `shardwise.world`, and as `shardwise.world()` the one of this process:
+    from anywhere in a script, after `shardwise.init`."""
+
+    def __call__(self) -> World:
+        """See `current`."""
+        return current()
+
+
+sys.modules[__name__].__class__ = _Module
+
+
 def start_timeline(path: str | os.PathLike[str]) -> None:
     """Record where time goes into `path`, Chrome's trace JSON, from now on.
 
@@ -452,6 +477,7 @@ def _leave() -> None:
             world.unstepped.tell()
         world.preemption.forget()
         world.step_log.close()
+        world.expect_no_engine()
         if world.sentry is not None:
             world.sentry.close()
         for group in (world.data, world.tensor, world.pipeline, world.stage):

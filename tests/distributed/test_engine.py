@@ -630,8 +630,6 @@ def habits_case(world):
         (lambda: engine.step(), UsageError, "call backward first"),
         (lambda: with_clip(nn.utils.clip_grad_norm_), GradientAccess, "max_norm"),
         (lambda: with_clip(nn.utils.clip_grad_value_), GradientAccess, "max_norm"),
-        (lambda: optimizer.state_dict(), UsageError, "engine.optimizer_state_dict"),
-        (lambda: optimizer.load_state_dict({}), UsageError, "before the engine"),
         (lambda: engine.backward(model(x)), UsageError, "scalar loss"),
         (lambda: engine.backward(3.0), UsageError, "as a tensor, not float"),
         (lambda: engine.backward(loss().detach()), UsageError, "does not depend on any parameter"),

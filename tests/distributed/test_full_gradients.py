@@ -1,4 +1,4 @@
-"""Gradients between backward and step: what a plain process reads and writes there, in every row."""
+"""Gradients between backward and step: read and written as in a plain process, in every row."""
 
 import copy
 

@@ -18,7 +18,6 @@ from weakref import WeakMethod, finalize
 
 import torch
 
-from shardwise import world as worlds
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.background import Copies, Job, reserve
 from shardwise.checkpoint.claim import Claim, take
@@ -40,7 +39,7 @@ from shardwise.errors import (
 from shardwise.model.precision import LossScale
 from shardwise.randomness import GeneratorStates
 from shardwise.timeline import Row, span
-from shardwise.world import World
+from shardwise.world import World, _leave
 
 T = TypeVar("T")
 
@@ -441,7 +440,7 @@ def _at_exit(checkpoints: Checkpoints) -> None:
                 wait()
         except CheckpointError as error:
             print(f"shardwise: {error}", file=sys.stderr, flush=True)
-            worlds._leave()
+            _leave()
             sys.stdout.flush()
             os._exit(1)
 

@@ -8,7 +8,7 @@ What a step does follows from the placement's cells alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 from torch import nn, optim
 
 from shardwise import config
-from shardwise import world as world_module
 from shardwise.engine import (
     access,
     describe,
@@ -43,6 +42,7 @@ from shardwise.errors import ModelError, UsageError
 from shardwise.model import precision
 from shardwise.parallel.pipeline import LayerTimes
 from shardwise.parallel.plan import Plan
+from shardwise.world import current as current_world
 
 
 class Engine(Stepping):
@@ -77,12 +77,13 @@ class Engine(Stepping):
         tensor_plan: Plan | None = None,
         **settings: Any,
     ) -> None:
-        self.world = world_module.current()
+        self.world = current_world()
         config.refuse_elsewhere(settings, "engine")
         self.settings = self.world.settle(**settings)
         self.placement = self.settings.placement
         self._number = self.world.engines
         self.world.engines += 1
+        self.world.expect_no_engine()
         self._group = self.world.collectives
         shards = exact_mode.shards_of(self.settings, self._group)
         self._parts = Parts(self.world.data_rank) if shards is None else ExactParts(shards)
@@ -275,6 +276,28 @@ class Engine(Stepping):
         Every rank gets the whole of it. Collective.
         """
         return access.optimizer_state_dict(self._recipe, self._states, optimizer)
+
+    def load_optimizer_state_dict(
+        self, state: Mapping[str, Any] | None, optimizer: optim.Optimizer | None = None
+    ) -> None:
+        """Let `optimizer` (default: the only one) go on from `state`, the state_dict of a plain
+        one over the same parameters, in the dtypes that its tensors have.
+
+        Every rank gives it, or rank 0 alone, the others None. Collective. Raises
+        CheckpointMismatch where it is another optimizer's, UsageError between backward and step
+        and for a model in parts (`--tensor`, `--pipeline`).
+        """
+        self._refuse_in_step("engine.load_optimizer_state_dict")
+        if self._recipe.split is not None or self._recipe.line is not None:
+            raise UsageError(
+                "engine.load_optimizer_state_dict with --tensor or --pipeline, where the state is "
+                "in parts: load it into the optimizer before sw.Engine(...)."
+            )
+        if not all(self._recipe.run.gather_plain(state is not None)):
+            state = self._recipe.run.gather_objects(state if self.world.is_main else None)[0]
+        if state is None:
+            raise UsageError("engine.load_optimizer_state_dict takes a state_dict on rank 0.")
+        self._held.take_state(access.only(self._recipe, optimizer), state)
 
     def describe(self) -> None:
         """Print, on rank 0, a table of units and buckets with the bytes per rank and tier."""

@@ -69,8 +69,10 @@ class Resumable(ABC):
 
     def track(self, **objects: Any) -> None:
         """Save and load `objects` with the engine, each under its name: engine.track(
-        loader=loader, scheduler=scheduler). Anything with `state_dict` and `load_state_dict` whose
-        state is alike on all ranks; rank 0's is saved. Raises UsageError for anything else.
+        loader=loader, scheduler=scheduler). Anything with `state_dict` and `load_state_dict`; a
+        generator of torch, numpy or random; a dict, list, deque or tensor, which loading fills in
+        place. Its state is alike on all ranks, and rank 0's is saved. Raises UsageError for
+        anything else.
         """
         self._checkpoints.tracking.add(objects)
 

@@ -57,6 +57,9 @@ class Stepping(Backwards):
         there is no loss scale (`--nonfinite skip` skips the step instead); when the step is made,
         CheckpointNotWritten if a save in the background has failed since the last one.
         """
+        if closure is None:
+            self._check_begun("engine.step()")
+        self._window.stepping = self._window.backwards > 0
         if max_norm is not None and not max_norm > 0:
             raise UsageError(f"max_norm takes a number above 0, not {max_norm}.")
         if closure is not None:
@@ -66,7 +69,6 @@ class Stepping(Backwards):
             with torch.enable_grad():
                 closure()
         closures.check_given(self._states, given=closure is not None)
-        self._window.stepping = self._window.backwards > 0
         totals = self._reduced("engine.step()")
         stats = self._decide(totals)
         if not stats.skipped:
@@ -187,10 +189,7 @@ class Stepping(Backwards):
 
     def _reduced(self, call: str) -> Totals:
         """What all ranks know of this step, its sums made."""
-        if not self._window.backwards:
-            raise UsageError(
-                f"{call} without engine.backward(loss) since the last step: call backward first."
-            )
+        self._check_begun(call)
         self._parts.check(self._window.backwards)
         self._states.parameters.check()
         self._held.take_in_writes()
@@ -203,6 +202,13 @@ class Stepping(Backwards):
             self._check_alike(totals)
             self._totals = totals
         return self._totals
+
+    def _check_begun(self, call: str) -> None:
+        """Raise UsageError where there is nothing that `call` could sum up."""
+        if not self._window.backwards:
+            raise UsageError(
+                f"{call} without engine.backward(loss) since the last step: call backward first."
+            )
 
     def _check_alike(self, totals: Totals) -> None:
         """Raise, on all ranks, where they go on from what is not alike; the step is forgotten."""
