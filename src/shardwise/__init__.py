@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise import errors, lr
     from shardwise.data.loader import Loader
-    from shardwise.engine import Engine
+    from shardwise.engine import Engine, Engines
     from shardwise.metrics import Metrics
     from shardwise.model.meta import on_meta
     from shardwise.parallel.attention import Attention
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Attention",
     "Engine",
+    "Engines",
     "Loader",
     "Metrics",
     "World",
@@ -40,6 +41,7 @@ _HOMES = {
     "Attention": "shardwise.parallel.attention",
     "cross_entropy": "shardwise.parallel.loss",
     "Engine": "shardwise.engine",
+    "Engines": "shardwise.engine",
     "Loader": "shardwise.data.loader",
     "Metrics": "shardwise.metrics",
     "World": "shardwise.world",

@@ -92,6 +92,8 @@ class World:
         self.feed.watch(self.draws.before_batch)
         self.step_log = StepLog(None, self.rank)
         self.engines = 0
+        self.stepped_last = -1
+        """The number of the engine whose step came last."""
         self.unstepped = Unstepped()
         self.without_engine: WithoutEngine | None = None
         self.sentry: Sentry | None = None

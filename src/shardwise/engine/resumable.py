@@ -145,6 +145,15 @@ class Resumable(ABC):
             self.world.print(f"shardwise: {line}")
         return self.steps
 
+    def _resume_from(self, home: Path, path: Path | None) -> None:
+        """Go on from `path`, a checkpoint in `home`, or where it is None from here. Collective."""
+        self._checkpoints.claim(home)
+        if path is not None:
+            self.load(path)
+        self._resumes, self._saved = True, self.steps if path is not None else None
+        self._settle_in(home, _Habit())
+        self.world.telling.resumes()
+
     def _pass_over(self, why: object) -> None:
         self.world.print(f"shardwise: passed over: {why}", file=sys.stderr)
 
