@@ -159,7 +159,10 @@ def _mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None
     ours = {*(config.flag(name) for name in config.FIELDS), *more}
     text = _text_of(words[0])
     misplaced = [
-        word for word in words[1:] if (name := word.split("=")[0]) in ours and name not in text
+        word
+        for word in words[1:]
+        if (name := word.split("=")[0]) in ours
+        and not re.search(rf"""["']{re.escape(name)}["'=]""", text)
     ]
     if misplaced:
         click.echo(
