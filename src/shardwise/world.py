@@ -6,7 +6,7 @@ import atexit
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -15,18 +15,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardwise import collectives, config, launch, randomness, recording, repeatable
-from shardwise import rows as rows_module
+from shardwise.batch_rows import BatchRows
 from shardwise.collectives import Collectives, Solo
 from shardwise.common_draws import CommonDraws
-from shardwise.errors import ConfigError, DataError, LaunchError, UsageError
-from shardwise.feed import Batch, Feed, Plan
+from shardwise.errors import ConfigError, LaunchError, UsageError
+from shardwise.feed import Feed
 from shardwise.launch import report
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import Telling
-from shardwise.layout import even_cuts
 from shardwise.mesh import Mesh
 from shardwise.preemption import Preemption
 from shardwise.randomness import GeneratorStates
@@ -43,7 +41,7 @@ T = TypeVar("T")
 _current: World | None = None
 
 
-class World:
+class World(BatchRows):
     """The group of ranks that trains together; made by `shardwise.init`.
 
     Attributes: `rank`, `size`, `local_rank`, `local_size`, `device` (torch.device), `is_main`
@@ -205,112 +203,6 @@ class World:
         group.all_reduce(total.view(-1)).wait()
         return total.to(value.device)
 
-    def share(self, batch: T, dim: int = 0) -> T:
-        """This rank's rows of a total batch, for loops without a Loader; those of its replica.
-
-        `batch` is a tensor of shape (rows, ...) or a nest of such tensors, alike on all ranks; with
-        `dim` rows are counted along that dimension, as in (time, rows, ...) along 1. Shares are
-        contiguous and differ by a row at most. Outside of a loop over a Loader the number of rows
-        becomes the weight of the next `engine.backward`; what is shared out under
-        `torch.no_grad()` changes nothing of that. A rank left without rows gets one, at weight 0.
-        """
-        self._check_takes_rows("world.share")
-        lengths = rows_module.lengths(batch, dim)
-        if len(lengths) != 1 or 0 in lengths:
-            raise DataError(
-                f"world.share takes tensors of one equal {_dimension(dim)} above 0, not {lengths}."
-            )
-        total = lengths.pop()
-        cuts = even_cuts(total, self.data_size)
-        count, mine = rows_module.part(batch, cuts, self.data_rank, dim)
-        plan = Plan(batch_size=total, micro_batches=1, steps_per_epoch=None)
-        training = torch.is_grad_enabled()
-        place = cuts[self.data_rank], cuts[self.data_rank + 1]
-        given = Batch(samples=count, rows=place, total=total)
-        self.feed.share("world.share", plan, given, training=training)
-        if torch.is_grad_enabled():
-            self.step_log.given(count)
-        return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), mine)  # type: ignore[no-any-return]
-
-    def draw(self, make: Callable[[int], T], *, rows: int | None = None, dim: int = 0) -> T:
-        """This rank's rows of what one process draws for the whole batch: noise, time steps.
-
-        `make(n)` is called with the number of rows of the total batch that the Loader (or
-        `world.share`) last gave a part of, or with `rows`, and returns a tensor of n rows along
-        `dim` or a nest of such: `noise = world.draw(lambda n: torch.randn(n, 100))`. It draws from
-        the global generators as they are in one process that has drawn what this run has drawn in
-        common, from the seed on, so it is the same for any number of workers and micro-batches;
-        checkpoints go on with it. Every rank calls it, as often as the others.
-
-        Raises DataError where the number of rows is not known, or is not what `make` returns;
-        UsageError in a forward that is recomputed, and in a batch that some ranks sit out.
-        """
-        self._check_takes_rows("world.draw")
-        self._check_draws_once("world.draw")
-        batch = self.feed.current
-        total, (first, end) = self._place(batch, rows)
-        whole = self.draws.draw(
-            lambda: make(total),
-            step=None if batch is None else batch.step,
-            batch=batch,
-            goes_on=batch is not None and not batch.last,
-        )
-        if (lengths := rows_module.lengths(whole, dim)) != [total]:
-            raise DataError(
-                f"world.draw called make({total}), which returned tensors whose {_dimension(dim)} "
-                f"is {lengths}: let it return {total} rows there."
-            )
-        mine = rows_module.taken(whole, first, end, dim)
-        return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), mine)  # type: ignore[no-any-return]
-
-    @contextmanager
-    def alike(self) -> Iterator[None]:
-        """Inside the block every rank draws the same, as one process goes on to draw: the order of
-        own batches, what is taken out of a replay buffer, the steps of an environment.
-
-        torch, numpy and random are meant. What is drawn outside of it in training is each rank's
-        own. Checkpoints go on with it. Every rank enters it, as often as the others.
-        """
-        self._check_draws_once("world.alike")
-        with self.draws.alike():
-            yield
-
-    def _check_draws_once(self, call: str) -> None:
-        """Raise UsageError where not all ranks come to `call`, or this one comes twice."""
-        self.feed.check_even(call)
-        if torch._C._current_graph_task_id() != -1:
-            raise UsageError(
-                f"{call} in a forward that backward runs again (--activations recomputed, "
-                "torch.utils.checkpoint), which would draw other numbers there: draw before the "
-                "forward, and hand it in."
-            )
-
-    def _place(self, batch: Batch | None, rows: int | None) -> tuple[int, tuple[int, int]]:
-        """How many rows a draw has in all, and which of them are this rank's."""
-        if rows is not None:
-            cuts = even_cuts(rows, self.data_size)
-            return rows, (cuts[self.data_rank], cuts[self.data_rank + 1])
-        if batch is None or batch.rows is None:
-            raise DataError(
-                "world.draw does not know how many rows the total batch has, since "
-                + ("there was none yet" if batch is None else "each worker has a part of its own")
-                + ": write world.draw(make, rows=n)."
-            )
-        return batch.total, batch.rows
-
-    def _check_takes_rows(self, call: str) -> None:
-        """Raise UsageError where total batches are not cut into contiguous shares."""
-        if self.settings.exact is not None and call == "world.share":
-            raise UsageError(
-                f"world.share gives one share of a batch, and --exact {self.settings.exact} cuts "
-                "it into micro-shards: use sw.Loader(...), or leave --exact out."
-            )
-        if self.settings.batch == "worker":
-            raise UsageError(
-                f"{call} takes rows out of a total batch, and --batch worker lets every worker "
-                "have a batch of its own: use sw.Loader(...), or leave --batch out."
-            )
-
     def print(self, *values: Any, **options: Any) -> None:
         """`print`, on rank 0 alone."""
         if self.is_main:
@@ -408,10 +300,6 @@ def _begin_alike(world: World, keywords: dict[str, Any]) -> None:
         told = group.gather_plain(states)[0]
         if not world.is_main:
             GeneratorStates.of_plain(told).restore(world.device)
-
-
-def _dimension(dim: int) -> str:
-    return "first dimension" if dim == 0 else f"dimension {dim}"
 
 
 def _mesh(settings: config.Settings, size: int) -> Mesh:

@@ -746,8 +746,8 @@ def bad_models_case(world):
     with pytest.raises(ModelError, match="sparse=False"):
         engine.backward(loss)
     model = nn.Linear(2, 2)
-    with pytest.raises(ModelError, match="closure"):
-        sw.Engine(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ModelError, match="LBFGS looks across tensors"):
+        sw.Engine(model, torch.optim.LBFGS(model.parameters()), zero=1)
     with pytest.raises(PlacementError, match="nearest legal row is ZERO_2"):
         sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), shard=("gradients",))
 
