@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Collection, Sequence
@@ -174,21 +175,49 @@ def _run(words: tuple[str, ...], **given: Any) -> int:
     _check(settings)
     if not words:
         raise LaunchError("What shall be run? For example: shardwise run -n 2 train.py")
-    _mention_misplaced(words[1:], OF_THE_SIZE if given.get("size") is None else ())
+    _mention_misplaced(words, OF_THE_SIZE if given.get("size") is None else ())
+    _mention_copies(words[0], given.get("size"))
     return start.run(start.Asked(words=words, settings=settings, **given))
 
 
-def _mention_misplaced(arguments: Sequence[str], more: Collection[str] = ()) -> None:
+def _mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
     """Say, in case it was not meant, which of our flags stand among the script's arguments: those
-    of settings, and `more`."""
+    of settings, and `more`, but for options that the script itself names."""
     ours = {*(config.flag(name) for name in config.FIELDS), *more}
-    misplaced = [word for word in arguments if word.split("=")[0] in ours]
+    text = _text_of(words[0])
+    misplaced = [
+        word
+        for word in words[1:]
+        if (name := word.split("=")[0]) in ours
+        and not re.search(rf"""["']{re.escape(name)}["'=]""", text)
+    ]
     if misplaced:
         click.echo(
             f"shardwise: {' '.join(misplaced)} stands after the script and goes to it. "
             "If it is meant for shardwise, put it before the script.",
             err=True,
         )
+
+
+def _mention_copies(script: str, size: int | None) -> None:
+    """Say of a script that names neither us nor Horovod what it will do on several workers."""
+    text = _text_of(script)
+    if size is not None and size > 1 and text and not re.search("shardwise|horovod", text):
+        click.echo(
+            f"shardwise: {script} names neither shardwise nor horovod: unless what it imports "
+            f"calls sw.init, {size} copies of it run, each by itself with all of the work.",
+            err=True,
+        )
+
+
+def _text_of(script: str) -> str:
+    """What stands in a Python script; "" for any other program."""
+    if not script.endswith(".py"):
+        return ""
+    try:
+        return Path(script).read_text(errors="replace")
+    except OSError:  # the launcher says what is wrong with it
+        return ""
 
 
 def _check(flags: dict[str, str]) -> None:

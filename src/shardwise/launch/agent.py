@@ -104,11 +104,13 @@ class Agent:
         command = program.command(words[0], tuple(words[1:]), module=module)
         if interface_name is not None:
             address = interface.address_of(interface_name)
+        where = {"port": port, "master_port": 0}
         if listens:
             address = address or interface.towards(towards)
             self._listener = self._stack.enter_context(rendezvous.listen(address, port))
-            port = self._listener.getsockname()[1]
-        self._tell("ready", command=command, address=address, port=port)
+            spare = self._stack.enter_context(rendezvous.reserve(address))
+            where = {"port": self._listener.getsockname()[1], "master_port": spare.getsockname()[1]}
+        self._tell("ready", command=command, address=address, **where)
 
     def _on_start(self, task: dict[str, Any]) -> None:
         """Start the ranks."""
