@@ -74,9 +74,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def _in_site(path: str) -> str | None:
     """Where a file that is not among PAGES stands in the site; None where it is no part of it."""
-    if path.startswith("docs/"):
-        return path.removeprefix("docs/")
-    return path if path.endswith(".png") else None
+    is_page = path.endswith((".md", ".png"))
+    return path.removeprefix("docs/") if is_page else None
 
 
 def _help() -> str:
