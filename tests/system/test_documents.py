@@ -48,7 +48,7 @@ def test_every_block_says_its_language_and_every_command_is_known(document: Path
 
 
 def assert_known(words: list[str]) -> None:
-    """A target of make, a program of this repository, or a command of ours with flags that it has."""
+    """A target of make, a program of this repository, or a command of ours with its flags."""
     program, *arguments = words
     if program == "make":
         assert arguments[0] in TARGETS

@@ -129,7 +129,7 @@ def _add_gradients(group: dict[str, Any], owners: dict[Any, nn.Parameter]) -> No
     if not edges:
         return
     parameters = [owners[node] for node in group["params"]]
-    # A node that another one of them leads to gets its own gradient only: the kept one is all of it.
+    # A node that another one leads to gets its own gradient only: the kept one is all of it.
     handles = [node.register_prehook(_give(grads)) for node, grads in kept]
     try:
         found = torch.autograd.grad(
