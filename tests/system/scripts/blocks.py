@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from guide import Model, dataset, loss_fn
 
@@ -26,7 +27,8 @@ GIVEN = (
     ("sw.Loader(", "loader = sw.Loader(dataset, batch_size=16, shuffle=True)"),
 )
 
-LOADED = (sw.Engine, sw.Loader, sw.Metrics)
+torch._dynamo
+LOADED = (sw.Engine, sw.Loader, sw.Metrics, torch._dynamo)
 """Imported here, once for all programs."""
 
 
