@@ -27,7 +27,6 @@ GIVEN = (
     ("sw.Loader(", "loader = sw.Loader(dataset, batch_size=16, shuffle=True)"),
 )
 
-torch._dynamo
 LOADED = (sw.Engine, sw.Loader, sw.Metrics, torch._dynamo)
 """Imported here, once for all programs."""
 
