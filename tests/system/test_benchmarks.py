@@ -330,3 +330,12 @@ def test_three_faults(tmp_path: Path) -> None:
     assert told["runs"] >= 1
     assert told["runs_that_differ"] == told["broken"] == 0
     assert "runs, of which 0 came to other bits" in shown
+
+
+def test_documents_show_what_the_results_say(tmp_path: Path) -> None:
+    results = BENCHMARKS / "results" / "2026-11-23-step-time.json"
+    words = run("picture.py", results, tmp_path / "step_time.png")
+    assert (tmp_path / "step_time.png").stat().st_size > 10_000
+    assert words in (BENCHMARKS.parent / "README.md").read_text()
+    table = run("markdown.py", "--short", results)
+    assert table in (BENCHMARKS.parent / "docs" / "speed.md").read_text()

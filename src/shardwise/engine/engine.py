@@ -54,8 +54,8 @@ class Engine(Stepping):
     the environment and the flags. All ranks make their engines in the same order.
 
     With `--tensor` layers are split over the ranks of a replica: known shapes are found, and
-    `tensor_plan` says how others are, by patterns of module names: {"blocks.*.up": "colwise",
-    "blocks.*.down": "rowwise", "head": "whole"}; docs/parallel.md has all of it.
+    `tensor_plan` says how others are, by patterns of module names: `{"blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise", "head": "whole"}`; docs/parallel.md has all of it.
 
     With `--pipeline` they are shared out: each worker has some, and `forward_backward` sends a
     batch through all of them in micro-batches; docs/parallel.md.
