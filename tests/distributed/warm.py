@@ -4,6 +4,7 @@ A collection looks at each object, and so copies each page of memory that a fork
 with others: what is imported is put aside here, once, and no rank looks at it again.
 """
 
+import contextlib
 import gc
 
 import pytest  # noqa: F401
@@ -12,6 +13,14 @@ import torch.distributed.pipelining
 import torch.utils.data  # noqa: F401
 
 import shardwise  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    from transformers import (  # noqa: F401
+        GPT2LMHeadModel,
+        LlamaForCausalLM,
+        MixtralForCausalLM,
+        T5ForConditionalGeneration,
+    )
 
 gc.collect()
 gc.freeze()
