@@ -32,17 +32,7 @@ from tests.distributed import worker
 from tests.distributed.worker import Outcome
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(
-    [
-        "torch",
-        "torch._dynamo",
-        "torch.distributed.pipelining",
-        "torch.utils.data",
-        "shardwise",
-        "shardwise.cli",
-        "pytest",
-    ]
-)
+FORKED.set_forkserver_preload(["tests.distributed.warm"])
 
 START_LIMIT = 120.0
 GRACE = 1.0

@@ -7,9 +7,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ParameterAccess
 
-TWO = pytest.param("2 gloo", marks=pytest.mark.full)
-"""What three ranks do not show is rare."""
-RANKS = ["1 gloo", TWO, "3 gloo", "3 shared"]
+THREE = pytest.param("3 gloo", marks=pytest.mark.full)
+"""What neither two ranks over Gloo nor three in shared memory show is rare."""
+RANKS = ["1 gloo", "2 gloo", THREE, "3 shared"]
 every_size = pytest.mark.parametrize("ranks", RANKS)
 """Over Gloo units are gathered by all ranks together; in shared memory every bucket lies whole."""
 
