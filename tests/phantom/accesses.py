@@ -16,10 +16,12 @@ class Access:
     count: int
     writes: bool
     what: str
-    """The operation, and the line that asked for it."""
+    where: object
+    """The lines that asked for the operation `what`; words when they are needed."""
 
     def __str__(self) -> str:
-        return f"{'write' if self.writes else 'read'} on {self.who} by {self.what}"
+        verb = "write" if self.writes else "read"
+        return f"{verb} on {self.who} by {self.what} in {self.where}"
 
     def covers(self, other: Access) -> bool:
         """Whether whatever comes in order with this one does so with `other`, too."""

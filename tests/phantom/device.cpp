@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <deque>
 #include <map>
 #include <mutex>
 
@@ -26,7 +27,6 @@ struct Callbacks {
   void (*await_stream)(int64_t stream);
   int (*has_happened)(int64_t event);
   void (*pinned)(int64_t address, int64_t nbytes);
-  void (*unpinned)(int64_t address);
 };
 Callbacks told{};
 
@@ -84,6 +84,10 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 std::mutex lock;
 std::map<const char*, size_t> pinned;  // bytes by address
 
+// Freed since somebody asked. Python is not called for it, as a destructor may run while a Python
+// exception is on its way, which it would lose.
+std::deque<int64_t> let_go;
+
 bool is_pinned(const void* pointer) {
   std::lock_guard<std::mutex> guard(lock);
   auto* address = static_cast<const char*>(pointer);
@@ -107,10 +111,10 @@ struct PinnedAllocator final : c10::Allocator {
     return {address, address, &release, Device(DeviceType::CPU)};
   }
   static void release(void* address) {
-    if (told.unpinned) told.unpinned(reinterpret_cast<int64_t>(address));
     {
       std::lock_guard<std::mutex> guard(lock);
       pinned.erase(static_cast<char*>(address));
+      let_go.push_back(reinterpret_cast<int64_t>(address));
     }
     std::free(address);
   }
@@ -163,4 +167,15 @@ int64_t exchange_stream(int64_t id) {
   return before;
 }
 int64_t new_stream() { return ++streams; }
+void release(void* managed) {  // the deleter of a DLManagedTensor
+  std::lock_guard<std::mutex> guard(lock);
+  let_go.push_back(reinterpret_cast<int64_t>(managed));
+}
+int64_t next_released() {
+  std::lock_guard<std::mutex> guard(lock);
+  if (let_go.empty()) return 0;
+  int64_t first = let_go.front();
+  let_go.pop_front();
+  return first;
+}
 }

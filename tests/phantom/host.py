@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.phantom.memory import is_on_device, span
-from tests.phantom.operators import written
+from tests.phantom.operators import leaves, written
 from tests.phantom.streams import Device
 
 
 class Host(TorchDispatchMode):
-    """Inside it, what this thread and autograd's do on the CPU is followed; files' bytes are not."""
+    """Inside it, what this thread and autograd's do on the CPU is followed."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -26,8 +25,8 @@ class Host(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(is_on_device(tensor) for tensor in tensors):
+        tensors = [x for x in leaves((*args, *kwargs.values())) if isinstance(x, Tensor)]
+        if any(map(is_on_device, tensors)):
             return
         order = Device.order
         pinned = [

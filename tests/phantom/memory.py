@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -33,8 +34,6 @@ class _Managed(ctypes.Structure):
     """DLManagedTensor."""
 
 
-_DELETER = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
-
 _Managed._fields_ = [
     ("data", ctypes.c_void_p),
     ("device_type", ctypes.c_int32),
@@ -47,7 +46,7 @@ _Managed._fields_ = [
     ("strides", ctypes.POINTER(ctypes.c_int64)),
     ("byte_offset", ctypes.c_uint64),
     ("context", ctypes.c_void_p),
-    ("deleter", _DELETER),
+    ("deleter", ctypes.c_void_p),
 ]
 
 _capsule: Any = ctypes.PyDLL(None).PyCapsule_New
@@ -85,7 +84,7 @@ def to_device(host: Tensor) -> Tensor:
         lanes=1,
         shape=shape,
         strides=strides,
-        deleter=_freed,
+        deleter=ctypes.cast(Device.library.release, ctypes.c_void_p),
     )
     Blocks._alive[ctypes.addressof(managed)] = (managed, address, shape, strides)
     if address:
@@ -94,12 +93,16 @@ def to_device(host: Tensor) -> Tensor:
     return torch._C._from_dlpack(_capsule(ctypes.addressof(managed), b"dltensor", None))  # type: ignore[attr-defined]
 
 
-@_DELETER
-def _freed(pointer: Any) -> None:
-    _, address, _, _ = Blocks._alive.pop(ctypes.addressof(pointer.contents))
-    if address:
-        Device.order.freed(address)
-        del Blocks.host[address]
+def released() -> Iterator[int]:
+    """The addresses of blocks that were let go of since this was last asked."""
+    while number := Device.library.next_released():
+        if number not in Blocks._alive:
+            yield number  # pinned memory
+            continue
+        _, address, _, _ = Blocks._alive.pop(number)
+        if address:
+            del Blocks.host[address]
+            yield address
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def span(tensor: Tensor) -> Span:
-    """From its first byte to its last: what lies between the rows of a view is taken for its own."""
+    """From its first byte to its last, with what lies between the rows of a view."""
     first = tensor.data_ptr()
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     nbytes = (last + 1) * tensor.element_size() if tensor.numel() else 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from tests.phantom.memory import is_on_device, span, to_device, to_host
 from tests.phantom.streams import Device
@@ -44,32 +44,61 @@ VIEWS = (
 """Operations that look at no value: the CPU's own know nothing of where the bytes are."""
 
 
-def written(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """What arguments hold, those in lists as well."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from leaves(value)
+        else:
+            yield value
+
+
+def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes into, by its schema."""
-    found: list[Tensor] = []
-    for index, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
+    schema = op._schema
+    if not schema.is_mutable:
+        return []
+    values = (
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return [leaf for leaf in leaves(values) if isinstance(leaf, Tensor)]
 
 
 def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Any operation that has tensors of the device, and no function of its own below."""
     name = op._schema.name.partition("::")[2]
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    lowered = [_lowered(leaf) for leaf in leaves]
-    pairs = [(x, y) for x, y in zip(leaves, lowered, strict=True) if is_on_device(x)]
+    views = _Views()
+    low_args = tuple(map(views.lowered, args))
+    low_kwargs = {key: views.lowered(value) for key, value in kwargs.items()}
     targets = [t for t in written(op, args, kwargs) if is_on_device(t)]
     known = {id(target) for target in targets}
-    _kernel(name, [x for x, _ in pairs if id(x) not in known], targets)
-    with torch._C._AutoDispatchBelowAutograd():  # type: ignore[attr-defined]
-        low_args, low_kwargs = pytree.tree_unflatten(lowered, spec)
+    _kernel(name, [x for x, _ in views.pairs if id(x) not in known], targets)
+    with torch._C._AutoDispatchBelowAutograd(), _draws(op):  # type: ignore[attr-defined]
         out = op(*low_args, **low_kwargs)
-    for tensor, view in pairs:
+    for tensor, view in views.pairs:
         if view.shape != tensor.shape:  # `out=` of another size
             aten.set_.source_Tensor.redispatch(_CPU, tensor, to_device(view))
-    return pytree.tree_map(lambda result: _raised(name, result, pairs), out)
+    if isinstance(out, (list, tuple)):
+        return type(out)(views.raised(name, result) for result in out)
+    return views.raised(name, out)
+
+
+@contextmanager
+def _draws(op: Any) -> Iterator[None]:
+    """Inside it, what the CPU draws is of the device's own generator."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        yield
+        return
+    of_device, of_host = torch.cuda.default_generators[0], torch.default_generator
+    before = of_host.get_state()
+    of_host.set_state(of_device.get_state())
+    try:
+        yield
+    finally:
+        of_device.set_state(of_host.get_state())
+        of_host.set_state(before)
 
 
 def _kernel(name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
@@ -78,26 +107,35 @@ def _kernel(name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Non
         Device.order.synchronize(Device.order.moment(Device.current()), name)
 
 
-def _lowered(leaf: Any) -> Any:
-    if is_on_device(leaf):
-        return to_host(leaf)
-    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+class _Views:
+    """The tensors of the device that an operation was given, and the host's views of them."""
 
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Tensor, Tensor]] = []
 
-def _raised(name: str, result: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-    """The device's tensor for a result of the CPU's: the one that was given, or a new one."""
-    if not isinstance(result, Tensor):
-        return result
-    for tensor, view in pairs:
-        if result is view:
-            return tensor
-    storage = result.untyped_storage().data_ptr()
-    if result.numel() and any(storage == v.untyped_storage().data_ptr() for _, v in pairs):
-        raise NotImplementedError(f"the simulated device has no view {name}: see operators.VIEWS")
-    tensor = to_device(result)
-    Device.order.kernel(Device.current(), f"{name} (its result)", (), [span(tensor)])
-    del Device.order.kernels[f"{name} (its result)"]
-    return tensor
+    def lowered(self, value: Any) -> Any:
+        """An argument as the CPU's operation takes it."""
+        if is_on_device(value):
+            view = to_host(value)
+            self.pairs.append((value, view))
+            return view
+        if isinstance(value, (list, tuple)):
+            return [self.lowered(each) for each in value]
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    def raised(self, name: str, result: Any) -> Any:
+        """The device's tensor for a result: the one that was given, or a new one."""
+        if not isinstance(result, Tensor):
+            return result
+        for tensor, view in self.pairs:
+            if result is view:
+                return tensor
+        storage = result.untyped_storage().data_ptr()
+        if result.numel() and any(storage == v.untyped_storage().data_ptr() for _, v in self.pairs):
+            raise NotImplementedError(f"a view, {name}, is not among operators.VIEWS")
+        tensor = to_device(result)
+        Device.order.result(Device.current(), name, span(tensor))
+        return tensor
 
 
 def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:

@@ -14,12 +14,13 @@ def become() -> None:
     """Give this process, which has not imported torch, a simulated device."""
     library = building.load()
 
-    from tests.phantom import collectives, operators, streams, torch_cuda
+    from tests.phantom import collectives, memory, operators, streams, torch_cuda
     from tests.phantom.clocks import HOST
     from tests.phantom.order import Order
     from tests.phantom.where import where
 
-    streams.follow(library, Order(where), HOST)
+    streams.Device.library = library
+    streams.follow(Order(where, memory.released), HOST)
     torch_cuda.install()
     operators.install()
     collectives.install()

@@ -142,16 +142,16 @@ class _Callbacks(ctypes.Structure):
         ("await_stream", _ONE),
         ("has_happened", _ASK),
         ("pinned", _PAIR),
-        ("unpinned", _ONE),
     ]
 
 
-def follow(library: ctypes.CDLL, order: Order, host: str) -> None:
-    """Let the library tell `order` what C++ does; pinned memory belongs to `host`."""
-    for name in ("current_stream", "exchange_stream", "new_stream"):
+def follow(order: Order, host: str) -> None:
+    """Let the device's library tell `order` what C++ does; pinned memory belongs to `host`."""
+    library = Device.library
+    for name in ("current_stream", "exchange_stream", "new_stream", "next_released"):
         getattr(library, name).restype = ctypes.c_int64
     library.exchange_stream.argtypes = [ctypes.c_int64]
-    Device.library, Device.order = library, order
+    Device.order = order
 
     def await_stream(number: int) -> None:
         seen = None if number == ALL else order.moment(name_of(number))
@@ -164,7 +164,6 @@ def follow(library: ctypes.CDLL, order: Order, host: str) -> None:
         _ONE(await_stream),
         _ASK(lambda event: int(order.has_happened(order.event(event)))),
         _PAIR(lambda address, nbytes: order.allocated(address, nbytes, host)),
-        _ONE(order.freed),
     )
     library.follow(ctypes.byref(callbacks))
     _kept.append(callbacks)

@@ -89,8 +89,8 @@ def test_bytes_and_counts():
     order.freed(2000)
     order.kernel("main", "add")
     order.synchronize(None, "event")
-    assert (order.nbytes, order.most_nbytes) == (100, 150)
+    assert (order.nbytes(), order.most_nbytes()) == (100, 150)
     assert order.kernels == {"add": 1}
     assert order.synchronisations == {"event in a line": 1}
     order.begin()
-    assert (order.most_nbytes, order.kernels) == (100, {})
+    assert (order.most_nbytes(), order.kernels) == (100, {})

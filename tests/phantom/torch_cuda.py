@@ -23,11 +23,6 @@ def _record_stream(tensor: Tensor, stream: Stream) -> None:
     Device.order.record_stream(tensor.untyped_storage().data_ptr(), stream.name)
 
 
-def _reset_peak(device: Any = None) -> None:
-    del device
-    Device.order.most_nbytes = Device.order.nbytes
-
-
 def install() -> None:
     """Take the place of the functions that Shardwise, its tests and torch itself call."""
     generator = torch.Generator()
@@ -51,9 +46,9 @@ def install() -> None:
         "is_initialized": lambda: True,
         "manual_seed": generator.manual_seed,
         "manual_seed_all": generator.manual_seed,
-        "max_memory_allocated": lambda *_: Device.order.most_nbytes,
-        "memory_allocated": lambda *_: Device.order.nbytes,
-        "reset_peak_memory_stats": _reset_peak,
+        "max_memory_allocated": lambda *_: Device.order.most_nbytes(),
+        "memory_allocated": lambda *_: Device.order.nbytes(),
+        "reset_peak_memory_stats": lambda *_: Device.order.forget_most(),
         "set_device": lambda _: None,
         "set_rng_state": lambda state, *_: generator.set_state(state),
         "stream": streams.stream,

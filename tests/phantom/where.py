@@ -13,23 +13,28 @@ _known: dict[CodeType, str] = {}
 """By code, the part of its file's name that is shown; "" where it is torch's or Python's."""
 
 
-def where() -> str:
-    """As `states/held.py:12 < engine/engine.py:34`, the innermost first."""
-    found: list[str] = []
+class Lines(tuple[tuple[str, int], ...]):
+    """Files and lines, the innermost first; in words `states/held.py:12 < engine/engine.py:34`."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return " < ".join(f"{name}:{line}" for name, line in self) or "torch"
+
+
+def where() -> Lines:
+    """The lines that this thread is at."""
+    found: list[tuple[str, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(found) < LINES:
-        name = _name(frame.f_code)
+        code = frame.f_code
+        name = _known.get(code)
+        if name is None:
+            name = _known[code] = _shown(code.co_filename)
         if name:
-            found.append(f"{name}:{frame.f_lineno}")
+            found.append((name, frame.f_lineno))
         frame = frame.f_back
-    return " < ".join(found) or "torch"
-
-
-def _name(code: CodeType) -> str:
-    known = _known.get(code)
-    if known is None:
-        known = _known[code] = _shown(code.co_filename)
-    return known
+    return Lines(found)
 
 
 def _shown(path: str) -> str:
