@@ -1,4 +1,4 @@
-"""NCCL's collectives on tensors of the device: Gloo moves their bytes, at once.
+"""NCCL's collectives on tensors of the device: Gloo moves their bytes, at once or by the wait.
 
 Each communicator has a stream of its own, as NCCL's do: a collective comes after what the present
 stream was asked for, and what reads its result comes after it only when `wait` was called. Other
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -41,15 +41,29 @@ _REAL = {
 
 
 class Work:
-    """A collective that is done in fact, and of which nobody may know before `wait`."""
+    """A collective of which nobody may know before `wait` that it is done; `moving` is Gloo's,
+    where that goes on beside the host, as when two ranks send before they receive.
 
-    def __init__(self, seen: Seen) -> None:
+    Its tensors live until then, as torch holds on to them, or till it is known to be done.
+    """
+
+    _stashed: ClassVar[dict[Work, Sequence[Tensor]]] = {}
+
+    def __init__(self, seen: Seen, moving: Any, tensors: Sequence[Tensor]) -> None:
         self._seen = seen
+        self._moving = moving
+        for work in [work for work in self._stashed if work.is_completed()]:
+            del self._stashed[work]
+        self._stashed[self] = tensors
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the present stream wait, but not the host."""
         del timeout
+        moving, self._moving = self._moving, None
+        if moving is not None:
+            moving.wait()
         Device.order.wait(Device.current(), self._seen)
+        self._stashed.pop(self, None)
         return True
 
     def is_completed(self) -> bool:
@@ -61,7 +75,7 @@ def _launch(
     name: str,
     group: Group,
     async_op: bool,
-    move: Callable[[], None],
+    move: Callable[[], Any],
     reads: Sequence[Tensor] = (),
     writes: Sequence[Tensor] = (),
 ) -> Work | None:
@@ -75,8 +89,8 @@ def _launch(
         calls[name] += 1
         order.wait(stream, order.moment(Device.current()))
         order.kernel(stream, name, map(span, reads), map(span, writes))
-        work = Work(order.moment(stream))
-    move()
+        seen = order.moment(stream)
+    work = Work(seen, move(), (*reads, *writes))
     return work if async_op else (work.wait() and None)
 
 
@@ -100,8 +114,8 @@ def _all_reduce(
     if not is_on_device(tensor):
         return _REAL["all_reduce"](tensor, op, group, async_op)
 
-    def move() -> None:
-        _REAL["all_reduce"](to_host(tensor), op, group)
+    def move() -> Any:
+        return _REAL["all_reduce"](to_host(tensor), op, group, True)
 
     return _launch("all_reduce", group, async_op, move, [tensor], [tensor])
 
@@ -116,8 +130,8 @@ def _broadcast(
     if not is_on_device(tensor):
         return _REAL["broadcast"](tensor, src, group, async_op, group_src)
 
-    def move() -> None:
-        _REAL["broadcast"](to_host(tensor), src, group, False, group_src)
+    def move() -> Any:
+        return _REAL["broadcast"](to_host(tensor), src, group, True, group_src)
 
     here = dist.get_rank(None if group_src is None else group)
     sends = here == (src if group_src is None else group_src)
@@ -149,7 +163,12 @@ def _all_gather_single(
         _REAL["all_gather"](parts, to_host(tensor).clone(), group=group)
         to_host(output).view(-1).copy_(torch.cat(parts).view(-1))
 
-    return _launch("all_gather_single", group, async_op, move, [tensor], [output])
+    # What a rank sends from its own place in the result is not written: NCCL gathers in place.
+    place, flat = dist.get_rank(group), output.view(-1)
+    first, length = place * tensor.numel(), tensor.numel()
+    in_place = tensor.data_ptr() == flat[first:].data_ptr()
+    written = [flat[:first], flat[first + length :]] if in_place else [output]
+    return _launch("all_gather_single", group, async_op, move, [tensor], written)
 
 
 def _reduce_scatter_single(

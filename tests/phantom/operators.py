@@ -70,7 +70,7 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Any operation that has tensors of the device, and no function of its own below."""
     name = op._schema.name.partition("::")[2]
     views = _Views()
-    low_args = tuple(map(views.lowered, args))
+    low_args = tuple(views.lowered(value) for value in _unwrapped(op, args))
     low_kwargs = {key: views.lowered(value) for key, value in kwargs.items()}
     targets = [t for t in written(op, args, kwargs) if is_on_device(t)]
     known = {id(target) for target in targets}
@@ -83,6 +83,14 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(out, (list, tuple)):
         return type(out)(views.raised(name, result) for result in out)
     return views.raised(name, out)
+
+
+def _unwrapped(op: Any, args: Sequence[Any]) -> Iterator[Any]:
+    """Arguments, where Python was given a number for a tensor that torch has made of one."""
+    for value, argument in zip(args, op._schema.arguments, strict=False):
+        is_number = isinstance(value, (bool, int, float)) and str(argument.type) == "Tensor"
+        wide = torch.float64 if isinstance(value, float) else None
+        yield torch.tensor(value, dtype=wide) if is_number else value
 
 
 @contextmanager

@@ -29,6 +29,7 @@ def install() -> None:
     functions = {
         "_get_device_index": lambda *_, **__: 0,
         "_is_in_bad_fork": lambda: False,
+        "_initialized": True,
         "_lazy_init": lambda: None,
         "current_device": lambda: 0,
         "current_stream": streams.current_stream,
