@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise.collectives import Solo
 from shardwise.mesh import Mesh
 from shardwise.world import World
+from tests.gpu import test_activations
 from tests.gpu.training import CLASSES, Model, tiers
 
 ROWS, WIDTH, STEPS = 8, 32, 3
@@ -135,6 +136,12 @@ def loaded(world: World, settings: dict[str, Any], kind: str = "Model") -> list[
     return [torch.tensor(losses, dtype=torch.float64), *values]
 
 
+def activations(world: World, settings: dict[str, Any]) -> None:
+    """A training whose activations are large enough to be moved away."""
+    test_activations.WIDE = {"width": 256, "rows": 72}
+    test_activations.trained(world, 0, settings)
+
+
 @contextmanager
 def cut(world: World, **mesh: int) -> Iterator[None]:
     """The ranks in a mesh of more than the data axis."""
@@ -177,7 +184,7 @@ def horovod(world: World) -> list[Tensor]:
     hvd.init()
     try:
         mine = torch.arange(6.0, device=world.device) + world.rank
-        found.append(hvd.allreduce(mine, name="a"))
+        found.append(hvd.allreduce(mine, name="a") * 2)  # its own memory is let go of at once
         found.extend(hvd.grouped_allreduce([mine, 2 * mine], name="b"))
         found.append(hvd.allgather(mine[: 2 + world.rank], name="c"))
         found.append(hvd.broadcast(mine, 1, name="d"))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.phantom.clocks import Seen
 from tests.phantom.memory import is_on_device, span, to_host
+from tests.phantom.planting import COLLECTIVE, Planted
 from tests.phantom.streams import Device
 
 Group = dist.ProcessGroup | None
@@ -62,7 +63,8 @@ class Work:
         moving, self._moving = self._moving, None
         if moving is not None:
             moving.wait()
-        Device.order.wait(Device.current(), self._seen)
+        if not Planted.leaves_out(COLLECTIVE):
+            Device.order.wait(Device.current(), self._seen)
         self._stashed.pop(self, None)
         return True
 

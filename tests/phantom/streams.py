@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from tests.phantom.clocks import Seen
 from tests.phantom.order import Order
+from tests.phantom.planting import EVENT, SYNCHRONIZE, Planted
 
 ALL = -1
 """Instead of the number of a stream: all of them."""
@@ -42,6 +43,8 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Go on when `event` has happened."""
+        if Planted.leaves_out(EVENT):
+            return
         Device.order.wait(self.name, event.seen)
 
     def wait_stream(self, other: Stream) -> None:
@@ -86,6 +89,8 @@ class Event:
 
     def synchronize(self) -> None:
         """Let the host wait."""
+        if Planted.leaves_out(SYNCHRONIZE):
+            return
         Device.order.synchronize(self.seen, "event")
 
     def query(self) -> bool:

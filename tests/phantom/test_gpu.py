@@ -99,7 +99,7 @@ def test_activations_elsewhere(phantom, row, how):
 
 def activations(world, row, settings):
     """With smaller tensors, above the size from which they move."""
-    test_activations.WIDE = {"width": 256, "rows": 72}
+    test_activations.WIDE = {"width": 256, "rows": 256}
     test_activations.same_bits(world, row, settings)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.phantom import streams
+from tests.phantom.planting import RECORD, Planted
 from tests.phantom.streams import Device, Stream
 
 
@@ -20,6 +21,8 @@ class _OneDevice(nullcontext[None]):
 
 
 def _record_stream(tensor: Tensor, stream: Stream) -> None:
+    if Planted.leaves_out(RECORD):
+        return
     Device.order.record_stream(tensor.untyped_storage().data_ptr(), stream.name)
 
 
