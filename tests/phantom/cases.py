@@ -211,3 +211,29 @@ def horovod(world: World) -> list[Tensor]:
 
 def _first(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
+
+
+def one_step(
+    world: World, settings: dict[str, Any], kind: str = "Model", blocks: int = 3
+) -> tuple[dict[str, int], int, int]:
+    """What a step in mid-run asks for, from forward to the end of `step()`: synchronisations by
+    cause and line, kernels of `step()` alone, and the number of buckets."""
+    from tests.phantom.streams import Device
+
+    shape = (WIDTH,) if kind == "Model" else (3, 4, 4)
+    world.engines = 0
+    model = (Model(blocks=blocks) if kind == "Model" else ConvNet()).to(world.device)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    engine = sw.Engine(model, optimizer, bucket_mb=0.03, **settings)
+    batches = [batch(world, step, shape) for step in range(4)]
+    shares = [world.share((x.float(), y)) for x, y in batches]
+    order = Device.order
+    for x, y in shares:
+        order.begin()
+        engine.backward(loss_of(model, x, y), weight=len(x))
+        before = sum(order.kernels.values())
+        engine.step(max_norm=0.5)
+    kernels = sum(order.kernels.values()) - before
+    found = dict(order.synchronisations), kernels, len(engine._states.parameters.buckets)
+    engine.close()
+    return found
