@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import shardwise as sw
 from shardwise.collectives import Solo
 from shardwise.mesh import Mesh
+from shardwise.states import turns
 from shardwise.world import World
 from tests.gpu import test_activations
 from tests.gpu.training import CLASSES, Model, tiers
@@ -214,25 +215,27 @@ def _first(result: Any) -> Tensor:
 
 
 def one_step(
-    world: World, settings: dict[str, Any], kind: str = "Model", blocks: int = 3
+    world: World, settings: dict[str, Any], kind: str = "Model", width: int = WIDTH, blocks: int = 3
 ) -> tuple[dict[str, int], int, int]:
     """What a step in mid-run asks for, from forward to the end of `step()`: synchronisations by
     cause and line, kernels of `step()` alone, and the number of buckets."""
     from tests.phantom.streams import Device
 
-    shape = (WIDTH,) if kind == "Model" else (3, 4, 4)
+    shape = (width,) if kind == "Model" else (3, 4, 4)
     world.engines = 0
-    model = (Model(blocks=blocks) if kind == "Model" else ConvNet()).to(world.device)
+    model = Model(width, blocks) if kind == "Model" else ConvNet()
+    model.to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    engine = sw.Engine(model, optimizer, bucket_mb=0.03, **settings)
-    batches = [batch(world, step, shape) for step in range(4)]
-    shares = [world.share((x.float(), y)) for x, y in batches]
-    order = Device.order
-    for x, y in shares:
+    engine = sw.Engine(model, optimizer, **{"bucket_mb": 0.03} | settings)
+    order, asked, turns.SETTLED = Device.order, turns.SETTLED, 2
+    for step in range(4):
+        x, y = world.share(batch(world, step, shape))
+        x = x.float()
         order.begin()
         engine.backward(loss_of(model, x, y), weight=len(x))
         before = sum(order.kernels.values())
         engine.step(max_norm=0.5)
+    turns.SETTLED = asked
     kernels = sum(order.kernels.values()) - before
     found = dict(order.synchronisations), kernels, len(engine._states.parameters.buckets)
     engine.close()
