@@ -96,3 +96,7 @@ def test_layers_shared_out(phantom, group, schedule):
 
 def test_horovod(phantom, group):
     same(phantom, group, cases.horovod)
+
+
+def test_horovod_on_a_stream_of_the_users_own(phantom, group):
+    same(phantom, group, cases.horovod_on_a_stream_of_its_own)
