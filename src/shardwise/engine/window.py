@@ -253,20 +253,16 @@ class Totals:
 def _row(numbers: list[Number], device: torch.device) -> Tensor:
     """One fp64 vector on `device`, by one copy of what is elsewhere, for which the host does not
     wait where it goes to an accelerator."""
-    runs = [(far, list(run)) for far, run in groupby(numbers, key=_is_far)]
-    far = [n.double().reshape(-1) for is_far, run in runs if is_far for n in run]  # type: ignore[union-attr]
-    near = [x for is_far, run in runs if not is_far for n in run for x in _values(n)]
-    sources = {
-        True: torch.cat(far).to(device) if far else None,
-        False: to_device(torch.tensor(near, dtype=torch.float64), device),
-    }
-    ends = {True: 0, False: 0}
-    parts = []
-    for is_far, run in runs:
-        source, first = sources[is_far], ends[is_far]
+    near = [x for number in numbers if not _is_far(number) for x in _values(number)]
+    sent = to_device(torch.tensor(near, dtype=torch.float64), device)
+    far = [n.double().reshape(-1) for n in numbers if isinstance(n, Tensor) and _is_far(n)]
+    if not far:
+        return sent
+    sources, ends, parts = {True: torch.cat(far).to(device), False: sent}, [0, 0], []
+    for is_far, run in groupby(numbers, key=_is_far):
+        first = ends[is_far]
         ends[is_far] += sum(n.numel() if isinstance(n, Tensor) else 1 for n in run)
-        assert source is not None
-        parts.append(source[first : ends[is_far]])
+        parts.append(sources[is_far][first : ends[is_far]])
     return torch.cat(parts)
 
 

@@ -157,7 +157,7 @@ class Buffers:
         self._followed = kept
         self._take(means)
 
-    def _take(self, means: Sequence[Tensor]) -> None:
+    def _take(self, means: list[Tensor]) -> None:
         """Write the means of what is followed; those of an accelerator go there in one copy."""
         held = [self._buffer(followed.index) for followed in self._followed]
         lengths = [mean.numel() for mean in means]
@@ -169,8 +169,8 @@ class Buffers:
                     lengths
                 )
             mean = moved[buffer.device][number]
-            whole = mean if buffer.is_floating_point() else mean.round()
-            buffer.copy_(whole.view(followed.shape))
+            exact = mean if buffer.is_floating_point() else mean.round()
+            buffer.copy_(exact.view(followed.shape))
 
     def after_backward(self) -> None:
         """A backward has ended: what forward has changed stays for the next one."""
