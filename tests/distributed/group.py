@@ -21,7 +21,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from typing import IO, Any
@@ -33,6 +33,8 @@ from tests.distributed.worker import Outcome
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["tests.distributed.warm"])
+
+Main = Callable[[Connection, int, Mapping[str, str], dict[str, Any]], None]
 
 START_LIMIT = 120.0
 GRACE = 1.0
@@ -50,12 +52,15 @@ class RankLate(RankFailed):
 class Groups:
     """`groups(size)` is the group of that size; `settings` are those of its `shardwise.init`."""
 
-    def __init__(self) -> None:
+    def __init__(self, origin: "Origin | None" = None) -> None:
         self._groups: dict[tuple[int, str], Group] = {}
+        self._origin = origin or Origin()
 
     def __call__(self, size: int, **settings: Any) -> "Group":
         key = size, json.dumps(settings, sort_keys=True)
-        return self._groups.setdefault(key, Group(size, settings))
+        if key not in self._groups:
+            self._groups[key] = Group(size, settings, self._origin)
+        return self._groups[key]
 
     def close(self) -> None:
         """End every group; nothing of them is left."""
@@ -65,12 +70,23 @@ class Groups:
             group.close()
 
 
+@dataclass(frozen=True)
+class Origin:
+    """How the process of a rank comes to be, and what it does then."""
+
+    context: Any = FORKED
+    main: Main = worker.main
+
+
 class Group:
     """`size` ranks, started when first used and again after a case that broke them."""
 
-    def __init__(self, size: int, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, size: int, settings: Mapping[str, Any] | None = None, origin: Origin | None = None
+    ) -> None:
         self.size = size
         self._settings = dict(settings or {})
+        self._origin = origin or Origin()
         self._ranks: list[_Rank] = []
 
     def __call__(self, function: Callable[..., Any], *args: Any, limit: float = 60) -> list[Any]:
@@ -135,7 +151,8 @@ class Group:
         known = secret.drawn()
         with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
             self._ranks = [
-                _Rank(rank, self.size, listener, known, self._settings) for rank in range(self.size)
+                _Rank(rank, self.size, listener, known, self._settings, self._origin)
+                for rank in range(self.size)
             ]
         try:
             for rank in self._ranks:
@@ -198,11 +215,17 @@ class _Rank:
     """One process of a group, the connection to it, and what it printed."""
 
     def __init__(
-        self, number: int, size: int, listener: socket.socket, known: str, settings: dict[str, Any]
+        self,
+        number: int,
+        size: int,
+        listener: socket.socket,
+        known: str,
+        settings: dict[str, Any],
+        origin: Origin,
     ) -> None:
         self.number = number
         self.printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in reap)
-        self.connection, theirs = FORKED.Pipe()
+        self.connection, theirs = origin.context.Pipe()
         identity = Identity(
             launcher="shardwise run",
             rank=number,
@@ -213,9 +236,10 @@ class _Rank:
             port=listener.getsockname()[1],
         )
         inherited = _Descriptor(listener) if number == 0 else None
-        self.process = FORKED.Process(
+        self.process = origin.context.Process(
             target=_be,
             args=(
+                origin.main,
                 theirs,
                 _Descriptor(self.printed),
                 inherited,
@@ -277,6 +301,7 @@ def _detached(copy: Any) -> int:
 
 
 def _be(
+    main: Main,
     connection: Connection,
     printed: int,
     listen_fd: int | None,
@@ -286,7 +311,7 @@ def _be(
 ) -> None:
     """What a forked process does: it becomes the rank."""
     told = own.environment(replace(identity, listen_fd=listen_fd))
-    worker.main(connection, printed, environ | told, settings)
+    main(connection, printed, environ | told, settings)
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def train(world, *, dtype=torch.float32, micro=1, scales=None, **settings) -> Tr
         x, y = world.share(batch(world, step, dtype))
         for part, (a, b) in enumerate(zip(x.chunk(micro), y.chunk(micro), strict=True)):
             loss = loss_of(model, a, b, (scales or {}).get(step, 1.0))
-            engine.backward(loss, weight=len(a), last=part == micro - 1)
+            engine.backward(loss, weight=len(a), same_items=False, last=part == micro - 1)
         stats = engine.step(max_norm=1.0)
         told.losses.append(stats.loss)
         told.norms.append(stats.grad_norm)

@@ -62,11 +62,11 @@ def connect(
         return Solo()
     backend = "nccl" if on_gpu and transport == "auto" else "gloo"
     lookout = _join(identity, backend, timeout, rendezvous, on_meeting)
+    limit = timedelta(seconds=timeout)
     if on_gpu and transport == "auto":
-        alone = Nccl(identity.rank, identity.size, device, lookout=lookout)
+        alone = Nccl(identity.rank, identity.size, device, lookout=lookout, timeout=limit)
         _meet(identity, alone)
         return alone
-    limit = timedelta(seconds=timeout)
     group = Gloo(identity.rank, identity.size, timeout=limit, lookout=lookout)
     _meet(identity, group)
     if on_gpu:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -35,12 +36,15 @@ class Nccl(Collectives):
         group: dist.ProcessGroup | None = None,
         lookout: Lookout | None = None,
         roster: Roster | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
-        """`roster` says which ranks of the run these are, where they are not all."""
+        """`roster` says which ranks of the run these are, where they are not all; `timeout` bounds
+        every wait of the groups that these are split into."""
         super().__init__(rank, size, lookout)
         self._device = device
         self._group = group
         self._roster = roster or Roster.whole(size)
+        self._timeout = timeout
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         if how.in_tree:
@@ -124,9 +128,15 @@ class Nccl(Collectives):
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         def make(members: Sequence[int], group: dist.ProcessGroup) -> Collectives:
             place, roster = members.index(self.rank), self._roster.part(members)
-            return Nccl(place, len(members), self._device, group, self.lookout, roster)
+            return Nccl(
+                place, len(members), self._device, group, self.lookout, roster, self._timeout
+            )
 
-        return split(self, self._roster, groups, "nccl", make)
+        part = split(self, self._roster, groups, "nccl", make, self._timeout)
+        # NCCL connects a group at its first collective, for which the host waits: now, while all
+        # come to it in one order, and not with a message that the other rank is not ready for.
+        part.barrier()
+        return part
 
     @property
     def small_device(self) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from shardwise.engine.exact_mean import Share
 from shardwise.engine.parts import Number, Parts
 from shardwise.errors import UsageError
 from shardwise.feed import Batch
+from shardwise.tiers.beside import to_device
 
 
 @dataclass
@@ -117,7 +118,7 @@ def _weighted(loss: Tensor, weight: Number) -> Number:
     if isinstance(weight, Tensor):
         value = value.to(weight.device)
         return torch.where(weight == 0, 0.0, value * weight)
-    return weight * (value if value.is_cuda else value.item())
+    return weight * (value.item() if value.device.type == "cpu" else value)
 
 
 @dataclass(frozen=True)
@@ -171,18 +172,11 @@ class Message:
     summed: bool
 
     def row(self, device: torch.device) -> Tensor:
-        """The vector, on `device`; numbers that are there already stay there."""
-        scalars = [
-            torch.as_tensor(number, dtype=torch.float64, device=device)
-            for number in (*self.weights, *self.losses)
-        ]
-        squares = self.squared_norm.to(device, torch.float64).reshape(-1)
-        known = [float(self.backwards), self.options]
+        """The vector, on `device`. Numbers of an accelerator move together, or stay there."""
         told = self.news, self.several, self.unsaved, self.asked, self.written, self.summed
-        seen = [float(flag) for flag in told]
-        flags = [*known, *_packed(self.used), *_packed(self.late), *seen]
-        rest = torch.tensor(flags, dtype=torch.float64, device=device)
-        return torch.cat([torch.stack(scalars), squares, rest])
+        flags = [*_packed(self.used), *_packed(self.late), *map(float, told)]
+        known = [float(self.backwards), self.options, *flags]
+        return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
     def join(self, table: list[list[float]], parts: Parts) -> Totals:
         """The sums, and the flags that any rank set; `table` has one row of each rank."""
@@ -254,6 +248,31 @@ class Totals:
     def alike(self) -> bool:
         """Whether the optimizers' options are."""
         return not math.isnan(self.options)
+
+
+def _row(numbers: list[Number], device: torch.device) -> Tensor:
+    """One fp64 vector on `device`, by one copy of what is elsewhere, for which the host does not
+    wait where it goes to an accelerator."""
+    near = [x for number in numbers if not _is_far(number) for x in _values(number)]
+    sent = to_device(torch.tensor(near, dtype=torch.float64), device)
+    far = [n.double().reshape(-1) for n in numbers if isinstance(n, Tensor) and _is_far(n)]
+    if not far:
+        return sent
+    sources, ends, parts = {True: torch.cat(far).to(device), False: sent}, [0, 0], []
+    for is_far, run in groupby(numbers, key=_is_far):
+        first = ends[is_far]
+        ends[is_far] += sum(n.numel() if isinstance(n, Tensor) else 1 for n in run)
+        parts.append(sources[is_far][first : ends[is_far]])
+    return torch.cat(parts)
+
+
+def _is_far(number: Number) -> bool:
+    """Whether the host would have to wait for it."""
+    return isinstance(number, Tensor) and number.device.type != "cpu"
+
+
+def _values(number: Number) -> list[float]:
+    return number.double().reshape(-1).tolist() if isinstance(number, Tensor) else [number]
 
 
 def _words(flags: list[bool]) -> int:

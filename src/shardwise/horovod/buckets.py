@@ -23,6 +23,7 @@ from shardwise.horovod.context import current
 from shardwise.horovod.handles import Handle
 from shardwise.horovod.process_sets import ProcessSet
 from shardwise.horovod.sparse_allreduce import no_rows, sparse_allreduce_async
+from shardwise.horovod.streams import Moment, used_here
 from shardwise.states.tracked import Tracked
 
 SMALL = 1 << 14
@@ -134,7 +135,14 @@ class Bucket(Parcel):
         dtype = torch.float16 if way.narrow and first.dtype.is_floating_point else first.dtype
         background = current().background
         group = background.group(way.process_set.number())
-        self._buffer = background.call(lambda: group.allocate(found.numel, dtype, first.device))
+
+        def made() -> tuple[Tensor, Moment]:
+            buffer = group.allocate(found.numel, dtype, first.device)
+            return buffer, Moment.now([buffer])
+
+        self._buffer, zeroed = background.call(made)
+        zeroed.before_now()  # on another stream than the one that gradients are moved on
+        used_here([self._buffer])
         starts = [slot.start for slot in found.slots]
         pairs = list(zip(forms, starts, strict=True))
         self._views = [form.view(self._buffer, start) for form, start in pairs]

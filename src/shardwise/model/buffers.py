@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
+from shardwise.tiers.beside import to_device
 
 
 def write(into: Tensor, value: Tensor) -> None:
@@ -144,7 +145,7 @@ class Buffers:
         """
         weights = weights.flatten()
         counted = weights > 0
-        offset, kept = 0, []
+        offset, kept, means = 0, [], []
         for followed in self._followed:
             part = rows[:, offset : offset + followed.shape.numel()]
             offset += followed.shape.numel()
@@ -152,11 +153,24 @@ class Buffers:
                 continue
             kept.append(followed)
             mean = (part[counted] * weights[counted].unsqueeze(1)).sum(0) / weights.sum()
-            buffer = self._buffer(followed.index)
-            assert buffer is not None
-            whole = mean if buffer.is_floating_point() else mean.round()
-            buffer.copy_(whole.view(followed.shape))
+            means.append(mean)
         self._followed = kept
+        self._take(means)
+
+    def _take(self, means: list[Tensor]) -> None:
+        """Write the means of what is followed; those of an accelerator go there in one copy."""
+        held = [self._buffer(followed.index) for followed in self._followed]
+        lengths = [mean.numel() for mean in means]
+        moved: dict[torch.device, Sequence[Tensor]] = {torch.device("cpu"): means}
+        for number, (followed, buffer) in enumerate(zip(self._followed, held, strict=True)):
+            assert buffer is not None
+            if buffer.device not in moved:
+                moved[buffer.device] = to_device(torch.cat(list(means)), buffer.device).split(
+                    lengths
+                )
+            mean = moved[buffer.device][number]
+            exact = mean if buffer.is_floating_point() else mean.round()
+            buffer.copy_(exact.view(followed.shape))
 
     def after_backward(self) -> None:
         """A backward has ended: what forward has changed stays for the next one."""

@@ -198,16 +198,16 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
-        if not bool(total):
-            return  # stand-ins on all ranks
         with torch.no_grad():
-            self.num_batches_tracked.add_(1)
-            rate = self.momentum
-            if rate is None:
-                rate = 1.0 / float(self.num_batches_tracked)
+            counted = total > 0  # not where all ranks have stand-ins; looked at on the device
+            self.num_batches_tracked.add_(counted)
             unbiased = variance * total / (total - 1).clamp(min=1.0)
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+            for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
+                rate: Any = self.momentum
+                if rate is None:
+                    rate = self.num_batches_tracked.clamp(min=1).to(running.dtype).reciprocal()
+                joined = running.lerp(value.to(running.dtype), rate)
+                running.copy_(torch.where(counted, joined, running))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickle refuses to make an object of another class than its own in the usual way.

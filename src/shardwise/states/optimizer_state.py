@@ -95,7 +95,7 @@ class OptimizerState:
                 "optimizer state",
                 [lengths[i] for i in numbers for _ in kept[i]],
                 [kind for i in numbers for kind in kept[i].values()],
-                width=max(1, *map(len, kept)),
+                width=max([1, *map(len, kept)]),
             )
         )
         made = [{name: in_spans(next(rooms), spans[i]) for name in kept[i]} for i in numbers]

@@ -1,0 +1,66 @@
+"""The last reads and writes of a block of memory, by byte range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Bytes first to end, read or written by `who` as the thing number `count` that it did."""
+
+    first: int
+    end: int
+    who: str
+    count: int
+    writes: bool
+    what: str
+    where: object
+    """The lines that asked for the operation `what`; words when they are needed."""
+
+    def __str__(self) -> str:
+        verb = "write" if self.writes else "read"
+        return f"{verb} on {self.who} by {self.what} in {self.where}"
+
+    def covers(self, other: Access) -> bool:
+        """Whether whatever comes in order with this one does so with `other`, too."""
+        return self.first <= other.first and other.end <= self.end
+
+    def conflicts(self, other: Access) -> bool:
+        """Whether both touch a byte, and one of them writes it."""
+        shared = self.first < other.end and other.first < self.end
+        return shared and (self.writes or other.writes)
+
+
+InOrder = Callable[[Access], bool]
+"""Whether an earlier access is known to have happened before the new one."""
+
+
+class Log:
+    """Accesses of one block that a later one might have to wait for."""
+
+    def __init__(self) -> None:
+        self.last: list[Access] = []
+
+    def add(self, new: Access, in_order: InOrder) -> Access | None:
+        """Take up `new`; returns an earlier one that it conflicts with and is not in order with."""
+        found = None
+        kept = []
+        for old in self.last:
+            if found is None and new.conflicts(old) and not in_order(old):
+                found = old
+            if not _replaces(new, old, in_order):
+                kept.append(old)
+        kept.append(new)
+        self.last = kept
+        return found
+
+
+def _replaces(new: Access, old: Access, in_order: InOrder) -> bool:
+    """Whether who is in order with `new` need not be asked about `old`."""
+    if not new.covers(old):
+        return False
+    if new.writes:
+        return in_order(old)
+    return old.who == new.who and not old.writes

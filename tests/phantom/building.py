@@ -1,0 +1,64 @@
+"""The device's library, compiled once for each torch, and loaded before torch is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("device.cpp")
+FOLDER = Path(__file__).parents[2] / "build" / "phantom"
+
+FLAGS = ("-std=c++20", "-O0", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
+
+
+def why_not() -> str:
+    """Why there can be no simulated device here; "" where there can."""
+    if sys.platform != "linux":
+        return f"the simulated device needs Linux, and this is {sys.platform}"
+    if shutil.which("g++") is None:
+        return "the simulated device needs g++, and there is none"
+    if "+cpu" not in version("torch"):
+        return "the simulated device needs a torch without CUDA (+cpu)"
+    return ""
+
+
+@functools.cache
+def library() -> Path:
+    """The library for this source and this torch; built where there is none yet."""
+    torch = _torch()
+    known = hashlib.sha256(SOURCE.read_bytes() + f"{FLAGS} {version('torch')} {torch}".encode())
+    path = FOLDER / f"{known.hexdigest()[:16]}.so"
+    if not path.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}")
+        include = torch / "include"
+        headers = ("-isystem", include, "-isystem", include / "torch/csrc/api/include")
+        libraries = ("-Wl,--no-as-needed", f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10")
+        subprocess.run(
+            ["g++", *FLAGS, *headers, SOURCE, "-o", own, *libraries, f"-Wl,-rpath,{torch / 'lib'}"],
+            check=True,
+        )
+        own.rename(path)
+    return path
+
+
+def load() -> ctypes.CDLL:
+    """The library in this process, which has not imported torch: torch asks once for a GPU."""
+    assert "torch" not in sys.modules, "load the simulated device before torch"
+    ctypes.CDLL(str(_torch() / "lib" / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
+
+
+def _torch() -> Path:
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent

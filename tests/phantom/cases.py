@@ -1,0 +1,252 @@
+"""What two ranks train: each case returns values that are the same on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import shardwise as sw
+from shardwise.collectives import Solo
+from shardwise.mesh import Mesh
+from shardwise.states import turns
+from shardwise.world import World
+from tests.gpu import test_activations
+from tests.gpu.training import CLASSES, Model, tiers
+
+ROWS, WIDTH, STEPS = 8, 32, 3
+
+
+class ConvNet(nn.Module):
+    """Two convolutions, each with a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(
+                layer
+                for channels in (3, 4)
+                for layer in (nn.Conv2d(channels, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+            )
+        )
+        self.head = nn.Linear(4 * 16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (N, 3, 4, 4); returns (N, CLASSES)."""
+        return self.head(self.blocks(x).flatten(1))
+
+
+def made(world: World, kind: type[nn.Module] = Model) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same model on every rank, in fp64 on its device."""
+    world.engines = 0
+    torch.manual_seed(0)
+    model = kind().to(world.device, torch.float64)
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def batch(world: World, step: int, shape: tuple[int, ...] = (WIDTH,)) -> tuple[Tensor, Tensor]:
+    """Inputs and classes of a whole step."""
+    draw = torch.Generator().manual_seed(step)
+    x = torch.randn(ROWS, *shape, generator=draw, dtype=torch.float64)
+    return x.to(world.device), torch.randint(CLASSES, (ROWS,), generator=draw).to(world.device)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean over rows."""
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def values_of(engine: sw.Engine, model: nn.Module) -> list[Tensor]:
+    """All of a model, on the CPU."""
+    with engine.full_parameters():
+        return [value.detach().cpu().clone() for value in model.state_dict().values()]
+
+
+def stepped(world: World, settings: dict[str, Any], kind: str = "Model") -> list[Tensor]:
+    """Some steps by the engine, clipped: losses, norms and the model."""
+    shape = (WIDTH,) if kind == "Model" else (3, 4, 4)
+    model, optimizer = made(world, {"Model": Model, "ConvNet": ConvNet}[kind])
+    engine = sw.Engine(model, optimizer, bucket_mb=0.01, **settings)
+    told: list[float] = []
+    for step in range(STEPS):
+        engine.backward(loss_of(model, *world.share(batch(world, step, shape))))
+        stats = engine.step(max_norm=0.5)
+        told += (stats.loss, stats.grad_norm)
+    values = values_of(engine, model)
+    if engine.settings.ema_decay is not None:
+        with engine.ema():
+            values += values_of(engine, model)
+    engine.close()
+    return [torch.tensor(told, dtype=torch.float64), *values]
+
+
+def by_precision(world: World, settings: dict[str, Any], named: dict[str, str]) -> list[Tensor]:
+    """As `stepped`, from fp32, with states where they are named."""
+    world.engines = 0
+    torch.manual_seed(0)
+    model = Model().to(world.device)
+    engine = sw.Engine(
+        model, torch.optim.AdamW(model.parameters()), bucket_mb=0.01, **settings, **tiers(**named)
+    )
+    losses = []
+    for step in range(STEPS):
+        x, y = world.share(batch(world, step))
+        engine.backward(loss_of(model, x.float(), y))
+        losses.append(engine.step(max_norm=0.5).loss)
+    engine.close()
+    return [torch.tensor(losses, dtype=torch.float64)]
+
+
+def on_a_stream_of_its_own(world: World, settings: dict[str, Any]) -> list[Tensor]:
+    """As `stepped`, by a user who trains on a stream that is not the default one."""
+    if world.device.type == "cpu":
+        return stepped(world, settings)
+    stream = torch.cuda.Stream(world.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        return stepped(world, settings)
+
+
+def exact(world: World, settings: dict[str, Any], kind: str) -> list[Tensor]:
+    """The exact mode, with a loader, as it asks for one."""
+    os.environ["SHARDWISE_EXACT"] = "4"
+    world.settings = world.settle()
+    return loaded(world, settings, kind)
+
+
+def loaded(world: World, settings: dict[str, Any], kind: str = "Model") -> list[Tensor]:
+    """Some steps of batches that a loader brings, from pinned memory."""
+    shape = (WIDTH,) if kind == "Model" else (3, 4, 4)
+    batches = [batch(world, step, shape) for step in range(STEPS)]
+    columns = [torch.cat([each[i].cpu() for each in batches]) for i in (0, 1)]
+    loader = sw.Loader(TensorDataset(*columns), batch_size=ROWS, shuffle=True, pin_memory=True)
+    model, optimizer = made(world, {"Model": Model, "ConvNet": ConvNet}[kind])
+    engine = sw.Engine(model, optimizer, bucket_mb=0.01, **settings)
+    losses = []
+    for step in loader.steps():
+        for x, y in step:
+            engine.backward(loss_of(model, x, y))
+        losses.append(engine.step().loss)
+    values = values_of(engine, model)
+    engine.close()
+    return [torch.tensor(losses, dtype=torch.float64), *values]
+
+
+def activations(world: World, settings: dict[str, Any]) -> None:
+    """A training whose activations are large enough to be moved away."""
+    test_activations.WIDE = {"width": 256, "rows": 72}
+    test_activations.trained(world, 0, settings)
+
+
+@contextmanager
+def cut(world: World, **mesh: int) -> Iterator[None]:
+    """The ranks in a mesh of more than the data axis."""
+    os.environ |= {f"SHARDWISE_{axis.upper()}": str(count) for axis, count in mesh.items()}
+    world.settings = world.settle()
+    world.cut(Mesh(world.size, **mesh))
+    try:
+        yield
+    finally:
+        for group in (world.tensor, world.pipeline):
+            group.close()
+        world.mesh, world.data, world.stage = Mesh(world.size), world.collectives, world.collectives
+        world.tensor, world.pipeline = Solo(), Solo()
+
+
+def split(world: World, settings: dict[str, Any], mesh: dict[str, int]) -> list[Tensor]:
+    """Layers split over the ranks, or shared out among them."""
+    with cut(world, **mesh) if mesh else nullcontext():
+        model, optimizer = made(world)
+        plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} if "tensor" in mesh else None
+        engine = sw.Engine(model, optimizer, tensor_plan=plan, **settings)
+        losses = []
+        for step in range(STEPS):
+            x, y = batch(world, step)
+            if "pipeline" in mesh:
+                engine.forward_backward(lambda x, y: loss_of(model, x, y), x, y)
+            else:
+                engine.backward(loss_of(model, x, y))
+            losses.append(engine.step(max_norm=0.5).loss)
+        values = values_of(engine, model)
+        engine.close()
+        return [torch.tensor(losses, dtype=torch.float64), *values]
+
+
+def horovod(world: World) -> list[Tensor]:
+    """Each verb of the drop-in, and its optimizer with an accumulation."""
+    import shardwise.horovod as hvd
+
+    found: list[Tensor] = []
+    hvd.init()
+    try:
+        mine = torch.arange(6.0, device=world.device) + world.rank
+        found.append(hvd.allreduce(mine, name="a") * 2)  # its own memory is let go of at once
+        found.extend(hvd.grouped_allreduce([mine, 2 * mine], name="b"))
+        found.append(hvd.allgather(mine[: 2 + world.rank], name="c"))
+        found.append(hvd.broadcast(mine, 1, name="d"))
+        found.append(_first(hvd.alltoall(mine, name="e")))
+        found.append(hvd.reducescatter(mine, name="f"))
+        handles = [hvd.allreduce_async(mine * n, name=f"g{n}") for n in range(3)]
+        found += [hvd.synchronize(handle) for handle in reversed(handles)]
+        model, optimizer = made(world)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=2
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for part in range(2):
+                x, y = batch(world, 10 * step + part)
+                loss_of(model, x[world.rank :: 2], y[world.rank :: 2]).backward()
+            optimizer.step()
+        found += [value.detach() for value in model.state_dict().values()]
+        return [value.cpu().clone() for value in found]
+    finally:
+        hvd.shutdown()
+
+
+def horovod_on_a_stream_of_its_own(world: World) -> list[Tensor]:
+    """As `horovod`, by a user who works on a stream that is not the default one."""
+    if world.device.type == "cpu":
+        return horovod(world)
+    stream = torch.cuda.Stream(world.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        return horovod(world)
+
+
+def _first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def one_step(
+    world: World, settings: dict[str, Any], kind: str = "Model", width: int = WIDTH, blocks: int = 3
+) -> tuple[dict[str, int], int, int]:
+    """What a step in mid-run asks for, from forward to the end of `step()`: synchronisations by
+    cause and line, kernels of `step()` alone, and the number of buckets."""
+    from tests.phantom.streams import Device
+
+    shape = (width,) if kind == "Model" else (3, 4, 4)
+    world.engines = 0
+    model = Model(width, blocks) if kind == "Model" else ConvNet()
+    model.to(world.device)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    engine = sw.Engine(model, optimizer, **{"bucket_mb": 0.03} | settings)
+    order, asked, turns.SETTLED = Device.order, turns.SETTLED, 2
+    for step in range(4):
+        x, y = world.share(batch(world, step, shape))
+        x = x.float()
+        order.begin()
+        engine.backward(loss_of(model, x, y), weight=len(x))
+        before = sum(order.kernels.values())
+        engine.step(max_norm=0.5)
+    turns.SETTLED = asked
+    kernels = sum(order.kernels.values()) - before
+    found = dict(order.synchronisations), kernels, len(engine._states.parameters.buckets)
+    engine.close()
+    return found

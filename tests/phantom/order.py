@@ -1,0 +1,204 @@
+"""What the device was asked for, in which order it may happen, and what is wrong with that.
+
+Blocks are told by their first address; everything is in numbers and names, so that tables test it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tests.phantom.accesses import Access, Log
+from tests.phantom.clocks import HOST, Clocks, Seen
+
+
+class Span(NamedTuple):
+    """Bytes `first` to `end` (addresses) of the block that starts at `block`."""
+
+    block: int
+    first: int
+    end: int
+
+
+@dataclass
+class Block:
+    """Memory that was allocated while `stream` was the present one; HOST for pinned memory."""
+
+    nbytes: int
+    stream: str
+    made: object
+    log: Log = field(default_factory=Log)
+    recorded: set[str] = field(default_factory=set)
+    """Streams that the allocator was told of by record_stream."""
+
+
+class Order:
+    """Follows kernels, events, waits and memory; the words of `where()` say who asks."""
+
+    def __init__(
+        self,
+        where: Callable[[], object] = lambda: "",
+        released: Callable[[], Iterable[int]] = tuple,
+    ) -> None:
+        """`released()` gives the blocks that are free since it was called last."""
+        self.lock = threading.RLock()
+        self._where = where
+        self._released = released
+        self._clocks = Clocks()
+        self._events: dict[int, dict[str, int]] = {}
+        self._blocks: dict[int, Block] = {}
+        self._nbytes = self._most_nbytes = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was found and counted; what is in flight stays so."""
+        with self._now():
+            self.races: list[str] = []
+            self.kernels: Counter[str] = Counter()
+            self.synchronisations: Counter[str] = Counter()
+            self._most_nbytes = self._nbytes
+
+    def nbytes(self) -> int:
+        """Bytes on the device now."""
+        with self._now():
+            return self._nbytes
+
+    def most_nbytes(self) -> int:
+        """The most bytes at once since `begin`, or since `forget_most`."""
+        with self._now():
+            return self._most_nbytes
+
+    def forget_most(self) -> None:
+        """Let the most begin with what there is."""
+        with self._now():
+            self._most_nbytes = self._nbytes
+
+    @contextmanager
+    def _now(self) -> Iterator[None]:
+        """One thread at a time, with all known that was freed."""
+        with self.lock:
+            for address in self._released():
+                self._free(address)
+            yield
+
+    # Memory
+
+    def allocated(self, address: int, nbytes: int, stream: str) -> None:
+        """A block is there, for `stream`, or for HOST where it is pinned memory."""
+        with self._now():
+            self._blocks[address] = Block(nbytes, stream, self._where())
+            if stream != HOST:
+                self._nbytes += nbytes
+                self._most_nbytes = max(self._most_nbytes, self._nbytes)
+
+    def record_stream(self, address: int, stream: str) -> None:
+        """The allocator is told that `stream` uses a block of another one."""
+        with self._now():
+            if (block := self._blocks.get(address)) is not None:
+                block.recorded.add(stream)
+
+    def freed(self, address: int) -> None:
+        """A block may be used anew, at once, by what its own stream is asked for next.
+
+        The allocator of pinned memory waits by itself for the copies that use a block.
+        """
+        with self._now():
+            self._free(address)
+
+    def _free(self, address: int) -> None:
+        block = self._blocks.pop(address, None)
+        if block is None or block.stream == HOST:
+            return
+        self._nbytes -= block.nbytes
+        for access in block.log.last:
+            if access.who not in (HOST, *block.recorded) and not self._next(block, access):
+                self.races.append(
+                    f"a block of {block.stream}, made by {block.made}, was freed by "
+                    f"{self._where()} before this, without record_stream: {access}"
+                )
+                return
+
+    def _next(self, block: Block, access: Access) -> bool:
+        """Whether what the block's own stream is asked for next comes after `access`."""
+        return any(
+            self._clocks.has_seen(who, access.who, access.count) for who in (block.stream, HOST)
+        )
+
+    def is_pinned(self, address: int) -> bool:
+        """Whether a block of pinned memory starts there."""
+        with self._now():
+            block = self._blocks.get(address)
+            return block is not None and block.stream == HOST
+
+    # What is done
+
+    def kernel(
+        self, stream: str, name: str, reads: Iterable[Span] = (), writes: Iterable[Span] = ()
+    ) -> None:
+        """`stream` is asked to run `name`."""
+        with self._now():
+            self.kernels[name] += 1
+            self._clocks.learn(stream, self._clocks.of(HOST))
+            self._accessed(stream, name, reads, writes)
+
+    def result(self, stream: str, name: str, span: Span) -> None:
+        """What `stream` ran last has made a block."""
+        with self._now():
+            self._accessed(stream, name, (), [span])
+
+    def by_host(self, name: str, reads: Iterable[Span] = (), writes: Iterable[Span] = ()) -> None:
+        """The host does `name`, now."""
+        with self._now():
+            self._accessed(HOST, name, reads, writes)
+
+    def _accessed(self, who: str, name: str, reads: Iterable[Span], writes: Iterable[Span]) -> None:
+        count = self._clocks.tick(who)
+        where = self._where()
+        for spans, wrote in ((reads, False), (writes, True)):
+            for span in spans:
+                block = self._blocks.get(span.block)
+                if block is not None and span.first < span.end:
+                    access = Access(span.first, span.end, who, count, wrote, name, where)
+                    other = block.log.add(access, lambda old: self._seen(who, old))
+                    if other is not None:
+                        self.races.append(f"{access}, which is not in order with the {other}")
+
+    def _seen(self, who: str, access: Access) -> bool:
+        return self._clocks.has_seen(who, access.who, access.count)
+
+    # Events and waits
+
+    def moment(self, stream: str) -> Seen:
+        """All that `stream` was asked for until now."""
+        with self._now():
+            self._clocks.learn(stream, self._clocks.of(HOST))
+            return dict(self._clocks.of(stream))
+
+    def record(self, event: int, stream: str) -> None:
+        """`event` is behind what `stream` was asked for."""
+        with self._now():
+            self._events[event] = dict(self.moment(stream))
+
+    def event(self, event: int) -> Seen:
+        """What `event` is behind; nothing where it was not recorded."""
+        return self._events.get(event, {})
+
+    def wait(self, stream: str, seen: Seen) -> None:
+        """`stream` goes on when `seen` has happened."""
+        with self._now():
+            self._clocks.learn(stream, seen)
+
+    def synchronize(self, seen: Seen | None, why: str) -> None:
+        """The host waits for `seen`, or for everything."""
+        with self._now():
+            self.synchronisations[f"{why} in {self._where()}"] += 1
+            self._clocks.learn(HOST, self._clocks.everything() if seen is None else seen)
+
+    def has_happened(self, seen: Seen) -> bool:
+        """Whether the host has waited for all of `seen`; a device may be that far sooner."""
+        with self._now():
+            return all(self._clocks.has_seen(HOST, who, count) for who, count in seen.items())

@@ -1,0 +1,39 @@
+"""A rank of a warm group on the simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.phantom import building
+
+
+def become() -> None:
+    """Give this process, which has not imported torch, a simulated device."""
+    library = building.load()
+
+    from tests.phantom import collectives, memory, operators, streams, torch_cuda
+    from tests.phantom.clocks import HOST
+    from tests.phantom.order import Order
+    from tests.phantom.where import where
+
+    streams.Device.library = library
+    streams.follow(Order(where, memory.released), HOST)
+    torch_cuda.install()
+    operators.install()
+    collectives.install()
+
+
+def main(
+    connection: Connection, printed: int, environ: Mapping[str, str], settings: dict[str, Any]
+) -> None:
+    """Be a rank, as `tests.distributed.worker.main`, whose launcher shows it one GPU."""
+    become()
+    from shardwise import launch
+    from tests.distributed import worker
+
+    detect = launch.detect
+    launch.detect = lambda environ: replace(detect(environ), own_gpus=True)
+    worker.main(connection, printed, environ, settings)

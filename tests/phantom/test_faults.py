@@ -1,0 +1,190 @@
+"""Planted faults: each wait and each notice of the package, left out in turn, must show.
+
+By files that are asking for it, the innermost first.
+"""
+
+import pytest
+import torch
+
+from shardwise.collectives import nccl, staged
+from tests.disk import on_a_disk
+from tests.phantom import cases
+from tests.phantom.planting import COLLECTIVE, EVENT, RECORD, SYNCHRONIZE, Planted
+
+BESIDE, SIDE, HVD = "tiers/beside.py", "horovod/streams.py", "horovod/background.py"
+
+CASES = {
+    "zero 0": (cases.stepped, {"zero": 0}),
+    "zero 2, averaged": (cases.stepped, {"zero": 2, "ema_decay": 0.9}),
+    "zero 3": (cases.stepped, {"zero": 3}),
+    "states on the host": (
+        cases.by_precision,
+        {"zero": 3, "precision": "bf16"},
+        {"optimizer": "cpu", "params": "cpu"},
+    ),
+    "gradients on the host": (
+        cases.by_precision,
+        {"zero": 2, "precision": "bf16"},
+        {"optimizer": "device", "gradients": "cpu"},
+    ),
+    "states on a disk": (
+        cases.by_precision,
+        {"zero": 3, "precision": "bf16"},
+        {"optimizer": "nvme", "params": "nvme"},
+    ),
+    "BatchNorm": (cases.stepped, {"zero": 1}, "ConvNet"),
+    "SyncBatchNorm": (cases.stepped, {"zero": 1, "sync_batch_norm": True}, "ConvNet"),
+    "exact": (cases.exact, {"zero": 2}, "ConvNet"),
+    "loaded": (cases.loaded, {"zero": 0}),
+    "tensor": (cases.split, {"zero": 2}, {"tensor": 2}),
+    "pipeline": (cases.split, {"microbatches": 4}, {"pipeline": 2}),
+    "horovod": (cases.horovod,),
+    "activations on the host": (cases.activations, {"offload_activations": "cpu"}),
+    "activations on a disk": (cases.activations, {"offload_activations": "nvme:"}),
+}
+ALONE = ("activations on the host", "activations on a disk")
+
+LEFT_OUT = [
+    (COLLECTIVE, ("engine/alike.py",), "zero 0"),
+    (COLLECTIVE, ("engine/recipe.py",), "zero 0"),
+    (COLLECTIVE, ("engine/starting.py",), "zero 0"),
+    (COLLECTIVE, ("engine/exact_mean.py",), "zero 0"),
+    (COLLECTIVE, ("engine/exchange.py",), "zero 0"),
+    (COLLECTIVE, ("states/reduction.py",), "zero 0"),
+    (COLLECTIVE, ("states/reduction.py",), "zero 3"),
+    (COLLECTIVE, ("engine/engine.py",), "zero 2, averaged"),
+    (COLLECTIVE, ("states/averages.py",), "zero 2, averaged"),
+    (COLLECTIVE, ("states/gathering.py",), "zero 2, averaged"),
+    (COLLECTIVE, ("states/gathers.py", "states/residency.py"), "zero 3"),
+    (COLLECTIVE, ("states/residency.py", "states/turns.py"), "zero 3"),
+    (COLLECTIVE, ("states/sharded_parameters.py",), "zero 3"),
+    (COLLECTIVE, ("model/buffers.py",), "BatchNorm"),
+    (COLLECTIVE, ("model/sync_batch_norm.py", "model/replay.py"), "SyncBatchNorm"),
+    (COLLECTIVE, ("model/sync_batch_norm.py",), "SyncBatchNorm"),
+    (COLLECTIVE, ("states/reduction.py",), "exact"),
+    (COLLECTIVE, ("parallel/regions.py",), "tensor"),
+    (COLLECTIVE, ("parallel/split.py",), "tensor"),
+    (COLLECTIVE, ("parallel/pipeline/channels.py", "parallel/pipeline/line.py"), "pipeline"),
+    (COLLECTIVE, ("collectives/base.py", "parallel/pipeline/channels.py"), "pipeline"),
+    (COLLECTIVE, ("parallel/pipeline/custody.py",), "pipeline"),
+    (COLLECTIVE, ("world.py",), "loaded"),
+    (COLLECTIVE, ("horovod/operations.py",), "horovod"),
+    (COLLECTIVE, ("horovod/context.py",), "horovod"),
+    (EVENT, (BESIDE, "states/gathers.py", "states/residency.py"), "states on the host"),
+    (EVENT, (BESIDE, "states/on_host.py"), "gradients on the host"),
+    (EVENT, (BESIDE, "states/reduction.py"), "gradients on the host"),
+    (EVENT, (BESIDE, "states/gathers.py"), "states on a disk"),
+    (EVENT, (SIDE, "horovod/handles.py"), "horovod"),
+    (EVENT, (SIDE, HVD), "horovod"),
+    (RECORD, (SIDE, "horovod/handles.py"), "horovod"),
+    (RECORD, (SIDE, HVD), "horovod"),
+    (SYNCHRONIZE, ("states/on_host.py", "states/inner_optimizer.py"), "states on the host"),
+    (EVENT, (BESIDE, "model/away.py"), "activations on the host"),
+    (RECORD, (BESIDE, "model/away.py"), "activations on the host"),
+]
+
+UNSEEN = [
+    # Parameters in the host's memory are written by the host alone: two copies that read them
+    # need no order, and the host has waited for both before it writes.
+    (EVENT, (BESIDE, "states/slab.py"), "states on the host"),
+    # What comes down is a part of a bucket that lives as long as the engine.
+    (RECORD, (BESIDE, "states/on_host.py"), "gradients on the host"),
+    # Nothing is on its way any more when state is given back: the update has waited for it.
+    (SYNCHRONIZE, ("states/on_host.py", "states/gathering.py"), "states on the host"),
+    # What a thread writes into a file is not followed, so this one could do harm on a device.
+    (SYNCHRONIZE, ("tiers/spool.py",), "activations on a disk"),
+]
+"""Left out, they are not found, for the reason that stands above each."""
+
+OFTEN = {1, 7, 10, 24, 32, 33}
+"""Places in LEFT_OUT of those that `make test` plants: one of each kind and more."""
+
+
+def left_out(world, kind, places, function, *args):
+    with Planted.of(kind, *places):
+        function(world, *args)
+
+
+def named(case):
+    """A case as arguments; what rests on a disk does so in this run's own folder."""
+    function, *args = CASES[case]
+    return function, *(
+        {k: f"nvme:{on_a_disk()}" if v == "nvme:" else v for k, v in arg.items()}
+        if isinstance(arg, dict)
+        else arg
+        for arg in args
+    )
+
+
+def found(phantom, kind, places, case):
+    size = 1 if case in ALONE else 2
+    reports = phantom.reports(size, left_out, kind, places, *named(case))
+    return [race for report in reports for race in report.races]
+
+
+def marked(faults):
+    return [
+        pytest.param(*fault, marks=() if place in OFTEN else pytest.mark.full, id=_name(*fault))
+        for place, fault in enumerate(faults)
+    ]
+
+
+def _name(kind, places, case):
+    return f"{kind} in {places[-1]}, {case}"
+
+
+@pytest.mark.parametrize(("kind", "places", "case"), marked(LEFT_OUT))
+def test_left_out(phantom, kind, places, case):
+    assert found(phantom, kind, places, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "places", "case"), UNSEEN, ids=lambda p: str(p)[:40])
+def test_unseen(phantom, kind, places, case):
+    assert not found(phantom, kind, places, case)
+
+
+def rounded_early(world):
+    """A sum over the ranks is rounded before it is there."""
+    real = nccl.Nccl._handle
+
+    def handle(self, work, after=None):
+        if after is not None:
+            after()
+        return real(self, work)
+
+    nccl.Nccl._handle = handle
+    try:
+        cases.by_precision(world, {"zero": 0, "precision": "bf16"}, {})
+    finally:
+        nccl.Nccl._handle = real
+
+
+def sent_before_it_came_down(world):
+    """Through the host, and its memory is sent while the copy is on its way."""
+    real = staged.Staged._down
+    staged.Staged._down = lambda self, data: self._blank(data).copy_(data, non_blocking=True)
+    try:
+        cases.stepped(world, {"zero": 0})
+    finally:
+        staged.Staged._down = real
+
+
+def hurried(world):
+    """A user's stream does not wait for the one on which the model was made."""
+    model, optimizer = cases.made(world)
+    x, y = cases.batch(world, 0)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        cases.loss_of(model, x, y).backward()
+    optimizer.step()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("function", "transport"),
+    [(rounded_early, "auto"), (sent_before_it_came_down, "gloo"), (hurried, "auto")],
+)
+def test_out_of_order(phantom, function, transport):
+    settings = {} if transport == "auto" else {"transport": transport}
+    reports = phantom.reports(2, function, **settings)
+    assert any(report.races for report in reports)

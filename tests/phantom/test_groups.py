@@ -1,0 +1,21 @@
+"""How groups over NCCL are made."""
+
+from datetime import timedelta
+
+from tests.distributed.worker import SECONDS_A_COLLECTIVE_MAY_WAIT
+
+
+def split(world):
+    """The time limit that torch is given for a group, and its collectives until it is there."""
+    from tests.phantom import collectives
+
+    before = sum(collectives.calls.values())
+    part = world.collectives.split([[0, 1]])
+    part.close()
+    return collectives.made[-1]["timeout"], sum(collectives.calls.values()) - before
+
+
+def test_a_part_has_the_time_limit_of_the_whole_and_is_connected_at_once(phantom):
+    for timeout, calls in phantom(2, split):
+        assert timeout == timedelta(seconds=SECONDS_A_COLLECTIVE_MAY_WAIT)
+        assert calls

@@ -1,0 +1,46 @@
+"""Which lines asked for something: the innermost of the package, or of the tests."""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, FrameType
+
+_PACKAGE, _TESTS, _OWN = "/shardwise/", "/tests/", "/tests/phantom/"
+
+LINES = 4
+
+_known: dict[CodeType, str] = {}
+"""By code, the part of its file's name that is shown; "" where it is torch's or Python's."""
+
+
+class Lines(tuple[tuple[str, int], ...]):
+    """Files and lines, the innermost first; in words `states/held.py:12 < engine/engine.py:34`."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return " < ".join(f"{name}:{line}" for name, line in self) or "torch"
+
+
+def where() -> Lines:
+    """The lines that this thread is at."""
+    found: list[tuple[str, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) < LINES:
+        code = frame.f_code
+        name = _known.get(code)
+        if name is None:
+            name = _known[code] = _shown(code.co_filename)
+        if name:
+            found.append((name, frame.f_lineno))
+        frame = frame.f_back
+    return Lines(found)
+
+
+def _shown(path: str) -> str:
+    if _OWN in path and not path.rpartition("/")[2].startswith(("case", "test_")):
+        return ""
+    for part in (_PACKAGE, _TESTS):
+        if part in path and "/site-packages/" not in path:
+            return path.rpartition(part)[2]
+    return ""
