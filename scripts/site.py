@@ -29,7 +29,10 @@ PAGES = {
 }
 """Files outside of docs/ and the pages that they are."""
 
-LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+LINK = re.compile(
+    r"^```.*?^```$|`[^`\n]+`(?!\])|\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", re.M | re.S
+)
+"""A link, or code, in which there is none."""
 COMMANDS = ("run", "doctor", "scale", "split", "checkpoint", "timeline")
 
 
@@ -57,6 +60,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     def linked(found: re.Match[str]) -> str:
         text, target = found.groups()
+        if target is None:
+            return found[0]
         path, hash_, anchor = target.partition("#")
         if not path or "://" in path:
             return found[0]
