@@ -22,7 +22,7 @@ from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import explain as explaining
 from shardwise.launch import flags, gpus, program, srun, start, streams, system_errors
 from shardwise.launch.flags import Flag
-from shardwise.printable import printable
+from shardwise.printable import printable, shortened
 from shardwise.scaling import flags as scaling_flags
 from shardwise.splitting import flags as splitting_flags
 from shardwise.timeline.commands import timeline
@@ -154,7 +154,7 @@ def _refuse(message: str) -> int:
     """Say what is wrong, as a terminal may be given it; the exit code."""
     if sys.stderr is not None:
         with suppress(OSError):  # where nobody listens, the code says it
-            print(f"shardwise: {printable(message)}", file=sys.stderr, flush=True)
+            print(f"shardwise: {shortened(printable(message))}", file=sys.stderr, flush=True)
     return WRONG_USE
 
 
