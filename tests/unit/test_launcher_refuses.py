@@ -63,7 +63,7 @@ def test_what_is_misplaced_names_real_flags() -> None:
 
 @pytest.mark.parametrize("text", ["a:0", "a:4097", "a:" + "9" * 5000, "a:²"])
 def test_slots_that_no_host_has(text: str) -> None:
-    with pytest.raises(hosts.LaunchError, match="slots|longer than"):
+    with pytest.raises(hosts.LaunchError, match=r"slots|longer than"):
         hosts.from_list(text)
 
 
