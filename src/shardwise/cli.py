@@ -18,12 +18,11 @@ import click
 
 from shardwise import config, launch
 from shardwise.checkpoint.commands import checkpoint
-from shardwise.config import values
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import explain as explaining
 from shardwise.launch import flags, gpus, program, srun, start, streams, system_errors
 from shardwise.launch.flags import Flag
-from shardwise.printable import printable
+from shardwise.printable import printable, shortened
 from shardwise.scaling import flags as scaling_flags
 from shardwise.splitting import flags as splitting_flags
 from shardwise.timeline.commands import timeline
@@ -77,11 +76,7 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take the arguments apart. Raises LaunchError for a flag that is given twice."""
         _, _, order = self.make_parser(ctx).parse_args(list(args))
-        seen: set[click.Parameter] = set()
-        for flag in order:
-            if isinstance(flag, Flag) and flag in seen and not flag.multiple:
-                raise LaunchError(f"{flag.shown.split()[0]} is given twice: leave one out.")
-            seen.add(flag)
+        flags.refuse_twice(order)
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -155,7 +150,7 @@ def _refuse(message: str) -> int:
     """Say what is wrong, as a terminal may be given it; the exit code."""
     if sys.stderr is not None:
         with suppress(OSError):  # where nobody listens, the code says it
-            print(f"shardwise: {printable(message)}", file=sys.stderr, flush=True)
+            print(f"shardwise: {shortened(printable(message))}", file=sys.stderr, flush=True)
     return WRONG_USE
 
 
@@ -247,7 +242,7 @@ def _doctor(explain: bool, **given: Any) -> int:
 
 def _scale(
     words: tuple[str, ...],
-    sizes: str,
+    sizes: tuple[int, ...],
     kinds: str,
     warmup: int,
     steps: int | None,
@@ -262,7 +257,6 @@ def _scale(
     _check(settings)
     if not words:
         raise LaunchError("What shall be measured? For example: shardwise scale -n 1,2 train.py")
-    counts = _sizes(sizes)
     program.command(words[0], words[1:], module=module)  # raises where there is none
     _mention_misplaced(words[1:])
     passed = [word for name, value in settings.items() for word in _spelled(name, value)]
@@ -271,7 +265,7 @@ def _scale(
     plan = import_module("shardwise.scaling.runs").Plan(
         words=words,
         flags=(*passed, *(["-m"] if module else [])),
-        sizes=counts,
+        sizes=sizes,
         kinds=KINDS[kinds],
         warmup=warmup,
         steps=steps,
@@ -300,14 +294,6 @@ OF_THE_SIZE = {"-n", "-np", "--nproc-per-node", "--nproc_per_node"}
 """How many ranks there are to be; where that is not said, it may stand in the wrong place."""
 
 KINDS = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    one = values.whole(1, values.MOST_RANKS)
-    try:
-        return tuple(sorted({one(part) for part in text.split(",")}))
-    except ValueError:
-        raise LaunchError(f"-n takes numbers of workers such as 1,2,4,8, not {text!r}.") from None
 
 
 def _spelled(name: str, value: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 
 def printable(value: object) -> str:
@@ -18,3 +19,8 @@ def from_here(file: str) -> str:
     except FileNotFoundError:  # it has been removed meanwhile
         return file
     return file.removeprefix(f"{here}{os.sep}")
+
+
+def shortened(text: str) -> str:
+    """`text` with words of more than 300 characters without their middle."""
+    return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}...{word[0][-50:]}", text)

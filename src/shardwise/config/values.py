@@ -56,6 +56,15 @@ def whole(low: int, high: int = MOST) -> Parse[int]:
     return parse
 
 
+def counts(text: str) -> tuple[int, ...]:
+    """Numbers of ranks, in their order."""
+    one = whole(1, MOST_RANKS)
+    try:
+        return tuple(sorted({one(part) for part in text.split(",")}))
+    except ValueError:
+        raise ValueError("numbers of workers such as 1,2,4,8") from None
+
+
 def number(low: float, high: float, *, above: bool = False) -> Parse[float]:
     """A number from `low` to `high`, without `low` itself where it is to be `above` that."""
 

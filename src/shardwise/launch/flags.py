@@ -1,6 +1,6 @@
 """The flags of `shardwise run` that are the launcher's own; settings make theirs themselves."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import click
@@ -37,6 +37,15 @@ class Typed(click.ParamType):  # type: ignore[type-arg]
         except ValueError as wanted:
             shown = param.shown.split()[0] if isinstance(param, Flag) else param and param.name
             raise ConfigError(f"{shown} takes {wanted}, not {value!r}.") from None
+
+
+def refuse_twice(order: Iterable[click.Parameter]) -> None:
+    """Raise ConfigError for a flag that comes twice in `order`, and takes one value."""
+    seen: set[click.Parameter] = set()
+    for flag in order:
+        if isinstance(flag, Flag) and flag in seen and not flag.multiple:
+            raise ConfigError(f"{flag.shown.split()[0]} is given twice: leave one out.")
+        seen.add(flag)
 
 
 def own() -> Iterator[Flag]:

@@ -210,7 +210,7 @@ class Remote:
         """Who is told of the ranks. Raises wire.Garbled where none was started, or `rank` not."""
         first, count = self.share.first, self.share.count
         if self._supervisor is None or not (rank is None or first <= rank < first + count):
-            raise wire.Garbled(f"rank {rank} was not started there")
+            raise wire.Garbled("it tells of ranks that were not started there")
         return self._supervisor
 
     def _give_up(self, why: str) -> None:

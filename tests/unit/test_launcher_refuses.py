@@ -1,0 +1,84 @@
+"""What the launcher refuses before any rank starts."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from shardwise import cli
+from shardwise.launch import hosts, misplaced, system_errors
+from shardwise.launch.voice import Log
+
+SCRIPT = "train.py"
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / SCRIPT).touch()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--zero", "1", "--zero", "2"], "--zero is given twice"),
+        (["--ssh", "x"], "--ssh x has no effect in a run on this host alone"),
+        (["--host-timeout", "20"], "--host-timeout 20.0 has no effect"),
+        (["--rendezvous", "a:1"], "--rendezvous a:1 has no effect"),
+        (["--rdzv-id", "x"], "--rdzv-id x has no effect"),
+        (["--nnodes", "1", "--grace", "0"], "--grace 0.0 has no effect in a run with --nnodes"),
+        (["--grace", "nan"], "--grace takes a number of 0 or more"),
+        (["--host-timeout", "nan"], "--host-timeout takes a number of 2 or more"),
+        (["--nproc-per-node", "0"], "--nproc-per-node takes a whole number of 1 or more"),
+        (["-n", "99999"], "99999 ranks are asked for on one host"),
+        (["-H", "a", "--ssh", "'x"], "--ssh 'x cannot be read as a command: no closing quot"),
+        (["-H", "a" * 300], "is longer than the name of any host"),
+        (["-x", "RANK=1"], "shardwise run tells each rank who it is"),
+        (["-x", "A=1", "-x", "A=2"], "-x A is given twice"),
+        (["--log-dir", "\x1b[31m/" + "a" * 300], r"not '\x1b[31m/aaa"),
+    ],
+)
+def test_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--dry-run", *words, SCRIPT]) == 2
+    told = capsys.readouterr().err
+    assert message in told.replace("\\\\", "\\")
+    assert told.startswith("shardwise: ")
+    assert told.count("\n") == 1
+
+
+def test_a_folder_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    os.chdir(folder)
+    folder.rmdir()
+    assert cli.main(["run", str(tmp_path / SCRIPT)]) == 2
+    assert "does not exist any more" in capsys.readouterr().err
+
+
+def test_what_is_misplaced_names_real_flags() -> None:
+    known = {each.name for each in cli._run_command().params}
+    assert {name for several in misplaced.HAVE_NO.values() for name in several} <= known
+
+
+@pytest.mark.parametrize("text", ["a:0", "a:4097", "a:" + "9" * 5000, "a:²"])
+def test_slots_that_no_host_has(text: str) -> None:
+    with pytest.raises(hosts.LaunchError, match=r"slots|longer than"):
+        hosts.from_list(text)
+
+
+def test_what_the_system_refuses_is_a_sentence() -> None:
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a")
+    assert system_errors.sentence(error) == (
+        "a: No space left on device; free some space on that disk."
+    )
+    assert system_errors.sentence(OSError("odd")) == "odd. Check that this place can be used."
+
+
+def test_a_log_that_cannot_be_written_ends_no_run() -> None:
+    log = Log.__new__(Log)
+    log.fault, log._path, log._lines = "", Path("/dev/full"), {}
+    with open("/dev/full", "ab", buffering=0) as log._file:
+        log.feed(1, b"a\n")
+        log.feed(1, b"b\n")
+    assert log.fault == "/dev/full is written no more: No space left on device."
