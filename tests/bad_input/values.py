@@ -81,7 +81,7 @@ OF_FLAGS = {
     "--nnodes": NOT_COUNTS,
     "--rdzv-endpoint": NOT_PLACES,
     "--node-rank": NOT_WHOLE,
-    "--port": (*NOT_WHOLE, "70000", "1"),
+    "--port": (*NOT_WHOLE, "70000"),
     "--interface": ("gone", "", LONG, NOT_TEXT),
     "--config": ("gone.toml", ".", LONG, "notutf", "fifo", "/proc/self/mem"),
     "--restarts": NOT_WHOLE,
