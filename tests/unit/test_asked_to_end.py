@@ -27,11 +27,15 @@ def test_the_body_of_a_loop_is_finished_first(
     solo.preemption.asked = signal.SIGTERM
     loader = sw.Loader(torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=4)
     engines[0].track(loader=loader)
-    with pytest.raises(SystemExit):
+
+    def train() -> None:
         for (x,) in loader:
             for number in (0, 1, 1):
                 engines[number].backward(models[number](x).mean())
                 engines[number].step()
+
+    with pytest.raises(SystemExit):
+        train()
     assert [engine.steps for engine in engines] == [1, 2]
     assert (tmp_path / "together-2.json").is_file()
     for engine in engines:
