@@ -128,7 +128,7 @@ def start(command: list[str], folder: Path, **settings: str) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     shutil.rmtree(disk)
     assert ran.returncode == 0, f"{' '.join(command)}\n{ran.stdout}\n{ran.stderr}"
