@@ -73,8 +73,8 @@ def programs(documents: list[Path], folder: Path) -> list[Path]:
     """The Python of each document in a file, each in a folder of its own."""
     made = []
     for document in documents:
-        place = folder / document.stem
-        place.mkdir()
+        place = folder / "programs" / document.stem
+        place.mkdir(parents=True)
         (place / f"{document.stem}_blocks.py").write_text(python_of(document))
         made.append(place / f"{document.stem}_blocks.py")
     return made
@@ -128,7 +128,7 @@ def start(command: list[str], folder: Path, **settings: str) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     shutil.rmtree(disk)
     assert ran.returncode == 0, f"{' '.join(command)}\n{ran.stdout}\n{ran.stderr}"
