@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -34,9 +35,15 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def step_time(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def step_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module; other folders of scripts have modules of the same names."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("step_time")
+    names = [path.stem for path in BENCHMARKS.glob("*.py")]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module("step_time")
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture
