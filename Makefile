@@ -1,6 +1,6 @@
 # Each target is a script in scripts/, so that a person, an editor and CI run the same lines.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check benchmark
+.PHONY: help install demo test test-all test-torch check docs dist benchmark
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -17,8 +17,17 @@ test: install  ## the tests, without the long products of parity tables
 test-all: install  ## all tests
 	@scripts/test -m ""
 
-check: install  ## lint, format, types, import floors
+test-torch: install  ## unit and distributed tests under one torch: make test-torch VERSION=2.9.1
+	@scripts/test-torch "$(VERSION)"
+
+check: install  ## lint, format, types, import floors, the docs
 	@scripts/check
+
+docs: install  ## the site with guides and reference, into build/site
+	@scripts/docs
+
+dist: install  ## wheel and sdist, into dist
+	@scripts/dist
 
 benchmark: install  ## hours: step time, memory and scaling beside the peers that PYTHON has
 	@scripts/benchmark

@@ -3,7 +3,7 @@
     python benchmarks/markdown.py results/FILE.json
     python benchmarks/markdown.py --short results/FILE.json     # one table of all cases
 
-What stands between the marks in README.md, here and at the front, is the output of this command.
+What stands between the marks in README.md of this folder, and in docs/speed.md, is its output.
 """
 
 import argparse

@@ -23,9 +23,11 @@ def pytest_configure() -> None:
     """Mind the signals that a background job of a shell, or nohup, has ignored.
 
     The launcher keeps to what it inherits, and is tested for what these do. Examples of hypothesis
-    have no time limit of their own: a busy machine is no failure.
+    have no time limit of their own: a busy machine is no failure. Tensors of tests are small:
+    several threads of torch would wait for each other in busy loops, on cores that ranks need.
     """
     make_own()
+    torch.set_num_threads(1)
     hypothesis.settings.register_profile("unhurried", deadline=None)
     hypothesis.settings.load_profile("unhurried")
     for number, plain in (

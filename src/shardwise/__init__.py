@@ -1,24 +1,28 @@
 """Train a PyTorch model on many devices exactly as it trains on one."""
 
+import random
 from importlib import import_module
 from importlib.metadata import version
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise import errors, lr
     from shardwise.data.loader import Loader
-    from shardwise.engine import Engine
+    from shardwise.engine import Engine, Engines
     from shardwise.metrics import Metrics
     from shardwise.model.meta import on_meta
     from shardwise.parallel.attention import Attention
     from shardwise.parallel.loss import cross_entropy
     from shardwise.world import World, init, start_timeline, stop_timeline
+    from shardwise.world import current as world
 
     __version__: str
 
 __all__ = [
     "Attention",
     "Engine",
+    "Engines",
     "Loader",
     "Metrics",
     "World",
@@ -30,12 +34,14 @@ __all__ = [
     "on_meta",
     "start_timeline",
     "stop_timeline",
+    "world",
 ]
 
 _HOMES = {
     "Attention": "shardwise.parallel.attention",
     "cross_entropy": "shardwise.parallel.loss",
     "Engine": "shardwise.engine",
+    "Engines": "shardwise.engine",
     "Loader": "shardwise.data.loader",
     "Metrics": "shardwise.metrics",
     "World": "shardwise.world",
@@ -49,12 +55,21 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: the command line starts without torch."""
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    if name in ("errors", "lr"):
-        return import_module(f"shardwise.{name}")
+        return getattr(_imported(_HOMES[name]), name)
+    if name in ("errors", "lr", "world"):
+        return _imported(f"shardwise.{name}")
     if name == "__version__":
         return version("shardwise")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+
+
+def _imported(module: str) -> ModuleType:
+    """Some libraries draw a number when they are imported: what a script draws stays the same."""
+    state = random.getstate()
+    try:
+        return import_module(module)
+    finally:
+        random.setstate(state)
 
 
 def __dir__() -> list[str]:

@@ -3,9 +3,11 @@
 import difflib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import Field
 from importlib import import_module
 from importlib.metadata import version
@@ -16,10 +18,12 @@ import click
 
 from shardwise import config, launch
 from shardwise.checkpoint.commands import checkpoint
+from shardwise.config import values
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import explain as explaining
-from shardwise.launch import flags, gpus, program, srun, start
+from shardwise.launch import flags, gpus, program, srun, start, streams, system_errors
 from shardwise.launch.flags import Flag
+from shardwise.printable import printable
 from shardwise.scaling import flags as scaling_flags
 from shardwise.splitting import flags as splitting_flags
 from shardwise.timeline.commands import timeline
@@ -70,6 +74,16 @@ class Command(click.Command):
         super().__init__(name, **options)
         self.top = top
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the arguments apart. Raises LaunchError for a flag that is given twice."""
+        _, _, order = self.make_parser(ctx).parse_args(list(args))
+        seen: set[click.Parameter] = set()
+        for flag in order:
+            if isinstance(flag, Flag) and flag in seen and not flag.multiple:
+                raise LaunchError(f"{flag.shown.split()[0]} is given twice: leave one out.")
+            seen.add(flag)
+        return super().parse_args(ctx, args)
+
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what `--help` shows: the flags that are not rare."""
         self.write_help(formatter, all_flags=False)
@@ -115,19 +129,33 @@ class Commands(click.Group):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code, 2 for what is wrong before any start."""
+    if closed := streams.make_sure():
+        return _refuse(closed)
     try:
         code = _shardwise.main(arguments, prog_name="shardwise", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except click.NoSuchOption as error:
         message = _no_such_flag(error)
     except click.ClickException as error:
         message = error.format_message()
     except ShardwiseError as error:
         message = str(error)
+    except OSError as error:
+        streams.forget_unwritten()
+        message = system_errors.sentence(error)
     except click.Abort:
         return 130
     else:
         return code or 0
-    print(f"shardwise: {message}", file=sys.stderr)
+    return _refuse(message)
+
+
+def _refuse(message: str) -> int:
+    """Say what is wrong, as a terminal may be given it; the exit code."""
+    if sys.stderr is not None:
+        with suppress(OSError):  # where nobody listens, the code says it
+            print(f"shardwise: {printable(message)}", file=sys.stderr, flush=True)
     return WRONG_USE
 
 
@@ -147,15 +175,22 @@ def _run(words: tuple[str, ...], **given: Any) -> int:
     _check(settings)
     if not words:
         raise LaunchError("What shall be run? For example: shardwise run -n 2 train.py")
-    _mention_misplaced(words[1:], OF_THE_SIZE if given.get("size") is None else ())
+    _mention_misplaced(words, OF_THE_SIZE if given.get("size") is None else ())
+    _mention_copies(words[0], given.get("size"))
     return start.run(start.Asked(words=words, settings=settings, **given))
 
 
-def _mention_misplaced(arguments: Sequence[str], more: Collection[str] = ()) -> None:
+def _mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
     """Say, in case it was not meant, which of our flags stand among the script's arguments: those
-    of settings, and `more`."""
+    of settings, and `more`, but for options that the script itself names."""
     ours = {*(config.flag(name) for name in config.FIELDS), *more}
-    misplaced = [word for word in arguments if word.split("=")[0] in ours]
+    text = _text_of(words[0])
+    misplaced = [
+        word
+        for word in words[1:]
+        if (name := word.split("=")[0]) in ours
+        and not re.search(rf"""["']{re.escape(name)}["'=]""", text)
+    ]
     if misplaced:
         click.echo(
             f"shardwise: {' '.join(misplaced)} stands after the script and goes to it. "
@@ -164,8 +199,33 @@ def _mention_misplaced(arguments: Sequence[str], more: Collection[str] = ()) -> 
         )
 
 
+def _mention_copies(script: str, size: int | None) -> None:
+    """Say of a script that names neither us nor Horovod what it will do on several workers."""
+    text = _text_of(script)
+    if size is not None and size > 1 and text and not re.search("shardwise|horovod", text):
+        click.echo(
+            f"shardwise: {script} names neither shardwise nor horovod: unless what it imports "
+            f"calls sw.init, {size} copies of it run, each by itself with all of the work.",
+            err=True,
+        )
+
+
+def _text_of(script: str) -> str:
+    """What stands in a Python script; "" for any other program."""
+    if not script.endswith(".py"):
+        return ""
+    try:
+        return Path(script).read_text(errors="replace")
+    except OSError:  # the launcher says what is wrong with it
+        return ""
+
+
 def _check(flags: dict[str, str]) -> None:
     """Refuse here, once and before any rank starts, what every rank would refuse."""
+    if system_errors.folder_of_this_process() is None:
+        raise LaunchError(
+            "The folder that this was started in does not exist any more: go to another one (cd)."
+        )
     environ = {**os.environ, config.FLAGS_VARIABLE: json.dumps(flags)}
     settings, _ = config.resolve(config.sources(environ, {}))
     settings.placement  # noqa: B018 an illegal row raises
@@ -243,13 +303,11 @@ KINDS = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
 
 
 def _sizes(text: str) -> tuple[int, ...]:
+    one = values.whole(1, values.MOST_RANKS)
     try:
-        found = sorted({int(part) for part in text.split(",")})
+        return tuple(sorted({one(part) for part in text.split(",")}))
     except ValueError:
-        found = []
-    if not found or found[0] < 1:
-        raise LaunchError(f"-n takes numbers of workers such as 1,2,4,8, not {text!r}.")
-    return tuple(found)
+        raise LaunchError(f"-n takes numbers of workers such as 1,2,4,8, not {text!r}.") from None
 
 
 def _spelled(name: str, value: str) -> list[str]:

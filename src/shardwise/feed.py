@@ -20,12 +20,17 @@ class Batch:
 
     `samples` is 0 for a stand-in: one real sample that a rank without any is given so that it
     runs the same collectives as the others. `last` marks the last micro-batch of a step.
-    `indices` are dataset indices where the dataset is map-style, for messages.
+    `indices` are dataset indices where the dataset is map-style, for messages. `rows` are its
+    place [first, end) among the `total` rows of all ranks' batches, where that is known; batches
+    of one `step` have that object in common.
     """
 
     samples: int
     last: bool = True
     indices: tuple[int, ...] = ()
+    rows: tuple[int, int] | None = None
+    total: int = 0
+    step: object = field(default_factory=object)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise import world as worlds
 from shardwise.errors import ConfigError, ModelError
+from shardwise.world import current as current_world
 
 SCALINGS = ("linear", "sqrt", "none")
 
@@ -87,7 +87,7 @@ class ScaledLR(LRScheduler):
             raise ConfigError(f"warmup_epochs is a number of 0 or more, not {warmup_epochs}.")
         if momentum_correction:
             _check_momentum(optimizer)
-        self._factor = factor(worlds.current().data_size if workers is None else workers, scaling)
+        self._factor = factor(current_world().data_size if workers is None else workers, scaling)
         self._epochs, self._steps_per_epoch = warmup_epochs, steps_per_epoch
         self._corrects = momentum_correction
         super().__init__(optimizer)

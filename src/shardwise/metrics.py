@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import world as worlds
 from shardwise.errors import MetricsError, UsageError
 from shardwise.world import World
+from shardwise.world import current as current_world
 
 Number = float | Tensor
 
@@ -30,7 +30,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._world = worlds.current()
+        self._world = current_world()
         self._kind = _Sum if self._world.settings.exact is None else _ExactSum
         self._sums: dict[str, _Sum] = {}
         self._weights: dict[str, _Sum] = {}

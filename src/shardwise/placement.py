@@ -42,8 +42,9 @@ class Tier:
     @classmethod
     def parse(cls, text: str) -> "Tier":
         """A tier as it is written: "device", "cpu" or "nvme:FOLDER". Raises ValueError."""
-        kind, _, folder = text.partition(":")
-        if kind not in ("device", "cpu", "nvme") or bool(folder) != (kind == "nvme"):
+        kind, colon, folder = text.partition(":")
+        on_disk = kind == "nvme" and folder != ""
+        if not on_disk and (colon or kind not in ("device", "cpu")):
             raise ValueError("device, cpu or nvme:FOLDER, the folder for its files")
         return cls(kind, folder)
 

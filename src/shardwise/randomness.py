@@ -4,14 +4,18 @@ A seed is the hash of its coordinates (the run's seed, the engine, the step, the
 bits, since torch's CPU generator uses no more than 32 bits of what it is given.
 """
 
+import base64
 import hashlib
 import random
+import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def seed_from(*coordinates: int | str) -> int:
@@ -29,7 +33,85 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(seed)
+        numpy.random.seed(seed % 2**32)  # it takes no more
+
+
+@dataclass(frozen=True)
+class GeneratorStates:
+    """Where the global generators are: torch's of the CPU and of a GPU, numpy's and random's."""
+
+    cpu: Tensor
+    gpu: Tensor | None
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls, device: torch.device) -> "GeneratorStates":
+        """Those of this moment; of GPUs that of `device`, where it is one."""
+        numpy: Any = sys.modules.get("numpy")
+        return cls(
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            random.getstate(),
+            numpy and numpy.random.get_state(),
+        )
+
+    def restore(self, device: torch.device) -> None:
+        """Let the generators of this process be there."""
+        torch.set_rng_state(self.cpu)
+        if self.gpu is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.gpu, device)
+        random.setstate(self.python)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and self.numpy is not None:
+            numpy.random.set_state(self.numpy)
+
+    def plain(self) -> dict[str, Any]:
+        """The same as JSON can say it."""
+        version, words, gauss = self.python
+        told: dict[str, Any] = {
+            "cpu": _text(self.cpu),
+            "python": [version, _packed(words), gauss],
+        }
+        if self.gpu is not None:
+            told["gpu"] = _text(self.gpu)
+        if self.numpy is not None:
+            kind, keys, *rest = self.numpy
+            told["numpy"] = [kind, _packed(keys.tolist()), *rest]
+        return told
+
+    @classmethod
+    def of_plain(cls, told: dict[str, Any]) -> "GeneratorStates":
+        """What `plain` told. Raises ValueError, KeyError or struct.error for anything else."""
+        version, words, gauss = told["python"]
+        numpy: Any = sys.modules.get("numpy")
+        keys = None
+        if numpy is not None and "numpy" in told:
+            kind, packed, *rest = told["numpy"]
+            keys = (kind, numpy.array(_unpacked(packed), dtype=numpy.uint32), *rest)
+        return cls(
+            _tensor(told["cpu"]),
+            _tensor(told["gpu"]) if "gpu" in told else None,
+            (version, tuple(_unpacked(words)), gauss),
+            keys,
+        )
+
+
+def _text(state: Tensor) -> str:
+    return base64.b85encode(bytes(state.tolist())).decode()
+
+
+def _tensor(text: str) -> Tensor:
+    return torch.tensor(list(base64.b85decode(text)), dtype=torch.uint8)
+
+
+def _packed(words: Any) -> str:
+    return base64.b85encode(struct.pack(f"<{len(words)}I", *words)).decode()
+
+
+def _unpacked(text: str) -> list[int]:
+    data = base64.b85decode(text)
+    return list(struct.unpack(f"<{len(data) // 4}I", data))
 
 
 @contextmanager

@@ -16,10 +16,13 @@ neither steps nor means of later ones are written.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, TextIO
+
+from shardwise.errors import ConfigError
 
 
 class Outcome(Protocol):
@@ -49,8 +52,7 @@ class StepLog:
     ) -> None:
         self._file: TextIO | None = None
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / f"rank-{rank}.jsonl").open("w", buffering=1)
+            self._file = _opened(folder, rank)
         self.ended = False
         """Whether the run was ended here, maybe between the backward and the step of an engine."""
         self._stop_after = stop_after
@@ -136,5 +138,23 @@ class StepLog:
             self._file = None
 
     def _write(self, **row: object) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            name, self._file = self._file.name, None
+            line = f"shardwise: steps are recorded in {name} no more: {error.strerror or error}."
+            print(line, file=sys.stderr, flush=True)
+
+
+def _opened(folder: Path, rank: int) -> TextIO:
+    """The file of a rank, empty. Raises ConfigError where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / f"rank-{rank}.jsonl").open("w", buffering=1)
+    except OSError as error:
+        raise ConfigError(
+            f"--record {folder} cannot be written: {error.strerror or error}. Name a folder, which "
+            "is made where there is none."
+        ) from error

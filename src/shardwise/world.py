@@ -4,42 +4,44 @@ from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from shardwise import collectives, config, launch, randomness, recording, repeatable, rows
-from shardwise.collectives import Collectives, Solo
-from shardwise.errors import ConfigError, DataError, LaunchError, UsageError
-from shardwise.feed import Batch, Feed, Plan
+from shardwise import collectives, config, launch, randomness, recording, repeatable
+from shardwise.batch_rows import BatchRows
+from shardwise.collectives import Collectives, GatherOrder, Solo
+from shardwise.common_draws import CommonDraws
+from shardwise.errors import ConfigError, LaunchError, UsageError
+from shardwise.feed import Feed
 from shardwise.launch import report
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import Telling
-from shardwise.layout import even_cuts
 from shardwise.mesh import Mesh
 from shardwise.preemption import Preemption
+from shardwise.randomness import GeneratorStates
 from shardwise.step_log import StepLog
 from shardwise.tiers import heap
 from shardwise.tree import MicroShards
 from shardwise.unstepped import Unstepped
 from shardwise.watch import whereabouts
 from shardwise.watch.sentry import Sentry
+from shardwise.without_engine import WithoutEngine
 
 T = TypeVar("T")
 
 _current: World | None = None
 
 
-class World:
+class World(BatchRows):
     """The group of ranks that trains together; made by `shardwise.init`.
 
     Attributes: `rank`, `size`, `local_rank`, `local_size`, `device` (torch.device), `is_main`
@@ -67,6 +69,8 @@ class World:
         self.is_main = identity.rank == 0
         self.host = socket.gethostname()
         self.seed = 0
+        self.seed_source = "not given"
+        """Where the seed comes from, in words."""
         self.settings = config.Settings()
         self.collectives = group
         self.mesh = Mesh(identity.size)
@@ -82,9 +86,14 @@ class World:
         self.telling = telling or Telling({})
         self.preemption = Preemption(self.telling, self.print)
         self.feed.watch(self.preemption.before_batch)
+        self.draws = CommonDraws(device)
+        self.feed.watch(self.draws.before_batch)
         self.step_log = StepLog(None, self.rank)
         self.engines = 0
+        self.stepped_last = -1
+        """The number of the engine whose step came last."""
         self.unstepped = Unstepped()
+        self.without_engine: WithoutEngine | None = None
         self.sentry: Sentry | None = None
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._keywords: dict[str, Any] = {}
@@ -96,6 +105,11 @@ class World:
         backward, whose order against those of the engines may differ. Made at first use, by all
         ranks."""
         return self.data.second_group()
+
+    @cached_property
+    def gather_order(self) -> GatherOrder:
+        """The order of those that all engines' units and BatchNorms take turns in."""
+        return GatherOrder(self.data.size, lambda: self.side_channel)
 
     def cut(self, mesh: Mesh) -> None:
         """Take a place in `mesh`. Collective where it has more than the data axis."""
@@ -194,42 +208,15 @@ class World:
         group.all_reduce(total.view(-1)).wait()
         return total.to(value.device)
 
-    def share(self, batch: T) -> T:
-        """This rank's rows of a total batch, for loops without a Loader; those of its replica.
-
-        `batch` is a tensor of shape (rows, ...) or a nest of such tensors, alike on all ranks.
-        Shares are contiguous and differ by a row at most. Outside of a loop over a Loader the
-        number of rows becomes the weight of the next `engine.backward`; what is shared out under
-        `torch.no_grad()` changes nothing of that. A rank left without rows gets one, at weight 0.
-        """
-        if self.settings.exact is not None:
-            raise UsageError(
-                f"world.share gives one share of a batch, and --exact {self.settings.exact} cuts "
-                "it into micro-shards: use sw.Loader(...), or leave --exact out."
-            )
-        if self.settings.batch == "worker":
-            raise UsageError(
-                "world.share takes rows out of a total batch, and --batch worker lets every worker "
-                "have a batch of its own: use sw.Loader(...), or leave --batch out."
-            )
-        lengths = rows.lengths(batch)
-        if len(lengths) != 1 or 0 in lengths:
-            raise DataError(
-                f"world.share takes tensors of one equal first dimension above 0, not {lengths}."
-            )
-        total = lengths.pop()
-        count, mine = rows.part(batch, even_cuts(total, self.data_size), self.data_rank)
-        plan = Plan(batch_size=total, micro_batches=1, steps_per_epoch=None)
-        training = torch.is_grad_enabled()
-        self.feed.share("world.share", plan, Batch(samples=count), training=training)
-        if torch.is_grad_enabled():
-            self.step_log.given(count)
-        return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), mine)  # type: ignore[no-any-return]
-
     def print(self, *values: Any, **options: Any) -> None:
         """`print`, on rank 0 alone."""
         if self.is_main:
             print(*values, **{"flush": True} | options)
+
+    def expect_no_engine(self) -> None:
+        """There is an engine, or another way to train: steps by hand need no word."""
+        if self.without_engine is not None:
+            self.without_engine.forget()
 
     def settle(self, **keywords: Any) -> config.Settings:
         """The settings of this run given a script's keywords; says once what overrides what."""
@@ -248,9 +235,12 @@ class World:
 def init(seed: int | None = None, **settings: Any) -> World:
     """Join the other ranks, whoever launched them; alone, be a group of one.
 
-    Seeds torch, numpy and random alike on all ranks, so that all build the same model. Without
-    a seed, one is drawn and shared. `settings` are keywords of `shardwise.config.Settings`,
-    overridden by the TOML file, the environment and the flags. Calling it twice is an error.
+    With a `seed`, torch, numpy and random are seeded with it on every rank: what is drawn from here
+    on, before the first batch or forward to train on, is what one plain process draws that is
+    seeded so. Without one, every rank goes on from where rank 0's generators are, and
+    `torch.initial_seed()` of rank 0 is the seed. `settings` are keywords of
+    `shardwise.config.Settings`, overridden by the TOML file, the environment and the flags. Calling
+    it twice is an error.
 
     Raises ConfigError for a setting that is wrong, LaunchError when the others cannot be reached.
     """
@@ -266,7 +256,9 @@ def enter(
         raise UsageError("shardwise.init was called twice; call it once, at the top of the script.")
     given = dict(settings) | ({"seed": seed} if seed is not None else {})
     report.watch_exceptions()
-    chosen, _ = config.load(given)
+    found = config.sources(os.environ, given)
+    chosen, _ = config.resolve(found)
+    config.refuse_idle(found, chosen)
     identity = launch.detect(os.environ)
     device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
     if device.type == "cpu":
@@ -281,22 +273,40 @@ def enter(
     folder = None if world.settings.record is None else Path(world.settings.record)
     world.step_log = StepLog(folder, world.rank, world.settings.stop_after, counts=world.counts)
     _share_cores(world)
-    drawn = chosen.seed if chosen.seed is not None else secrets.randbits(31)
-    world.seed = group.gather_plain(drawn)[0]
     if identity.launcher == "torchrun" and (line := collectives.exposed()) and not chosen.quiet:
         world.say_once(line)
     if chosen.exact is not None:
         MicroShards(chosen.exact, world.size, world.rank)  # refuses what cannot be
         repeatable.fix_arithmetic(device)
-    randomness.seed_everything(randomness.seed_from(world.seed, "start"))
+    _begin_alike(world, given)
     whereabouts.show_on_signal()
     if world.size > 1:
+        world.without_engine = WithoutEngine(world.size, world.say_once)
         world.sentry = Sentry(group.lookout, chosen.warn_after, chosen.timeout)
     atexit.register(_leave)
     _current = world
     if chosen.timeline is not None:
         start_timeline(chosen.timeline)
     return world
+
+
+def _begin_alike(world: World, keywords: dict[str, Any]) -> None:
+    """Let the generators of all ranks be where those of one process are."""
+    chosen, source = config.winning(config.sources(os.environ, keywords)).get("seed", (None, ""))
+    if chosen is not None and chosen >= 2**64:
+        raise ConfigError(
+            f"The seed {chosen} ({source}) has more than 64 bits: choose a lower one."
+        )
+    group = world.collectives
+    world.seed = group.gather_plain(torch.initial_seed() if chosen is None else chosen)[0]
+    world.seed_source = source or "torch.initial_seed()"
+    if chosen is not None:
+        randomness.seed_everything(world.seed)
+    elif world.size > 1:
+        states = GeneratorStates.now(world.device).plain() if world.is_main else None
+        told = group.gather_plain(states)[0]
+        if not world.is_main:
+            GeneratorStates.of_plain(told).restore(world.device)
 
 
 def _mesh(settings: config.Settings, size: int) -> Mesh:
@@ -320,6 +330,18 @@ def current() -> World:
     if _current is None:
         raise UsageError("Call world = shardwise.init() first, at the top of the script.")
     return _current
+
+
+class _Module(ModuleType):
+    """This module, which is `shardwise.world`, and as `shardwise.world()` the one of this process:
+    from anywhere in a script, after `shardwise.init`."""
+
+    def __call__(self) -> World:
+        """See `current`."""
+        return current()
+
+
+sys.modules[__name__].__class__ = _Module
 
 
 def start_timeline(path: str | os.PathLike[str]) -> None:
@@ -352,9 +374,12 @@ def _leave() -> None:
             world.unstepped.tell()
         world.preemption.forget()
         world.step_log.close()
+        world.expect_no_engine()
         if world.sentry is not None:
             world.sentry.close()
-        for group in (world.data, world.tensor, world.pipeline, world.stage):
+        side = vars(world).get("side_channel", world.data)
+        made = dict.fromkeys((side, world.data, world.tensor, world.pipeline, world.stage))
+        for group in made:
             if group is not world.collectives:
                 group.close()
         world.collectives.close()

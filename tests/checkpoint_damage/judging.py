@@ -1,14 +1,14 @@
 """One damage: what came of it, and whether that is what is promised."""
 
 import shutil
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from tests import seeded
 from tests.checkpoint_damage.damaging import Damage, damage
 from tests.checkpoint_damage.training import STEPS, Seen, goes_on, saved
 from tests.distributed.group import Group, RankFailed, RankLate
+from tests.seeded import Result
 
 LIMIT = 60.0
 """Seconds that a trial may take."""
@@ -16,42 +16,22 @@ LIMIT = 60.0
 SLOW = 10.0
 """Seconds in which a resume of a few kilobytes is to end, on a machine that is busy."""
 
-FINE = ("sentence", "fell back with a line", "equal", "begins anew at nothing")
-KINDS = (
-    *FINE, "silent difference", "fell back in silence", "verify sees nothing", "traceback",
-    "ranks differ", "slow", "hang",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What came of a damage: one of KINDS, in a few `words`, and all that is known of it."""
-
-    kind: str
-    damage: Damage
-    words: str = ""
-    story: str = ""
-    seconds: float = 0.0
-
-    @property
-    def fine(self) -> bool:
-        """Whether it is what is promised."""
-        return self.kind in FINE
-
-
-@dataclass
-class Counts:
-    """What came of all of them."""
-
-    kinds: Counter[str] = field(default_factory=Counter)
-    by_damage: dict[str, Counter[str]] = field(default_factory=dict)
-    slowest: float = 0.0
-
-    def add(self, result: Result) -> None:
-        """Count one."""
-        self.kinds[result.kind] += 1
-        self.by_damage.setdefault(result.damage.kind, Counter())[result.kind] += 1
-        self.slowest = max(self.slowest, result.seconds)
+COMMAND = seeded.Command(
+    name="checkpoint_damage",
+    about="Checkpoints damaged in every way, and what is made of them.",
+    thing="damage",
+    things="damages",
+    fine=("sentence", "fell back with a line", "equal", "begins anew at nothing"),
+    wrong=(
+        "silent difference",
+        "fell back in silence",
+        "verify sees nothing",
+        "traceback",
+        "ranks differ",
+        "slow",
+        "hang",
+    ),
+)
 
 
 class Runner:
@@ -86,7 +66,12 @@ class Runner:
         finally:
             shutil.rmtree(copy, ignore_errors=True)
         return Result(
-            kind=kind, damage=done, words=f"{words}: {said}", story=story, seconds=seconds
+            kind=kind,
+            fine=kind in COMMAND.fine,
+            of=done.kind,
+            words=f"{words}: {said}",
+            story=story,
+            seconds=seconds,
         )
 
 

@@ -32,16 +32,7 @@ from tests.distributed import worker
 from tests.distributed.worker import Outcome
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(
-    [
-        "torch",
-        "torch._dynamo",
-        "torch.distributed.pipelining",
-        "torch.utils.data",
-        "shardwise",
-        "pytest",
-    ]
-)
+FORKED.set_forkserver_preload(["tests.distributed.warm"])
 
 Main = Callable[[Connection, int, Mapping[str, str], dict[str, Any]], None]
 

@@ -7,9 +7,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ParameterAccess
 
-TWO = pytest.param("2 gloo", marks=pytest.mark.full)
-"""What three ranks do not show is rare."""
-RANKS = ["1 gloo", TWO, "3 gloo", "3 shared"]
+THREE = pytest.param("3 gloo", marks=pytest.mark.full)
+"""What neither two ranks over Gloo nor three in shared memory show is rare."""
+RANKS = ["1 gloo", "2 gloo", THREE, "3 shared"]
 every_size = pytest.mark.parametrize("ranks", RANKS)
 """Over Gloo units are gathered by all ranks together; in shared memory every bucket lies whole."""
 
@@ -61,6 +61,23 @@ class Stack(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+
+class Branches(nn.Module):
+    """`which` blocks run, in their order; the forward says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x, which, untrained=()):
+        x = self.stem(x)
+        for number in which:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and number not in untrained):
+                x = self.blocks[number](x)
         return self.head(x)
 
 

@@ -2,6 +2,8 @@
 
 import shutil
 import warnings
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -72,10 +74,10 @@ def trained(world, settings, *, rows=13, micro=4, two_at_once=False):
     return [*state.values(), drawn, *(t for s in optimizer_state.values() for t in s.values())]
 
 
-def alike_case(world, folder, common, **options):
+def alike_case(world, folder, common, ways=tuple(WAYS), **options):
     kept = trained(world, common, **options)
-    for way, settings in WAYS.items():
-        filled = {name: text.format(folder=folder) for name, text in settings.items()}
+    for way in ways:
+        filled = {name: text.format(folder=folder) for name, text in WAYS[way].items()}
         got = trained(world, common | filled, **options)
         assert len(got) == len(kept)
         for index, (one, other) in enumerate(zip(got, kept, strict=True)):
@@ -119,12 +121,19 @@ def test_two_forwards_before_one_backward(group, tmp_path):
     group(3)(several_forwards_case, str(tmp_path), limit=120)
 
 
-def compiled_case(world, folder):
-    with warnings.catch_warnings():
+def compiled_case(world, folder, backend, ways):
+    """Of torch.compile the backend says who makes code of the graphs, and whether anybody does."""
+    compile_it = partial(torch.compile, backend=backend)
+    with warnings.catch_warnings(), mock.patch.object(torch, "compile", compile_it):
         warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
-        alike_case(world, folder, {"zero": 1, "compile": True}, **LOCAL)
+        alike_case(world, folder, {"zero": 1, "compile": True}, ways, **LOCAL)
 
 
+def test_units_as_graphs(group, tmp_path):
+    group(1)(compiled_case, str(tmp_path), "aot_eager", ["recomputed, nvme"])
+
+
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs g++ on the CPU")
 def test_compiled_units(group, tmp_path):
-    group(2)(compiled_case, str(tmp_path), limit=240)
+    group(2)(compiled_case, str(tmp_path), "inductor", list(WAYS), limit=240)

@@ -566,9 +566,19 @@ def thaws(world, path, row, optimizer, when):
     return told, values
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("row", [0, 3])
-@pytest.mark.parametrize("optimizer", [adamw, own_optimizer, counting])
+@pytest.mark.parametrize(
+    ("optimizer", "row", "when"),
+    [
+        pytest.param(optimizer, row, when, marks=() if (row, when) in often else pytest.mark.full)
+        for optimizer, often in (
+            (adamw, [(3, "before"), (0, "after")]),
+            (own_optimizer, [(0, "before"), (3, "after")]),
+            (counting, [(3, "before"), (0, "after")]),
+        )
+        for row in (0, 3)
+        for when in ("before", "after")
+    ],
+)
 def test_the_state_of_what_was_frozen_on_the_way_is_in_it(group, tmp_path, optimizer, row, when):
     path, losses, values = group(2)(freezes, tmp_path, row, optimizer)[0]
     for told, mine in group(2)(thaws, path, row, optimizer, when):

@@ -35,6 +35,13 @@ PATIENT, IMPATIENT = 60.0, 4.0
 AT_ONCE = 5.0
 """Seconds; on a machine that does other things too."""
 
+KILLS = [(transport, phase) for transport in TRANSPORTS for phase in [*PHASES, "anywhere"]]
+FEW_KILLS = [
+    *(("shared", phase) for phase in [*PHASES, "anywhere"]),
+    *(("gloo", phase) for phase in ("gather", "step")),  # the others: one of two, below
+    *(("hosts", phase) for phase in ("backward", "between")),
+]
+
 STOPS = [(transport, phase) for transport in TRANSPORTS for phase in PHASES]
 FEW_STOPS = [("shared", "gather"), ("gloo", "backward"), ("hosts", "step"), ("shared", "between")]
 
@@ -88,8 +95,13 @@ def _check(outcomes: list[Outcome], kind: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("repeat", range(REPEATS))
-@pytest.mark.parametrize("phase", [*PHASES, "anywhere"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "phase"),
+    [
+        pytest.param(*case, marks=() if REPEATS > 1 or case in FEW_KILLS else pytest.mark.full)
+        for case in KILLS
+    ],
+)
 def test_a_rank_that_is_killed_is_named_at_once(faults, transport, phase, repeat):
     case = Case(
         phase,

@@ -155,7 +155,8 @@ CASES = [
         (1, {"micro": 1}),
         pytest.param(1, {"micro": 3}, marks=pytest.mark.full),
         pytest.param(2, {"micro": 1}, marks=pytest.mark.full),
-        (2, {"micro": 3}),
+        pytest.param(2, {"micro": 3}, marks=pytest.mark.full),
+        (2, {"micro": 3, "steps": 3}),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -100,16 +101,20 @@ def by_the_engine(world):
     assert set(backend.graphs) == {WHOLE_BLOCK}
 
 
-@two_groups
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("compile_it", [blocks, whole, wrapped])
+OFTEN = [(blocks, True), (wrapped_blocks, True), (whole, False), (wrapped, False)]
+"""How and when, in shared memory; over Gloo those that are not among them."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "compile_it", "first"),
+    [
+        pytest.param(ranks, *case, marks=() if (case in OFTEN) == shared else pytest.mark.full)
+        for ranks, shared in (("2 gloo", False), ("3 shared", True))
+        for case in [*product([blocks, whole, wrapped], [True, False]), (wrapped_blocks, True)]
+    ],
+)
 def test_compiled(group, ranks, compile_it, first):
     on(group, ranks)(compiled, compile_it, first)
-
-
-@two_groups
-def test_compiled_blocks_put_in_place(group, ranks):
-    on(group, ranks)(compiled, wrapped_blocks, True)
 
 
 @two_groups

@@ -4,14 +4,12 @@ import random
 
 import pytest
 import torch
-from torch import nn
 
 from shardwise.collectives import Gloo
+from shardwise.collectives.turns import SETTLED
 from shardwise.errors import OrderError
-from shardwise.states.turns import SETTLED
 from tests.distributed.sharded import (
-    WIDTH,
-    Block,
+    Branches,
     FailingBackward,
     Stack,
     adamw,
@@ -30,23 +28,6 @@ from tests.distributed.sharded import (
     train_alike,
     train_plain,
 )
-
-
-class Branches(nn.Module):
-    """`which` blocks run, in their order; the forward says so."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(5))
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, x, which, untrained=()):
-        x = self.stem(x)
-        for number in which:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and number not in untrained):
-                x = self.blocks[number](x)
-        return self.head(x)
 
 
 class Experts(Branches):
@@ -173,7 +154,7 @@ def asked(world):
     """Ranks ask each other for the order in the first passes only, where all is always needed."""
     model = seeded(Stack)
     engine = sharded(model)
-    turns = engine._states.shown.residency._turns
+    turns = engine.world.gather_order._turns
     asks, agree_on = [], turns._agree
     turns._agree = lambda wanted: asks.append(wanted) or agree_on(wanted)
     train(world, engine, model, squares, range(SETTLED + 1))

@@ -281,6 +281,47 @@ def test_writing_at_rest(group, ranks, at):
     on(group, ranks)(writes, at)
 
 
+def writes_between(world):
+    """Writes after a forward into what stays whole until its backward, as they are tried above."""
+    for name, write in WRITES.items():
+        model, engine = started()
+        model(batch(0))
+        p = model.stem.bias
+        assert not at_rest(p)
+        assert torch.equal(p, seeded(Stack).stem.bias)  # read as usual
+        if name == "numpy":  # whoever has the memory itself is not seen
+            continue
+        with pytest.raises(ERRORS, match=r"was (written|replaced)"):  # noqa: PT012
+            with torch.no_grad():
+                write(p)
+            engine.backward(model(batch(1)).square().mean())
+
+
+@every_size
+def test_writing_between_forward_and_backward(group, ranks):
+    on(group, ranks)(writes_between)
+
+
+def reads_between(world):
+    """A penalty on what stays whole is learned as in plain PyTorch."""
+    model, engine = started()
+    plain = seeded(Stack)
+    x = batch(0)
+    out = model(world.share(x)).square().mean()
+    engine.backward(out + model.stem.bias.view(-1)[1:].square().sum())
+    stats = engine.step()
+    loss = plain(x).square().mean() + plain.stem.bias[1:].square().sum()
+    loss.backward()
+    assert stats.loss == pytest.approx(loss.item())
+    norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    assert stats.grad_norm == pytest.approx(norm.item())
+
+
+@every_size
+def test_reading_between_forward_and_backward(group, ranks):
+    on(group, ranks)(reads_between)
+
+
 class Writing(Stack):
     """Writes to its weights in forward: nothing of that would stay."""
 
@@ -300,12 +341,27 @@ class Replacing(Writing):
         weight.data = weight * 0.5
 
 
+class Halving(Writing):
+    def write(self, weight):
+        weight.data.mul_(0.5)
+
+
+class HalvingInUnit(Stack):
+    def forward(self, x):
+        self.blocks[1].up.register_forward_pre_hook(self.write)
+        return super().forward(x)
+
+    def write(self, module, args):
+        module.weight.data.mul_(0.5)
+
+
 def writes_in_forward(world, make):
     model = seeded(make)
     engine = sharded(model)
     loss = model(batch(0)).square().mean()
-    with pytest.raises(BrokenView, match=r"full_parameters\(.*write=True\)"):
+    with pytest.raises(BrokenView, match=r"full_parameters\(.*write=True\)"):  # noqa: PT012
         engine.backward(loss)
+        engine.step()
 
 
 def writes_in_evaluation(world, make):
@@ -318,7 +374,7 @@ def writes_in_evaluation(world, make):
 
 
 @every_size
-@pytest.mark.parametrize("make", [Scaling, Replacing])
+@pytest.mark.parametrize("make", [Scaling, Replacing, Halving, HalvingInUnit])
 @pytest.mark.parametrize("case", [writes_in_forward, writes_in_evaluation])
 def test_writing_in_forward(group, ranks, make, case):
     on(group, ranks)(case, make)

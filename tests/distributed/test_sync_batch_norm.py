@@ -105,7 +105,7 @@ def test_what_normalises_by_itself_is_told_of(group, kind):
 
 def test_a_copy_loads_with_the_plain_class(solo):
     model = net(Renamed)
-    sync_batch_norm.convert([model], solo.collectives, solo.feed)
+    sync_batch_norm.convert([model], solo.gather_order, solo.feed)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -151,7 +151,7 @@ def other_experts(world, zero):
     engine.close()
 
 
-CELLS = [(zero, "gloo") for zero in (0, 1, 2)] + [(2, "shared"), (3, "shared")]
+CELLS = [(zero, "gloo") for zero in (0, 1, 2, 3)] + [(2, "shared"), (3, "shared")]
 
 
 @pytest.mark.parametrize(("zero", "transport"), CELLS)

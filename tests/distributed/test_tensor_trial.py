@@ -86,6 +86,34 @@ def test_both_modes_are_tried_without_chance(kind, is_found, parts):
     assert trials.left_whole() == (why if kind == "joins later" else {})
 
 
+class ByInput(nn.Module):
+    """Attention that takes the width of a head from its input, which stays whole."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.qkv, self.proj, self.n_head, self.width = nn.Linear(8, 24), nn.Linear(8, 8), 4, width
+
+    def forward(self, x):
+        rows, length, _ = x.size()
+        several = (t.view(rows, length, self.n_head, self.width) for t in self.qkv(x).chunk(3, 2))
+        seen = nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in several))
+        return self.proj(seen.transpose(1, 2).reshape(rows, length, -1))
+
+
+class ByAll(ByInput):
+    def forward(self, x):
+        self.width = x.size(-1) // self.n_head
+        return super().forward(x)
+
+
+def test_attention_that_stays_whole_is_named():
+    trials = known.Trials()
+    model = nn.Sequential(ByInput(2), ByAll(2))
+    found = known.find([model], [""], 2, set(), trials)
+    assert [(group.what, group.name) for group in found] == [("attention", "0")]
+    assert "write -1 for that in view" in trials.left_whole()["1"]
+
+
 def test_a_pair_around_layers_that_did_not_run_stays_whole():
     model = nn.Sequential(nn.Linear(8, 8), Block("joins later"), nn.Linear(8, 1))
     trials = known.Trials()

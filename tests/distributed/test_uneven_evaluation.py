@@ -134,21 +134,23 @@ def test_an_evaluation_left_in_its_last_batch(group):
 
 
 def two_engines(world):
-    engines = []
-    for _ in range(2):
-        model, x = problem()
-        engines.append(sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=3))
-    try:
-        seen(sw.Loader(TensorDataset(x), batch_size=BATCH))
-    finally:
-        for engine in engines:
-            engine.close()
+    """An evaluation goes through the models of two engines, one after the other."""
+    (first, x), (second, _), (plain, _) = problem(), problem(), problem()
+    engines = [
+        sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=3)
+        for model in (first, second)
+    ]
+    with torch.no_grad():
+        loader = sw.Loader(TensorDataset(x), batch_size=BATCH)
+        total = sum((first(part) * second(part)).sum().item() for (part,) in loader)
+        expected = plain(x).square().sum().item()
+    assert sum(world.gather(total)) == pytest.approx(expected, rel=1e-9)
+    for engine in engines:
+        engine.close()
 
 
 def test_several_engines_that_gather(group):
-    for name, message in group(3, transport="gloo").errors(two_engines):
-        assert name == UsageError.__name__
-        assert "several engines" in message
+    group(3, transport="gloo")(two_engines, limit=30)
     group(3)(two_engines)
 
 

@@ -8,6 +8,7 @@ the session died.
 
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import random
@@ -52,6 +53,8 @@ def main(
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session, which ends us
+    # As in a process of a user's on Linux; else each worker of a DataLoader imports torch anew.
+    multiprocessing.set_start_method("fork", force=True)
     serve(connection, settings)
 
 
@@ -104,6 +107,8 @@ def _run(world: Any, case: bytes) -> Outcome:
             warnings.simplefilter("error")
             # torch compares num_workers with the cores of this machine
             warnings.filterwarnings("ignore", "This DataLoader will create")
+            # Python 3.12 warns of what torch's DataLoader does by default
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork")
             _reset(world)
             function, args = pickle.loads(case)
             done = {"result": pickle.dumps(function(world, *args))}

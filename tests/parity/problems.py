@@ -30,6 +30,9 @@ four has no row."""
 EPOCHS = {"1": 10, "3": 10, "short": 7}
 """For 20 steps, or 21."""
 
+BRIEF = {"1": 3, "3": 3, "short": 2}
+"""For 6 steps."""
+
 CLASSES, TOKENS, LENGTH, WIDTH = 5, 24, 8, 16
 IGNORED = -100
 
@@ -40,7 +43,8 @@ class Problem:
 
     `micro` is a key of ROWS. `clip` is the max_norm of clipping, or None. `groups` is the number
     of parameter groups, which differ in their weight decay. `workers` is how many the windows
-    are cut for, where the cut changes the result (BatchNorm); else 1.
+    are cut for, where the cut changes the result (BatchNorm); else 1. `brief` is a training of 6
+    steps in place of 20.
     """
 
     model: str
@@ -51,6 +55,12 @@ class Problem:
     schedule: str
     groups: int
     workers: int
+    brief: bool = False
+
+    @property
+    def epochs(self) -> int:
+        """How often it sees all rows."""
+        return (BRIEF if self.brief else EPOCHS)[self.micro]
 
     def model_and_optimizer(self, seed: int = 0) -> tuple[nn.Module, optim.Optimizer, Any]:
         """A fresh model, its optimizer and its scheduler."""
@@ -65,7 +75,7 @@ class Problem:
 
     def windows(self) -> Iterator[list[tuple[int, int]]]:
         """The total batches of the whole training, in order: rows [first, end) of the data."""
-        for _ in range(EPOCHS[self.micro]):
+        for _ in range(self.epochs):
             for first in range(0, ROWS[self.micro], BATCH):
                 yield first, min(first + BATCH, ROWS[self.micro])
 

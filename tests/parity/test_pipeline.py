@@ -1,5 +1,8 @@
 """Promise 1 where layers are shared out: as one plain PyTorch process, by every schedule, on any
-mesh, in every row."""
+mesh, in every row.
+
+Trainings are of 6 steps but for two of 20; in `-m full` all are of 20 as well.
+"""
 
 import pytest
 
@@ -8,7 +11,7 @@ from tests.disk import on_a_disk
 from tests.parity.plain import Trained
 from tests.parity.problems import loss_of, weight_of
 from tests.parity.test_rows import _from_loader
-from tests.parity.test_tensor import BUCKET, _problem, compare, ended
+from tests.parity.test_tensor import BRIEFLY, BUCKET, _problem, compare, ended
 
 
 def _train(world, problem, plan, in_turn, options) -> tuple[str, Trained]:
@@ -42,11 +45,21 @@ def _compare(group, plain, problem, size, *, plan=None, in_turn=False, options=N
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
-@pytest.mark.parametrize("pipeline", [pytest.param(2, marks=pytest.mark.full), 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule(group, plain, schedule, pipeline):
+@pytest.mark.parametrize(
+    ("schedule", "pipeline", "brief"),
+    [
+        *((schedule, 4, schedule != "1f1b") for schedule in SCHEDULES),
+        *(
+            pytest.param(schedule, pipeline, False, marks=pytest.mark.full)
+            for schedule in SCHEDULES
+            for pipeline in (2, 4)
+            if (schedule, pipeline) != ("1f1b", 4)
+        ),
+    ],
+)
+def test_every_schedule(group, plain, schedule, pipeline, brief):
     """Embeddings are tied across the stages, and their rows are not the items of the mean."""
-    problem = _problem("deep_gpt", micro="1")
+    problem = _problem("deep_gpt", micro="1", brief=brief)
     options = {"schedule": schedule, "microbatches": 4}
     _compare(group, plain, problem, pipeline, pipeline=pipeline, options=options)
 
@@ -61,33 +74,37 @@ EACH_ROW = [
 """Without zero-bubble in row 3, which is refused: see test_what_cannot_be_had."""
 
 
+@BRIEFLY
 @pytest.mark.parametrize(("schedule", "row"), EACH_ROW)
-def test_times_data_in_every_row(group, plain, schedule, row):
+def test_times_data_in_every_row(group, plain, schedule, row, brief):
     """Micro-batches of unequal size: 9 rows for each of two replicas, in four."""
-    problem = _problem("deep_gpt", micro="1")
+    problem = _problem("deep_gpt", micro="1", brief=brief)
     options = {"schedule": schedule, "microbatches": 4, "zero": row}
     _compare(group, plain, problem, 4, pipeline=2, options=options)
 
 
+@BRIEFLY
 @pytest.mark.parametrize(
     "row", [*(pytest.param(row, marks=pytest.mark.full) for row in (0, 1, 2)), 3]
 )
-def test_times_data_and_tensor(group, plain, row):
-    problem = _problem("splittable_gpt", micro="1")
+def test_times_data_and_tensor(group, plain, row, brief):
+    problem = _problem("splittable_gpt", micro="1", brief=brief)
     _compare(group, plain, problem, 8, pipeline=2, tensor=2, options={"zero": row})
 
 
+@BRIEFLY
 @pytest.mark.parametrize("by_tokens", [pytest.param(False, marks=pytest.mark.full), True])
-def test_four_stages_of_two_halves(group, plain, by_tokens):
-    problem = _problem("splittable_gpt", micro="1")
+def test_four_stages_of_two_halves(group, plain, by_tokens, brief):
+    problem = _problem("splittable_gpt", micro="1", brief=brief)
     options = {"microbatches": 3, "sequence_parallel": by_tokens}
     _compare(group, plain, problem, 8, pipeline=4, tensor=2, options=options)
 
 
+@BRIEFLY
 @pytest.mark.parametrize("row", [pytest.param(0, marks=pytest.mark.full), 3])
-def test_a_plain_loop_stage_after_stage(group, plain, row):
+def test_a_plain_loop_stage_after_stage(group, plain, row, brief):
     """Without forward_backward: right, though only one worker is busy at a time."""
-    problem = _problem("deep_gpt", micro="short")
+    problem = _problem("deep_gpt", micro="short", brief=brief)
     _compare(group, plain, problem, 4, pipeline=2, in_turn=True, options={"zero": row})
 
 
@@ -97,6 +114,7 @@ def test_a_widths_that_nothing_divides_accumulated(group, plain):
     _compare(group, plain, problem, 2, pipeline=2, options={"microbatches": 2, "zero": 1})
 
 
+@BRIEFLY
 @pytest.mark.parametrize(
     "options",
     [
@@ -112,8 +130,9 @@ def test_a_widths_that_nothing_divides_accumulated(group, plain):
     ],
     ids=str,
 )
-def test_what_it_can_be_had_with(group, plain, options):
-    mesh = {"transport": options.pop("transport")} if "transport" in options else {}
+def test_what_it_can_be_had_with(group, plain, options, brief):
+    mesh = {name: options[name] for name in ("transport",) if name in options}
+    options = {k: v for k, v in options.items() if k not in mesh}
     options = {k: f"nvme:{on_a_disk()}" if v == "nvme" else v for k, v in options.items()}
-    problem = _problem("deep_gpt", micro="1")
+    problem = _problem("deep_gpt", micro="1", brief=brief)
     _compare(group, plain, problem, 4, pipeline=2, options=options, **mesh)

@@ -21,7 +21,7 @@ from shardwise.states import held
 from tests.disk import on_a_disk
 from tests.parity.pairwise import pairwise
 from tests.parity.plain import Trained
-from tests.parity.problems import BATCH, EPOCHS, MICRO_ROWS, Problem, loss_of, weight_of
+from tests.parity.problems import BATCH, MICRO_ROWS, Problem, loss_of, weight_of
 
 PROMISED = {
     "workers": (1, 2, 3, 4),
@@ -141,7 +141,7 @@ def _from_loader(world, case, problem) -> Iterator[Any]:
     rows = None if problem.micro == "1" else MICRO_ROWS[world.size]
     loader = sw.Loader(data, batch_size=BATCH, micro_batch_size=rows)
     told = (lambda y: {"weight": weight_of(y)}) if problem.model.endswith("gpt") else (lambda y: {})
-    for _ in loader.epochs(EPOCHS[problem.micro]):
+    for _ in loader.epochs(problem.epochs):
         for step in loader.steps():
             yield (((x, y), told(y)) for x, y in step)
 

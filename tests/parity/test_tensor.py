@@ -1,4 +1,7 @@
-"""Promise 1 where layers are split: as one plain PyTorch process, on any mesh, in every row."""
+"""Promise 1 where layers are split: as one plain PyTorch process, on any mesh, in every row.
+
+Trainings are of 6 steps but for one of 20; in `-m full` all are of 20 as well.
+"""
 
 import hashlib
 
@@ -86,31 +89,44 @@ def compare(results, wanted, problem):
     _assert_same("optimizer", ours.optimizer, wanted.optimizer, TOLERANCE)
 
 
+BRIEFLY = pytest.mark.parametrize(
+    "brief", [True, pytest.param(False, marks=pytest.mark.full)], ids=["brief", "long"]
+)
+
 MLP = {"0": "colwise", "2": "rowwise"}
 TIED = {"tokens": "embedding", "head": "colwise_rep"}
 
 
+@BRIEFLY
 @pytest.mark.parametrize(
     ("size", "tensor", "row"), [*((4, 2, row) for row in range(4)), (2, 2, 0), (3, 3, 3)]
 )
-def test_an_mlp_by_plan_in_every_row(group, plain, size, tensor, row):
-    _compare(group, plain, _problem("odd_mlp"), MLP, size, tensor, zero=row)
+def test_an_mlp_by_plan_in_every_row(group, plain, size, tensor, row, brief):
+    _compare(group, plain, _problem("odd_mlp", brief=brief), MLP, size, tensor, zero=row)
 
 
 @pytest.mark.parametrize(
-    ("size", "tensor"), [(2, 2), (3, 3), pytest.param(4, 4, marks=pytest.mark.full)]
+    ("size", "tensor", "brief"),
+    [
+        (2, 2, False),
+        (3, 3, True),
+        pytest.param(3, 3, False, marks=pytest.mark.full),
+        pytest.param(4, 4, False, marks=pytest.mark.full),
+    ],
 )
-def test_a_gpt_as_it_is_found(group, plain, size, tensor):
-    problem = _problem("splittable_gpt")
+def test_a_gpt_as_it_is_found(group, plain, size, tensor, brief):
+    problem = _problem("splittable_gpt", brief=brief)
     _compare(group, plain, problem, None, size, tensor, found=6, zero=tensor % 4)
 
 
+@BRIEFLY
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
-def test_a_gpt_with_a_split_vocabulary_in_every_row(group, plain, row):
-    problem = _problem("splittable_gpt", micro="short")
+def test_a_gpt_with_a_split_vocabulary_in_every_row(group, plain, row, brief):
+    problem = _problem("splittable_gpt", micro="short", brief=brief)
     _compare(group, plain, problem, TIED, 4, 2, found=8, zero=row)
 
 
+@BRIEFLY
 @pytest.mark.parametrize(
     "options",
     [
@@ -121,11 +137,12 @@ def test_a_gpt_with_a_split_vocabulary_in_every_row(group, plain, row):
     ],
     ids=str,
 )
-def test_what_it_can_be_had_with(group, plain, options):
+def test_what_it_can_be_had_with(group, plain, options, brief):
     options = {k: f"nvme:{on_a_disk()}" if v == "nvme" else v for k, v in options.items()}
-    _compare(group, plain, _problem("splittable_gpt"), TIED, 4, 2, found=8, **options)
+    _compare(group, plain, _problem("splittable_gpt", brief=brief), TIED, 4, 2, found=8, **options)
 
 
+@BRIEFLY
 @pytest.mark.parametrize(
     ("size", "tensor", "plan", "options"),
     [
@@ -140,6 +157,6 @@ def test_what_it_can_be_had_with(group, plain, options):
     ],
     ids=str,
 )
-def test_by_tokens_between_split_layers(group, plain, size, tensor, plan, options):
-    problem = _problem("splittable_gpt", micro="short" if tensor == 3 else "3")
+def test_by_tokens_between_split_layers(group, plain, size, tensor, plan, options, brief):
+    problem = _problem("splittable_gpt", micro="short" if tensor == 3 else "3", brief=brief)
     _compare(group, plain, problem, plan, size, tensor, found=6, sequence_parallel=True, **options)

@@ -60,23 +60,37 @@ def start(launcher: str, out: Path, *flags: str) -> Run:
     return Run(done.returncode, done.stdout, done.stderr, out)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """A run by each launcher."""
-    folder = tmp_path_factory.mktemp("runs")
-    done = {name: start(name, folder / name) for name in LAUNCHERS}
-    for run in done.values():
+OFTEN = [
+    *("alone", "two", "torchrun"),
+    pytest.param("micro", marks=pytest.mark.full),
+]
+
+
+class Runs(dict[str, Run]):
+    """A run by each launcher, made when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, launcher: str) -> Run:
+        run = self[launcher] = start(launcher, self._folder / launcher)
         assert run.code == 0, run.screen + run.errors
-    return done
+        return run
 
 
-@pytest.fixture(params=LAUNCHERS)
-def run(request: pytest.FixtureRequest, runs: dict[str, Run]) -> Run:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(params=OFTEN)
+def run(request: pytest.FixtureRequest, runs: Runs) -> Run:
     return runs[request.param]
 
 
-@pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if name != "alone"])
-def test_all_numbers_of_workers_give_the_same_losses(runs: dict[str, Run], launcher: str) -> None:
+@pytest.mark.parametrize("launcher", OFTEN[1:])
+def test_all_numbers_of_workers_give_the_same_losses(runs: Runs, launcher: str) -> None:
     for name in ("train/loss", "train/grad_norm", "held_out/loss", "held_out/bits_per_byte"):
         expected = runs["alone"].column(name)
         assert runs[launcher].column(name) == pytest.approx(expected, rel=1e-4)
@@ -121,7 +135,7 @@ def test_the_main_rank_alone_shows_sample_and_table(run: Run) -> None:
 
 
 def test_the_time_limit_stops_all_ranks_and_files_of_an_earlier_run_are_replaced(
-    runs: dict[str, Run], tmp_path: Path
+    runs: Runs, tmp_path: Path
 ) -> None:
     shutil.copytree(runs["two"].out, tmp_path / "out")
     run = start("two", tmp_path / "out", "--minutes", "0.0001")

@@ -92,10 +92,11 @@ OFTEN_ONE = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 @BOTH
-def test_mpirun(here: Launcher, expected: str, component: str, name: str) -> None:
-    ran = run(here, mpirun(component), "-n", "4", sys.executable, script("parity"))
-    assert (ran.code, ran.lines()) == (0, [f"{expected} by {name} of 4"]), ran.err
+def test_mpirun(here: Launcher, expected: str, component: str, name: str, ranks: int) -> None:
+    ran = run(here, mpirun(component), "-n", str(ranks), sys.executable, script("parity"))
+    assert (ran.code, ran.lines()) == (0, [f"{expected} by {name} of {ranks}"]), ran.err
 
 
 @OFTEN_ONE
@@ -183,8 +184,8 @@ class TestSlurm:
 
     def test_srun_on_two_hosts(self, on: Callable[..., str], expected: str) -> None:
         """Three ranks: two on the first host, one on the second."""
-        out = on("srun", "-N2", "-n4", "--distribution=block", sys.executable, script("parity"))
-        assert out == f"{expected} by Slurm of 4\n"
+        out = on("srun", "-N2", "-n3", "--distribution=block", sys.executable, script("parity"))
+        assert out == f"{expected} by Slurm of 3\n"
 
     @pytest.mark.full
     def test_a_rank_that_does_not_come_is_told_of(self, slurm: Cluster, tmp_path: Path) -> None:

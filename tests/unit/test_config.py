@@ -117,7 +117,7 @@ class TestTypos:
             ("bucketmb = 2", "no setting 'bucketmb'. Did you mean bucket-mb"),
             ("log_dir = 'x'", "no setting 'log_dir'. --log-dir is a flag of shardwise run alone"),
             ("n = 2", "-n is a flag of shardwise run alone"),
-            ("[zero]\nstage = 2", "zero takes a whole number"),
+            ("[zero]\nstage = 2", "zero takes one value"),
             ("zero =", "is not TOML"),
             (None, "cannot be read: No such file"),
         ],

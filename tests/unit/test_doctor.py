@@ -55,6 +55,24 @@ def test_speeds_have_units() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("installed", "inside"),
+    [
+        (checks.OLDEST_TORCH, True),
+        (checks.NEWEST_TORCH + "+cu130", True),
+        ("2.13.0+cpu", True),
+        ("2.9.0", True),
+        ("2.8.3", False),
+        ("2.100.0.dev20270101", False),
+        ("3.0.0a0+gitb1", False),
+    ],
+)
+def test_the_tested_range_of_torch(installed: str, inside: bool) -> None:
+    found = checks.tested(installed)
+    assert found.shown.endswith("in the range" if inside else "outside")
+    assert found.advice == "" if inside else f"torch {installed} is outside" in found.advice
+
+
 def test_folders_to_offload_to(tmp_path: Path) -> None:
     settings = Settings(
         offload_optimizer=Tier("nvme", str(tmp_path)),

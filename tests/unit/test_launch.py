@@ -48,6 +48,33 @@ class TestEnvironmentOfARank:
             "SHARDWISE_LAUNCH_REPORTS": "/r",
         }
 
+    def test_what_torchs_launcher_would_tell(self) -> None:
+        """Of this rank, whatever an outer run has told."""
+        values = environment.of_rank(
+            TORCHRUN,
+            self.IDENTITY,
+            flags={},
+            reports=Path("/r"),
+            cores=8,
+            master_port=7,
+        )
+        known = {
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        }
+        assert {name: values[name] for name in known} == {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "h",
+            "MASTER_PORT": "7",
+        }
+
     def test_what_the_user_set_stays(self) -> None:
         values = self.of(OMP_NUM_THREADS="3", GLOO_SOCKET_IFNAME="eth1", SHARDWISE_ZERO="1")
         assert values["OMP_NUM_THREADS"] == "3"

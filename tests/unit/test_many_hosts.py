@@ -143,7 +143,7 @@ class TestHosts:
         ("text", "message"),
         [
             ("4", "--show 4: the 4 ranks of this run are 0 to 3"),
-            ("3-1", "'3-1' is no rank. Write for example 0,2-3"),
+            ("3-1", "'3-1' ends before it begins. Write 1-3."),
             ("", "'' is no rank"),
             ("-1", "'-1' is no rank"),
             ("all", "'all' is no rank"),
@@ -285,7 +285,7 @@ class TestWire:
         for size in (1, 7, len(sent)):
             taken: list[wire.Message] = []
             noise: list[bytes] = []
-            receiver = wire.Receiver(taken.append, noise.append)
+            receiver = wire.Receiver(wire.FROM_AGENT, taken.append, noise.append)
             for start in range(0, len(sent), size):
                 receiver.feed(sent[start : start + size] + wire.PULSE)
             assert [wire.bytes_of(one["data"]) for one in taken] == [data, data]

@@ -16,6 +16,7 @@ from shardwise import proof
 from shardwise.collectives.table import Hosted, Reaching, Table
 from shardwise.errors import LaunchError
 from shardwise.launch import own, secret
+from tests.disk import wait_until
 
 KNOWN = b"what all ranks of this run know"
 
@@ -158,7 +159,9 @@ class TestTable:
         yield hosted, reaching
         reaching.close()
         hosted.close()
-        assert "shardwise-table" not in {thread.name for thread in threading.enumerate()}
+        wait_until(
+            lambda: "shardwise-table" not in {thread.name for thread in threading.enumerate()}
+        )
 
     def test_torchs_verbs(self, stores: tuple[Hosted, Reaching]) -> None:
         hosted, reaching = stores

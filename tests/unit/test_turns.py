@@ -6,11 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.collectives.turns import SETTLED, Turns, with_unseen
 from shardwise.errors import OrderError
-from shardwise.states.turns import SETTLED, Turns, with_unseen
 
 NAMES = ["rest", "a", "b", "c", "d"]
 UNITS = range(len(NAMES))
+
+
+def turns_of(agree, *, staying=(), alone=False):
+    turns = Turns(agree, alone=alone)
+    assert turns.join(NAMES, staying=staying) == 0
+    return turns
 
 
 class Agreement:
@@ -40,7 +46,7 @@ def gathered(plans, *, expected=UNITS, descending=False):
     told = {}
 
     def rank_of(rank):
-        turns = Turns(NAMES, agreement.of(rank))
+        turns = turns_of(agreement.of(rank))
         told[rank] = []
         for wanted in plans[rank]:
             turns.open("pass", descending=descending)
@@ -135,7 +141,7 @@ def test_one_that_skips_keeps_a_pass_from_being_settled():
 
 def test_what_stays_without_a_turn_is_no_other_order():
     asks = []
-    turns = Turns(NAMES, lambda wanted: asks.append(wanted) or wanted, staying=[0])
+    turns = turns_of(lambda wanted: asks.append(wanted) or wanted, staying=[0])
     for _ in range(SETTLED + 3):
         turns.open("pass")
         assert [turn for unit in (1, 2) for turn in turns.until(unit)][-2:] == [1, 2]
@@ -144,7 +150,7 @@ def test_what_stays_without_a_turn_is_no_other_order():
 
 
 def test_alone_no_order_is_wrong():
-    turns = Turns(NAMES, lambda wanted: wanted, alone=True)
+    turns = turns_of(lambda wanted: wanted, alone=True)
     for wanted in (*[[0, 1, 3]] * (SETTLED + 1), [3, 1, 0]):
         turns.open("pass")
         assert [turn for unit in wanted for turn in turns.until(unit)][-1] == wanted[-1]
@@ -176,7 +182,7 @@ def test_any_order_where_not_all_was_expected(passes):
 
 
 def test_what_is_over():
-    turns = Turns(NAMES, lambda wanted: wanted)
+    turns = turns_of(lambda wanted: wanted)
     turns.open("pass")
     told = [(turn, turns.over()) for unit in (0, 2, 1, 2, 3) for turn in turns.until(unit)]
     assert [over for _, over in told] == [None, 0, 2, 1, None], "the first pass tells each once"
@@ -192,7 +198,7 @@ def test_what_is_over():
 
 def test_serving_until_nobody_wants_anything():
     wishes = iter([2, 0, len(NAMES)])
-    turns = Turns(NAMES, lambda wanted: min(wanted, next(wishes)))
+    turns = turns_of(lambda wanted: min(wanted, next(wishes)))
     assert list(turns.serve()) == [2, 0]
 
 

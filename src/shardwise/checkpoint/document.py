@@ -40,7 +40,8 @@ _LENGTH_OF_END = len(b' "crc32": "00000000"\n}\n')
 
 def dump(fields: Mapping[str, Any]) -> bytes:
     """The file with `fields`, which are all that it holds beside format, version and sum."""
-    assert set(fields) == set(schema.FIELDS), set(fields) ^ set(schema.FIELDS)
+    known = set(schema.FIELDS) | (set(fields) & set(schema.OPTIONAL))
+    assert set(fields) == known, set(fields) ^ known
     whole = {"format": FORMAT, "version": VERSION} | dict(fields)
     body = json.dumps(whole, indent=1, allow_nan=False).encode().removesuffix(b"\n}") + b",\n"
     return body + f' "{_SUM}": "{zlib.crc32(body):08x}"\n}}\n'.encode()

@@ -133,7 +133,11 @@ FIELDS: dict[str, Check] = {
 }
 """What a checkpoint.json holds beside its format, version and sum."""
 
+OPTIONAL: dict[str, Check] = {"draws": _map_of(plain_value)}
+"""What it may hold more."""
+
 
 def check(told: Any) -> None:
     """Raise Fault for the first of FIELDS that `told` has not, or not as it must be."""
     _record(FIELDS)("", told)
+    _record({name: check for name, check in OPTIONAL.items() if name in told})("", told)

@@ -8,6 +8,7 @@
     staged.py  CUDA ranks that share a GPU, by Gloo's through the host
     within.py  sharded inside a host, replicated between hosts
     threads.py the same for another thread
+    gather_order.py what ranks do together inside forwards and backwards; turns.py in which order
     connect.py which of them a process joins, and how
 
     sums.py    sums in rank order
@@ -32,6 +33,7 @@ makes the same calls in the same order.
 from shardwise.collectives.base import Collectives, Cuts, Handle, Solo
 from shardwise.collectives.by_torch import exposed
 from shardwise.collectives.connect import OnMeeting, address_of, connect, disconnect
+from shardwise.collectives.gather_order import GatherOrder
 from shardwise.collectives.gloo import Gloo
 from shardwise.collectives.host import key as host_key
 from shardwise.collectives.nccl import Nccl
@@ -45,6 +47,7 @@ from shardwise.collectives.within import within_hosts
 __all__ = [
     "Collectives",
     "Cuts",
+    "GatherOrder",
     "Gloo",
     "Handle",
     "Nccl",

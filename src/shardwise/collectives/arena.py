@@ -8,6 +8,7 @@ collected, and free for another one.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections import deque
@@ -17,6 +18,7 @@ from weakref import WeakSet, finalize, ref
 import torch
 from torch import Tensor
 
+from shardwise.errors import LaunchError
 from shardwise.extents import Extents
 
 SMALLEST = 1 << 26
@@ -95,7 +97,7 @@ class Arena:
         _living.add(self)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A zeroed flat tensor of `numel` elements. Raises OSError when the host refuses it."""
+        """A zeroed flat tensor of `numel` elements. Raises LaunchError when the host refuses it."""
         segments = list(self._segments.values())
         for segment in segments:
             if (taken := segment.take(numel, dtype)) is not None:
@@ -139,13 +141,16 @@ class Arena:
     def _open(self, size: int) -> tuple[Segment, mmap.mmap]:
         """A new segment, and its memory, which must be held until a tensor in it holds it."""
         number, size = next(self._numbers), _pages(size)
-        fd = os.memfd_create(f"shardwise-{number}")
+        try:
+            fd = os.memfd_create(f"shardwise-{number}")
+        except OSError as error:
+            raise _refused(size, error) from error
         try:
             os.ftruncate(fd, size)
             memory = mmap.mmap(fd, size)
-        except BaseException:
+        except OSError as error:
             os.close(fd)
-            raise
+            raise _refused(size, error) from error
         segment = self._segments[number] = Segment(number, fd, memory)
         finalize(memory, _end, ref(self), segment).atexit = False
         return segment, memory
@@ -184,6 +189,21 @@ def tensor_at(
     if not numel:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+
+
+_LIMITS = {
+    errno.EFBIG: "a limit on the size of files counts it: raise that (ulimit -f unlimited)",
+    errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
+    errno.ENOMEM: "the host's memory, or a limit on it (ulimit -v), is used up: use less",
+}
+
+
+def _refused(size: int, error: OSError) -> LaunchError:
+    hint = _LIMITS.get(error.errno or 0, "the system refuses it")
+    return LaunchError(
+        f"{size:,} bytes of memory that ranks share cannot be had ({error.strerror or error}): "
+        f"{hint}, or do without it: --transport gloo."
+    )
 
 
 def _end(arena: ref[Arena], segment: Segment) -> None:

@@ -14,7 +14,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.collectives.meeting import Met, here
@@ -53,6 +54,12 @@ def meet(identity: Identity, timeout: float) -> Met:
     found, _, _ = next(rendezvous("env://", timeout=limit))
     # It outlives a start of the ranks, and what they have left there.
     store = PrefixStore(f"start {os.environ.get(STARTS, 0)}", found)
+    return _known(identity, store, timeout)
+
+
+def _known(identity: Identity, store: Store, timeout: float) -> Met:
+    """When all have come to `store`: what they know each other by."""
+    limit = timedelta(seconds=timeout)
     store.set(here(identity.rank), "")
     _await_all(identity, store, timeout)
     given = secret.told(os.environ)
@@ -63,6 +70,22 @@ def meet(identity: Identity, timeout: float) -> Met:
     if identity.rank == 0:
         store.set("secret", secret.drawn())
     return Met(store, store.get("secret"), True, _nothing)
+
+
+def adopt(identity: Identity, timeout: float) -> Met:
+    """Meet on torch's default process group, which the script or a library of it has made before.
+
+    Raises LaunchError where that is another one than the launcher's.
+    """
+    if (dist.get_rank(), dist.get_world_size()) != (identity.rank, identity.size):
+        raise LaunchError(
+            f"torch.distributed was initialised as rank {dist.get_rank()} of "
+            f"{dist.get_world_size()} before sw.init, and {identity.launcher} started this process "
+            f"as rank {identity.rank} of {identity.size}. Call sw.init first, and leave "
+            "init_process_group out."
+        )
+    store = PrefixStore("shardwise", distributed_c10d._get_default_store())
+    return _known(identity, store, timeout)
 
 
 def _nothing() -> None:

@@ -122,9 +122,18 @@ def _join(
     rendezvous: str | None,
     on_meeting: OnMeeting | None,
 ) -> Lookout:
-    """Make torch's default process group; the watch of this rank, which knows the secret."""
+    """Make torch's default process group, or take the one that there is; the watch of this rank,
+    which knows the secret."""
     global _met
     limit, is_torchs = timedelta(seconds=timeout), identity.launcher == "torchrun"
+    if dist.is_initialized():
+        _met = by_torch.adopt(identity, timeout)
+        if (made := dist.get_backend()) != backend:
+            raise LaunchError(
+                f"torch.distributed was initialised with {made} before sw.init, which takes "
+                f"{backend} here: call sw.init first, and leave init_process_group out."
+            )
+        return Lookout(identity.rank, identity.size, _met.secret)
     try:
         if is_torchs and by_torch.has_store():
             _met = by_torch.meet(identity, timeout)

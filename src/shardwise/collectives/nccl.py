@@ -156,7 +156,18 @@ class Nccl(Collectives):
             if after is not None:
                 after()
 
-        return Handle(finish)
+        return _Working(work, finish)
+
+
+class _Working(Handle):
+    """A call of NCCL, which tells without waiting whether the device has made it."""
+
+    def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
+        super().__init__(finish)
+        self._work = work
+
+    def is_there(self) -> bool:
+        return super().is_there() or self._work.is_completed()
 
 
 def _rounded(total: Tensor, out: Tensor) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from shardwise import world as worlds
 from shardwise.config import Settings
 from shardwise.data import source
 from shardwise.data.checks import Given, UnknownLength
@@ -23,6 +22,7 @@ from shardwise.feed import Plan, Stream
 from shardwise.randomness import seed_from
 from shardwise.tree import MicroShards
 from shardwise.world import World
+from shardwise.world import current as current_world
 
 
 class Loader:
@@ -99,7 +99,7 @@ class Loader:
         name: str | None = None,
         seed_samples: bool | None = None,
     ) -> None:
-        self._world = worlds.current()
+        self._world = current_world()
         settings = _settings(self._world, micro_batch_size)
         batch_size = _total(batch_size, batch_sampler, self._world)
         given = Given(

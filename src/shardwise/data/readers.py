@@ -125,6 +125,7 @@ def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[M
                 parts=len(cuts),
                 total=len(batch),
                 samples=end - first,
+                place=(first, end),
                 indices=tuple(batch[first:end] or cut.stand_in(batch)),
                 all_have=all_have[part],
             )

@@ -34,9 +34,10 @@ class Micro:
 
     `part` of `parts` in its step, whose total batch has `total` rows. `samples` counts this
     rank's own rows in it, 0 for a stand-in; `all_have` is whether every rank has some. `indices`
-    are the dataset items to read, a stand-in's too, where the dataset is map-style. Where a stream
-    is this rank's own part, `rows` is what the step has of it: 0 past its end, and -1 where it
-    never had a sample.
+    are the dataset items to read, a stand-in's too, where the dataset is map-style; `place` the
+    rows [first, end) of the total batch that it has. Where a stream is this rank's own part there
+    is no such place, and `rows` is what the step has of it: 0 past its end, and -1 where it never
+    had a sample.
     """
 
     epoch: int
@@ -45,6 +46,7 @@ class Micro:
     total: int
     samples: int
     rows: int = 0
+    place: tuple[int, int] | None = None
     indices: tuple[Any, ...] = ()
     all_have: bool = True
 
@@ -227,6 +229,7 @@ class StreamSource:
                 total=len(chunk),
                 samples=end - first,
                 rows=rows,
+                place=(first, end) if self._sliced else None,
                 all_have=all_have[part],
             )
             yield micro, chunk[first:end] or self._cut_of.stand_in(chunk)

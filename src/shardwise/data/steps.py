@@ -40,6 +40,7 @@ class Pass:
         self.stream = world.feed.open(name, plan)
         self.open = True
         self._in_hand = False  # samples to train on, since the last step was asked for
+        self._step: object = None
 
     def steps(self, first: int) -> Iterator[Step]:
         """The steps of this pass, numbered from `first`; each is finished before the next."""
@@ -67,10 +68,15 @@ class Pass:
         micro, data = item
         with timeline.span("to the device", timeline.Row.DATA):
             data = to_device(data, self._world.device, non_blocking=self._pinned)
+        if micro.part == 0:
+            self._step = object()
         batch = Batch(
             samples=micro.samples,
             last=micro.last,
             indices=_numbers(micro) if micro.samples else (),
+            rows=micro.place,
+            total=micro.total,
+            step=self._step,
         )
         self._world.feed.give(self.stream, batch, training=torch.is_grad_enabled())
         if torch.is_grad_enabled():

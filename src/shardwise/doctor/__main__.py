@@ -8,19 +8,18 @@ import sys
 from rich.console import Console
 
 from shardwise import launch
-from shardwise import world as worlds
 from shardwise.doctor import checks, findings, reach, speed
 from shardwise.doctor.checks import Check
 from shardwise.doctor.speed import Speed
 from shardwise.printable import printable
 from shardwise.watch import clocks
-from shardwise.world import World
+from shardwise.world import World, enter
 
 
 def main() -> int:
     """Look at this host, join the others, measure; rank 0 prints. 1 where a run would fail."""
     try:
-        world = worlds.enter(0, {}, reach.try_all)
+        world = enter(0, {}, reach.try_all)
     except reach.Unreachable as error:
         return _say_who_is_unreachable(error)
     hosts = _hosts(world)

@@ -22,6 +22,9 @@ FEWEST_FILES = 1024
 LEAST_MEMORY = GIB
 LEAST_SHARED = GIB // 4
 
+OLDEST_TORCH, NEWEST_TORCH = "2.9.1", "2.15.0"
+"""The versions of torch between which the tests have run: `make test-torch VERSION=2.9.1`."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -41,6 +44,7 @@ def of_host(settings: Settings) -> list[Check]:
     return [
         Check("Python", platform.python_version()),
         Check("torch", torch.__version__),
+        tested(torch.__version__),
         Check("shardwise", version("shardwise")),
         _devices(),
         Check("backends", ", ".join(_backends())),
@@ -51,6 +55,26 @@ def of_host(settings: Settings) -> list[Check]:
         _temporary(),
         *_offload_folders(settings),
     ]
+
+
+def tested(installed: str) -> Check:
+    """Whether the `installed` version of torch lies in the range that the tests have run with.
+
+    Minor versions are compared: a patch release of a tested one is in the range.
+    """
+    bounds = f"{OLDEST_TORCH} to {NEWEST_TORCH}"
+    if _minor(OLDEST_TORCH) <= _minor(installed) <= _minor(NEWEST_TORCH):
+        return Check("tested torch", f"{bounds}: this one is in the range")
+    return Check(
+        "tested torch",
+        f"{bounds}: this one is outside",
+        advice=f"torch {installed} is outside the range that Shardwise is tested with: if "
+        f"something fails, install one of {bounds}.",
+    )
+
+
+def _minor(release: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in release.split(".")[:2])
 
 
 def _devices() -> Check:

@@ -1,6 +1,10 @@
 """The engine: backward and step, and what they are made of.
 
-engine.py       the algorithm: backward seeds autograd, step reduces, exchanges, updates
+engine.py       what an engine is made of; whole tensors, state, exports
+backwards.py    backward: seeds autograd
+stepping.py     step: reduces, exchanges, updates; whole gradients in between
+closures.py     steps with a closure
+drawing.py      what random numbers are a function of
 takeover.py     models and optimizers made ready, followed, given back
 recipe.py       what an engine is made from
 assembly.py     from models and optimizers to the three states, and back for a rebuild
@@ -21,9 +25,11 @@ inventory.py    the tensors of an engine by name
 start_lines.py  what is on, said at the start
 describe.py     what lies where, as a table
 figures.py      numbers as a person reads them
+several.py      several engines, saved as one
 """
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.several import Engines
 from shardwise.engine.window import StepStats
 
-__all__ = ["Engine", "StepStats"]
+__all__ = ["Engine", "Engines", "StepStats"]

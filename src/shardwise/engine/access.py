@@ -144,14 +144,20 @@ def export(
             write_model(model, Path(path))
 
 
+def only(recipe: Recipe, optimizer: optim.Optimizer | None) -> optim.Optimizer:
+    """`optimizer`, or the only one. Raises UsageError where there are several, or for another."""
+    if optimizer is None and len(recipe.optimizers) != 1:
+        raise UsageError("This engine has several optimizers: say which.")
+    if optimizer is not None and not any(optimizer is each for each in recipe.optimizers):
+        raise UsageError(f"This {type(optimizer).__name__} is not one that this engine has.")
+    return recipe.optimizers[0] if optimizer is None else optimizer
+
+
 def optimizer_state_dict(
     recipe: Recipe, states: States, optimizer: optim.Optimizer | None
 ) -> dict[str, Any]:
     """See Engine.optimizer_state_dict."""
-    if optimizer is None:
-        if len(recipe.optimizers) != 1:
-            raise UsageError("This engine has several optimizers: say which.")
-        optimizer = recipe.optimizers[0]
+    optimizer = only(recipe, optimizer)
     # A parameter that was frozen on the way has left its state with the user's optimizer.
     held: dict[Any, Any] = dict(optimizer.state)
     held |= states.gathering.optimizer_state()

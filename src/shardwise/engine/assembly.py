@@ -144,9 +144,11 @@ def assemble(
         stray=habits.stray_backward,
         elsewhere=_told_elsewhere(recipe, parameters),
     )
-    gradients.reduction.patient = not sync_batch_norm.converted(recipe.models)
     if shown is not None:
         gradients.paced = _pace(parameters, gradients, shown)
+    # Where there are turns, statistics take theirs, and buckets start between them.
+    synchronised = bool(sync_batch_norm.converted(recipe.models))
+    gradients.reduction.patient = gradients.paced or not synchronised
     own = [rest.own for rest in gradients.reduction.rests]
     groups = [owners[tracked[bucket.slots[0].parameter].parameter] for bucket in buckets]
     optimizer = OptimizerState(
@@ -325,7 +327,7 @@ def _parameters(
         shelf,
         partial(starting.value_of, group=recipe.group),
     )
-    residency = sectioning.make_residency(found, parameters, recipe.gather_group)
+    residency = sectioning.make_residency(found, parameters, recipe.gather_group, recipe.order)
     sectioning.open_doors(found, residency, recipe.doors)
     return parameters, Shown(found, residency, sectioning.refuse_copies(found))
 

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from shardwise import randomness
 from shardwise.engine import habits, micro_batches, start_lines
 from shardwise.engine.assembly import States
+from shardwise.engine.drawing import Drawing
 from shardwise.engine.exact_mean import Seeds, Share, is_summed, share_of
 from shardwise.engine.micro_batches import Pipelining
-from shardwise.engine.recipe import Recipe
-from shardwise.engine.resumable import Resumable
 from shardwise.engine.takeover import Takeover
-from shardwise.engine.window import Window
+from shardwise.engine.window import Totals
 from shardwise.errors import CollectiveError
 from shardwise.feed import Batch
 from shardwise.parallel.pipeline import LayerTimes, Piece
@@ -30,16 +29,15 @@ living: WeakSet[Backwards] = WeakSet()
 """All engines of this process."""
 
 
-class Backwards(Resumable):
+class Backwards(Drawing):
     """What adds up gradients until the next step; an engine is one."""
 
-    _recipe: Recipe
     _held: Takeover
     _seeds: Seeds
-    _window: Window
+    _totals: Totals | None
+    """What all ranks know of this step, once its gradients are reduced."""
     _pipelining: Pipelining | None
     _timing: LayerTimes | None
-    _number: int
     _announced: bool
     _averaged: bool
     _uneven: bool
@@ -120,6 +118,7 @@ class Backwards(Resumable):
         fp64, is known on all ranks of the replica. `same_items` and what is raised are as for
         `backward`.
         """
+        self.world.draws.begin()
         given, summed = weight is not None, is_summed(reduction, weighted=weight is not None)
         of = self._begin_backward(weighted=given or summed, anew=given and not same_items)
         count = micro_batches.count_of(self.settings, batch, self._recipe.group)
@@ -204,6 +203,7 @@ class Backwards(Resumable):
     def _begin_backward(self, *, weighted: bool, anew: bool) -> Batch | None:
         """Look whether a backward may come now, and of which batch; `anew`: its items have a weight
         of their own and are not known to be those of an earlier one."""
+        habits.check_unreduced(is_reduced=self._totals is not None)
         habits.check_block(
             averaged=self._averaged, uneven=self._uneven, whole=self._recipe.is_whole
         )
@@ -325,3 +325,4 @@ class Backwards(Resumable):
         self._states.gradients.abandon()
         self._held.buffers.abandon()
         self._window.clear()
+        self._totals = None

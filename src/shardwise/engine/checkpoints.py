@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import struct
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -17,7 +18,6 @@ from weakref import WeakMethod, finalize
 
 import torch
 
-from shardwise import world as worlds
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.background import Copies, Job, reserve
 from shardwise.checkpoint.claim import Claim, take
@@ -37,8 +37,9 @@ from shardwise.errors import (
     UsageError,
 )
 from shardwise.model.precision import LossScale
+from shardwise.randomness import GeneratorStates
 from shardwise.timeline import Row, span
-from shardwise.world import World
+from shardwise.world import World, _leave
 
 T = TypeVar("T")
 
@@ -181,6 +182,8 @@ class Checkpoints:
             "tracked": tracked,
             "written_by": _writer(self._world, lending),
         }
+        if (draws := self._world.draws.state()) is not None:
+            fields["draws"] = draws
         return fields, files | _config_of(lending), None
 
     def _start(
@@ -289,6 +292,8 @@ class Checkpoints:
         if beside.scaling["wide"] and self._held.recipe.settings.reduce_dtype == "fp32":
             self._held.states.gradients.widen()
         self._take_seed(beside.seed)
+        if beside.draws is not None:
+            self._world.draws.restore(beside.draws)
         self.tracking.give(beside.tracked)
         if beside.step:
             habits.tell_schedulers(self._held.recipe.optimizers)
@@ -353,13 +358,26 @@ class _Beside:
     scaling: Mapping[str, Any]
     tracked: Mapping[str, Any]
     optimizers: optimizer_numbers.Numbers
+    draws: GeneratorStates | None
 
 
 def _beside(path: Path, fields: Mapping[str, Any], tracking: Tracking) -> _Beside:
     """Raises BrokenCheckpoint for what cannot be read."""
     tracked = tracking.read(path, fields)
     numbers = optimizer_numbers.read(fields)
-    return _Beside(fields["step"], fields["seed"], fields["scaling"], tracked, numbers)
+    step, seed, scaling = fields["step"], fields["seed"], fields["scaling"]
+    return _Beside(step, seed, scaling, tracked, numbers, _draws(path, fields.get("draws")))
+
+
+def _draws(path: Path, told: dict[str, Any] | None) -> GeneratorStates | None:
+    """Where what ranks draw in common goes on. Raises BrokenCheckpoint for what is none."""
+    try:
+        return None if told is None else GeneratorStates.of_plain(told)
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise BrokenCheckpoint(
+            f"{path} does not tell where draws go on ({type(error).__name__}: {error}). Take "
+            "another checkpoint."
+        ) from error
 
 
 def _finish(
@@ -422,7 +440,7 @@ def _at_exit(checkpoints: Checkpoints) -> None:
                 wait()
         except CheckpointError as error:
             print(f"shardwise: {error}", file=sys.stderr, flush=True)
-            worlds._leave()
+            _leave()
             sys.stdout.flush()
             os._exit(1)
 

@@ -11,6 +11,7 @@ from shardwise.engine.assembly import States
 from shardwise.engine.figures import in_bytes
 from shardwise.engine.recipe import Recipe
 from shardwise.placement import STATES, Placement
+from shardwise.printable import printable
 
 
 @dataclass
@@ -37,7 +38,12 @@ class _Row:
         name = self.names[0]
         if len(self.names) > 1:
             name += f" to {self.names[-1]} ({len(self.names)} units)"
-        return [name, f"{self.parameters:,}", f"{self.buckets:,}", *map(in_bytes, self.sizes)]
+        return [
+            printable(name),
+            f"{self.parameters:,}",
+            f"{self.buckets:,}",
+            *map(in_bytes, self.sizes),
+        ]
 
 
 def table_of(recipe: Recipe, states: States, transport: str) -> Table:
@@ -61,7 +67,7 @@ def table_of(recipe: Recipe, states: States, transport: str) -> Table:
 
 def show(table: Table) -> None:
     """Print `table`, over the edge of a narrow terminal rather than with figures cut off."""
-    console = Console()
+    console = Console(markup=False)
     least = table.__rich_measure__(console, console.options).minimum
     console.width = max(console.width, least)
     console.print(table)

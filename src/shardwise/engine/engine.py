@@ -1,16 +1,14 @@
 """The engine: forward is the user's, backward and step are here.
 
-    backward    seed autograd with the loss's weight; buckets reduce beside it (states/gradients)
-    step        reduce what is left; one small exchange: weights, norm, what was used;
-                update each bucket (states/optimizer_state) and publish it; clear
+    backward    seed autograd with the loss's weight; buckets reduce beside it (backwards)
+    step        reduce what is left; one small exchange; update, publish, clear (stepping)
 
 What a step does follows from the placement's cells alone.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike
 from typing import Any
@@ -19,38 +17,35 @@ from weakref import WeakMethod
 import torch
 from torch import nn, optim
 
-from shardwise import config, randomness
-from shardwise import world as world_module
-from shardwise.collectives import Handle
+from shardwise import config
 from shardwise.engine import (
     access,
     describe,
     diagnosis,
     exact_mode,
-    habits,
     pipelining,
     splitting,
     start_lines,
 )
 from shardwise.engine.assembly import States
-from shardwise.engine.backwards import Backwards, living
+from shardwise.engine.backwards import living
 from shardwise.engine.checkpoints import Checkpoints
 from shardwise.engine.exact_mean import Seeds
-from shardwise.engine.exchange import exchange, over_stages
 from shardwise.engine.micro_batches import Pipelining
 from shardwise.engine.options import Options
 from shardwise.engine.parts import ExactParts, Parts
 from shardwise.engine.recipe import Recipe
+from shardwise.engine.stepping import Stepping
 from shardwise.engine.takeover import Takeover
-from shardwise.engine.window import StepStats, Totals, Window
-from shardwise.errors import ModelError, ShardwiseError, UsageError
+from shardwise.engine.window import Window
+from shardwise.errors import ModelError, UsageError
 from shardwise.model import precision
 from shardwise.parallel.pipeline import LayerTimes
 from shardwise.parallel.plan import Plan
-from shardwise.timeline import recorder, span
+from shardwise.world import current as current_world
 
 
-class Engine(Backwards):
+class Engine(Stepping):
     """Trains `models` with `optimizers` over all ranks, as one process would.
 
     `models` and `optimizers` are one each or sequences; the objects stay the user's own and are
@@ -59,8 +54,8 @@ class Engine(Backwards):
     the environment and the flags. All ranks make their engines in the same order.
 
     With `--tensor` layers are split over the ranks of a replica: known shapes are found, and
-    `tensor_plan` says how others are, by patterns of module names: {"blocks.*.up": "colwise",
-    "blocks.*.down": "rowwise", "head": "whole"}; docs/parallel.md has all of it.
+    `tensor_plan` says how others are, by patterns of module names: `{"blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise", "head": "whole"}`; docs/parallel.md has all of it.
 
     With `--pipeline` they are shared out: each worker has some, and `forward_backward` sends a
     batch through all of them in micro-batches; docs/parallel.md.
@@ -82,12 +77,13 @@ class Engine(Backwards):
         tensor_plan: Plan | None = None,
         **settings: Any,
     ) -> None:
-        self.world = world_module.current()
+        self.world = current_world()
         config.refuse_elsewhere(settings, "engine")
         self.settings = self.world.settle(**settings)
         self.placement = self.settings.placement
         self._number = self.world.engines
         self.world.engines += 1
+        self.world.expect_no_engine()
         self._group = self.world.collectives
         shards = exact_mode.shards_of(self.settings, self._group)
         self._parts = Parts(self.world.data_rank) if shards is None else ExactParts(shards)
@@ -99,6 +95,7 @@ class Engine(Backwards):
             self._group,
             self.world.data,
             self.world.device,
+            self.world.gather_order,
             shards,
             splitting.begin(self.world, self.settings, tensor_plan),
             pipelining.begin(self.world, self.settings, _several(models, nn.Module)),
@@ -125,7 +122,8 @@ class Engine(Backwards):
         self._skips = diagnosis.Skips(scaled=self._scale.active)
         self.world.feed.allow_uneven(self._while_some_sit_out)
         self.steps = 0
-        self._reseed()
+        self._totals = None
+        self._begin_draws(self._recipe.models)
         living.add(self)
         start_lines.announce_engine(self.world, self._recipe, self._states)
         start_lines.announce_activations(self.world, self._recipe, self._held.activations)
@@ -133,7 +131,7 @@ class Engine(Backwards):
     def _time_layers(self) -> LayerTimes | None:
         """What times the layers, where that is asked for; of several models those of the first."""
         path = self.settings.time_layers
-        if path is None or self._number:
+        if path is None or self._number or not self.world.is_main:
             return None
         return LayerTimes(self._recipe.models[0], self.settings.units, path)
 
@@ -154,171 +152,9 @@ class Engine(Backwards):
     def _is_in_step(self) -> bool:
         return self._window.backwards > 0
 
-    # -- step -----------------------------------------------------------------------------
-
-    def step(self, max_norm: float | None = None) -> StepStats:
-        """Average the gradients over everything since the last step, clip, update and clear.
-
-        `max_norm` clips by the global 2-norm, as torch.nn.utils.clip_grad_norm_ does. Collective.
-
-        Raises UsageError without a backward, NonFiniteError for a NaN or infinite gradient where
-        there is no loss scale (`--nonfinite skip` skips the step instead); when the step is made,
-        CheckpointNotWritten if a save in the background has failed since the last one.
-        """
-        if not self._window.backwards:
-            raise UsageError(
-                "engine.step() without engine.backward(loss) since the last step: "
-                "call backward first."
-            )
-        self._window.stepping = True
-        if max_norm is not None and not max_norm > 0:
-            raise UsageError(f"max_norm takes a number above 0, not {max_norm}.")
-        self._parts.check(self._window.backwards)
-        self._states.parameters.check()
-        self._held.take_in_writes()
-        self._check_gradients()
-        with span("reduce"):
-            self._states.gradients.reduce()
-        with span("exchange"):
-            totals = self._exchange()
-        self._check_alike(totals)
-        stats = self._decide(totals)
-        if not stats.skipped:
-            self._call_before_step()
-            self._update(totals, stats, max_norm)
-            habits.call_after_step(self._recipe.optimizers)
-        self._end_step(totals)
-        if totals.unsaved:
-            self._checkpoints.wait()  # raises on all ranks alike, the step made
-        if self._timing is not None:
-            self._timing.stepped()
-        self.world.step_log.stepped(self._number, self.steps, stats)
-        return stats
-
-    def _check_alike(self, totals: Totals) -> None:
-        """Raise, on all ranks, where they go on from what is not alike; the step is forgotten."""
-        try:
-            if not totals.alike:
-                raise self._options.difference(self._group)
-            if math.isnan(totals.summed):
-                raise UsageError(
-                    'Losses of this step are sums on some ranks (reduction="sum") and means on '
-                    "others: write them in one way."
-                )
-            if totals.written:
-                self._held.check_written()
-        except ShardwiseError:
-            self._abandon()
-            raise
-
-    def _exchange(self) -> Totals:
-        """What all ranks know of the step, alike."""
-        try:
-            totals = exchange(
-                self._window,
-                self._parts,
-                self._states.gradients,
-                self._held.buffers,
-                self._recipe.stage,
-                self._recipe.sharding.copies,
-                self._options.number(),
-                unsaved=self._checkpoints.has_failed,
-                asked=self.world.preemption.asked,
-                written=self._held.has_written,
-                counts=self._recipe.part == 0,
-            )
-            line = self._recipe.line
-            return totals if line is None else over_stages(totals, line.group)
-        except UsageError:
-            self._abandon()
-            raise
-
-    def _decide(self, totals: Totals) -> StepStats:
-        """The step's figures, and whether it updates anything."""
-        if totals.weight == 0:
-            return StepStats(loss=math.nan, grad_norm=0.0, weight=0.0, skipped=True)
-        norm = math.sqrt(totals.squared_norm) / self._seeds.divisor(totals.denominator)
-        finite = math.isfinite(norm)
-        if not finite and not self._scale.active and self.settings.nonfinite == "stop":
-            error = diagnosis.nonfinite_error(self.steps, self._states, self._window, self._group)
-            self._abandon()
-            raise error
-        if words := self._skips.words(finite=finite):
-            self.world.print(f"shardwise: {words}")
-        return StepStats(
-            loss=totals.loss / totals.denominator,
-            grad_norm=norm,
-            weight=totals.weight,
-            skipped=not finite,
-        )
-
-    def _call_before_step(self) -> None:
-        try:
-            habits.call_before_step(self._recipe.optimizers)
-        except BaseException:
-            self._abandon()
-            raise
-
-    def _update(self, totals: Totals, stats: StepStats, max_norm: float | None) -> None:
-        """Update bucket by bucket; each is on its way to the others while the next is updated."""
-        factor = 1.0 / self._seeds.divisor(totals.denominator)
-        if max_norm is not None:
-            factor *= min(1.0, max_norm / (stats.grad_norm + 1e-6))
-        states = self._states
-        sent: list[Handle] = []
-        sums = states.gradients.sums
-        with span("update"), torch.no_grad():
-            for inner in states.optimizer.inners:
-                states.optimizer.step(inner, sums, totals.used, factor)
-                if self.placement.is_sharded("optimizer"):
-                    sent += [
-                        states.parameters.publish(i) for i in states.optimizer.buckets_of(inner)
-                    ]
-            states.optimizer.tell_faces()
-            if states.averages is not None:
-                states.averages.update()
-        with span("publish"):
-            for handle in sent:
-                handle.wait()
-            for handle in sent:
-                handle.reusable()  # user code may write parameters as soon as the step has returned
-            states.parameters.settle()
-
-    def _end_step(self, totals: Totals) -> None:
-        if totals.weight:
-            self._scale.update(overflow=not math.isfinite(totals.squared_norm))
-            factors = totals.backwards if totals.summed else totals.weight
-            self._seeds.follow(factors, totals.backwards)
-        self._states.gradients.clear()
-        if totals.several and self.settings.reduce_dtype == "fp32":
-            self._states.gradients.widen()
-        self._window.clear()
-        self._tell_line()
-        habits.tell_schedulers(self._recipe.optimizers)
-        self.steps += 1
-        self.world.telling.stepped(self._number, self.steps)
-        self._group.lookout.step = self.steps
-        self._reseed()
-        if (recording := recorder.active) is not None:
-            recording.stepped(self._number, self.steps)
-        if totals.asked:
-            self._agree_to_end(totals.asked)
-
     def _tell_line(self) -> None:
-        """Parameters have changed: other stages may have some of them."""
         if self._recipe.line is not None:
             self._recipe.line.loans.changed()
-
-    def _reseed(self) -> None:
-        """Let what is drawn from now on be a pure function of what it is drawn for."""
-        if self._recipe.split is not None:
-            self._recipe.split.replica.forget()
-        if self._recipe.line is not None:
-            coordinates = self._number, self.steps, self.world.data_rank, self._window.backwards
-            self._recipe.line.begin(randomness.seed_from(self.world.seed, "line", *coordinates))
-        seed = self._parts.seed(self.world.seed, self._number, self.steps, self._window.backwards)
-        if seed is not None:
-            randomness.seed_everything(seed)
 
     # -- whole tensors --------------------------------------------------------------------
 
@@ -328,13 +164,14 @@ class Engine(Backwards):
     ) -> Iterator[None]:
         """Inside the block the parameters of `module` (default: all) are whole, to read or write.
 
-        With `write=True` rank 0's values are everyone's on leaving, masters included. Collective:
-        every rank enters and leaves. Replicated parameters can also be read at any time.
+        With `write=True` rank 0's values are everyone's on leaving, masters included; between
+        backward and step the gradients stay what they are (SAM). Collective: every rank enters and
+        leaves. Replicated parameters can also be read at any time.
         """
-        if write and self._window.backwards:
+        if write and self._window.backwards and self._recipe.line is not None:
             raise UsageError(
-                "full_parameters(write=True) between engine.backward and engine.step: "
-                "write before or after."
+                "full_parameters(write=True) between engine.backward and engine.step with "
+                "--pipeline: write before or after."
             )
         if write and self._averaged:
             raise UsageError(
@@ -368,17 +205,10 @@ class Engine(Backwards):
 
     def _while_some_sit_out(self) -> AbstractContextManager[None]:
         """Around a batch of an evaluation of which some ranks have no sample: they serve the
-        gathers of the others. Raises UsageError where several engines would wait to be served."""
+        gathers of the others."""
         shown = self._states.shown
         if self not in living or self._uneven or shown is None or not self.gathers_together:
             return nullcontext()
-        if sum(other.gathers_together for other in living) > 1:
-            raise UsageError(
-                "A batch of this evaluation has fewer samples than there are workers, and several "
-                "engines have sharded parameters that all workers gather: one without a sample "
-                "cannot know which engine needs it. Make batch_size such that every batch has a "
-                "sample for each worker (drop_last=True), or start with --zero 2."
-            )
         return shown.residency.uneven()
 
     @property
@@ -389,7 +219,10 @@ class Engine(Backwards):
 
     @contextmanager
     def ema(self) -> Iterator[None]:
-        """Inside the block the parameters hold their moving average (`ema_decay`). Collective."""
+        """Inside the block the parameters hold their moving average (`ema_decay`). Collective.
+
+        It is the average of what the optimizers hold; a parameter in none of them is as it is.
+        """
         if self._states.averages is None:
             raise UsageError(
                 "engine.ema() without a moving average: give --ema-decay 0.999 or ema_decay=0.999."
@@ -441,6 +274,28 @@ class Engine(Backwards):
         """
         return access.optimizer_state_dict(self._recipe, self._states, optimizer)
 
+    def load_optimizer_state_dict(
+        self, state: Mapping[str, Any] | None, optimizer: optim.Optimizer | None = None
+    ) -> None:
+        """Let `optimizer` (default: the only one) go on from `state`, the state_dict of a plain
+        one over the same parameters, in the dtypes that its tensors have.
+
+        Every rank gives it, or rank 0 alone, the others None. Collective. Raises
+        CheckpointMismatch where it is another optimizer's, UsageError between backward and step
+        and for a model in parts (`--tensor`, `--pipeline`).
+        """
+        self._refuse_in_step("engine.load_optimizer_state_dict")
+        if self._recipe.split is not None or self._recipe.line is not None:
+            raise UsageError(
+                "engine.load_optimizer_state_dict with --tensor or --pipeline, where the state is "
+                "in parts: load it into the optimizer before sw.Engine(...)."
+            )
+        if not all(self._recipe.run.gather_plain(state is not None)):
+            state = self._recipe.run.gather_objects(state if self.world.is_main else None)[0]
+        if state is None:
+            raise UsageError("engine.load_optimizer_state_dict takes a state_dict on rank 0.")
+        self._held.take_state(access.only(self._recipe, optimizer), state)
+
     def describe(self) -> None:
         """Print, on rank 0, a table of units and buckets with the bytes per rank and tier."""
         if self.world.is_main:
@@ -452,6 +307,7 @@ class Engine(Backwards):
 
         Weights that were cast to 16 bit stay so; the engine cannot be used afterwards.
         """
+        self._stop_watching()
         try:
             self._checkpoints.wait()
         finally:

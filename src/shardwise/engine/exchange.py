@@ -65,14 +65,26 @@ def exchange(
     if any(everyone.late):
         parts.refuse_late(gradients.names_of([i for i, late in enumerate(everyone.late) if late]))
         gradients.reduce_late([number for number, late in enumerate(everyone.late) if late])
-        # In fp64 on all: a rank without any part of the norm has a zero of its own.
-        row = (gradients.norms.squared().double() / copies).reshape(1).to(group.small_device)
-        squared = float(group.gather_rows(row).sum())
-    if not math.isfinite(squared):
-        row = (gradients.norms.squared_in_fp64().double() / copies).reshape(-1)
-        told = group.gather_rows(row.to(group.small_device))
-        squared = parts.joined_squares(told.tolist())
+        squared = squared_norm(parts, gradients, group, copies)
+    elif not math.isfinite(squared):
+        squared = _squared_in_fp64(parts, gradients, group, copies)
     return replace(everyone, squared_norm=squared)
+
+
+def squared_norm(parts: Parts, gradients: Gradients, group: Collectives, copies: int) -> float:
+    """The squared norm of the sums as they are now; `copies` is as for `exchange`. Collective."""
+    # In fp64 on all: a rank without any part of the norm has a zero of its own.
+    row = (gradients.norms.squared().double() / copies).reshape(-1).to(group.small_device)
+    squared = parts.joined_squares(group.gather_rows(row).cpu().tolist())
+    if math.isfinite(squared):
+        return squared
+    return _squared_in_fp64(parts, gradients, group, copies)
+
+
+def _squared_in_fp64(parts: Parts, gradients: Gradients, group: Collectives, copies: int) -> float:
+    row = (gradients.norms.squared_in_fp64().double() / copies).reshape(-1)
+    told = group.gather_rows(row.to(group.small_device))
+    return parts.joined_squares(told.tolist())
 
 
 def over_stages(totals: Totals, group: Collectives) -> Totals:

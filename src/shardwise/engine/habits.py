@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod
 
 from torch import Tensor, nn, optim
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, UsageError
 from shardwise.placement import Placement
@@ -26,8 +28,19 @@ def cleared_gradients() -> UsageError:
     return UsageError(
         "Gradients were cleared between engine.backward and engine.step, by zero_grad() or "
         "param.grad = None, which would not clear what is already on its way. "
-        "engine.step() clears by itself: leave zero_grad out, or call it before backward."
+        "engine.step() clears by itself: leave zero_grad out, or call it before backward. To "
+        "forget this step's gradients: engine.zero_grad()."
     )
+
+
+def check_unreduced(*, is_reduced: bool) -> None:
+    """Raise UsageError for a backward between the sum of a step's gradients and the step."""
+    if is_reduced:
+        raise UsageError(
+            "engine.backward after engine.full_gradients() or engine.reduce() and before "
+            "engine.step(): the gradients of this step are summed up. Make all backwards before, "
+            "or forget them by engine.zero_grad()."
+        )
 
 
 def check_loss(loss: Any) -> None:
@@ -115,26 +128,63 @@ def check_reachable(loss: Tensor, *, several: bool) -> None:
 _HOOKS = "_shardwise_hooks"
 
 
-def forbid(optimizer: optim.Optimizer, welcome: Callable[[dict[str, Any]], None]) -> None:
-    """Let `step`, `state_dict` and `load_state_dict` of the user's optimizer raise from now on.
+@dataclass(frozen=True)
+class Keeper:
+    """What stands behind an optimizer that an engine has: bound methods, held weakly.
 
-    `welcome`, a bound method, is called with each parameter group that is added to it.
+    `welcome` is called with each parameter group that is added to it. On one worker, `told` has
+    its state_dict and `take` has it take another; on several both are the engine's own calls.
     """
+
+    welcome: WeakMethod[Callable[[dict[str, Any]], None]]
+    told: WeakMethod[Callable[[optim.Optimizer], dict[str, Any]]]
+    take: WeakMethod[Callable[[optim.Optimizer, dict[str, Any]], None]]
+    alone: bool
+
+
+def forbid(optimizer: optim.Optimizer, keeper: Keeper) -> None:
+    """Let `step` of the user's optimizer raise from now on, and what it has of state be the
+    engine's."""
     allow(optimizer)
-    held, add = WeakMethod(welcome), optimizer.add_param_group
+    add = optimizer.add_param_group
 
     def add_param_group(param_group: dict[str, Any]) -> None:
         add(param_group)
-        if (greet := held()) is not None:
+        if (greet := keeper.welcome()) is not None:
             greet(optimizer.param_groups[-1])
 
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-    hooks = [
-        optimizer.register_step_pre_hook(_refuse_step),
+    state = _lent(optimizer, keeper) if keeper.alone else _refused(optimizer)
+    setattr(optimizer, _HOOKS, [optimizer.register_step_pre_hook(_refuse_step), *state])
+
+
+def _refused(optimizer: optim.Optimizer) -> list[RemovableHandle]:
+    return [
         optimizer.register_state_dict_pre_hook(_refuse_state_dict),
         optimizer.register_load_state_dict_pre_hook(_refuse_load),
     ]
-    setattr(optimizer, _HOOKS, hooks)
+
+
+def _lent(optimizer: optim.Optimizer, keeper: Keeper) -> list[RemovableHandle]:
+    """Let `state_dict` and `load_state_dict` be what they are without an engine."""
+    given: list[dict[str, Any]] = []
+
+    def tell(face: optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        told = keeper.told()
+        return None if told is None else state | told(face)
+
+    def keep(face: optim.Optimizer, state: dict[str, Any]) -> None:
+        given[:] = [state]
+
+    def take(face: optim.Optimizer) -> None:
+        if (taken := keeper.take()) is not None:
+            taken(face, given.pop())
+
+    return [
+        optimizer.register_state_dict_post_hook(tell),
+        optimizer.register_load_state_dict_pre_hook(keep),
+        optimizer.register_load_state_dict_post_hook(take),
+    ]
 
 
 def allow(optimizer: optim.Optimizer) -> None:
@@ -175,8 +225,8 @@ def tell_schedulers(optimizers: Sequence[optim.Optimizer]) -> None:
 def _refuse_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     raise UsageError(
         f"{type(optimizer).__name__}.step() by hand would update from gradients that are not "
-        "averaged over the workers. Write stats = engine.step(max_norm=...) instead (a GradScaler "
-        "goes into sw.Engine(..., scaler=scaler))."
+        "averaged over the workers. Write stats = engine.step(max_norm=...) instead, or "
+        "engine.step(closure=closure) (a GradScaler goes into sw.Engine(..., scaler=scaler))."
     )
 
 
@@ -190,7 +240,8 @@ def _refuse_state_dict(optimizer: optim.Optimizer) -> None:
 def _refuse_load(optimizer: optim.Optimizer, state: Any) -> None:
     raise UsageError(
         f"{type(optimizer).__name__}.load_state_dict after sw.Engine(...) would not reach the "
-        "engine. Load it before the engine is made; its state is taken over."
+        "engine. Write engine.load_optimizer_state_dict(state, optimizer), on all ranks; or load "
+        "it before the engine is made."
     )
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise.collectives import Collectives, Solo, within_hosts
+from shardwise.collectives import Collectives, GatherOrder, Solo, within_hosts
 from shardwise.config import Settings
+from shardwise.errors import ConfigError
+from shardwise.model import units
 from shardwise.model.precision import PRESETS, is_cast
 from shardwise.model.regions import Doors
-from shardwise.parallel.pipeline import Line
+from shardwise.parallel.pipeline import Line, atoms
 from shardwise.parallel.split import Split
 from shardwise.parallel.uses import Uses
 from shardwise.placement import Placement
@@ -36,6 +39,8 @@ class Recipe:
     group: Collectives
     """The data-parallel ones: those with the same part of the model, or all."""
     device: torch.device
+    order: GatherOrder
+    """What those of the data-parallel ranks take turns in, inside forwards and backwards."""
     shards: MicroShards | None = None
     """How a step is cut in the exact mode."""
     split: Split | None = None
@@ -44,6 +49,9 @@ class Recipe:
     """Which layers each rank of a replica has, where they are shared out."""
     stage: Collectives = field(default_factory=Solo)
     """The ranks of all replicas that have these layers, or parts of them."""
+
+    def __post_init__(self) -> None:
+        _check_names(self.models, self.settings)
 
     @property
     def part(self) -> int:
@@ -113,15 +121,18 @@ class Recipe:
     @cached_property
     def gather_group(self) -> Collectives:
         """The same ranks for gathers, whose order against other collectives may differ."""
-        return self.sharding.second_group()
+        side = self.order.group  # made here, by all ranks: not in the first forward that asks
+        return side if self.sharding is self.group else self.sharding.second_group()
 
     def leave_groups(self) -> None:
         """Close the groups of ranks that were made for this engine alone. Collective."""
         self.run.barrier()  # nobody is in one of them any more
-        made = [vars(self).pop(name, self.group) for name in ("gather_group", "sharding")]
-        for group in made:
-            if group is not self.group:
-                group.close()
+        gathers = vars(self).pop("gather_group", self.group)
+        sharding = vars(self).pop("sharding", self.group)
+        if sharding is not self.group:
+            for group in dict.fromkeys((gathers, sharding)):
+                if group is not self.group:
+                    group.close()
 
     @cached_property
     def uses(self) -> Uses:
@@ -184,3 +195,18 @@ class Shape:
         if (self.groups, len(self.trained)) != (now.groups, len(now.trained)):
             return False
         return all(was or not is_ for was, is_ in zip(self.trained, now.trained, strict=True))
+
+
+def _check_names(models: Sequence[nn.Module], settings: Settings) -> None:
+    """Raise ConfigError for names of units or stages that name nothing, however many workers there
+    are."""
+    for pattern in units.unknown(models, settings.units or ()):
+        names = [name for model in models for name, _ in model.named_children()]
+        raise ConfigError(
+            f"units: no module with parameters is called {pattern}. The models' parts are "
+            f"{', '.join(names[:8])}; a pattern such as {names[0]}.* names what is in one."
+            if names
+            else f"units: the model has no parts to be called {pattern}."
+        )
+    if settings.stages is not None and len(models) == 1:
+        atoms.check_names(models[0], settings.units, settings.stages)

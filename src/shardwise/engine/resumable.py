@@ -69,8 +69,10 @@ class Resumable(ABC):
 
     def track(self, **objects: Any) -> None:
         """Save and load `objects` with the engine, each under its name: engine.track(
-        loader=loader, scheduler=scheduler). Anything with `state_dict` and `load_state_dict` whose
-        state is alike on all ranks; rank 0's is saved. Raises UsageError for anything else.
+        loader=loader, scheduler=scheduler). Anything with `state_dict` and `load_state_dict`; a
+        generator of torch, numpy or random; a dict, list, deque or tensor, which loading fills in
+        place. Its state is alike on all ranks, and rank 0's is saved. Raises UsageError for
+        anything else.
         """
         self._checkpoints.tracking.add(objects)
 
@@ -142,6 +144,15 @@ class Resumable(ABC):
         if not self.settings.quiet:
             self.world.print(f"shardwise: {line}")
         return self.steps
+
+    def _resume_from(self, home: Path, path: Path | None) -> None:
+        """Go on from `path`, a checkpoint in `home`, or where it is None from here. Collective."""
+        self._checkpoints.claim(home)
+        if path is not None:
+            self.load(path)
+        self._resumes, self._saved = True, self.steps if path is not None else None
+        self._settle_in(home, _Habit())
+        self.world.telling.resumes()
 
     def _pass_over(self, why: object) -> None:
         self.world.print(f"shardwise: passed over: {why}", file=sys.stderr)

@@ -14,9 +14,8 @@ from functools import partial
 
 from torch import nn
 
-from shardwise.collectives import Collectives
+from shardwise.collectives import Collectives, GatherOrder
 from shardwise.engine import habits
-from shardwise.errors import ConfigError
 from shardwise.model import hooks, regions
 from shardwise.model.units import find_units
 from shardwise.states.residency import Residency, Unit
@@ -54,7 +53,7 @@ def divide(
     located: Sequence[Tracked],
     patterns: Sequence[str] | None,
 ) -> Sections:
-    """Divide `models` into units. Raises ConfigError for a pattern that names nothing."""
+    """Divide `models` into units, which `patterns` name where they are given."""
     found = Sections(models)
     for family, (model, prefix) in enumerate(zip(models, prefixes, strict=True)):
         rest = f"the rest of {prefix or type(model).__name__}"
@@ -63,24 +62,11 @@ def divide(
             full = ".".join(part for part in (prefix, name) if part)
             if module not in found.modules:
                 found.sections.append(Section(full, family, module, False))
-    _check_patterns(found, patterns)
     around = _innermost(found)
     for tracked in located:
         homes = {number for module, _ in tracked.places for number in around[module]}
         found.unit_of[tracked.parameter] = _home(found, homes)
     return found
-
-
-def _check_patterns(found: Sections, patterns: Sequence[str] | None) -> None:
-    if patterns is not None and all(section.is_rest for section in found.sections):
-        names = [name for model in found.models for name, _ in model.named_children()]
-        raise ConfigError(
-            f"units: no module with parameters is called {' or '.join(patterns)}. The models' "
-            f"parts are {', '.join(names[:8])}; a pattern such as {names[0]}.* names what is in "
-            "one."
-            if names
-            else f"units: the model has no parts to be called {patterns[0]}."
-        )
 
 
 def _innermost(found: Sections) -> dict[nn.Module, set[int]]:
@@ -112,8 +98,11 @@ def _home(found: Sections, homes: set[int]) -> int:
     return len(found.sections) - 1
 
 
-def make_residency(found: Sections, parameters: ShardedParameters, group: Collectives) -> Residency:
-    """Units over the buckets of `parameters`; `group` is for their gathers. Collective."""
+def make_residency(
+    found: Sections, parameters: ShardedParameters, group: Collectives, order: GatherOrder
+) -> Residency:
+    """Units over the buckets of `parameters`; `group` is for their gathers, which take turns in
+    `order`. Collective."""
     units = [
         Unit(
             section.name,
@@ -123,7 +112,7 @@ def make_residency(found: Sections, parameters: ShardedParameters, group: Collec
         )
         for number, section in enumerate(found.sections)
     ]
-    return Residency(parameters, units, group, partial(_filled_units_in, found, units))
+    return Residency(parameters, units, group, order, partial(_filled_units_in, found, units))
 
 
 def _filled_units_in(found: Sections, units: Sequence[Unit], module: nn.Module) -> list[int]:

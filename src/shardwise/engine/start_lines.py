@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.engine import pipelining, splitting
@@ -58,6 +59,11 @@ def announce_activations(world: World, recipe: Recipe, activations: Activations)
 def announce_batch(world: World, recipe: Recipe, parts: int | None) -> None:
     """The last lines, at the first backward: the batch, in how many `parts` it goes through the
     stages (None: whole, from one to the next), and what promise 1 does not cover."""
+    if recipe.line is None and parts is None and recipe.settings.microbatches is not None:
+        world.say_once(
+            f"--microbatches {recipe.settings.microbatches} does nothing, since engine.backward "
+            "takes a batch as it is: write engine.forward_backward, or leave it out"
+        )
     if recipe.settings.quiet:
         return
     world.print(_batch_line(world))
@@ -94,7 +100,25 @@ def _run_line(world: World, recipe: Recipe) -> str:
     workers = f"{many(world.size, 'worker')}{mesh}{some} on {world.host} ({world.device.type})"
     transport = f"over {world.collectives.name}, " if world.size > 1 else ""
     row = f"{recipe.placement.name} ({sharded_states(recipe.placement)})"
-    return f"shardwise: {workers}, {transport}{row}, {recipe.settings.precision}"
+    seed = f"seed {world.seed} ({world.seed_source})"
+    return f"shardwise: {workers}, {transport}{row}, {precision_in_words(recipe)}, {seed}"
+
+
+def precision_in_words(recipe: Recipe) -> str:
+    """The preset; where that leaves a model in the dtypes that it has, those of what is trained."""
+    if recipe.settings.precision != "fp32":
+        return recipe.settings.precision
+    dtypes = dict.fromkeys(t.dtype for t in recipe.located() if t.parameter.requires_grad)
+    return " and ".join(_DTYPES.get(dtype, str(dtype)) for dtype in dtypes)
+
+
+_DTYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16 with fp32 masters",
+    torch.float16: "fp16 with fp32 masters",
+}
+"""What is said of parameters that are trained as they are."""
 
 
 def _stages_line(recipe: Recipe) -> str:

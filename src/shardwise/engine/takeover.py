@@ -7,9 +7,18 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
-from shardwise.engine import alike, assembly, habits, pipelining, splitting, starting
+from shardwise.engine import (
+    access,
+    alike,
+    assembly,
+    habits,
+    optimizer_states,
+    pipelining,
+    splitting,
+    starting,
+)
 from shardwise.engine.recipe import Recipe
 from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model import precision, sync_batch_norm, units
@@ -67,8 +76,14 @@ class Takeover:
         self._forwards = Forwards(recipe.models, recipe.settings.units)
         if recipe.line is not None:
             install(recipe.line, recipe.models[0])
+        keeper = habits.Keeper(
+            WeakMethod(self._welcome),
+            WeakMethod(self.told_state),
+            WeakMethod(self.take_state),
+            alone=world.size == 1,
+        )
         for optimizer in recipe.optimizers:
-            habits.forbid(optimizer, self._welcome)
+            habits.forbid(optimizer, keeper)
 
     def _lay(
         self,
@@ -116,7 +131,7 @@ class Takeover:
         if cast is not None:
             self._fresh |= precision.cast_models(models, cast)
         if settings.sync_batch_norm and self._world.data_size > 1:
-            sync_batch_norm.convert(models, self._world.side_channel, self._world.feed)
+            sync_batch_norm.convert(models, self._world.gather_order, self._world.feed)
 
     def _all_buffers(self) -> Buffers:
         """The models' buffers, over every layout of the states."""
@@ -241,6 +256,23 @@ class Takeover:
         alike.check_same_model(self.recipe)
         self.buffers.meet(self._synchronised)
         self._lay(*assembly.disassemble(self.recipe, self.states))
+
+    def told_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
+        """The state_dict that `optimizer` would have in one process. Collective."""
+        return access.optimizer_state_dict(self.recipe, self.states, optimizer)
+
+    def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Let `optimizer` go on from `state`, a plain state_dict. Collective."""
+        if self._in_step():
+            raise UsageError(
+                f"{type(optimizer).__name__}.load_state_dict between engine.backward and "
+                "engine.step: load it after the step."
+            )
+        self.look_for_changes()
+        optimizer_states.check(optimizer, state)
+        masters, averages = assembly.disassemble(self.recipe, self.states)
+        optimizer_states.give(optimizer, state)
+        self._lay(masters, averages)
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
         """Lay out anew where one of the parameters `names` is frozen and has no average, though

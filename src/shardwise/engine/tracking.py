@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import optim
@@ -14,33 +15,34 @@ from shardwise.checkpoint import plain
 from shardwise.checkpoint.document import crc_of
 from shardwise.checkpoint.regular import read_whole
 from shardwise.checkpoint.schema import plain_name
+from shardwise.engine.trackable import trackable
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch, UsageError
 from shardwise.feed import Stream
 
+_all: WeakSet[Tracking] = WeakSet()
+"""What the engines of this process track."""
+
 
 class Tracking:
-    """Objects with `state_dict` and `load_state_dict`, by name.
+    """Objects that have a state, by name: see `trackable`.
 
     A state that was loaded for an object that is not here yet waits for it.
     """
 
     def __init__(self) -> None:
         self._tracked: dict[str, Any] = {}
+        self._given: dict[str, Any] = {}
         self._pending: dict[str, Any] = {}
+        _all.add(self)
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Track `objects` too; a state that was loaded before is theirs now."""
         for name, each in objects.items():
-            if name in self._tracked and self._tracked[name] is not each:
+            if name in self._given and self._given[name] is not each:
                 raise UsageError(f"{name} is tracked already: give each object a name of its own.")
-            if not all(callable(getattr(each, m, None)) for m in ("state_dict", "load_state_dict")):
-                raise UsageError(
-                    f"engine.track({name}=...) takes an object with state_dict() and "
-                    f"load_state_dict(), not {type(each).__name__}."
-                )
-            self._tracked[name] = each
+            self._tracked[name], self._given[name] = trackable(name, each), each
             if name in self._pending:
-                _give(name, each, self._pending.pop(name))
+                _give(name, self._tracked[name], self._pending.pop(name))
 
     # -- saving ---------------------------------------------------------------------------
 
@@ -72,7 +74,8 @@ class Tracking:
                     f"a learning-rate scheduler acts on {type(face).__name__} and is not tracked: "
                     "a resume would start it anew. Write engine.track(scheduler=scheduler)."
                 )
-        names = {getattr(each, "name", None) for each in known}
+        everyones = [each for tracking in _all for each in tracking._tracked.values()]
+        names = {getattr(each, "name", None) for each in everyones}
         for stream in streams:
             if not stream.passing and stream.name not in names:
                 yield (

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from shardwise import config
-from shardwise import world as worlds
 from shardwise.errors import BadCall, UsageError
 from shardwise.horovod import context, habits
 from shardwise.horovod.process_sets import add_process_set
 from shardwise.world import World
+from shardwise.world import current as current_world
+from shardwise.world import init as init_world
 
 
 def init(
@@ -29,6 +30,7 @@ def init(
     if context.is_initialized():
         return
     world = _world()
+    world.expect_no_engine()
     if comm is not None and list(comm) != list(range(world.size)):
         raise BadCall(
             f"hvd.init({comm!r}): start the ranks that you want, or use hvd.ProcessSet for some of "
@@ -46,11 +48,11 @@ def init(
 def _world() -> World:
     """That of the script, or a new one with the random numbers as they are."""
     try:
-        return worlds.current()
+        return current_world()
     except UsageError:
         states = random.getstate(), np.random.get_state()
         with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
-            world = worlds.init()
+            world = init_world()
         random.setstate(states[0])
         np.random.set_state(states[1])
         return world

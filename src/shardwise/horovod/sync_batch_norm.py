@@ -6,7 +6,6 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from shardwise.collectives import Collectives
 from shardwise.feed import Feed
 from shardwise.horovod.allgather import allgather_async
 from shardwise.horovod.asking import wait
@@ -15,13 +14,18 @@ from shardwise.model import sync_batch_norm
 
 
 class _Rows:
-    """What the layer needs of a group: the rows of all ranks."""
+    """The rows of all ranks of a process set."""
 
     def __init__(self, process_set: ProcessSet) -> None:
         self._process_set = process_set
 
-    def gather_rows(self, row: Tensor) -> Tensor:
-        """(k,) on every rank becomes (size, k)."""
+    def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
+        """(k,) on every rank becomes (size, k); all forwards have one number."""
+        return self.of_backward(row, 0), 0
+
+    def of_backward(self, row: Tensor, call: int) -> Tensor:
+        """The same; all ranks run the same calls in one order."""
+        del call
         return wait(allgather_async(row.unsqueeze(0), None, self._process_set))  # type: ignore[no-any-return]
 
 
@@ -39,8 +43,7 @@ class SyncBatchNorm(sync_batch_norm._SyncBatchNorm):
         process_set: ProcessSet = global_process_set,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
-        # Only its `gather_rows` is called.
-        self._group = cast(Collectives, _Rows(process_set))
+        self._ranks = _Rows(process_set)
         self._feed = Feed()
 
     def _check_input_dim(self, input: Tensor) -> None:  # torch's name

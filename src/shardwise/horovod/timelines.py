@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 
-from shardwise import world
+from shardwise.world import start_timeline as start
+from shardwise.world import stop_timeline as stop
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
@@ -20,9 +21,9 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
             "ranks have asked for it, not in cycles.",
             stacklevel=2,
         )
-    world.start_timeline(file_path)
+    start(file_path)
 
 
 def stop_timeline() -> None:
     """Write what is left of the timeline, and record no longer."""
-    world.stop_timeline()
+    stop()

@@ -22,13 +22,13 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import LaunchError
-from shardwise.launch import interface, program, rendezvous, wire
+from shardwise.launch import interface, program, rendezvous, system_errors, wire
 from shardwise.launch.child import Outlet
 from shardwise.launch.crew import Crew, Departure, Task
 from shardwise.launch.signals import Signals
@@ -56,7 +56,7 @@ class Agent:
         self._patience = FIRST_PATIENCE
         self._heard = time.monotonic()
         self._open = True
-        self._receiver = wire.Receiver(self._obey, lambda noise: None)
+        self._receiver = wire.Receiver(wire.TO_AGENT, self._obey, lambda noise: None)
 
     def run(self) -> None:
         """Do what the launcher says until it says no more."""
@@ -75,8 +75,12 @@ class Agent:
     def _obey(self, message: wire.Message) -> None:
         try:
             getattr(self, f"_on_{message.pop('kind')}")(**message)
+        except wire.Garbled:
+            raise
         except LaunchError as error:
             self._tell("refused", why=str(error))
+        except OSError as error:
+            self._tell("refused", why=system_errors.sentence(error))
 
     def _on_check(
         self,
@@ -94,23 +98,27 @@ class Agent:
 
         That is at the interface's address, else at `address`, else where it leads `towards`.
         """
+        if not words:
+            raise wire.Garbled("nothing is to be run")
         self._patience = patience
         command = program.command(words[0], tuple(words[1:]), module=module)
         if interface_name is not None:
             address = interface.address_of(interface_name)
+        where = {"port": port, "master_port": 0}
         if listens:
             address = address or interface.towards(towards)
             self._listener = self._stack.enter_context(rendezvous.listen(address, port))
-            port = self._listener.getsockname()[1]
-        self._tell("ready", command=command, address=address, port=port)
+            spare = self._stack.enter_context(rendezvous.reserve(address))
+            where = {"port": self._listener.getsockname()[1], "master_port": spare.getsockname()[1]}
+        self._tell("ready", command=command, address=address, **where)
 
     def _on_start(self, task: dict[str, Any]) -> None:
         """Start the ranks."""
-        outlet = Outlet(**task.pop("outlet"))
-        leads = interface.holding(interface.towards(task["address"]))
-        given = Task(
-            **task | {"command": tuple(task["command"]), "interface": leads}, outlet=outlet
-        )
+        told = task.pop("outlet", None)
+        outlet = wire.built(Outlet, told if isinstance(told, dict) else {})
+        checked = wire.built(Task, task, outlet=outlet)
+        leads = interface.holding(interface.towards(checked.address))
+        given = replace(checked, command=tuple(checked.command), interface=leads)
         folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
         warden = self._stack.enter_context(Warden(folder))
         self._crew = Crew(
@@ -122,11 +130,11 @@ class Agent:
 
     def _on_signal(self, number: int) -> None:
         if self._crew is not None:
-            self._crew.send(signal.Signals(number))
+            self._crew.send(wire.signal_of(number))
 
     def _on_ask(self, number: int) -> None:
         if self._crew is not None:
-            self._crew.ask(signal.Signals(number))
+            self._crew.ask(wire.signal_of(number))
 
     def _on_resize(self, window: tuple[int, int]) -> None:
         if self._crew is not None:
@@ -192,7 +200,7 @@ class Agent:
 
 def _hello(environ: Mapping[str, str]) -> dict[str, Any]:
     """What the launcher wants to know of this host first."""
-    _, _, here, _ = environ.get("SSH_CONNECTION", "   ").split(" ")
+    here = (environ.get("SSH_CONNECTION", "").split(" ") + [""] * 3)[2]
     return {
         "version": version("shardwise"),
         "torch": _version("torch"),
@@ -224,7 +232,12 @@ def main() -> None:
     """Serve one run."""
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
-        Agent(signals, stack).run()
+        try:
+            Agent(signals, stack).run()
+        except wire.Garbled as fault:
+            sys.exit(
+                f"shardwise: this agent is told what no launcher of its version says: {fault}."
+            )
 
 
 if __name__ == "__main__":

@@ -75,9 +75,9 @@ def saving(asked: signal.Signals) -> str:
     return f"shardwise: {asked.name}: ranks save after this step first. {HINT}\n"
 
 
-def stopping(asked: signal.Signals, size: int, *, again: bool) -> str:
-    """The line at the moment when someone wants the run to end."""
-    by = {signal.SIGINT: "Ctrl-C", signal.SIGPIPE: "nobody reads the output any more"}
+def stopping(asked: signal.Signals, size: int, *, again: bool, broken: str = "") -> str:
+    """The line at the moment when someone wants the run to end, or its output is `broken`."""
+    by = {signal.SIGINT: "Ctrl-C", signal.SIGPIPE: broken}
     reason = by.get(asked, asked.name)
     ranks = "the program" if size == 1 else f"{size} ranks"
     if again:

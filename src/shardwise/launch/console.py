@@ -1,5 +1,6 @@
 """The launcher's own standard output and error as screens for its ranks."""
 
+import errno
 import os
 import select
 from collections.abc import Mapping
@@ -14,13 +15,14 @@ class Console:
 
     `size` is the number of ranks; `piped` when what they write comes through us, as it must with
     more than one. `terminal` is the descriptor of the terminal that rank 0 draws live on, None
-    without one. `broken` turns true when what reads our output is gone.
+    without one. `broken` says why where an output cannot be written any more, "" until then.
     """
 
     def __init__(self, size: int, environ: Mapping[str, str], *, piped: bool = False) -> None:
         self.size = size
         self.piped = piped or size > 1
-        self.broken = False
+        self.broken = ""
+        self._lost: set[int] = set()
         self._terminals = [fd for fd in (STDOUT, STDERR) if os.isatty(fd)]
         self._color = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         live = bool(self._terminals) and self.piped and environ.get("TERM") != "dumb"
@@ -67,10 +69,16 @@ class Console:
 
     def _write(self, fd: int, data: bytes) -> None:
         """Write all of `data`, also where someone has set our output to non-blocking."""
-        while data and not self.broken:
+        while data and fd not in self._lost:
             try:
                 data = data[os.write(fd, data) :]
             except BlockingIOError:
                 select.select([], [fd], [])
-            except OSError:  # the reader, or the terminal, is gone
-                self.broken = True
+            except OSError as error:  # the reader, or the terminal, is gone
+                self._lost.add(fd)
+                gone = error.errno in (errno.EPIPE, errno.EIO)
+                self.broken = self.broken or (
+                    "nobody reads the output any more"
+                    if gone
+                    else f"the output cannot be written ({error.strerror})"
+                )

@@ -28,7 +28,8 @@ class Task:
     """What one host is to run; plain values, so that it travels as JSON.
 
     `count` of `size` ranks, from `first` on, run `command` with the settings in `flags`. Rank 0
-    listens on `port` of `address`. `interface` leads to the other hosts, None on one host.
+    listens on `port` of `address`; `master_port` there is free for torch's own rendezvous.
+    `interface` leads to the other hosts, None on one host.
     `passed` are variables that the ranks get on top of this host's own, `run` is the name that all
     starts of the run share, `secret` what only its processes know. `outlet` is rank 0's; the others
     have pipes where it has.
@@ -41,6 +42,7 @@ class Task:
     count: int
     address: str
     port: int
+    master_port: int
     interface: str | None = None
     passed: Mapping[str, str] = field(default_factory=dict)
     run: str = ""
@@ -181,6 +183,7 @@ class Crew:
             interface=task.interface,
             run=task.run,
             secret=task.secret,
+            master_port=task.master_port,
         )
 
     def _relay(self, source: Source) -> None:

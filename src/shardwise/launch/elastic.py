@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from shardwise.config import FLAGS_VARIABLE
+from shardwise.config import FLAGS_VARIABLE, values
 from shardwise.errors import LaunchError
 from shardwise.launch import interface, secret
 
@@ -37,7 +37,7 @@ class Meeting:
     @classmethod
     def of(cls, nnodes: str, endpoint: str | None, node_rank: int | None, name: str) -> "Meeting":
         """The meeting that flags describe. Raises LaunchError where they cannot be."""
-        count = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes, re.ASCII)
+        count = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", nnodes, re.ASCII)
         fewest, most = (int(count[1]), int(count[2] or count[1])) if count else (0, 0)
         if not 0 < fewest <= most:
             raise LaunchError(
@@ -134,8 +134,9 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
 def _place(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    number = values.port(port)
+    if not host or number is None:
         raise LaunchError(
             f"--rdzv-endpoint {endpoint}: write HOST:PORT, such as node1:29500 or [fd00::1]:29500."
         )
-    return host, int(port)
+    return host, number

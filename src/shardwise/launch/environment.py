@@ -39,14 +39,16 @@ def of_rank(
     interface: str | None = None,
     run: str = "",
     secret: str = "",
+    master_port: int | None = None,
 ) -> dict[str, str]:
     """The variables of one rank. Pure; `columns` is the width of its lines, where known.
 
     `interface` is the network interface that leads to the other hosts, None on one host; `run` is
-    the name that all starts of the run share, `secret` what only its processes know. What the user
-    has set stays: threads per rank, the interface, fault handling.
+    the name that all starts of the run share, `secret` what only its processes know; `master_port`
+    is where torch's own rendezvous may listen. What the user has set stays: threads per rank, the
+    interface, fault handling.
     """
-    values = {name: value for name, value in base.items() if not _is_foreign(name)}
+    values = {name: value for name, value in base.items() if not is_foreign(name)}
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // identity.local_size)),
         "PYTHONFAULTHANDLER": "1",  # a crash in native code shows its Python lines
@@ -60,9 +62,23 @@ def of_rank(
         told[own.RUN] = run
     if secret:
         told[own.SECRET] = secret
+    if master_port is not None:
+        told |= _as_torchrun(identity, master_port)
     if columns is not None:
         told["COLUMNS"] = str(columns)
     return defaults | values | told | own.environment(identity) | dict(report.environment(reports))
+
+
+def _as_torchrun(identity: Identity, master_port: int) -> dict[str, str]:
+    """What scripts and libraries read that know torchrun."""
+    return {
+        "RANK": str(identity.rank),
+        "WORLD_SIZE": str(identity.size),
+        "LOCAL_RANK": str(identity.local_rank),
+        "LOCAL_WORLD_SIZE": str(identity.local_size),
+        "MASTER_ADDR": str(identity.address),
+        "MASTER_PORT": str(master_port),
+    }
 
 
 def usable_cores() -> int:
@@ -72,5 +88,6 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _is_foreign(name: str) -> bool:
+def is_foreign(name: str) -> bool:
+    """Whether a variable tells a process which rank it is."""
     return name in FOREIGN or name.startswith(FOREIGN_PREFIXES)

@@ -5,6 +5,9 @@ from typing import Any
 
 import click
 
+from shardwise.config import values
+from shardwise.errors import ConfigError
+
 
 class Flag(click.Option):
     """A flag with its place in the help: a group, the words of its left column, and whether it is
@@ -19,13 +22,30 @@ class Flag(click.Option):
         self.rare = rare
 
 
+class Typed(click.ParamType):  # type: ignore[type-arg]
+    """What a flag takes, as settings' texts become types (see config/values.py)."""
+
+    def __init__(self, parse: values.Parse[Any]) -> None:
+        self.name = "value"
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value in its type. Raises ConfigError, which names the flag."""
+        del ctx
+        try:
+            return self._parse(values.as_text(value, self._parse))
+        except ValueError as wanted:
+            shown = param.shown.split()[0] if isinstance(param, Flag) else param and param.name
+            raise ConfigError(f"{shown} takes {wanted}, not {value!r}.") from None
+
+
 def own() -> Iterator[Flag]:
     """The flags of the launcher itself."""
     yield Flag(
         ["size", "-n", "-np"],
         group="where",
         shown="-n N",
-        type=int,
+        type=Typed(values.whole(1, values.MOST_RANKS)),
         help="ranks in all; left out, one for each GPU or slot, else 1",
     )
     yield Flag(
@@ -33,7 +53,7 @@ def own() -> Iterator[Flag]:
         group="where",
         shown="--nproc-per-node N",
         rare=True,
-        type=int,
+        type=Typed(values.whole(1, values.MOST_ON_A_HOST)),
         help="ranks on each host",
     )
     yield from _host_flags()
@@ -50,8 +70,7 @@ def own() -> Iterator[Flag]:
         group="where",
         shown="--port PORT",
         rare=True,
-        type=click.IntRange(0, 65535),
-        default=0,
+        type=Typed(values.whole(0, 65535)),
         help="where rank 0 listens; left out, a port that is free",
     )
     yield Flag(
@@ -98,7 +117,6 @@ def _host_flags() -> Iterator[Flag]:
         group="where",
         shown="--ssh COMMAND",
         rare=True,
-        default="ssh",
         help="how to reach hosts, such as 'ssh -J gate' (default ssh)",
     )
     yield Flag(
@@ -106,7 +124,7 @@ def _host_flags() -> Iterator[Flag]:
         group="where",
         shown="--ssh-port PORT",
         rare=True,
-        type=click.IntRange(1, 65535),
+        type=Typed(values.whole(1, 65535)),
         help="where ssh listens on the hosts",
     )
     yield Flag(
@@ -147,7 +165,6 @@ def _elastic_flags() -> Iterator[Flag]:
         group="where",
         shown="--rdzv-id NAME",
         rare=True,
-        default="shardwise",
         help="tells runs apart that meet at the same place",
     )
     yield Flag(
@@ -155,7 +172,7 @@ def _elastic_flags() -> Iterator[Flag]:
         group="where",
         shown="--node-rank I",
         rare=True,
-        type=click.IntRange(0),
+        type=Typed(values.whole(0, values.MOST_RANKS)),
         help="which of those hosts this is; left out, in the order of their coming",
     )
 
@@ -166,7 +183,7 @@ def _recover_flags() -> Iterator[Flag]:
         ["restarts", "--restarts", "--max-restarts", "--max_restarts"],
         group="recover",
         shown="--restarts K",
-        type=click.IntRange(0),
+        type=Typed(values.whole(0)),
         default=0,
         help="after a failure all ranks start again, so often at most",
     )
@@ -178,6 +195,7 @@ def _watch_flags() -> Iterator[Flag]:
         ["--log-dir", "--log_dir"],
         group="watch",
         shown="--log-dir DIR",
+        type=Typed(values.folder),
         help="keep what each rank says in a file of its own there",
     )
     yield Flag(
@@ -192,8 +210,7 @@ def _watch_flags() -> Iterator[Flag]:
         group="watch",
         shown="--host-timeout SECONDS",
         rare=True,
-        type=click.FloatRange(min=2),
-        default=10.0,
+        type=Typed(values.number(2, values.LONGEST)),
         help="silence after which a host is lost (default 10)",
     )
     yield Flag(
@@ -201,7 +218,6 @@ def _watch_flags() -> Iterator[Flag]:
         group="watch",
         shown="--grace SECONDS",
         rare=True,
-        type=click.FloatRange(min=0),
-        default=5.0,
+        type=Typed(values.number(0, values.LONGEST)),
         help="between asking ranks to end and killing them (default 5)",
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from string import hexdigits
 
+from shardwise.config.values import MOST_ON_A_HOST, MOST_RANKS
 from shardwise.errors import LaunchError
 
 HERE = "127.0.0.1"
@@ -74,7 +75,9 @@ def from_list(text: str) -> list[Host]:
 def read(path: Path) -> list[Host]:
     """The hosts of the file at `path`. Raises LaunchError where it cannot be read or understood."""
     try:
-        return from_file(path.read_text(), str(path))
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise LaunchError(f"The hostfile {path} is no file: name a file with a host per line.")
+        return from_file(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise LaunchError(f"The hostfile {path} cannot be read: {why}.") from None
@@ -121,6 +124,12 @@ def spread(
                 "give one of the two."
             )
     slots = [host.slots or per_host or 1 for host in hosts]
+    if max(slots) > MOST_ON_A_HOST:
+        raise LaunchError(
+            f"{max(slots)} ranks are asked for on one host, which bears {MOST_ON_A_HOST} at most."
+        )
+    if sum(slots) > MOST_RANKS:
+        raise LaunchError(f"{sum(slots)} ranks are asked for, and a run has {MOST_RANKS} at most.")
     if total is not None and total > sum(slots):
         raise LaunchError(
             f"-n {total}: the {len(hosts)} hosts have {sum(slots)} slots in all. Give them more "
@@ -140,6 +149,8 @@ def spread(
 
 def _host(word: str) -> Host:
     """The host of `user@name:slots`; ValueError says what is wrong."""
+    if max(map(len, re.split(r"[.@:]", word))) > 64 or len(word) > 320:
+        raise ValueError(f"{word[:40] + '...'!r} is longer than the name of any host.")
     found = _HOST.fullmatch(word)
     if found is None:
         if set(word) <= set(hexdigits + ":.") and word.count(":") > 1:
@@ -173,8 +184,10 @@ def _with_options(host: Host, words: Sequence[str]) -> Host:
 
 
 def _slots(text: str, word: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
+    if not text.isascii() or not text.isdigit() or not text.strip("0"):
         raise ValueError(f"{word!r}: the number of slots is {text!r}, which is no number above 0.")
+    if len(text) > 9 or int(text) > MOST_ON_A_HOST:
+        raise ValueError(f"{word!r}: a host has {MOST_ON_A_HOST} slots at most here.")
     return int(text)
 
 
@@ -184,9 +197,12 @@ def ranks(text: str, size: int, flag: str) -> frozenset[int]:
     for word in text.split(","):
         first, dash, last = word.strip().partition("-")
         ends = (first, last if dash else first)
-        if not all(end.isascii() and end.isdigit() for end in ends) or int(ends[0]) > int(ends[1]):
+        if not all(end.isascii() and end.isdigit() and len(end) < 10 for end in ends):
             raise LaunchError(f"{flag} {text}: {word!r} is no rank. Write for example 0,2-3.")
-        found.update(range(int(ends[0]), int(ends[1]) + 1))
-    if max(found) >= size:
-        raise LaunchError(f"{flag} {text}: the {size} ranks of this run are 0 to {size - 1}.")
+        low, high = int(ends[0]), int(ends[1])
+        if low > high:
+            raise LaunchError(f"{flag} {text}: {word!r} ends before it begins. Write {high}-{low}.")
+        if high >= size:
+            raise LaunchError(f"{flag} {text}: the {size} ranks of this run are 0 to {size - 1}.")
+        found.update(range(low, high + 1))
     return frozenset(found)

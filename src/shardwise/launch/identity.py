@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.config import values
 from shardwise.errors import LaunchError
 
 
@@ -40,6 +41,11 @@ class Identity:
                 f"{self.local_rank} of {self.local_size}{self._sources()}, which cannot be: "
                 "check what sets these variables."
             )
+        if self.port is not None and not 0 < self.port < 65536:
+            raise LaunchError(
+                f"{self.launcher} says that rank 0 listens on port {self.port}, which cannot be: "
+                "check what sets these variables."
+            )
 
     @property
     def on_one_host(self) -> bool:
@@ -63,6 +69,16 @@ def integer(environ: Mapping[str, str], variable: str, launcher: str) -> int:
     if text is None:
         raise LaunchError(f"This looks like a start by {launcher}, but {variable} is not set.")
     try:
-        return int(text)
+        return values.whole(-1)(text)
     except ValueError:
-        raise LaunchError(f"{variable}={text!r}, set by {launcher}, is not a number.") from None
+        raise LaunchError(
+            f"{variable}={text[:40]!r}, set by {launcher}, is not a number that it can be: check "
+            "what sets it."
+        ) from None
+
+
+def text(environ: Mapping[str, str], variable: str, launcher: str) -> str:
+    """What `variable` says; raises LaunchError that names it and its launcher."""
+    if variable not in environ:
+        raise LaunchError(f"This looks like a start by {launcher}, but {variable} is not set.")
+    return environ[variable]

@@ -74,6 +74,7 @@ class Job:
         *,
         address: str,
         port: int,
+        master_port: int,
         reads: bool = False,
     ) -> Task:
         """What the host of `share` is to run; with `reads`, rank 0 has our standard input."""
@@ -92,6 +93,7 @@ class Job:
             count=share.count,
             address=address,
             port=port,
+            master_port=master_port,
             passed=self.passed,
             run=self.run,
             secret=self.secret,

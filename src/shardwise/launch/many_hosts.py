@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.launch import pulse, restarts, ssh
@@ -45,13 +46,13 @@ def _once(job: Job, way: Way, console: Console, signals: Signals) -> Ending:
         )
         stack.enter_context(closing(supervisor))
         remotes = stack.enter_context(_agents(job, way, supervisor, console.err.lines))
-        address, port = _prepare(job, remotes, supervisor)
+        where = _prepare(job, remotes, supervisor)
         if supervisor.is_asked:
             return supervisor.watch(())
         for remote in remotes:
             assert remote.ready is not None
             command = tuple(remote.ready["command"])
-            task = job.task(remote.share, command, console, address=address, port=port)
+            task = job.task(remote.share, command, console, **where)
             remote.start(task, supervisor)
         return supervisor.watch(remotes)
 
@@ -80,14 +81,18 @@ def _agents(
                     warden.ended(remote.group)
 
 
-def _prepare(job: Job, remotes: Sequence[Remote], supervisor: Supervisor) -> tuple[str, int]:
-    """Where rank 0 will listen, once every host has said that it can start.
+_NOWHERE: dict[str, Any] = {"address": HERE, "port": 0, "master_port": 0}
+
+
+def _prepare(job: Job, remotes: Sequence[Remote], supervisor: Supervisor) -> dict[str, Any]:
+    """Where rank 0 will listen (address, port, master_port), once every host has said that it can
+    start.
 
     Raises LaunchError with all that is wrong on any of them.
     """
     _await(remotes, supervisor, lambda remote: remote.hello)
     if supervisor.is_asked:
-        return HERE, 0
+        return _NOWHERE
     _refuse_twice(remotes)
     _compare(remotes, supervisor)
     known = [
@@ -104,7 +109,9 @@ def _prepare(job: Job, remotes: Sequence[Remote], supervisor: Supervisor) -> tup
         )
     _await(remotes, supervisor, lambda remote: remote.ready)
     first = remotes[0].ready
-    return (first["address"], first["port"]) if first else (HERE, 0)
+    if first is None:
+        return _NOWHERE
+    return {name: first[name] for name in _NOWHERE}
 
 
 def _await(

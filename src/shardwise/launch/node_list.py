@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterator
 from itertools import product
 
+from shardwise.config.values import MOST_RANKS
 from shardwise.errors import LaunchError
 
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 _HOST = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 
@@ -36,7 +37,8 @@ def _numbers(ranges: str, text: str) -> Iterator[str]:
     for one in ranges.split(","):
         low, dash, high = one.partition("-")
         high = high if dash else low
-        if not (low.isdigit() and high.isdigit() and int(low) <= int(high)):
+        ends = [each.isascii() and each.isdigit() and len(each) < 10 for each in (low, high)]
+        if not all(ends) or not 0 <= int(high) - int(low) < MOST_RANKS:
             raise LaunchError(f"{one!r} in the list of nodes {text!r} is no number nor a range.")
         for number in range(int(low), int(high) + 1):
             yield f"{number:0{len(low)}d}"
@@ -45,6 +47,8 @@ def _numbers(ranges: str, text: str) -> Iterator[str]:
 def counts(text: str) -> list[int]:
     """How many tasks each host has: `2(x3),1` is 2, 2, 2, 1. Raises LaunchError."""
     found: list[int] = []
+    if sum(map(int, re.findall(r"\(x(\d{1,9})", text, re.ASCII))) > MOST_RANKS:
+        raise LaunchError(f"{text!r} lists more hosts than any run has: check what sets it.")
     for one in text.split(","):
         match = _COUNT.fullmatch(one)
         if match is None:

@@ -33,9 +33,9 @@ def run(job: Job) -> int:
 def _once(job: Job, command: tuple[str, ...], console: Console, signals: Signals) -> Ending:
     """Start all ranks, and watch them to their end."""
     address = HERE if job.interface is None else interface.address_of(job.interface)
-    with rendezvous.listen(address, job.port) as meeting:
-        port = meeting.getsockname()[1]
-        task = job.task(job.shares[0], command, console, address=address, port=port, reads=True)
+    with rendezvous.listen(address, job.port) as meeting, rendezvous.reserve(address) as spare:
+        where = {"port": meeting.getsockname()[1], "master_port": spare.getsockname()[1]}
+        task = job.task(job.shares[0], command, console, address=address, **where, reads=True)
         voices = job.voices(console)
         folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
         with Warden(folder) as warden:

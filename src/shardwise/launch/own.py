@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from shardwise.launch.identity import Identity, integer, read
+from shardwise.launch.identity import Identity, integer, read, text
 
 PREFIX = "SHARDWISE_LAUNCH_"
 
@@ -26,7 +26,7 @@ def detect(environ: Mapping[str, str]) -> Identity | None:
     fd = integer(environ, listening, "shardwise run") if listening in environ else None
     return Identity(
         launcher="shardwise run",
-        address=environ[PREFIX + "ADDRESS"],
+        address=text(environ, PREFIX + "ADDRESS", "shardwise run"),
         listen_fd=fd,
         variables=NAMES,
         **numbers,

@@ -2,11 +2,11 @@
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from shardwise.config import FLAGS_VARIABLE, HOROVOD_TIMELINE, PREFIX
 from shardwise.errors import LaunchError
-from shardwise.launch import own
+from shardwise.launch import environment, own
 
 NEVER = (own.PREFIX, FLAGS_VARIABLE)
 """Variables of ours that tell a process who it is, or are told each rank anyway."""
@@ -17,7 +17,7 @@ DRAWING = ("TERM", "COLORTERM", "NO_COLOR")
 
 
 def variables(
-    environ: Mapping[str, str], asked: Iterable[str], interface: str | None
+    environ: Mapping[str, str], asked: Collection[str], interface: str | None
 ) -> dict[str, str]:
     """What `-x NAME` and `-x NAME=VALUE` ask for, settings of ours, the terminal and interface.
 
@@ -39,7 +39,15 @@ def variables(
             near = difflib.get_close_matches(name, environ, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"Set it, or write -x {name}=VALUE."
             raise LaunchError(f"-x {name}: there is no such variable here. {hint}")
-        found[name] = value if given else environ[name]
+        told = value if given else environ[name]
+        if environment.is_foreign(name) or name == FLAGS_VARIABLE:
+            raise LaunchError(
+                f"-x {name}: shardwise run tells each rank who it is, and sets {name} itself: "
+                "leave it out."
+            )
+        if any(each.partition("=")[0] == name and each != word for each in asked):
+            raise LaunchError(f"-x {name} is given twice: leave one out.")
+        found[name] = told
     return found
 
 

@@ -6,7 +6,6 @@ the user's line ─▶ our frames only ─▶ an error of ours              a re
 
 from __future__ import annotations
 
-import os
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from shardwise.errors import CollectiveError, ShardwiseError
+from shardwise.printable import from_here
 
 OURS = Path(__file__).parents[1]
 
@@ -53,7 +53,7 @@ def _line(frame: traceback.FrameSummary) -> str:
 
 
 def _place(frame: traceback.FrameSummary) -> str:
-    return f"{frame.filename.removeprefix(f'{Path.cwd()}{os.sep}')}:{frame.lineno}"
+    return f"{from_here(frame.filename)}:{frame.lineno}"
 
 
 def _files(trace: TracebackType | None) -> list[Path]:

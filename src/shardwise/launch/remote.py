@@ -14,11 +14,13 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.launch import interface, ssh, warden, wire
+from shardwise.launch.console import STDERR, STDOUT
 from shardwise.launch.crew import Task
 from shardwise.launch.hosts import Share
 from shardwise.launch.output import Lines, Tail
 from shardwise.launch.ssh import Way
 from shardwise.launch.supervisor import Supervisor
+from shardwise.launch.voice import LIVE
 
 READ_SIZE = 2**16
 LAST_WAIT = 6.0
@@ -48,7 +50,9 @@ class Remote:
         self._say = say
         self._lines = Lines(f"{share.host.name}: ".encode())
         self._offset = 0.0
-        self._receiver = wire.Receiver(self._take, lambda noise: say(self._lines.feed(noise)))
+        self._receiver = wire.Receiver(
+            wire.FROM_AGENT, self._take, lambda noise: say(self._lines.feed(noise))
+        )
         self._process = _start(
             ssh.agent_words(sys.executable) if self.is_here else ssh.words(way, share.host)
         )
@@ -129,7 +133,7 @@ class Remote:
         assert self._process.stdout is not None
         data = os.read(self._process.stdout.fileno(), READ_SIZE)
         if data:
-            self._receiver.feed(data)
+            self._hear(data)
             return
         self._selector.unregister(self._process.stdout)
         code = self._code()
@@ -139,6 +143,19 @@ class Remote:
             self._give_up(ssh.failure(self._way, self.share.host, code, said))
         else:
             self._give_up(ssh.loss(self._way, self.share, code, said))
+
+    def _hear(self, data: bytes) -> None:
+        """Take what the agent says; who says what no agent does is heard no more."""
+        assert self._process.stdout is not None
+        try:
+            self._receiver.feed(data)
+        except wire.Garbled as fault:
+            self._selector.unregister(self._process.stdout)
+            self._give_up(
+                f"{self.share.host.name} says what no agent of shardwise {version('shardwise')} "
+                f"does: {fault}. Install the same version on all hosts, and see what else writes "
+                "to the output there."
+            )
 
     def _code(self) -> int | None:
         try:
@@ -175,17 +192,26 @@ class Remote:
         self._give_up(f"On {self.share.host.name}: {message['why']}")
 
     def _on_output(self, message: wire.Message) -> None:
-        assert self._supervisor is not None
-        self._supervisor.hear(message["rank"], message["stream"], wire.bytes_of(message["data"]))
+        rank, stream = message["rank"], message["stream"]
+        if stream not in (LIVE, STDOUT, STDERR):
+            raise wire.Garbled(f"output on stream {stream}")
+        self._started(rank).hear(rank, stream, wire.bytes_of(message["data"]))
 
     def _on_end(self, message: wire.Message) -> None:
-        assert self._supervisor is not None
-        self._left.add(message["end"]["rank"])
-        self._supervisor.left(wire.departure(message, self._offset))
+        departure = wire.departure(message, self._offset)
+        supervisor = self._started(departure.end.rank)
+        self._left.add(departure.end.rank)
+        supervisor.left(departure)
 
     def _on_saves(self, message: wire.Message) -> None:
-        assert self._supervisor is not None
-        self._supervisor.saves_first(signal.Signals(message["number"]))
+        self._started().saves_first(wire.signal_of(message["number"]))
+
+    def _started(self, rank: int | None = None) -> Supervisor:
+        """Who is told of the ranks. Raises wire.Garbled where none was started, or `rank` not."""
+        first, count = self.share.first, self.share.count
+        if self._supervisor is None or not (rank is None or first <= rank < first + count):
+            raise wire.Garbled(f"rank {rank} was not started there")
+        return self._supervisor
 
     def _give_up(self, why: str) -> None:
         """Note that nothing more comes from there."""

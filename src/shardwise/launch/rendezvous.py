@@ -1,4 +1,4 @@
-"""The socket on which rank 0 will meet the others."""
+"""The sockets on which rank 0 will meet the others: for us, and for who calls torch itself."""
 
 import errno
 import socket
@@ -24,3 +24,19 @@ def listen(address: str, port: int) -> socket.socket:
             f"Port {port} on {address} cannot be listened on: {error.strerror}. "
             "Leave --port out, and a free one is taken."
         ) from None
+
+
+def reserve(address: str) -> socket.socket:
+    """A socket on a port that the kernel chooses, which is kept for whom MASTER_PORT is told.
+
+    It does not listen, so that a script on this host can, by torch's own init_process_group.
+    Raises LaunchError.
+    """
+    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((address, 0))
+    except OSError as error:
+        made.close()
+        raise LaunchError(f"No port on {address} can be had: {error.strerror}.") from None
+    return made

@@ -81,7 +81,10 @@ class _Hook:
         is_shown_for_us = bool(refused) and not alone and not _blames(error)
         if not isinstance(error, KeyboardInterrupt):
             folder = Path(os.environ[DIRECTORY_VARIABLE])
-            write(folder, error, text, refusal=refused if is_shown_for_us else "")
+            try:
+                write(folder, error, text, refusal=refused if is_shown_for_us else "")
+            except OSError:  # a full disk: then this rank says it itself
+                is_shown_for_us = False
         if isinstance(error, KeyboardInterrupt) or _blames(error):
             _show(f"{_message(error)} [{users_line(trace)}]\n")
         elif not is_shown_for_us:

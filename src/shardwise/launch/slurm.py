@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from shardwise.errors import LaunchError
 from shardwise.launch import node_list
-from shardwise.launch.identity import Identity, read
+from shardwise.launch.identity import Identity, read, text
 
 NAMES = {
     "rank": "SLURM_PROCID",
@@ -28,7 +28,7 @@ def detect(environ: Mapping[str, str]) -> Identity | None:
     if not in_step(environ):
         return None
     numbers = read(environ, NAMES, "Slurm")
-    tasks = node_list.counts(_text(environ, "SLURM_STEP_TASKS_PER_NODE"))
+    tasks = node_list.counts(text(environ, "SLURM_STEP_TASKS_PER_NODE", "Slurm"))
     if sum(tasks) != numbers["size"] or numbers["node"] >= len(tasks):
         raise LaunchError(
             f"Slurm says SLURM_STEP_NUM_TASKS={numbers['size']} and SLURM_NODEID="
@@ -38,7 +38,7 @@ def detect(environ: Mapping[str, str]) -> Identity | None:
     return Identity(
         launcher="Slurm",
         local_size=tasks[numbers["node"]],
-        address=node_list.hosts(_text(environ, "SLURM_STEP_NODELIST"))[0],
+        address=node_list.hosts(text(environ, "SLURM_STEP_NODELIST", "Slurm"))[0],
         job=step(environ),
         own_gpus=OWN_GPUS in environ,
         variables=NAMES | {"local_size": "SLURM_STEP_TASKS_PER_NODE"},
@@ -53,7 +53,7 @@ def in_step(environ: Mapping[str, str]) -> bool:
     The name of the job tells nothing: salloc calls every one of its jobs `interactive`.
     """
     number = environ.get("SLURM_STEP_ID", "")
-    if not number.isdigit() or int(number) >= FIRST_SPECIAL_STEP:
+    if not (number.isascii() and number.isdigit()) or int(number[:20]) >= FIRST_SPECIAL_STEP:
         return False
     is_shell = "SLURM_PTY_PORT" in environ and int(number) == 0
     return "SLURM_PROCID" in environ and not is_shell
@@ -63,10 +63,3 @@ def step(environ: Mapping[str, str]) -> str:
     """A name of this run alone: a requeued job runs again under its old number."""
     again = environ.get("SLURM_RESTART_COUNT", "0")
     return f"slurm {environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']} {again}"
-
-
-def _text(environ: Mapping[str, str], variable: str) -> str:
-    text = environ.get(variable)
-    if text is None:
-        raise LaunchError(f"This looks like a start by Slurm, but {variable} is not set.")
-    return text

@@ -15,6 +15,7 @@ from typing import NoReturn
 from shardwise.config import FLAGS_VARIABLE
 from shardwise.errors import LaunchError
 from shardwise.launch import node_list, slurm
+from shardwise.launch.identity import integer, text
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
@@ -35,8 +36,9 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
 
 def tasks_here(environ: Mapping[str, str]) -> int | None:
     """The ranks that an allocation of this host alone asks for; None where it asks for none."""
-    count = environ.get("SLURM_NTASKS")
-    return int(count) if count and "SLURM_JOB_ID" in environ and _is_this_host(environ) else None
+    if not ("SLURM_JOB_ID" in environ and environ.get("SLURM_NTASKS") and _is_this_host(environ)):
+        return None
+    return _count(environ, "SLURM_NTASKS")
 
 
 def words(
@@ -51,16 +53,16 @@ def words(
     With neither, as many as the allocation asks for: its tasks, else its GPUs, else one per host.
     Pure. Raises LaunchError for counts that the hosts cannot hold evenly.
     """
-    hosts = len(node_list.hosts(environ["SLURM_JOB_NODELIST"]))
+    hosts = len(node_list.hosts(text(environ, "SLURM_JOB_NODELIST", "Slurm")))
     if size is None and per_host is None and "SLURM_NTASKS" not in environ:
-        per_host = int(environ.get("SLURM_GPUS_ON_NODE", "1"))
+        per_host = _count({"SLURM_GPUS_ON_NODE": "1"} | dict(environ), "SLURM_GPUS_ON_NODE")
     if size is not None and per_host is not None and size > hosts * per_host:
         raise LaunchError(
             f"-n {size} ranks do not fit on the {hosts} hosts of Slurm job "
             f"{environ['SLURM_JOB_ID']} with {per_host} on each."
         )
     if size is None:
-        size = hosts * per_host if per_host is not None else int(environ["SLURM_NTASKS"])
+        size = hosts * per_host if per_host is not None else _count(environ, "SLURM_NTASKS")
     found = ["srun", f"--nodes={min(hosts, size)}", f"--ntasks={size}"]
     found += [f"--ntasks-per-node={per_host}"] if per_host is not None else []
     if "SLURM_CPUS_PER_TASK" in environ:  # srun does not take it over, since Slurm 22.05
@@ -76,7 +78,7 @@ def environment(
     """The variables that srun passes on to the ranks: ours, and the settings in `flags`."""
     told = {"PYTHONUNBUFFERED": "1", FLAGS_VARIABLE: json.dumps(dict(flags))}
     if port:
-        first = node_list.hosts(environ["SLURM_JOB_NODELIST"])[0]
+        first = node_list.hosts(text(environ, "SLURM_JOB_NODELIST", "Slurm"))[0]
         told |= {"MASTER_ADDR": first, "MASTER_PORT": str(port)}
     # an allocation's own count would contradict the one that we give
     kept = {name: value for name, value in environ.items() if name != "SLURM_NTASKS_PER_NODE"}
@@ -92,6 +94,13 @@ def run(command: tuple[str, ...], environ: Mapping[str, str]) -> NoReturn:
             f"This is Slurm job {environ.get('SLURM_JOB_ID')}, whose hosts srun starts processes "
             f"on, but {command[0]} cannot be started: {error.strerror}. Is it on PATH?"
         ) from None
+
+
+def _count(environ: Mapping[str, str], variable: str) -> int:
+    found = integer(environ, variable, "Slurm")
+    if found < 1:
+        raise LaunchError(f"{variable}={found}, set by Slurm, asks for no rank: give -n.")
+    return found
 
 
 def _is_this_host(environ: Mapping[str, str]) -> bool:

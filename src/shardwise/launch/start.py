@@ -20,6 +20,7 @@ from shardwise.launch import (
     hosts,
     interface,
     many_hosts,
+    misplaced,
     one_host,
     passing,
     preview,
@@ -30,6 +31,12 @@ from shardwise.launch import (
 from shardwise.launch.hosts import Host, Share
 from shardwise.launch.job import Job
 from shardwise.launch.ssh import Way
+
+GRACE = 5.0
+"""Seconds between asking ranks to end and killing them, where the user does not say."""
+
+HOST_TIMEOUT = 10.0
+"""Seconds of silence after which a host is lost, where the user does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +51,20 @@ class Asked:
     hosts: str | None
     hostfile: str | None
     pass_on: tuple[str, ...]
-    ssh: str
+    ssh: str | None
     ssh_port: int | None
     python: str | None
-    port: int
+    port: int | None
     interface: str | None
     nnodes: str | None
     node_rank: int | None
     rdzv_endpoint: str | None
-    rdzv_id: str
+    rdzv_id: str | None
     restarts: int
     log_dir: str | None
     shown: str | None
-    host_timeout: float
-    grace: float
+    host_timeout: float | None
+    grace: float | None
     dry_run: bool
 
 
@@ -78,6 +85,10 @@ def run(asked: Asked) -> int:
 def _by_ourselves(asked: Asked, passed: Mapping[str, str]) -> int:
     """Start the ranks here, and over ssh."""
     shares = _shares(asked)
+    here = [share for share in shares if interface.is_here(share.host)]
+    is_alone = list(shares) == here[:1]
+    if asked.hosts is None and asked.hostfile is None:
+        misplaced.refuse(misplaced.HERE, {**vars(asked), **asked.settings})
     size = sum(share.count for share in shares)
     job = Job(
         words=asked.words,
@@ -86,8 +97,8 @@ def _by_ourselves(asked: Asked, passed: Mapping[str, str]) -> int:
         passed=passed,
         shown=None if asked.shown is None else hosts.ranks(asked.shown, size, "--show"),
         module=asked.module,
-        port=asked.port,
-        grace=asked.grace,
+        port=asked.port or 0,
+        grace=GRACE if asked.grace is None else asked.grace,
         restarts=asked.restarts,
         interface=asked.interface,
         log_dir=asked.log_dir,
@@ -95,20 +106,20 @@ def _by_ourselves(asked: Asked, passed: Mapping[str, str]) -> int:
     way = Way(
         folder=passing.folder(os.environ),
         python=asked.python or sys.executable,
-        ssh=tuple(shlex.split(asked.ssh)),
+        ssh=_ssh(asked.ssh),
         port=asked.ssh_port,
         passed=passed,
-        patience=asked.host_timeout,
+        patience=asked.host_timeout or HOST_TIMEOUT,
     )
-    here = [share for share in shares if interface.is_here(share.host)]
     if asked.dry_run:
         print(preview.words(job, way, here))
         return 0
-    return one_host.run(job) if list(shares) == here[:1] else many_hosts.run(job, way)
+    return one_host.run(job) if is_alone else many_hosts.run(job, way)
 
 
 def _by_srun(asked: Asked, passed: Mapping[str, str]) -> int:
     """Leave the hosts of a Slurm allocation to srun; returns only from a dry run."""
+    misplaced.refuse(misplaced.SRUN, vars(asked))
     if asked.shown is not None or asked.log_dir is not None:
         raise LaunchError(
             "--show and --log-dir are of our own launcher, but the hosts of this Slurm job "
@@ -120,7 +131,9 @@ def _by_srun(asked: Asked, passed: Mapping[str, str]) -> int:
             "--restarts is of our own launcher, but the hosts of this Slurm job are srun's. Leave "
             "it out, and let Slurm start the job again: sbatch --requeue."
         )
-    environ = srun.environment(_with_secret({**os.environ, **passed}), asked.settings, asked.port)
+    environ = srun.environment(
+        _with_secret({**os.environ, **passed}), asked.settings, asked.port or 0
+    )
     words = srun.words(environ, command, size=asked.size, per_host=asked.per_host)
     if not asked.dry_run:
         srun.run(words, environ)
@@ -136,12 +149,14 @@ def _by_torch(asked: Asked, passed: Mapping[str, str]) -> int:
             "--nnodes is for a command that is started on each host by itself; -H, --hostfile and "
             "--show are for one that starts all. Give the one or the other."
         )
+    misplaced.refuse(misplaced.TORCH, {**vars(asked), **asked.settings})
     if asked.size is not None:
         raise LaunchError(
             f"-n {asked.size} counts all ranks, which --nnodes leaves open: say how many each "
             "host has, with --nproc-per-node."
         )
-    meeting = elastic.Meeting.of(asked.nnodes, asked.rdzv_endpoint, asked.node_rank, asked.rdzv_id)
+    name = asked.rdzv_id or "shardwise"
+    meeting = elastic.Meeting.of(asked.nnodes, asked.rdzv_endpoint, asked.node_rank, name)
     command = program.command(asked.words[0], asked.words[1:], module=asked.module)
     address = elastic.own_address(meeting, asked.interface)
     words = elastic.words(
@@ -166,6 +181,20 @@ def _by_torch(asked: Asked, passed: Mapping[str, str]) -> int:
 def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:
     """With a secret for the ranks, where the user has given none."""
     return {secret.VARIABLE: secret.drawn()} | dict(environ)
+
+
+def _ssh(text: str | None) -> tuple[str, ...]:
+    """The words of `--ssh`."""
+    try:
+        words = ("ssh",) if text is None else tuple(shlex.split(text))
+    except ValueError as error:
+        raise LaunchError(
+            f"--ssh {text} cannot be read as a command: {str(error).lower()}. Write for example "
+            "--ssh 'ssh -J gate'."
+        ) from None
+    if not words:
+        raise LaunchError("--ssh takes a command, such as 'ssh -J gate', not nothing.")
+    return words
 
 
 def _shares(asked: Asked) -> tuple[Share, ...]:

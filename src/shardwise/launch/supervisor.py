@@ -188,7 +188,8 @@ class Supervisor:
             self._plan.make([(self._grace, signal.SIGKILL)])
         else:
             self._plan.make([(0, signal.SIGTERM), (self._grace, signal.SIGKILL)])
-        words = closing.stopping(asked, len(self._voices), again=self._asked is not None)
+        again, size = self._asked is not None, len(self._voices)
+        words = closing.stopping(asked, size, again=again, broken=self._console.broken)
         first, self._asked = self._asked is None, self._asked or asked
         self.say(words)
         if first and asked == signal.SIGTERM:

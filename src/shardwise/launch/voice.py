@@ -21,21 +21,31 @@ class Log:
     """The file in `--log-dir` that keeps what one rank says, without prefix and colours."""
 
     def __init__(self, path: Path, head: str) -> None:
+        self.fault = ""
+        """Why it is written no more, once that is so: no reason to end a run."""
+        self._path = path
         self._file: BinaryIO = path.open("ab", buffering=0)
         self._file.write(f"== {head}\n".encode())
         self._lines: dict[int, Lines] = {}
 
     def feed(self, stream: int, data: bytes) -> None:
         """Write the lines that `data` completes."""
-        self._file.write(plain(self._cutter(stream).feed(data)))
+        self._write(plain(self._cutter(stream).feed(data)))
 
     def end(self, stream: int) -> None:
         """Finish the last line of `stream`."""
-        self._file.write(plain(self._cutter(stream).close()))
+        self._write(plain(self._cutter(stream).close()))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        try:
+            while data and not self.fault:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            self.fault = f"{self._path} is written no more: {error.strerror or error}."
 
     def _cutter(self, stream: int) -> Lines:
         return self._lines.setdefault(stream, Lines(b""))
@@ -90,8 +100,10 @@ class Voice:
 
     def keep(self, stream: int, data: bytes) -> None:
         """Take what only the log is to have."""
-        if self._log:
+        if self._log and not self._log.fault:
             self._log.feed(stream, data)
+            if self._log.fault:
+                self._console.say(f"shardwise: {self._log.fault}\n")
 
     def hush(self) -> None:
         """From now on, do not show that the rank was interrupted: the user knows."""
@@ -103,8 +115,7 @@ class Voice:
             self._log.close()
 
     def _tell(self, stream: int, data: bytes) -> None:
-        if self._log:
-            self._log.feed(stream, data)
+        self.keep(stream, data)
         if stream != STDOUT:
             self.tail.feed(data)
         if not self._shown:

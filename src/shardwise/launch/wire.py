@@ -7,14 +7,19 @@ byte is a sign of life, which another process may put in between anywhere: JSON 
 """
 
 import json
-from collections.abc import Callable
-from typing import Any
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from shardwise.errors import LaunchError
 from shardwise.launch.crew import Departure
 from shardwise.launch.progress import Progress
 from shardwise.launch.report import Report
 from shardwise.launch.verdict import End
 
+T = TypeVar("T")
 Message = dict[str, Any]
 
 PULSE = b"\0"
@@ -26,10 +31,61 @@ def encode(kind: str, **values: Any) -> bytes:
     return _MARK + json.dumps({"kind": kind, **values}).encode() + b"\n"
 
 
-class Receiver:
-    """Takes bytes as they come; gives whole messages to `take` and other lines to `noise`."""
+Kinds = Mapping[str, Mapping[str, Any]]
+"""By kind of message, its fields and their types."""
 
-    def __init__(self, take: Callable[[Message], None], noise: Callable[[bytes], None]) -> None:
+_NUMBER, _TEXT_OR_NONE = (int, float), (str, type(None))
+TO_AGENT: Kinds = {
+    "check": {
+        "words": [str],
+        "module": bool,
+        "patience": _NUMBER,
+        "interface_name": _TEXT_OR_NONE,
+        "listens": bool,
+        "address": str,
+        "towards": str,
+        "port": int,
+    },
+    "start": {"task": dict},
+    "signal": {"number": int},
+    "ask": {"number": int},
+    "resize": {"window": [int]},
+    "close": {},
+}
+FROM_AGENT: Kinds = {
+    "hello": {
+        "version": str,
+        "torch": _TEXT_OR_NONE,
+        "python": str,
+        "time": _NUMBER,
+        "address": str,
+        "machine": _TEXT_OR_NONE,
+    },
+    "ready": {"command": [str], "address": str, "port": int},
+    "refused": {"why": str},
+    "output": {"rank": int, "stream": int, "data": str},
+    "end": {"end": dict, "how": str, "report": (dict, type(None)), "progress": (dict, type(None))},
+    "saves": {"number": int},
+}
+
+MOST = 2**26
+"""Bytes of the longest line."""
+
+
+class Garbled(LaunchError):
+    """A line that nobody of this version says here; says what is wrong with it."""
+
+
+class Receiver:
+    """Takes bytes as they come; gives whole messages of `kinds` to `take`, other lines to `noise`.
+
+    Raises Garbled for a message that cannot be.
+    """
+
+    def __init__(
+        self, kinds: Kinds, take: Callable[[Message], None], noise: Callable[[bytes], None]
+    ) -> None:
+        self._kinds = kinds
         self._take = take
         self._noise = noise
         self._rest = b""
@@ -42,7 +98,70 @@ class Receiver:
             if noise or not mark:
                 self._noise(noise + b"\n")
             if mark:
-                self._take(json.loads(message))
+                self._take(_checked(message, self._kinds))
+        if len(self._rest) > MOST:
+            raise Garbled(f"a line of more than {MOST} bytes")
+
+
+def _checked(text: bytes, kinds: Kinds) -> Message:
+    """The message that `text` is. Raises Garbled."""
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Garbled(f"{text[:60]!r} is no message") from None
+    kind = message.get("kind") if isinstance(message, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        raise Garbled(f"{text[:60]!r} is no message that is known here")
+    found: Message = message
+    _check(kind, {name: value for name, value in message.items() if name != "kind"}, kinds[kind])
+    return found
+
+
+def _check(what: str, told: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    if told.keys() != types.keys():
+        raise Garbled(f"{what!r} has the fields {sorted(told)} and not {sorted(types)}")
+    for name, value in told.items():
+        if not _fits(value, types[name]):
+            raise Garbled(f"{what!r} has {name}={str(value)[:40]!r}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type, [T] for some of T."""
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_fits(each, kind[0]) for each in value)
+    if isinstance(kind, tuple):
+        return any(_fits(value, each) for each in kind)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def built(made: type[T], told: Mapping[str, Any], **given: Any) -> T:
+    """`made`, a dataclass, of the fields that were told, as JSON has them, and those `given`.
+
+    Raises Garbled.
+    """
+    hints = get_type_hints(made).items()
+    _check(made.__name__, told, {name: _plain(hint) for name, hint in hints if name not in given})
+    return made(**told, **given)
+
+
+def _plain(hint: Any) -> Any:
+    """What JSON has for a type."""
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return tuple(_plain(part) for part in parts)
+    if kind is tuple:
+        return [_plain(parts[0])]
+    if kind is float:
+        return (int, float)
+    return dict if issubclass(kind, Mapping) else kind
+
+
+def signal_of(number: int) -> signal.Signals:
+    """The signal of a number. Raises Garbled."""
+    try:
+        return signal.Signals(number)
+    except ValueError:
+        raise Garbled(f"{number} is no signal") from None
 
 
 def text_of(data: bytes) -> str:
@@ -51,19 +170,21 @@ def text_of(data: bytes) -> str:
 
 
 def bytes_of(text: str) -> bytes:
-    """The bytes that `text_of` was given."""
-    return text.encode("latin-1")
+    """The bytes that `text_of` was given. Raises Garbled for what it never gives."""
+    try:
+        return text.encode("latin-1")
+    except UnicodeEncodeError:
+        raise Garbled("output that is no bytes") from None
 
 
 def departure(message: Message, offset: float) -> Departure:
-    """A rank's end as it was told; `offset` is added to its clock, in seconds."""
-    end, report, progress = message["end"], message["report"], message["progress"]
-    end["time"] += offset
-    if report is not None:
-        report["time"] += offset
+    """A rank's end as it was told; `offset` is added to its clock, in seconds.
+    Raises Garbled."""
+    report, progress = message["report"], message["progress"]
+    end, told = built(End, message["end"]), None if report is None else built(Report, report)
     return Departure(
-        end=End(**end),
+        end=replace(end, time=end.time + offset),
         how=message["how"],
-        report=None if report is None else Report(**report),
-        progress=None if progress is None else Progress(**progress),
+        report=None if told is None else replace(told, time=told.time + offset),
+        progress=None if progress is None else built(Progress, progress),
     )

@@ -2,6 +2,7 @@
 
 precision.py        presets, masters, the loss scale
 sync_batch_norm.py  BatchNorm over all ranks
+statistics.py       the exchange of its statistics between them, in turn
 buffers.py          running statistics, kept in step
 units.py            the repeated blocks
 meta/               parameters without memory; their values, one by one

@@ -7,31 +7,38 @@ Chan, Golub and LeVeque (1983) joins them in fp64. A rank that was given a stand
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.collectives import Collectives
+from shardwise.collectives import GatherOrder
 from shardwise.feed import Feed
 from shardwise.model import replay
 from shardwise.model.precision import NARROW
+from shardwise.model.statistics import Exchange, Exchanges, Rows
 
 
 @dataclass(frozen=True)
 class _Statistics:
     """Of a batch over all ranks: fp64 mean and biased variance per channel, the number of rows;
-    and whether this rank's rows count."""
+    whether this rank's rows count, and the number of the forward."""
 
     mean: Tensor
     variance: Tensor
     total: Tensor
     counts: bool
+    forward: int
+
+    @property
+    def backward(self) -> int:
+        """The number of the backward's exchange; the next ones are of a second derivative."""
+        return 4 * self.forward
 
 
 class _Normalise(torch.autograd.Function):
@@ -44,13 +51,14 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        group: Collectives,
+        ranks: Rows,
         of_all: _Statistics,
     ) -> Tensor:
         wide = _wide(x)
         mean, variance = of_all.mean.to(wide.dtype), of_all.variance.to(wide.dtype)
         ctx.save_for_backward(x, weight, mean, (of_all.variance + eps).rsqrt(), of_all.total)
-        ctx.group, ctx.counts, ctx.dims, ctx.eps = group, of_all.counts, _dims(x), eps
+        ctx.ranks, ctx.call, ctx.counts = ranks, of_all.backward, of_all.counts
+        ctx.dims, ctx.eps = _dims(x), eps
         out = F.batch_norm(
             wide, mean, variance, _like(weight, wide), _like(bias, wide), False, 0.0, eps
         )
@@ -61,14 +69,14 @@ class _Normalise(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph: gradients of these gradients are wanted
             return _to_go_through_again(ctx, grad)
         x, weight, mean, invstd64, total = ctx.saved_tensors
-        dims, group = ctx.dims, ctx.group
+        dims = ctx.dims
         shape = [1, -1] + [1] * (x.ndim - 2)
         dy = grad.to(mean.dtype)
         centred = x.to(mean.dtype) - mean.view(shape)
         sum_dy = dy.sum(dims).double()
         sum_dy_centred = (dy * centred).sum(dims).double()
         row = torch.cat([sum_dy, sum_dy_centred])
-        rows = group.gather_rows(row if ctx.counts else torch.zeros_like(row))
+        rows = ctx.ranks.of_backward(row if ctx.counts else torch.zeros_like(row), ctx.call)
         all_dy, all_centred = (rows.sum(0) / total.clamp(min=1.0)).chunk(2)
         invstd = invstd64.to(mean.dtype).view(shape)
         slope = (all_centred * invstd64.square()).to(mean.dtype).view(shape)
@@ -81,16 +89,17 @@ class _Normalise(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """`row` (any length) summed over the ranks; its gradient is summed in the same way."""
+    """`row` (a number for each channel) summed over the ranks in `call`; its gradient is summed in
+    the same way."""
 
     @staticmethod
-    def forward(ctx: Any, row: Tensor, group: Collectives) -> Tensor:
-        ctx.group = group
-        return group.gather_rows(row).sum(0)
+    def forward(ctx: Any, row: Tensor, ranks: Rows, call: int) -> Tensor:
+        ctx.ranks, ctx.call = ranks, call
+        return ranks.of_backward(row, call).sum(0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Summed.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
+        return _Summed.apply(grad, ctx.ranks, -ctx.call), None, None  # type: ignore[no-untyped-call]
 
 
 def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
@@ -102,13 +111,13 @@ def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
     share, total = float(ctx.counts), total.clamp(min=1.0)
     shape = [1, -1] + [1] * (x.ndim - 2)
 
-    def over_all(values: Tensor) -> Tensor:
+    def over_all(values: Tensor, call: int) -> Tensor:
         row = values.sum(ctx.dims).double() * share
-        return _Summed.apply(row, ctx.group) / total  # type: ignore[no-any-return, no-untyped-call]
+        return _Summed.apply(row, ctx.ranks, call) / total  # type: ignore[no-any-return, no-untyped-call]
 
     wide = _wide(x)
-    centred = wide - over_all(wide).to(wide.dtype).view(shape)
-    invstd = (over_all(centred.square()) + ctx.eps).rsqrt()
+    centred = wide - over_all(wide, ctx.call + 1).to(wide.dtype).view(shape)
+    invstd = (over_all(centred.square(), ctx.call + 2) + ctx.eps).rsqrt()
     straight = (centred * invstd.to(wide.dtype).view(shape)).to(x.dtype)
     scaled = grad if weight is None else grad * weight.to(grad.dtype).view(shape)
     dx = None
@@ -120,19 +129,24 @@ def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
 
 
 @torch.no_grad()
-def _joined(x: Tensor, group: Collectives, counts: bool) -> _Statistics:
+def _joined(x: Tensor, ranks: Rows, counts: bool) -> _Statistics:
     """The statistics over all ranks; collective."""
     x, dims = _wide(x), _dims(x)
     variance, mean = torch.var_mean(x, dims, correction=0)
     count = float(x.numel() // x.shape[1]) if counts else 0.0
     row = torch.cat([mean.double(), variance.double() * count, mean.new_full((1,), count).double()])
-    rows = group.gather_rows(row if counts else torch.zeros_like(row))
-    channels = x.shape[1]
+    rows, forward = ranks.of_forward(row if counts else torch.zeros_like(row))
+    return _Statistics(*_of_rows(rows), counts, forward)
+
+
+def _of_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and number over all ranks, of their `rows`."""
+    channels = rows.shape[1] // 2
     means, squares, numbers = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     total = numbers.sum()
     joined = (means * numbers).sum(0) / total.clamp(min=1.0)
     spread = squares.sum(0) + (numbers * (means - joined).square()).sum(0)
-    return _Statistics(joined, spread / total.clamp(min=1.0), total, counts)
+    return joined, spread / total.clamp(min=1.0), total
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -155,7 +169,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """
 
     _plain: type[nn.Module]
-    _group: Collectives
+    _ranks: Rows
     _feed: Feed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,13 +181,18 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         batch = self._feed.batch_of_forward(training=torch.is_grad_enabled())
         counts = batch is None or batch.samples > 0
         # A recomputation neither speaks with the other ranks nor asks what the batch is by then.
-        of_all = replay.once(lambda: _joined(x, self._group, counts))
+        of_all = replay.once(lambda: _joined(x, self._ranks, counts))
         out = _Normalise.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, self.eps, self._group, of_all
+            x, self.weight, self.bias, self.eps, self._ranks, of_all
         )
         if self.track_running_stats and self.running_mean is not None:
             self._follow(of_all.mean, of_all.variance, of_all.total)
         return out  # type: ignore[no-any-return]
+
+    def follow_others(self, rows: Tensor) -> None:
+        """Take the running statistics on by `rows`, those of a forward that this rank skips."""
+        if self.track_running_stats and self.running_mean is not None:
+            self._follow(*_of_rows(rows.to(self.running_mean.device)))
 
     def _follow(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
         assert self.running_mean is not None
@@ -193,7 +212,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickle refuses to make an object of another class than its own in the usual way.
         state: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
-        kept = {key: value for key, value in state.items() if key not in ("_group", "_feed")}
+        kept = {key: value for key, value in state.items() if key not in ("_ranks", "_feed")}
         return copyreg._reconstructor, (self._plain, object, None), kept  # type: ignore[attr-defined]
 
 
@@ -244,24 +263,36 @@ def _run_eagerly() -> None:
         _SyncBatchNorm.forward = _eager  # type: ignore[method-assign]
 
 
-def convert(models: Iterable[nn.Module], group: Collectives, feed: Feed) -> int:
-    """Let every BatchNorm of `models` use the statistics of all ranks; returns how many.
+def convert(models: Sequence[nn.Module], order: GatherOrder, feed: Feed) -> int:
+    """Let every BatchNorm of `models` use the statistics of all ranks of `order`; returns how many.
 
     Subclasses too, but for those that normalise in a forward of their own (see `out_of_reach`).
     """
-    count = 0
-    for module in (module for model in models for module in model.modules()):
-        if isinstance(module, _SyncBatchNorm):
-            continue
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-            continue
-        if (cls := _synchronised(_class_of(module))) is None:
-            continue
-        _run_eagerly()
-        module.__class__ = cls
-        module.__dict__.update({"_group": group, "_feed": feed})
-        count += 1
-    return count
+    found = _to_convert(models)
+    if not found:
+        return 0
+    _run_eagerly()
+    for module in found.values():
+        module.__class__ = _synchronised(_class_of(module))  # type: ignore[assignment]
+    exchanges = Exchanges(order, cast(dict[str, _SyncBatchNorm], found))
+    for module, exchange in zip(found.values(), exchanges.each, strict=True):
+        module.__dict__.update({"_ranks": exchange, "_feed": feed})
+    return len(found)
+
+
+def _to_convert(models: Sequence[nn.Module]) -> dict[str, nn.modules.batchnorm._BatchNorm]:
+    """The BatchNorms of `models` that can be converted, by name."""
+    found: dict[nn.modules.batchnorm._BatchNorm, str] = {}
+    for number, model in enumerate(models):
+        for name, module in model.named_modules():
+            if isinstance(module, _SyncBatchNorm) or module in found:
+                continue
+            if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+                continue
+            if _synchronised(_class_of(module)) is not None:
+                place = f"models[{number}]" if len(models) > 1 else ""
+                found[module] = ".".join(part for part in (place, name) if part) or "the model"
+    return {name: module for module, name in found.items()}
 
 
 def is_out_of_reach(module: nn.Module) -> bool:
@@ -274,9 +305,12 @@ def is_out_of_reach(module: nn.Module) -> bool:
 
 def restore(models: Iterable[nn.Module]) -> None:
     """Undo `convert`."""
-    for module in converted(models):
+    modules = converted(models)
+    for turns in {m._ranks.turns for m in modules if isinstance(m._ranks, Exchange)}:
+        turns.leave()
+    for module in modules:
         module.__class__ = module._plain  # type: ignore[assignment]
-        for key in ("_group", "_feed"):
+        for key in ("_ranks", "_feed"):
             module.__dict__.pop(key, None)
 
 

@@ -26,6 +26,13 @@ def find_units(
     return list(_within(model, ""))
 
 
+def unknown(models: Sequence[nn.Module], patterns: Sequence[str]) -> list[str]:
+    """Those of `patterns` that name no module with parameters in any of `models`."""
+    return [
+        pattern for pattern in patterns if not any(_named(model, [pattern]) for model in models)
+    ]
+
+
 def _named(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
     named = [
         (name.replace("_orig_mod.", ""), module)

@@ -58,6 +58,11 @@ HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_head
 """What modules of others call what attention is made of; a trial has the last word."""
 
 
+NOT_BY_HEADS = (
+    "it looks like attention, and its forward gave something else with a part of the heads (it may "
+    "take the width of a head from its input: write -1 for that in view; docs/parallel.md)"
+)
+
 Verdicts = dict[tuple[str, tuple[str, ...]], Verdict]
 """Whether a module, by name, takes to some of its children being split together."""
 
@@ -79,7 +84,10 @@ class Trials:
             likeness = (_likeness(around), children)
             if likeness not in self._alike:
                 self._alike[likeness] = takes_to(around, group, parts)
-            self.verdicts[name, children] = self._alike[likeness]
+            told = self._alike[likeness]
+            if group.what == "attention" and not told and told.why is None:
+                told = replace(told, why=NOT_BY_HEADS)
+            self.verdicts[name, children] = told
         verdict = self.verdicts.get((name, children))
         if not verdict:
             return False

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import click
 
-from shardwise.launch.flags import Flag
+from shardwise.config import values
+from shardwise.launch.flags import Flag, Typed
 
 WARMUP = 5
 """Steps at the start of a run that do not count, where the user does not say."""
@@ -31,7 +32,7 @@ def own() -> Iterator[Flag]:
         ["--warmup"],
         group="scale",
         shown="--warmup K",
-        type=click.IntRange(0),
+        type=Typed(values.whole(0)),
         default=WARMUP,
         help=f"steps of each run that are dropped (default {WARMUP})",
     )
@@ -39,12 +40,13 @@ def own() -> Iterator[Flag]:
         ["--steps"],
         group="scale",
         shown="--steps S",
-        type=click.IntRange(1),
+        type=Typed(values.whole(1)),
         help="end a run after so many more; left out, when the script ends",
     )
     yield Flag(
         ["--out"],
         group="scale",
         shown="--out DIR",
+        type=Typed(values.folder),
         help="for table, plots and page (default runs/scale-SCRIPT)",
     )

@@ -19,6 +19,7 @@ from rich.table import Table
 from shardwise.config import SCHEDULES
 from shardwise.errors import LaunchError, ModelError
 from shardwise.parallel.pipeline import atoms, schedule
+from shardwise.printable import printable
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ def split(asked: Asked) -> int:
     Raises LaunchError for a script that failed or trains nothing, ModelError for more stages than
     layers.
     """
-    console = Console(highlight=False)
-    with console.status(f"timing {asked.steps} steps of {asked.words[0]} on one worker"):
+    console = Console(highlight=False, markup=False)
+    with console.status(f"timing {asked.steps} steps on one worker"):
         layers = _timed(asked)
     for table in tables(layers, asked):
         console.print(table)
     for line in advice(layers, asked):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(printable(line), soft_wrap=True)
     return 0
 
 
@@ -92,6 +93,8 @@ def _timed(asked: Asked) -> list[Layer]:
                 f"{asked.words[0]} {why}, so there is nothing to split. It said:\n{said}"
             )
         told: dict[str, Any] = json.loads(path.read_text())
+    if not told["steps"]:
+        raise LaunchError(f"{asked.words[0]} made no step with an sw.Engine: nothing to split.")
     return [
         Layer(
             each["name"],
@@ -132,7 +135,7 @@ def tables(layers: Sequence[Layer], asked: Asked) -> list[Table]:
         sent = 0.0 if last else several[-1].nbytes / asked.microbatches
         stages.add_row(
             str(number),
-            several[0].name if len(several) == 1 else f"{several[0].name} to {several[-1].name}",
+            printable(_span(several)),
             f"{sum(each.parameters for each in several):,}",
             f"{sum(each.forward for each in several) * 1e3:.1f}",
             f"{sum(each.backward for each in several) * 1e3:.1f}",
@@ -151,6 +154,11 @@ def tables(layers: Sequence[Layer], asked: Asked) -> list[Table]:
             count, here, alike = found
             times.add_row(name, str(count), f"{here:.1%}", f"{alike:.1%}")
     return [stages, times]
+
+
+def _span(layers: Sequence[Layer]) -> str:
+    """A row of layers by name."""
+    return layers[0].name if len(layers) == 1 else f"{layers[0].name} to {layers[-1].name}"
 
 
 def waits(layers: Sequence[Layer], asked: Asked, name: str) -> tuple[int, float, float] | None:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import click
 
-from shardwise.launch.flags import Flag
+from shardwise.config import values
+from shardwise.launch.flags import Flag, Typed
 
 STEPS = 8
 """Steps that are timed, where the user does not say."""
@@ -16,7 +17,7 @@ def own() -> Iterator[Flag]:
         ["parts", "--pipeline"],
         group="split",
         shown="--pipeline P",
-        type=click.IntRange(2),
+        type=Typed(values.whole(2, values.MOST_RANKS)),
         default=2,
         help="workers that share out the layers (default 2)",
     )
@@ -24,7 +25,7 @@ def own() -> Iterator[Flag]:
         ["micros", "--microbatches"],
         group="split",
         shown="--microbatches M",
-        type=click.IntRange(1),
+        type=Typed(values.whole(1)),
         help="parts of a batch (default 4 P)",
     )
     yield Flag(
@@ -39,7 +40,7 @@ def own() -> Iterator[Flag]:
         ["--steps"],
         group="split",
         shown="--steps S",
-        type=click.IntRange(1),
+        type=Typed(values.whole(1)),
         default=STEPS,
         help=f"steps that are timed (default {STEPS})",
     )

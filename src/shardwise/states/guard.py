@@ -38,7 +38,7 @@ class GradientGuard(Tensor):
             f"A gradient was touched ({name}) between engine.backward and engine.step, where it "
             "belongs to the engine. Write engine.backward(loss) instead of loss.backward(), and "
             "engine.step(max_norm=1.0) instead of clip_grad_norm_ and optimizer.step(); the norm "
-            "is in stats.grad_norm."
+            "is in stats.grad_norm. To read or change gradients: with engine.full_gradients()."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

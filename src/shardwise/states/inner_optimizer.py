@@ -139,6 +139,8 @@ class InnerOptimizer:
             ]
             held.sort(key=lambda segment: segment.pieces[0].parameter)
             self.inner.param_groups.append({"params": [segment.tensor for segment in held]})
+        if hasattr(self.inner, "_params"):  # L-BFGS keeps its one group's apart
+            self.inner._params = self.inner.param_groups[0]["params"]
 
     def _follow_face(self) -> None:
         """Take the options of the user's groups as they are now: schedulers edit them."""
@@ -212,6 +214,30 @@ class InnerOptimizer:
             elif then is not None:
                 then()
             self._update(spans, used, factor)
+
+    def step_often(self, evaluate: Callable[[], float], sums: Sequence[Held]) -> None:
+        """A step of an optimizer that calls `evaluate` as often as it wants, which offers the
+        gradients each time; all of it is in memory for good."""
+        spans = [
+            _InUse(self.inner, part, 0, total) for part, total in zip(self.parts, sums, strict=True)
+        ]
+        self._set_divisor(1.0)
+        self._follow_face()
+        self.inner.step(evaluate)
+        self._note_changes()
+        for span in spans:
+            for segment in span.segments:
+                segment.tensor.grad = None
+            span.end(changed=True)
+
+    def offer_again(self, sums: Sequence[Held], used: Sequence[bool], factor: float) -> None:
+        """Hang the gradients of another evaluation on the tensors."""
+        for part, total in zip(self.parts, sums, strict=True):
+            grad = total.loaded().to(part.master.device, part.master.dtype) * factor
+            for segment in part.segments:
+                seen = used[segment.pieces[0].parameter]
+                a, b = segment.first - part.own[0], segment.end - part.own[0]
+                segment.tensor.grad = _shaped(grad[a:b], segment.tensor) if seen else None
 
     def _update(self, spans: Sequence[_InUse], used: Sequence[bool], factor: float) -> None:
         for span in spans:

@@ -44,6 +44,15 @@ class Norms:
         for number in numbers:
             self._squares.pop(number, None)
 
+    def renew(self, numbers: Iterable[int]) -> None:
+        """User code has changed the sums of the buckets `numbers`."""
+        for number in numbers:
+            rest = self._rests[number]
+            self._squares.pop(number, None)
+            rest.squares.clear()
+            in_memory = isinstance(rest.reduced, InMemory) or self._measure is not None
+            rest.told = None if in_memory else self._square_in_fp64(rest)
+
     def clear(self) -> None:
         """Forget all."""
         self._squares.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ class Kind:
     `tensor_keys` are the state entries that have the parameter's shape (exp_avg ...);
     `single_keys` are one value per parameter (step ...). An option that changes later may bring
     others: SGD's momentum. `group_keys` are the options of a parameter group that the optimizer
-    changes itself (ScheduleFree's k).
+    changes itself (ScheduleFree's k). `needs_closure`: it evaluates the loss itself (L-BFGS).
     """
 
     elementwise: bool
@@ -40,6 +41,7 @@ class Kind:
     single_keys: frozenset[str] = frozenset()
     group_keys: frozenset[str] = frozenset()
     known: bool = False
+    needs_closure: bool = False
 
     def has_shape(self, key: str, value: Any, shape: Sequence[int]) -> bool:
         """Whether entry `key` of the state of a tensor of `shape` has that shape by its nature,
@@ -53,6 +55,12 @@ class Kind:
         if self.elementwise:
             return self.has_shape(key, value, shape)
         return isinstance(value, Tensor) and value.ndim > 0
+
+
+def needs_closure(face: optim.Optimizer) -> bool:
+    """Whether `face.step` cannot be called without a closure."""
+    parameters = list(inspect.signature(type(face).step).parameters.values())[1:]
+    return any(p.name == "closure" and p.default is p.empty for p in parameters)
 
 
 _LEFT_BEHIND = ("step", "zero_grad", "add_param_group", "_shardwise_hooks")

@@ -29,6 +29,7 @@ from shardwise.states.optimizer_kind import (
     ELEMENTWISE,
     Kind,
     bare_copy,
+    needs_closure,
     same,
     settings_of,
 )
@@ -40,8 +41,11 @@ _TOLERANCE = 1e-3
 def examine(face: optim.Optimizer, group: dict[str, Any], device: torch.device) -> Kind:
     """What kind of optimizer `face` is with the options of `group`.
 
-    Raises ModelError for one that needs a closure or sparse gradients, or that no trial can run.
+    One that needs a closure is taken to look across tensors. Raises ModelError for one that needs
+    sparse gradients, or that no trial can run.
     """
+    if needs_closure(face):
+        return Kind(False, False, frozenset(), needs_closure=True)
     if isinstance(face, optim.SparseAdam):
         raise ModelError(
             f"{type(face).__name__} takes sparse gradients only, which flat buckets cannot hold. "

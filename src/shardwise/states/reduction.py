@@ -142,8 +142,9 @@ class Reduction:
         self._parameters = parameters
         self.patient = True
         """Whether this rank may wait for a sum while its backward runs. Not where backward waits
-        for other ranks elsewhere too (BatchNorm over all ranks): one that has not used the same
-        parameters would wait there, for a rank that waits here for a bucket of its own."""
+        for other ranks elsewhere too (BatchNorm over all ranks, but in a turn): one that has not
+        used the same parameters would wait there, for a rank that waits here for a bucket of its
+        own."""
         self._pool: dict[tuple[torch.dtype, torch.device], deque[_Spare]] = {}
         # By the address of a buffer, and the bucket in it; as long as the buffer is ours.
         self._landings: dict[int, dict[tuple[int, bool], Landing]] = {}

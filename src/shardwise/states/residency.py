@@ -7,9 +7,9 @@ reaches its outputs, or when an operation asks for what it saved:
     forward    enter a ── show ── compute ── leave a ── rest      what autograd saves of a
     backward   touch a ── show ── compute ── touch b ── rest a    parameter is a note where it is
 
-Gathers that are collective follow `turns`; the next unit is on its way while one computes. The
-last unit of a pass, the rest of the model around the others, stays whole from the end of forward
-until backward has ended.
+Gathers that are collective take turns in the gather order; the next unit is on its way while one
+computes. The last unit of a pass, the rest of the model around the others, stays whole from the end
+of forward until backward has ended.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from shardwise.collectives import Collectives
+from shardwise.collectives import Collectives, GatherOrder
 from shardwise.errors import UsageError
 from shardwise.states.gathers import ByAllGather, Gather, InPlace, Whole, there, whole_of
+from shardwise.states.passing_writes import PassingWrites
 from shardwise.states.places import Place, Places
 from shardwise.states.sharded_parameters import ShardedParameters
 from shardwise.states.slab import Slab
 from shardwise.states.tracked import Tracked
-from shardwise.states.turns import Turns
 from shardwise.timeline import span
 
 
@@ -57,27 +57,23 @@ class Unit:
 
 
 class Residency:
-    """Shows units and lets them go; `group` is for gathers alone."""
+    """Shows units and lets them go; `group` is for gathers alone, which take turns in `order`."""
 
     def __init__(
         self,
         parameters: ShardedParameters,
         units: Sequence[Unit],
         group: Collectives,
+        order: GatherOrder,
         inside: Callable[[nn.Module], Sequence[int]],
     ) -> None:
         """`inside` tells which units a module holds, in their order."""
         self._parameters = parameters
         self.units = units
-        self._group = group
         shared = all(slab.common is not None for unit in units for slab in unit.slabs)
         self._gathers = InPlace() if shared else ByAllGather(group)
-        self._turns = Turns(
-            [unit.name for unit in units],
-            self._agree,
-            staying=[number for number, unit in enumerate(units) if unit.lasting],
-            alone=group.size == 1,
-        )
+        self._order = order
+        self._first = self._join() if self._gathers.collective else 0
         self._inside = inside
         self.part: int | None = None
         """Of a model that runs in parts, the one that does now: each needs units of its own."""
@@ -88,17 +84,15 @@ class Residency:
         self._depth = 0
         self._tape: list[Hashable] = []
         self._backwards = 0
-        self._uneven = False
         self._places = Places()
+        self._writes = PassingWrites(parameters.note_written)
         self._whole: dict[Unit, None] = {}
         self.settled()
         parameters.watch(self.settled)
 
-    def _agree(self, wanted: int) -> int:
-        if self._group.size == 1:
-            return wanted
-        row = torch.tensor([float(wanted)], dtype=torch.float64, device=self._group.small_device)
-        return int(self._group.gather_rows(row).min())
+    def _join(self) -> int:
+        staying = [number for number, unit in enumerate(self.units) if unit.lasting]
+        return self._order.join(self, [unit.name for unit in self.units], staying=staying)
 
     @property
     def is_idle(self) -> bool:
@@ -120,7 +114,7 @@ class Residency:
 
     def enter(self, number: int, door: int, module: nn.Module) -> None:
         """A module of unit `number` begins its forward; `door` is the module's number."""
-        self._close_dead_backward()
+        self._end_dead_passes()
         if self._depth == 0 and self._pass is None:
             self._let_go_of_all(but_lasting=self.is_awaited)
             kind = ("forward", door, torch.is_grad_enabled(), self.part)
@@ -148,6 +142,7 @@ class Residency:
                 self._tape.append(kind)
             self._finish_turns(self._expected[kind], failed=failed)
             self._let_go_of_all(but_lasting=self.is_awaited)
+            self._allow_writes(False)
 
     @property
     def is_awaited(self) -> bool:
@@ -158,7 +153,7 @@ class Residency:
 
     def open_backward(self) -> None:
         """A backward over what was recorded since the last one begins."""
-        self._close_dead_backward()
+        self._end_dead_passes()
         self._backwards += 1
         self._open(("backward", self._backwards, self.part, *self._tape))
 
@@ -169,6 +164,7 @@ class Residency:
         self._finish_turns(self._recorded() if self._gathers.collective else (), failed=failed)
         self._pass = None
         self._let_go_of_all()
+        self._allow_writes(False)
         if not keep_graph:
             self._tape.clear()
             self._backwards = 0
@@ -197,8 +193,13 @@ class Residency:
     def _close_stray(self) -> None:
         self.close_backward(keep_graph=True)
 
-    def _close_dead_backward(self) -> None:
-        """End a backward of the user's own that has failed: nobody else tells."""
+    def _end_dead_passes(self) -> None:
+        """End backwards of the user's own that have failed: nobody else tells."""
+        self._order.end_dead_pass()
+        self.end_dead_pass()
+
+    def end_dead_pass(self) -> None:
+        """End a backward through these units that has failed."""
         if self._is_backward() and torch._C._current_graph_task_id() == -1:
             self._depth = 0
             for unit in self.units:
@@ -233,12 +234,17 @@ class Residency:
     def settled(self) -> None:
         """Parameters have changed: show those that are always shown anew. Collective."""
         self._places.generation += 1
+        self._writes.forget()
+        while self._flying:  # of a pass that was abandoned: the values of before
+            self._take_part(next(iter(self._flying)))
         self._tape.clear()
         self._backwards = 0
+        self._let_go_of_all()
         for number, unit in enumerate(self.units):
             if unit.always:
                 self._put_to_rest(unit)
                 self._show(number, self._gathers.start(unit.slabs))
+        self._allow_writes(False)
 
     @contextmanager
     def whole(self, numbers: Sequence[int], *, here: bool = True) -> Iterator[dict[Slab, Tensor]]:
@@ -258,8 +264,10 @@ class Residency:
         try:
             yield shown
         finally:
+            self._writes.forget()
             for number in numbers:
                 self._end_whole(number, here)
+            self._allow_writes(False)
 
     def check_unwritten(self, shown: Mapping[Slab, Tensor]) -> None:
         """Raise BrokenView if one of `shown`, which `whole` gave to be read, was written to."""
@@ -294,30 +302,33 @@ class Residency:
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Inside the block each rank may run as many forwards as it likes; see Engine.uneven.
-
-        A block inside another one is part of that.
-        """
-        if self._uneven:
-            yield
-            return
+        """Inside the block each rank may run as many forwards as it likes; see Engine.uneven."""
         self._let_go_of_all()
-        # What is recorded inside is no other rank's.
-        recorded = list(self._tape), self._backwards
-        self._uneven = True
+        with self._order.uneven() if self._gathers.collective else self._apart():
+            yield
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        bring_back = self.set_aside()
         try:
             yield
         finally:
-            self._uneven = False
-            self._close_dead_backward()
+            bring_back()
+
+    def set_aside(self) -> Callable[[], None]:
+        """Let what is recorded from now on be no other rank's; returns what ends that."""
+        recorded = list(self._tape), self._backwards
+
+        def bring_back() -> None:
+            self.end_dead_pass()
             self._tape, self._backwards = recorded
-            if self._gathers.collective:
-                for turn in self._turns.serve():
-                    self._take_part(turn)
+
+        return bring_back
 
     def reset(self) -> None:
         """Forget what a forward or backward that failed has left."""
         self._depth, self._pass = 0, None
+        self._order.drop(self)
         for unit in self.units:
             unit.depth = 0
         self._let_go_of_all()
@@ -327,30 +338,40 @@ class Residency:
     def close(self) -> None:
         """Nothing will be shown any more."""
         self.reset()
+        if self._gathers.collective:
+            self._order.leave(self._first)
         self._gathers.close()
 
     # -- gathers --------------------------------------------------------------------------
 
     def _open(self, kind: Hashable) -> None:
+        self._allow_writes(True)
         self._pass = kind
         if self._gathers.collective:
-            # Where ranks are in passes of different kinds, their wishes must mean the same.
-            descending = self._is_backward() and not self._uneven
-            self._turns.open(None if self._uneven else kind, descending=descending)
+            self._order.open(self, (self._first, kind), descending=self._is_backward())
 
     def _finish_turns(self, expected: Sequence[int], *, failed: bool) -> None:
         """Take part in what other ranks still need of this pass."""
-        if not self._gathers.collective or self._uneven:
-            return
-        for turn in self._turns.rest(expected=expected, failed=failed):
-            self._tell_over()
-            self._take_part(turn)
-            self._fetch_ahead()
+        if self._gathers.collective:
+            numbers = [self._first + number for number in expected]
+            self._order.close(self, numbers, failed=failed)
 
-    def _tell_over(self) -> None:
-        over = self._turns.over() if self._is_backward() else None
-        if self._over is not None and over is not None and not self.units[over].lasting:
-            self._over(over)
+    def mode(self) -> None:
+        """Passes of one kind are alike."""
+
+    def is_past(self, number: int) -> None:
+        """In the backward under way all ranks are past unit `number`."""
+        if self._over is not None and self._is_backward() and not self.units[number].lasting:
+            self._over(number)
+
+    def take_turn(self, number: int, *, wanted: bool) -> None:
+        """Gather unit `number` with all ranks, and show it if this one has `wanted` it. What is
+        lasting stays from its first turn in a backward on."""
+        unit = self.units[number]
+        if wanted or (self._is_backward() and unit.lasting and unit.gather is None):
+            self._show(number, self._arrival(number))
+        else:
+            self._take_part(number)
 
     def _take_part(self, turn: int) -> None:
         gather = self._arrival(turn)
@@ -362,30 +383,16 @@ class Residency:
             self._show(number, self._gathers.start(self.units[number].slabs))
             return
         with span("gather"):
-            self._gather_until(number)
-
-    def _gather_until(self, number: int) -> None:
-        """Take part in all gathers up to that of a unit."""
-        for turn in self._turns.until(number):
-            self._tell_over()
-            unit = self.units[turn]
-            stays = self._is_backward() and unit.lasting and unit.gather is None
-            if turn == number or stays:
-                self._show(turn, self._arrival(turn))
-            else:
-                self._take_part(turn)
-            self._fetch_ahead()
+            self._order.reach(self._first + number)
 
     def _arrival(self, turn: int) -> Gather:
         flying = self._flying.pop(turn, None)
         return flying if flying is not None else self._gathers.start(self.units[turn].slabs)
 
-    def _fetch_ahead(self) -> None:
-        """Start the gather of the next turn. After every turn, also of a rank that catches up: so
-        all ranks start gathers and gradients in one order, as NCCL's communicators need it."""
-        following = self._turns.next()
-        if following is not None and following not in self._flying:
-            self._flying[following] = self._gathers.start(self.units[following].slabs)
+    def start_ahead(self, number: int) -> None:
+        """Start the gather of unit `number`, whose turn comes next."""
+        if number not in self._flying:
+            self._flying[number] = self._gathers.start(self.units[number].slabs)
 
     def _show(self, number: int, gather: Gather) -> None:
         """Let the parameters of a unit be what was gathered."""
@@ -396,6 +403,7 @@ class Residency:
         for index, (slab, whole) in enumerate(zip(unit.slabs, unit.wholes, strict=True)):
             self._parameters.show(slab, whole.views, whole.addresses)
             self._places.add(whole.flat, number, index)
+            self._writes.begin(slab, whole.flat)
 
     def _let_go(self, unit: Unit) -> None:
         """Put a unit to rest, unless it is needed: always, or in a forward under way."""
@@ -407,11 +415,18 @@ class Residency:
             if not (but_lasting and unit.lasting):
                 self._let_go(unit)
 
+    def _allow_writes(self, allowed: bool) -> None:
+        """Between passes what stays whole may be read and not written: it is a passing copy."""
+        for unit in self._whole:
+            for slab in unit.slabs if not unit.depth else ():
+                self._parameters.allow_writes(slab, allowed=allowed)
+
     def _put_to_rest(self, unit: Unit) -> None:
         if unit.gather is None:
             return
         del self._whole[unit]
         for slab, whole in zip(unit.slabs, unit.wholes, strict=True):
+            self._writes.end(slab, whole.flat)
             self._parameters.rest(slab)
             self._places.remove(whole.flat)
         gather, unit.gather, unit.wholes = unit.gather, None, []

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ParameterAccess, UsageError
+from shardwise.states.torch_calls import FORMAL, functions, what_is_done, written
 
 unguarded = torch._C.DisableTorchFunctionSubclass
 """Inside this block `__torch_function__` is not asked: for the engine's own bookkeeping of many
@@ -36,9 +37,23 @@ _KEY: Any = torch._C._parse_dispatch_key("DeferredInit")
 _KEYS = torch._C.DispatchKeySet(_KEY)
 
 
-def moving() -> Any:
+class Moving:
     """Inside this block parameters may come to rest, and what rests may be given values."""
-    return torch._C._ExcludeDispatchKeyGuard(_KEYS)
+
+    # As torch._C._ExcludeDispatchKeyGuard does, in half the time: it is entered twice for each
+    # bucket and pass.
+    __slots__ = ("_was",)
+
+    def __enter__(self) -> None:
+        self._was = _is_excluded(_KEY)
+        _exclude(_KEY, True)
+
+    def __exit__(self, *_: object) -> None:
+        _exclude(_KEY, self._was)
+
+
+_is_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
+_exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +114,7 @@ def _unusable(like: Tensor) -> Tensor:
         device=like.device,
         _extra_dispatch_keys=_KEYS,
     )
-    with torch.no_grad(), moving(), torch._C._DisableTorchDispatch():
+    with torch.no_grad(), Moving(), torch._C._DisableTorchDispatch():
         keyed.set_(like.untyped_storage(), like.storage_offset(), like.shape, like.stride())
         made = torch.empty(0, dtype=like.dtype, device=like.device)
         made.data = keyed  # takes all keys but that of the class
@@ -131,6 +146,12 @@ def sharded_copy(name: str) -> UsageError:
         "with engine.full_parameters(): state_dict(), deepcopy and pickle give plain tensors; "
         "engine.export('model.safetensors') writes the whole model."
     )
+
+
+def name_of(parameter: nn.Parameter) -> str:
+    """What messages call a parameter that is sharded."""
+    held: AtRest = parameter.__dict__[_MARK]
+    return held.name
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -182,8 +203,8 @@ def _touched(
     """An operation on what rests: done where it needs no values, else refused."""
     del cls, types
     kwargs = kwargs or {}
-    if func in _FORMAL:
-        with unguarded(), moving():
+    if func in FORMAL:
+        with unguarded(), Moving():
             return func(*args, **kwargs)
     if func in _LIKE:
         with unguarded():
@@ -264,19 +285,15 @@ def _refusal(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Exception:
     """The error for an operation that needs values which are not there."""
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     name = next((held.name for leaf in leaves if (held := _found(leaf))), "A sharded parameter")
-    what = _name_of(func)
+    what = what_is_done(func)
     if func in _CASTS:
         return ParameterAccess(
             f"{name} was cast or moved ({what}) while it is sharded: this worker holds a part of "
             "it only. Casting or moving a model belongs before sw.Engine(...); for lower precision "
             f"use --precision. {_TO_READ}"
         )
-    if _writes(what, args, kwargs):
-        return ParameterAccess(
-            f"{name} was written ({what}) while it is sharded: this worker holds a part of it "
-            "only, so nothing was changed. Write, on all workers alike: "
-            "with engine.full_parameters(write=True): ..."
-        )
+    if any(_found(target) is not None for target in written(what, args, kwargs)):
+        return write_refused(name, what)
     return ParameterAccess(
         f"{name} was read ({what}) while it is sharded: this worker holds a part of it only, and "
         "all of it just while the forward of its module runs. Call the module itself, not another "
@@ -286,71 +303,25 @@ def _refusal(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Exception:
     )
 
 
+def write_refused(name: str, what: str) -> ParameterAccess:
+    """The error for a write, by the operation `what`, into a parameter that is sharded."""
+    return ParameterAccess(
+        f"{name} was written ({what}) while it is sharded: this worker holds a part of it "
+        "only, so nothing was changed. Write, on all workers alike: "
+        "with engine.full_parameters(write=True): ..."
+    )
+
+
 _TO_READ = "To read it, without gradients, on all workers alike: with engine.full_parameters(): ..."
-
-
-def _name_of(func: Any) -> str:
-    """What a message calls an operation; `.data` for the getter and setter of an attribute."""
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__", "__delete__"):
-        attribute = f".{func.__self__.__name__}"
-        return f"{attribute} =" if name == "__set__" else attribute
-    return str(name).split(".")[0]
-
-
-def _writes(what: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation writes to its first argument, or to `out`, and that rests."""
-    in_place = what.endswith("_") and not what.endswith("__")
-    operator = what.startswith("__i") and what[3:-2] in _OPERATORS
-    writes = in_place or operator or what in ("__setitem__", ".data =")
-    targets = pytree.tree_leaves([args[:1] if writes else (), kwargs.get("out")])
-    return any(_found(target) is not None for target in targets)
-
-
-_OPERATORS = frozenset(
-    ["add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor"]
-)
-
-
-_READ = frozenset(["T", "H", "mT", "mH", "real", "imag", "data"])
-"""Attributes of tensors that are values, or lead to them."""
-
-
-def _attributes() -> Iterator[Any]:
-    """Getters, setters and deleters of the attributes that say nothing of values."""
-    for name in set(dir(Tensor)) - _READ:
-        attribute = getattr(Tensor, name)
-        if type(attribute).__name__ == "getset_descriptor":
-            yield from (attribute.__get__, attribute.__set__, attribute.__delete__)
-
-
-def _functions(names: str, *of: Any) -> Iterator[Any]:
-    """Those among `names` that `of` has, in this version of torch."""
-    return (getattr(each, name) for each in of for name in names.split() if hasattr(each, name))
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _ALIASES = frozenset((Tensor.detach, torch.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
 _SHOWN_AS_TEXT = frozenset((Tensor.__repr__, Tensor.__format__))
 _DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward))
-_CASTS = frozenset(_functions("to type type_as float double half bfloat16 cpu cuda xpu", Tensor))
-_FORMAL = frozenset(
-    (
-        *_attributes(),
-        *_functions(
-            "size stride dim ndimension numel nelement element_size storage_offset get_device "
-            "is_contiguous is_floating_point is_complex is_signed is_conj is_neg is_inference "
-            "is_same_size dim_order has_names "
-            "requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook "
-            "__len__ __hash__ __dir__ result_type _has_compatible_shallow_copy_type",
-            Tensor,
-            torch,
-        ),
-    )
-)
-"""What needs no values: done as on any tensor."""
+_CASTS = frozenset(functions("to type type_as float double half bfloat16 cpu cuda xpu", Tensor))
 _LIKE = frozenset(
-    _functions(
+    functions(
         "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty "
         "new_zeros new_ones new_full new_empty_strided data_ptr untyped_storage is_pinned "
         "is_shared",

@@ -19,7 +19,8 @@ from shardwise.layout import Bucket
 from shardwise.model.meta import make_real
 from shardwise.states.held import Held, InMemory
 from shardwise.states.parameters import Homes, Parameters, check_place
-from shardwise.states.resting import AtRest, at_rest, moving, unguarded, unmark
+from shardwise.states.read_only import read_only
+from shardwise.states.resting import AtRest, Moving, at_rest, unguarded, unmark
 from shardwise.states.shelf import Shelf
 from shardwise.states.slab import Slab
 from shardwise.states.tracked import Tracked
@@ -113,7 +114,7 @@ class ShardedParameters(Parameters):
                     wide[place] = flat[low - slot.start : high - slot.start]
             if each.parameter.is_meta:
                 make_real(each.parameter, rest.like)
-            with moving():
+            with Moving():
                 each.parameter.data = rest.value
             each.parameter.__class__ = rest.kind
             rest.mark(each.parameter)
@@ -129,20 +130,28 @@ class ShardedParameters(Parameters):
     def show(self, slab: Slab, views: Sequence[Tensor], addresses: list[int]) -> None:
         """Let the parameters of a bucket have their values, which are in `views`, by slot, at
         `addresses`."""
-        with unguarded():
-            self._note_replaced(slab)
-        pairs = zip(slab.parameters, views, self._rests[slab].owns, strict=True)
-        with moving():
-            for parameter, view, own in pairs:
+        rests = self._rests[slab]
+        if list(map(type, slab.parameters)) != rests.kinds:  # at rest all else raises
+            with unguarded():
+                self._note_replaced(slab)
+        with Moving():
+            for parameter, view, own in zip(slab.parameters, views, rests.owns, strict=True):
                 parameter.__class__ = own
                 parameter.data = view
         self._addresses[slab] = addresses
 
+    def allow_writes(self, slab: Slab, *, allowed: bool) -> None:
+        """Let the parameters of a bucket, which are shown, be written or only be read."""
+        rests = self._rests[slab]
+        kinds = rests.owns if allowed else rests.read_only
+        for parameter, kind in zip(slab.parameters, kinds, strict=True):
+            parameter.__class__ = kind
+
     def rest(self, slab: Slab) -> None:
         """Take the values of a bucket's parameters away: to read or to write them raises."""
-        self._note_replaced(slab)
         rests = self._rests[slab]
-        with moving():
+        with unguarded(), Moving():
+            self._note_replaced(slab)
             trios = zip(slab.parameters, rests.values, rests.kinds, strict=True)
             for parameter, value, kind in trios:
                 parameter.data = value
@@ -161,7 +170,7 @@ class ShardedParameters(Parameters):
 
     def _note_replaced(self, slab: Slab) -> None:
         """Remember a parameter that user code gave other memory: `check` tells of it."""
-        now, then = [p.data_ptr() for p in slab.parameters], self._addresses[slab]
+        now, then = list(map(Tensor.data_ptr, slab.parameters)), self._addresses[slab]
         if now != then:
             wrong = zip(slab.tracked, now, then, strict=True)
             self._replaced = next(each for each, a, b in wrong if a != b)
@@ -202,6 +211,11 @@ class ShardedParameters(Parameters):
             *_, written = (each for each, now, then in pairs if now != then)
         if written is not None:
             raise self.written_in_vain(written)
+
+    def note_written(self, number: int) -> None:
+        """Remember that user code wrote into a passing copy of parameter `number`: `check` tells
+        of it."""
+        self._replaced = self._all[number]
 
     def check_unwritten(self, shown: Mapping[Slab, Tensor]) -> None:
         """Raise BrokenView if one of `shown`, whole buckets to be read, was written to.
@@ -287,6 +301,7 @@ class _Rests:
         self.values = [rest.value for rest in each]
         self.kinds = [rest.kind for rest in each]
         self.owns = [rest.own for rest in each]
+        self.read_only = [read_only(rest.own) for rest in each]
         self.addresses = [rest.like.data_ptr() for rest in each]
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from shardwise.errors import ConfigError
+from shardwise.printable import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SHOWN = 5
 """Steps that are shown one by one, where not all are asked for."""
@@ -49,7 +54,7 @@ def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | 
     if as_json:
         click.echo(json.dumps(tables.as_json(steps, found), indent=1))
         return 0
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH)
+    console = Console(highlight=False, markup=False) if sys.stdout.isatty() else _plain()
     console.print(tables.per_rank(steps))
     console.print()
     all_steps = [step for own in found.values() for step in own]
@@ -62,5 +67,12 @@ def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | 
         console.print(line, style="dim", soft_wrap=True)
     console.print()
     for line in tables.words(steps):
-        console.print(line, soft_wrap=True)
+        console.print(printable(line), soft_wrap=True)
     return 0
+
+
+def _plain() -> Console:
+    """Where there is no terminal."""
+    from rich.console import Console
+
+    return Console(width=WIDTH, markup=False)

@@ -40,12 +40,16 @@ def merge(events: Iterable[Event], path: Path) -> None:
 
 def _events(path: Path) -> list[Event]:
     try:
-        text = path.read_text()
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ConfigError(f"The timeline {path} is no file: name one that --timeline wrote.")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is no text"
         raise ConfigError(f"The timeline {path} cannot be read: {why}.") from error
     try:
         found = json.loads(text)
+    except RecursionError:
+        found = None
     except ValueError:
         found = _cut_off(text)
     if isinstance(found, dict):

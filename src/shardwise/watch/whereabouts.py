@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
+from shardwise.printable import from_here
+
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 STDERR = 2
@@ -105,4 +107,4 @@ def _libraries() -> tuple[str, ...]:
 
 
 def _short(file: str) -> str:
-    return file.removeprefix(f"{Path.cwd()}{os.sep}")
+    return from_here(file)

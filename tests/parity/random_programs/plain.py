@@ -198,8 +198,10 @@ class Plain(Script):
         for model in self.models:
             model.zero_grad()
         if program.ema is not None and engine == 0:
+            averaged = {id(p) for p in trained}  # what no optimizer has yet has no average either
             for kept, p in zip(self.ema, self._averaged(), strict=True):
-                kept.mul_(program.ema).add_(p.detach(), alpha=1 - program.ema)
+                decay = program.ema if id(p) in averaged else 0.0
+                kept.mul_(decay).add_(p.detach(), alpha=1 - decay)
         self.ran.losses.append((self.number, told))
         self.ran.norms.append((self.number, norm))
         return told

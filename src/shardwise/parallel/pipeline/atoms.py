@@ -149,6 +149,13 @@ def cut(
     return Cut(atoms, floating, starts, loose)
 
 
+def check_names(model: nn.Module, patterns: Sequence[str] | None, names: Sequence[str]) -> None:
+    """Raise ConfigError for one of `names` at which no stage can begin; see `cut`."""
+    found, _, _ = find(model, patterns)
+    for name in names:
+        _named(found, name)
+
+
 def fresh_in(atoms: Sequence[Atom]) -> list[bool]:
     """By atom, whether it has a parameter to train that no earlier one has."""
     seen: set[nn.Parameter] = set()

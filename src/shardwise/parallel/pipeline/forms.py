@@ -64,11 +64,12 @@ class Forms:
         spec: Any,
     ) -> Any:
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        # Detached before the mode is on: that of torch 2.9 takes no subclass of Parameter.
+        bare = {key: (value.detach(), value.requires_grad) for key, value in tensors.items()}
         before = torch.get_rng_state()
         with fakes(), unsaved():
             stands = {
-                key: stand_in(value.detach()).requires_grad_(value.requires_grad)
-                for key, value in tensors.items()
+                key: stand_in(value).requires_grad_(needs) for key, (value, needs) in bare.items()
             }
             likes = [stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(likes, spec)

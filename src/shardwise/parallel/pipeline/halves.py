@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 
 class Halves:
@@ -86,12 +87,10 @@ class Halves:
         """The rest: gradients of parameters, in their `grad`; of the leaves too, if that has not
         been."""
         if self._groups is not None:
-            kept = [g for g in self._groups if any(grads is not None for grads in g["grads"])]
-            _of_torch().stage_backward_weight(
-                iter(self._trained()),
-                [_reached(group) for group in kept],
-                retain_graph=True,  # groups may have nodes in common
-            )
+            find = _of_torch()._get_grad_fn_or_grad_acc
+            owners = {node: p for p in self._trained() if (node := find(p)) is not None}
+            for group in self._groups:
+                _add_gradients(group, owners)
         elif self._roots:
             inputs = self._trained() if self.is_half else self._inputs
             torch.autograd.backward(
@@ -114,11 +113,37 @@ def _keep(group: dict[str, Any], place: int) -> Callable[[Any], None]:
     return hook
 
 
-def _reached(group: dict[str, Any]) -> dict[str, Any]:
-    """A group without the places that the first half has not come by."""
-    pairs = zip(group["grads"], group["intermediates"], strict=True)
-    reached = [(grads, node) for grads, node in pairs if grads is not None]
-    return group | {
-        "grads": [grads for grads, _ in reached],
-        "intermediates": [node for _, node in reached],
-    }
+def _add_gradients(group: dict[str, Any], owners: dict[Any, nn.Parameter]) -> None:
+    """Add to `grad` what the parameters of a group get from the gradients that were kept.
+
+    torch has a function for it; that of torch 2.9 adds up the gradients of all outputs of a node.
+    """
+    pairs = zip(group["intermediates"], group["grads"], strict=True)
+    kept = [(node, grads) for node, grads in pairs if grads is not None]
+    edges = [
+        (GradientEdge(node, place), grad)
+        for node, grads in kept
+        for place, grad in enumerate(grads)
+        if grad is not None
+    ]
+    if not edges:
+        return
+    parameters = [owners[node] for node in group["params"]]
+    # A node that another one leads to gets its own gradient only: the kept one is all of it.
+    handles = [node.register_prehook(_give(grads)) for node, grads in kept]
+    try:
+        found = torch.autograd.grad(
+            [edge for edge, _ in edges],
+            [GradientEdge(node, 0) for node in group["params"]],
+            [grad for _, grad in edges],
+            retain_graph=True,  # groups may have nodes in common
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    for parameter, grad in zip(parameters, found, strict=True):
+        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+def _give(grads: Any) -> Callable[[Any], Any]:
+    return lambda _: grads

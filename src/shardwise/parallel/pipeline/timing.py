@@ -15,12 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shardwise.errors import ConfigError
 from shardwise.model.hooks import attach
 from shardwise.parallel.pipeline import atoms
 
 
 class LayerTimes:
     """Times the layers of `model` while it trains, and writes them to `path` after each step.
+
+    Raises ConfigError where `path` cannot be written.
 
     {"layers": [{"name", "parameters", "forward", "backward", "bytes", "fresh"}, ...], "steps": N}
 
@@ -33,6 +36,7 @@ class LayerTimes:
     def __init__(self, model: nn.Module, patterns: Sequence[str] | None, path: Path) -> None:
         self._atoms, _, _ = atoms.find(model, patterns)
         self._path = path
+        self._write([], 0)
         self._steps: list[list[_Times]] = []
         self._now = [_Times() for _ in self._atoms]
         self._last: tuple[int, float] | None = None
@@ -108,9 +112,19 @@ class LayerTimes:
                 zip(self._atoms, atoms.fresh_in(self._atoms), strict=True)
             )
         ]
-        aside = self._path.with_suffix(".part")
-        aside.write_text(json.dumps({"layers": layers, "steps": len(taken)}))
-        aside.replace(self._path)
+        self._write(layers, len(taken))
+
+    def _write(self, layers: Sequence[dict[str, Any]], steps: int) -> None:
+        """Write what is known, whole or not at all. Raises ConfigError where that cannot be."""
+        aside = self._path.with_name(f".{self._path.name}.part")
+        try:
+            aside.write_text(json.dumps({"layers": layers, "steps": steps}))
+            aside.replace(self._path)
+        except OSError as error:
+            raise ConfigError(
+                f"--time-layers {self._path} cannot be written: {error.strerror or error}. Name a "
+                "file in a folder that exists, on a disk with room."
+            ) from error
 
     def close(self) -> None:
         """Time no longer."""

@@ -1,0 +1,124 @@
+"""What is drawn alike on all ranks, and the moment from which each rank draws for itself.
+
+    init      seeded as one process is: every rank draws what that draws, models and data
+    engines   are made, and move no generator
+    training  the first batch, or forward, to train on: each rank is seeded for its own draws
+
+What one process would go on to draw is kept as a stream beside: `draw` takes it up, wherever the
+generators of this rank are by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from weakref import WeakMethod
+
+import torch
+
+from shardwise.randomness import GeneratorStates
+
+T = TypeVar("T")
+
+
+class CommonDraws:
+    """The stream that all ranks have in common; `device` is where this one computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._waiting: list[WeakMethod[Callable[[], None]]] = []
+        self._end: GeneratorStates | None = None
+        self._step: object = None
+        self._batch: object = None
+        self._starts: list[GeneratorStates] = []
+        self._calls = 0
+        self.used = False
+        """Whether anything was drawn from it, or it was taken up from a checkpoint."""
+
+    # -- when ranks go apart ----------------------------------------------------------------
+
+    def wait(self, begin: Callable[[], None]) -> None:
+        """Call `begin` (a bound method, held weakly) when training begins."""
+        self._waiting.append(WeakMethod(begin))
+
+    def before_batch(self, stand_in: bool) -> None:
+        """A batch is about to be handed out: with one to train on, training begins."""
+        del stand_in
+        if torch.is_grad_enabled():
+            self.begin()
+
+    def before_forward(self, module: Any, args: Any) -> None:
+        """The same of a forward, as a hook on a model."""
+        del module, args
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.begin()
+
+    def begin(self) -> None:
+        """Training begins, or goes on: let those who wait for it know."""
+        waiting, self._waiting = self._waiting, []
+        for reference in waiting:
+            if (begin := reference()) is not None:
+                begin()
+
+    def part(self) -> None:
+        """The generators of this process are about to be seeded for this rank alone."""
+        if self._end is None:
+            self._end = GeneratorStates.now(self._device)
+
+    # -- what is drawn alike ----------------------------------------------------------------
+
+    def draw(self, make: Callable[[], T], *, step: object, batch: object, goes_on: bool) -> T:
+        """What `make` draws from the stream, alike on all ranks.
+
+        Each `batch` of one `step`, which `goes_on` beyond this one, draws the same: a process that
+        has all of them as one batch draws once.
+        """
+        if step is None or step is not self._step:
+            self._step, self._starts = step, []
+        if batch is not self._batch:
+            self._batch, self._calls = batch, 0
+        number, self._calls = self._calls, self._calls + 1
+        again = number < len(self._starts)
+        start = self._starts[number] if again else self._now()
+        if not again and (goes_on or self._starts):
+            self._starts.append(start)
+        self.used = True
+        with self._at(start, moves=not again):
+            return make()
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Inside the block the generators are those of the stream."""
+        self.used = True
+        with self._at(self._now(), moves=True):
+            yield
+
+    def _now(self) -> GeneratorStates:
+        return self._end or GeneratorStates.now(self._device)
+
+    @contextmanager
+    def _at(self, start: GeneratorStates, *, moves: bool) -> Iterator[None]:
+        """Inside the block generators go on from `start`; where it `moves` the stream, that is
+        where they have come to by the end."""
+        before = GeneratorStates.now(self._device)
+        start.restore(self._device)
+        try:
+            yield
+        finally:
+            end = GeneratorStates.now(self._device)
+            apart = self._end is not None
+            if moves and apart:
+                self._end = end
+            (before if apart or not moves else end).restore(self._device)
+
+    # -- in a checkpoint --------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any] | None:
+        """Where the stream is, as JSON; None where nobody has drawn from it."""
+        return self._now().plain() if self.used else None
+
+    def restore(self, end: GeneratorStates) -> None:
+        """Go on from `end`."""
+        self._end, self.used = end, True
+        self._step = self._batch = None

@@ -1,0 +1,56 @@
+"""The settings of a run: what they are, and which of four sources wins.
+
+A setting comes from, in order of precedence: a flag of `shardwise run`, an environment variable
+SHARDWISE_<NAME> (for those who start with torchrun or srun), a TOML file, a keyword in the script.
+
+- values.py: the types, the one place where strings become them
+- settings.py: the settings
+- sources.py: where they come from
+- effect.py: those that would change nothing
+"""
+
+from shardwise.config.effect import refuse_idle
+from shardwise.config.settings import FIELDS, PRECISIONS, SCHEDULES, Settings, flag
+from shardwise.config.sources import (
+    FILE,
+    FLAG,
+    FLAGS_ALONE,
+    FLAGS_VARIABLE,
+    HOROVOD_TIMELINE,
+    OF_THE_ENGINE,
+    PREFIX,
+    Source,
+    as_given,
+    load,
+    parse,
+    refuse_elsewhere,
+    resolve,
+    sources,
+    unknown_key,
+    winning,
+)
+
+__all__ = [
+    "FIELDS",
+    "FILE",
+    "FLAG",
+    "FLAGS_ALONE",
+    "FLAGS_VARIABLE",
+    "HOROVOD_TIMELINE",
+    "OF_THE_ENGINE",
+    "PRECISIONS",
+    "PREFIX",
+    "SCHEDULES",
+    "Settings",
+    "Source",
+    "as_given",
+    "flag",
+    "load",
+    "parse",
+    "refuse_elsewhere",
+    "refuse_idle",
+    "resolve",
+    "sources",
+    "unknown_key",
+    "winning",
+]

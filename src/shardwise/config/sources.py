@@ -1,0 +1,251 @@
+"""The four sources of settings: which wins, what is said of it, and what is refused.
+
+Nothing here starts or prints.
+"""
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import values
+from shardwise.config.settings import FIELDS, Settings, flag
+from shardwise.errors import ConfigError
+
+FLAGS_VARIABLE = "SHARDWISE_FLAGS"
+"""`shardwise run` hands its flags to the ranks in this variable, as a JSON object of strings."""
+
+PREFIX = "SHARDWISE_"
+
+FLAG = "flag"
+"""The name of the strongest source, in messages."""
+
+FILE = "file"
+"""What the name of a TOML file as a source begins with."""
+
+SCRIPT = "the script"
+"""The name of the weakest source."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place that settings come from: a name for messages, and its values as given."""
+
+    name: str
+    values: Mapping[str, Any]
+
+
+def parse(name: str, value: Any, source: str) -> Any:
+    """`value` of setting `name` in its type; raises ConfigError with `source` in the message."""
+    try:
+        field = FIELDS[name]
+    except KeyError:
+        raise unknown_key(name, FIELDS, source) from None
+    if value is None:
+        return field.default
+    kind = field.metadata["parse"]
+    try:
+        return kind(values.as_text(value, kind))
+    except ValueError as wanted:
+        place = flag(name) if source == FLAG else f"{source}: {name}"
+        raise ConfigError(f"{place} takes {wanted}, not {value!r}.") from None
+
+
+FLAGS_ALONE = (
+    *("-n", "-np", "-m", "-H", "-x", "--nproc-per-node", "--host", "--hosts", "--hostfile"),
+    *("--machinefile", "--port", "--interface", "--config", "--ssh", "--ssh-port", "--python"),
+    *("--dry-run", "--nnodes", "--rdzv-endpoint", "--rdzv-id", "--node-rank", "--restarts"),
+    *("--max-restarts", "--log-dir", "--show", "--host-timeout", "--grace"),
+)
+"""The flags of the launcher, which are no settings: where ranks run, and what is shown of them."""
+
+
+def unknown_key(name: str, known: Iterable[str], source: str) -> ConfigError:
+    """The error for a key that does not exist, naming the nearest one that does, as it is spelt in
+    the `source`."""
+    said = f"{source}: there is no setting {name!r}."
+    for alone in FLAGS_ALONE:
+        if alone.lstrip("-") == name.replace("_", "-"):
+            return ConfigError(f"{said} {alone} is a flag of shardwise run alone: give it there.")
+    if source.startswith(FILE):
+        known = [each.replace("_", "-") for each in known]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]}?" if near else f"Known are: {', '.join(known)}."
+    return ConfigError(f"{said} {hint}")
+
+
+_ELSEWHERE = {
+    "device": "sw.init",
+    "seed": "sw.init",
+    "timeout": "sw.init",
+    "warn_after": "sw.init",
+    "transport": "sw.init",
+    "exact": "sw.init",
+    "tensor": "sw.init",
+    "rendezvous": "sw.init",
+    "timeline": "sw.init",
+    "micro_batch_size": "sw.Loader",
+    "batch": "sw.init",
+    "record": "sw.init",
+    "stop_after": "sw.init",
+    "trial": "sw.init",
+}
+
+
+OF_THE_ENGINE = FIELDS.keys() - _ELSEWHERE.keys()
+"""The settings that are keywords of `sw.Engine`."""
+
+
+def refuse_elsewhere(keywords: Mapping[str, Any], caller: str) -> None:
+    """Raise ConfigError for a keyword of `sw.Engine` that would have no effect there."""
+    for name in keywords:
+        if name in _ELSEWHERE:
+            raise ConfigError(
+                f"{name} is no setting of the {caller}: give it to {_ELSEWHERE[name]}(...), or as "
+                f"the flag {flag(name)}."
+            )
+
+
+def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[Source]:
+    """The sources of this process, strongest first. Raises ConfigError for an unknown key."""
+    flags = _handed_on(environ)
+    config = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
+    found = [Source(FLAG, flags), Source("environment", _from_environment(environ))]
+    if environ.get(HOROVOD_TIMELINE, "") not in _NO_FILE:
+        found.append(Source(HOROVOD_TIMELINE, {"timeline": environ[HOROVOD_TIMELINE]}))
+    if config:
+        found.append(Source(f"{FILE} {config}", _from_toml(Path(config))))
+    found.append(Source(SCRIPT, keywords))
+    return found
+
+
+def winning(found: list[Source]) -> dict[str, tuple[Any, str]]:
+    """By name of a setting its value and where that came from, given `found` (strongest first)."""
+    winners: dict[str, tuple[Any, str]] = {}
+    for source in found:
+        for name, raw in source.values.items():
+            winners.setdefault(name, (parse(name, raw, source.name), source.name))
+    return winners
+
+
+def resolve(found: list[Source]) -> tuple[Settings, list[str]]:
+    """Merge `found` (strongest first) into Settings, and say in words what overrides what."""
+    winners = winning(found)
+    chosen = {name: value for name, (value, _) in winners.items()}
+    overrides = [
+        f"{as_given(name, *winners[name])} overrides {_plain(value)} ({source.name})"
+        for source in found
+        for name, raw in source.values.items()
+        if (value := parse(name, raw, source.name)) != chosen[name]
+    ]
+    # A row said in one way by a stronger source must not clash with the other way in a weaker.
+    if {"zero", "shard"} <= chosen.keys():
+        order = [source.name for source in found]
+        ranks = {name: order.index(winners[name][1]) for name in ("zero", "shard")}
+        if ranks["zero"] != ranks["shard"]:
+            weaker = max(ranks, key=lambda name: ranks[name])
+            stronger = "zero" if weaker == "shard" else "shard"
+            overrides.append(
+                f"{as_given(stronger, *winners[stronger])} overrides "
+                f"{as_given(weaker, *winners[weaker])}"
+            )
+            del chosen[weaker]
+    return Settings(**chosen), overrides
+
+
+def load(keywords: Mapping[str, Any]) -> tuple[Settings, list[str]]:
+    """The settings of this process, given the keywords that the script wrote."""
+    return resolve(sources(os.environ, keywords))
+
+
+def as_given(name: str, value: Any, source: str) -> str:
+    """A setting in words, such as "zero=2 (flag)"."""
+    return f"{name}={_plain(value)} ({source})"
+
+
+def _plain(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+_NOT_SETTINGS = {"FLAGS", "CONFIG", "SECRET"}
+HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
+"""Horovod's variable for the same, understood as well."""
+
+_NO_FILE = ("", "DYNAMIC")
+"""What Horovod takes there for none, and for a timeline that the script starts itself."""
+_LAUNCH_PREFIX = PREFIX + "LAUNCH_"
+
+
+def _handed_on(environ: Mapping[str, str]) -> dict[str, str]:
+    """The flags that `shardwise run` was given."""
+    text = environ.get(FLAGS_VARIABLE, "{}")
+    try:
+        flags = json.loads(text)
+    except (ValueError, RecursionError):
+        flags = None
+    if not isinstance(flags, dict) or not all(isinstance(each, str) for each in flags.values()):
+        raise ConfigError(
+            f"{FLAGS_VARIABLE} is set by shardwise run alone, as a JSON object of strings, and is "
+            f"{text[:80]!r}: unset it, and write settings as SHARDWISE_<NAME>."
+        )
+    return flags
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """SHARDWISE_<NAME> variables, but for those that the launcher itself sets (_LAUNCH_)."""
+    found: dict[str, str] = {}
+    spelt: dict[str, str] = {}
+    for variable, value in environ.items():
+        if not variable.startswith(PREFIX) or variable.startswith(_LAUNCH_PREFIX):
+            continue
+        name = variable.removeprefix(PREFIX)
+        if name in _NOT_SETTINGS:
+            continue
+        if name.lower() not in FIELDS:
+            raise unknown_key(name.lower(), FIELDS, f"environment variable {variable}")
+        if name.lower() in found:
+            raise _twice("The environment", spelt[name.lower()], variable)
+        found[name.lower()], spelt[name.lower()] = value, variable
+    return found
+
+
+def _from_toml(path: Path) -> dict[str, Any]:
+    """The top level of a TOML file; keys are setting names, with hyphens or underscores."""
+    found: dict[str, Any] = {}
+    spelt: dict[str, str] = {}
+    for key, value in _table(path).items():
+        name = key.replace("-", "_")
+        if name not in FIELDS:
+            raise unknown_key(key, FIELDS, f"{FILE} {path}")
+        if name in found:
+            raise _twice(f"The config file {path}", spelt[name], key)
+        found[name], spelt[name] = value, key
+    return found
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """What a TOML file says. Raises ConfigError for what is none."""
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ConfigError(f"The config file {path} is no file: name a TOML file.")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"The config file {path} cannot be read: {why}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"The config file {path} is not UTF-8, as TOML is: byte {error.start} is not. Save it "
+            "as UTF-8."
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"The config file {path} is not TOML: it is nested too deeply.") from None
+    except ValueError as error:  # tomllib's own, and of numbers or paths that cannot be
+        raise ConfigError(f"The config file {path} is not TOML: {error}.") from None
+
+
+def _twice(where: str, first: str, second: str) -> ConfigError:
+    return ConfigError(f"{where} has {first} and {second}, which are one setting: leave one out.")

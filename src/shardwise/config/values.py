@@ -1,0 +1,201 @@
+"""The types that settings and flags have, each as the function that a text becomes it by. Pure.
+
+Each raises ValueError with what it takes in words, such as "a whole number of 1 or more", from
+which its caller makes the sentence that names the setting and where it was given.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from numbers import Real
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwise.placement import STATES, Tier
+
+T = TypeVar("T")
+Parse = Callable[[str], T]
+
+MOST = 2**31 - 1
+"""The largest count: of steps, of samples."""
+
+MOST_RANKS = 2**20
+"""More ranks than any run has."""
+
+MOST_ON_A_HOST = 4096
+"""More ranks than any host bears."""
+
+LARGEST_SEED = 2**64 - 1
+"""The largest that torch takes."""
+
+LONGEST = 2_000_000.0
+"""Seconds: what a kernel may be asked to wait for, in milliseconds, fits 31 bits."""
+
+_WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095
+"""Bytes, on Linux and macOS."""
+
+
+def whole(low: int, high: int = MOST) -> Parse[int]:
+    """A whole number from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        text = text.strip()
+        if not _WHOLE.fullmatch(text):
+            raise ValueError("a whole number")
+        digits = text.lstrip("+-0_")
+        value = int(text) if len(digits) < 40 else (-1 if text[0] == "-" else 1) * 10**40
+        if value < low:
+            raise ValueError(f"a whole number of {low} or more")
+        if value > high:
+            raise ValueError(f"a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def number(low: float, high: float, *, above: bool = False) -> Parse[float]:
+    """A number from `low` to `high`, without `low` itself where it is to be `above` that."""
+
+    def parse(text: str) -> float:
+        value = _float(text)
+        if above and not low < value < float("inf"):
+            raise ValueError(f"a number above {low:g}")
+        if not low <= value < float("inf"):
+            raise ValueError(f"a number of {low:g} or more")
+        if value > high:
+            raise ValueError(f"a number of {high:.10g} at most")
+        return value
+
+    return parse
+
+
+def fraction(text: str) -> float:
+    """A number between 0 and 1, without the two."""
+    value = _float(text)
+    if not 0 < value < 1:
+        raise ValueError("a number between 0 and 1")
+    return value
+
+
+def switch(text: str) -> bool:
+    """On or off."""
+    words = {"true": True, "yes": True, "on": True, "1": True}
+    words |= {"false": False, "no": False, "off": False, "0": False}
+    try:
+        return words[text.strip().lower()]
+    except KeyError:
+        raise ValueError("on or off") from None
+
+
+def one_of(*choices: str) -> Parse[str]:
+    """One of a few words."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError("one of " + ", ".join(choices))
+        return text
+
+    return parse
+
+
+def port(text: str) -> int | None:
+    """The number of a port, None where `text` is none."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= 5
+    return int(text) if is_number and 0 < int(text) < 65536 else None
+
+
+def rendezvous(text: str) -> str:
+    """Where ranks meet: HOST:PORT, or a folder."""
+    host, _, last = text.rpartition(":")
+    if os.sep not in text and not (host and port(last)):
+        raise ValueError("HOST:PORT of rank 0, or a folder that all hosts share, with a / in it")
+    return text if os.sep not in text else folder(text)
+
+
+def states(text: str) -> tuple[str, ...]:
+    """Names of the three states."""
+    names = _listed(text)
+    if any(name not in STATES for name in names):
+        raise ValueError(f"names out of {', '.join(STATES)}")
+    return names
+
+
+def file(text: str) -> Path:
+    """The name of a file."""
+    if not text.strip() or text.endswith(os.sep) or Path(text).name in ("", ".."):
+        raise ValueError("the name of a file")
+    return Path(_named(text, "a file"))
+
+
+def folder(text: str) -> str:
+    """The name of a folder."""
+    if not text.strip():
+        raise ValueError("the name of a folder")
+    return _named(text, "a folder")
+
+
+def tier(text: str) -> Tier:
+    """Where a state rests."""
+    found = Tier.parse(text)
+    if found.folder:
+        folder(found.folder)
+    return found
+
+
+def patterns(text: str) -> tuple[str, ...]:
+    """Names of modules, separated by commas."""
+    names = _listed(text)
+    if not names:
+        raise ValueError("names of modules, such as encoder.layer.*")
+    return names
+
+
+def as_text(value: Any, parse: Parse[Any]) -> str:
+    """The text that `parse` is to be given for `value`, as TOML, a keyword or a flag has it.
+
+    Raises ValueError, in words, for what is no single value, nor a list of names for who takes one.
+    """
+    if isinstance(value, list | tuple) and parse in _OF_SEVERAL:
+        if not all(isinstance(each, str) for each in value):
+            raise ValueError("a list of names")
+        value = ",".join(value)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    known = str | Tier if parse in _OF_NAMES else str | Tier | Real
+    if not isinstance(value, known):
+        raise ValueError("a name" if parse in _OF_NAMES else "one value")
+    text = str(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("text in UTF-8") from None
+    return text
+
+
+def _float(text: str) -> float:
+    """The number that `text` is, NaN where it is none."""
+    try:
+        return float(text) if text.isascii() else float("nan")
+    except ValueError:
+        return float("nan")
+
+
+_OF_SEVERAL = (states, patterns)
+_OF_NAMES = (states, patterns, file, folder, rendezvous)
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _named(text: str, what: str) -> str:
+    """`text`, which a file system can have as a name."""
+    if "\0" in text:
+        raise ValueError(f"the name of {what}, without a NUL in it")
+    data = os.fsencode(text)
+    if len(data) > _LONGEST_PATH or max(map(len, data.split(b"/"))) > _LONGEST_NAME:
+        raise ValueError(f"the name of {what}, of {_LONGEST_NAME} bytes at most")
+    return text

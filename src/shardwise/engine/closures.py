@@ -1,0 +1,59 @@
+"""Steps with a closure: which optimizers call it by themselves, and what that takes."""
+
+from __future__ import annotations
+
+from shardwise.engine.assembly import States
+from shardwise.engine.recipe import Recipe
+from shardwise.engine.window import Window
+from shardwise.errors import UsageError
+
+
+def check(recipe: Recipe, states: States, window: Window) -> None:
+    """Raise UsageError where a step cannot be made with a closure."""
+    if window.backwards:
+        raise UsageError(
+            "engine.step(closure=...) after engine.backward: the closure makes the backwards of "
+            "its step itself. Leave the other one out, or forget it by engine.zero_grad()."
+        )
+    if not asks_often(states):
+        _check_known(states)
+        return
+    names = " and ".join(type(optimizer).__name__ for optimizer in recipe.optimizers)
+    if len(states.optimizer.inners) != 1:
+        raise UsageError(
+            f"engine.step(closure=...) with {names}, which calls the closure as often as it wants: "
+            "let it be the only optimizer of this engine, over parameters of one dtype, or give "
+            "each an engine of its own."
+        )
+    if states.optimizer.has_masters:
+        raise UsageError(
+            f"{names} calls the closure between its own updates, and 16-bit parameters follow "
+            "their masters only when all is done. Write --precision fp32 or bf16-mixed."
+        )
+
+
+def asks_often(states: States) -> bool:
+    """Whether an optimizer has all of its tensors in one call, so that a closure is its to call."""
+    return any(group.together for group in states.optimizer.groups)
+
+
+def check_given(states: States, *, given: bool) -> None:
+    """Raise UsageError where an optimizer needs a closure and there is none."""
+    for group in states.optimizer.groups:
+        if group.kind.needs_closure and not given:
+            name = type(group.face).__name__
+            raise UsageError(
+                f"{name} evaluates the loss several times in a step: write a closure that "
+                "computes it and calls engine.backward(loss), and engine.step(closure=closure)."
+            )
+
+
+def _check_known(states: States) -> None:
+    """Of torch's element-wise optimizers each calls the closure once, before it updates."""
+    for group in states.optimizer.groups:
+        if not group.kind.known:
+            raise UsageError(
+                f"engine.step(closure=...) with {type(group.face).__name__} where its state is "
+                "sharded: how often it calls the closure is not known. Start with --zero 0; or "
+                "call engine.backward(loss) and engine.step() without."
+            )

@@ -1,0 +1,63 @@
+"""State of an optimizer as a plain state_dict has it, given to the user's optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn, optim
+
+from shardwise.errors import CheckpointMismatch
+from shardwise.states.optimizer_kind import ELEMENTWISE, placed
+
+
+def check(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointMismatch unless `state` is one of an optimizer with the same groups."""
+    name = type(optimizer).__name__
+    if not {"state", "param_groups"} <= set(state):
+        raise CheckpointMismatch(
+            f"This is no state_dict of an optimizer, which has state and param_groups: it has "
+            f"{', '.join(map(str, state)) or 'nothing'}."
+        )
+    theirs = [len(group["params"]) for group in state["param_groups"]]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if theirs != ours:
+        raise CheckpointMismatch(
+            f"This state_dict has parameter groups of {theirs} parameters, and {name} has {ours}. "
+            "Build the optimizer over the same parameters, in the same groups."
+        )
+    for parameter, entries in _by_parameter(optimizer, state).items():
+        for key, value in entries.items():
+            odd = isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape
+            if odd and type(optimizer) in ELEMENTWISE:
+                raise CheckpointMismatch(
+                    f"{key} of a parameter of shape {tuple(parameter.shape)} has the shape "
+                    f"{tuple(value.shape)} in this state_dict: it is another model's."
+                )
+
+
+def give(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Let `optimizer` have the options and the state of `state`, in the dtypes that these have."""
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+    options = {p: group for group in optimizer.param_groups for p in group["params"]}
+    taken = {
+        parameter: {
+            key: placed(key, value, parameter.device, options[parameter])
+            for key, value in entries.items()
+        }
+        for parameter, entries in _by_parameter(optimizer, state).items()
+    }
+    optimizer.state.clear()
+    optimizer.state.update(taken)  # type: ignore[arg-type]
+
+
+def _by_parameter(
+    optimizer: optim.Optimizer, state: Mapping[str, Any]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    found: dict[nn.Parameter, dict[str, Any]] = {}
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], saved["params"], strict=True):
+            if number in state["state"]:
+                found[parameter] = state["state"][number]
+    return found

@@ -1,0 +1,83 @@
+"""Parameters that are gathered while no forward and no backward runs: read, and not written.
+
+Values that a unit keeps from its forward to its backward are a passing copy. A read of them is
+right, also in a loss; a write would reach no shard, so it raises at its line. While they stay, a
+parameter is of a subclass of its class, in which torch asks `__torch_function__` about every call,
+and so is every view that is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.states.resting import name_of, unguarded, write_refused
+from shardwise.states.torch_calls import FORMAL, what_is_done, written
+
+
+class _ReadOnly:
+    """What a parameter and its views have alike while they may be read only."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Do an operation; refuse it where it writes."""
+        del types
+        kwargs = kwargs or {}
+        if func in FORMAL:
+            with unguarded():
+                return func(*args, **kwargs)
+        what = what_is_done(func)
+        for target in written(what, args, kwargs):
+            if isinstance(target, _ReadOnly):
+                raise write_refused(_name(target), what)
+        with unguarded():
+            made = func(*args, **kwargs)
+            return pytree.tree_map_only(Tensor, _Views(args, kwargs), made)
+
+
+class _View(_ReadOnly, Tensor):
+    """A view of the parameter that messages call `parameter`."""
+
+    parameter: str
+
+
+@cache
+def read_only(own: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of parameters of class `own` that may be read and not written."""
+    metaclass: Any = type(own)
+    bases = (_ReadOnly, own)
+    made: type[nn.Parameter] = metaclass(f"{own.__name__}ReadOnly", bases, {"__module__": __name__})
+    return made
+
+
+def _name(value: Any) -> str:
+    return value.parameter if isinstance(value, _View) else name_of(value)
+
+
+class _Views:
+    """Tells which results of an operation are views of what it was given."""
+
+    def __init__(self, *given: Any) -> None:
+        leaves = pytree.tree_leaves(given)
+        self._names = {_memory(leaf): _name(leaf) for leaf in leaves if isinstance(leaf, _ReadOnly)}
+
+    def __call__(self, made: Tensor) -> Tensor:
+        """`made`, as a _View where it is one."""
+        name = self._names.get(_memory(made))
+        if name is None or isinstance(made, _ReadOnly):
+            return made
+        view = made.as_subclass(_View)
+        view.parameter = name
+        return view
+
+
+def _memory(tensor: Any) -> int:
+    """The storage of a tensor; 0 where it has none."""
+    return 0 if tensor.layout is not torch.strided else tensor.untyped_storage()._cdata

@@ -1,0 +1,70 @@
+"""What a function of torch does with its tensors: needs their form only, or writes into them.
+
+A function is as `__torch_function__` is given it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def what_is_done(func: Any) -> str:
+    """What a message calls an operation; `.data` for the getter and setter of an attribute."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = f".{func.__self__.__name__}"
+        return f"{attribute} =" if name == "__set__" else attribute
+    return str(name).split(".")[0]
+
+
+def written(what: str, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """What the operation called `what` writes to: its first argument or none, and `out`."""
+    in_place = what.endswith("_") and not what.endswith("__")
+    operator = what.startswith("__i") and what[3:-2] in _OPERATORS
+    first = (*args, *kwargs.values())[:1]  # nn.init names its argument
+    writes = in_place or operator or what in ("__setitem__", ".data =")
+    return pytree.tree_leaves([first if writes else (), kwargs.get("out")])
+
+
+_OPERATORS = frozenset(
+    ["add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor"]
+)
+
+
+def functions(names: str, *of: Any) -> Iterator[Any]:
+    """Those among `names` that `of` has, in this version of torch."""
+    return (getattr(each, name) for each in of for name in names.split() if hasattr(each, name))
+
+
+_READ = frozenset(["T", "H", "mT", "mH", "real", "imag", "data"])
+"""Attributes of tensors that are values, or lead to them."""
+
+
+def _attributes() -> Iterator[Any]:
+    """Getters, setters and deleters of the attributes that say nothing of values."""
+    for name in set(dir(Tensor)) - _READ:
+        attribute = getattr(Tensor, name)
+        if type(attribute).__name__ == "getset_descriptor":
+            yield from (attribute.__get__, attribute.__set__, attribute.__delete__)
+
+
+FORMAL = frozenset(
+    (
+        *_attributes(),
+        *functions(
+            "size stride dim ndimension numel nelement element_size storage_offset get_device "
+            "is_contiguous is_floating_point is_complex is_signed is_conj is_neg is_inference "
+            "is_same_size dim_order has_names "
+            "requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook "
+            "__len__ __hash__ __dir__ result_type _has_compatible_shallow_copy_type",
+            Tensor,
+            torch,
+        ),
+    )
+)
+"""What needs no values, and writes none."""

@@ -1,0 +1,125 @@
+"""A step's gradients as those of the parameters: whole on every rank, to read and to change.
+
+sums (own intervals) ─▶ times a factor, gathered ─▶ param.grad      show
+sums (own intervals) ◀─ divided by it, rank 0's  ◀─ param.grad      take
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives import Collectives
+from shardwise.errors import UsageError
+from shardwise.states.gradients import Gradients
+from shardwise.states.holdings import gathered
+from shardwise.states.parameters import Parameters
+from shardwise.states.reduction import Rest
+from shardwise.states.resting import unguarded
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A parameter's gradient as it was shown, and its version then."""
+
+    grad: Tensor | None
+    version: int
+
+    def is_changed(self, now: Tensor | None) -> bool:
+        """Whether `now` is another tensor, or has been written to."""
+        return now is not self.grad or (now is not None and now._version != self.version)
+
+
+class WholeGradients:
+    """The gradients of one step while they are shown.
+
+    `group` shards them where `scattered`, and `run` are all ranks. `used` says by parameter whether
+    any rank had a gradient; the shown ones are sums times `factor`.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        group: Collectives,
+        run: Collectives,
+        used: Sequence[bool],
+        factor: float,
+        *,
+        scattered: bool,
+    ) -> None:
+        self._tracked = parameters.tracked
+        self._gradients = gradients
+        self._group = group if scattered else None
+        self._run = run
+        self._used = used
+        self._factor = factor
+        self._shown: dict[int, _Shown] = {}
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Let every parameter have its gradient, None where there is none. Collective."""
+        for rest in self._gradients.reduction.rests:
+            mine = rest.reduced.loaded().to(rest.kind[1]) * self._factor
+            flat = gathered(rest.bucket, rest.own, mine, self._group)
+            for slot in rest.bucket.slots:
+                self._show(slot.parameter, flat, slot.start)
+
+    def _show(self, index: int, flat: Tensor, start: int) -> None:
+        tracked = self._tracked[index]
+        grad = None
+        if self._used[index]:
+            grad = tracked.view(flat, start).to(tracked.dtype)
+        with unguarded():
+            tracked.parameter.grad = grad
+        self._shown[index] = _Shown(grad, 0 if grad is None else grad._version)
+
+    @torch.no_grad()
+    def take(self) -> list[bool]:
+        """Take in what was changed: rank 0's, on all ranks. Returns what is used from now on.
+
+        Collective. Raises UsageError, on all ranks alike, for a gradient of another shape.
+        """
+        with unguarded():
+            grads = [tracked.parameter.grad for tracked in self._tracked]
+        changed = [self._shown[index].is_changed(grad) for index, grad in enumerate(grads)]
+        self._check(grads)
+        used = [grad is not None for grad in grads]
+        changed, used = self._run.gather_plain([changed, used])[0]
+        taken = [
+            rest
+            for rest in self._gradients.reduction.rests
+            if any(changed[slot.parameter] for slot in rest.bucket.slots)
+        ]
+        for rest in taken:
+            self._take(rest, grads)
+        self._gradients.norms.renew([rest.index for rest in taken])
+        return list(used)
+
+    def _check(self, grads: Sequence[Tensor | None]) -> None:
+        """Raise where a gradient that has come is not dense; torch itself sees to its shape."""
+        odd = [
+            tracked.name
+            for tracked, grad in zip(self._tracked, grads, strict=True)
+            if grad is not None and grad.layout != torch.strided
+        ]
+        if any(self._run.gather_plain(bool(odd))):
+            named = odd[0] if odd else "another rank"
+            raise UsageError(
+                f"engine.full_gradients(): the gradient of {named} is sparse by now. Write dense "
+                "gradients there."
+            )
+
+    def _take(self, rest: Rest, grads: Sequence[Tensor | None]) -> None:
+        dtype, device = rest.reduced.dtype, rest.kind[1]
+        flat = torch.zeros(rest.bucket.numel, dtype=dtype, device=device)
+        for slot in rest.bucket.slots:
+            if (grad := grads[slot.parameter]) is not None:
+                view = self._tracked[slot.parameter].view(flat, slot.start)
+                view.copy_(grad.to(dtype) / self._factor)
+        if self._run.size > 1:
+            self._run.broadcast(flat).wait()
+        rest.reduced.store(flat[slice(*rest.own)].to(rest.reduced.device))

@@ -1,0 +1,75 @@
+"""One bad input: what came of it, and whether that is what is promised: a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+from tests.bad_input.drawing import Input, draw
+from tests.bad_input.trying import Seen, tried
+from tests.distributed.group import FORKED
+from tests.seeded import Command, Result
+
+REAL = 0.1
+"""The part that goes through processes of its own."""
+
+TRACES = ("Traceback (most recent call last)", "Exception ignored in")
+SLOW = 20.0
+LONGEST = 3
+"""Lines that a refusal may have."""
+
+COMMAND = Command(
+    name="bad_input",
+    about="Input that cannot be, by every way that there is, and what is made of it.",
+    thing="input",
+    things="inputs",
+    fine=("sentence", "a line says so"),
+    wrong=("traceback", "hang", "silently taken", "no word", "many words", "left behind", "slow"),
+)
+
+
+class Runner:
+    """Tries inputs in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        first = FORKED.Process(target=int)  # the process that others are forked from is started
+        first.start()
+        first.join()
+
+    def __call__(self, seed: int) -> Result:
+        """Try the one of `seed`."""
+        given = draw(seed)
+        real = given.around == "no files" or Random(-seed).random() < REAL
+        seen = tried(given, self._folder / f"input-{seed}", real=real)
+        kind, words = judged(given, seen)
+        return Result(
+            kind=kind,
+            fine=kind in COMMAND.fine,
+            of=given.kind,
+            words=f"{given}: {words}",
+            story=f"exit code {seen.code}\n{seen.out[-3000:]}{seen.err[-6000:]}",
+            seconds=seen.seconds,
+        )
+
+
+def judged(given: Input, seen: Seen) -> tuple[str, str]:
+    """The kind of result, and a few words."""
+    lines = [line for line in seen.err.splitlines() if line.strip()]
+    last = lines[-1][:300] if lines else ""
+    if seen.code is None:
+        return "hang", last
+    if any(words in seen.out + seen.err for words in TRACES):
+        return "traceback", last
+    if seen.left:
+        return "left behind", ", ".join(seen.left)
+    if seen.code == 0:
+        said = any("does nothing" in line or "overrides" in line for line in lines)
+        return ("a line says so" if said else "silently taken"), last
+    if not lines or "shardwise: " not in seen.err:
+        return "no word", last
+    if "\x1b" in seen.err or len(lines) > LONGEST:
+        return "many words", " / ".join(lines)[:300]
+    if seen.seconds > SLOW:
+        return "slow", f"{seen.seconds:.1f} s: {last}"
+    return "sentence", last

@@ -1,0 +1,132 @@
+"""The state of an optimizer as a plain process saves and loads it, beside the engine."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import CheckpointMismatch, UsageError
+from tests.distributed.group import RankFailed
+
+
+def made():
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+    x = torch.randn(12, 5, dtype=torch.float64)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05), x
+
+
+def trained(model, optimizer, x, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def plain_halves():
+    """A plain run: what it saves after three steps, and its parameters after six."""
+    model, optimizer, x = made()
+    trained(model, optimizer, x, 3)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    optimizer.param_groups[0]["lr"] *= 0.5
+    trained(model, optimizer, x, 3)
+    return saved, [p.detach() for p in model.parameters()]
+
+
+def goes_on(engine, model, optimizer, x, world):
+    optimizer.param_groups[0]["lr"] *= 0.5
+    for _ in range(3):
+        engine.backward(model(world.share(x)).square().mean())
+        engine.step()
+    with engine.full_parameters():
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def loaded_case(world, zero, saved, on_rank_0):
+    model, optimizer, x = made()
+    engine = sw.Engine(model, optimizer, zero=zero)
+    engine.backward(model(world.share(x)).square().mean())
+    engine.step(max_norm=1e-9)
+    with engine.full_parameters(write=True):
+        model.load_state_dict(saved[0])
+    engine.load_optimizer_state_dict(saved[1] if world.is_main or not on_rank_0 else None)
+    values = goes_on(engine, model, optimizer, x, world)
+    state = engine.optimizer_state_dict()
+    engine.close()
+    return values, state
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_a_plain_state_is_loaded_into_an_engine(group, zero):
+    saved, expected = plain_halves()
+    values, state = group(2)(loaded_case, zero, saved, zero % 2 == 0)[1]
+    torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-13)
+    assert state["param_groups"][0]["lr"] == 0.025
+    assert float(state["state"][3]["step"]) == 6
+
+
+def alone_case(world, saved):
+    """The lines of a plain script, unchanged, on one worker."""
+    model, optimizer, x = made()
+    engine = sw.Engine(model, optimizer, zero=2)
+    for _ in range(3):
+        engine.backward(model(x).square().mean())
+        engine.step()
+    mine = copy.deepcopy(optimizer.state_dict())
+    for number, state in saved[1]["state"].items():
+        torch.testing.assert_close(mine["state"][number]["exp_avg"], state["exp_avg"])
+    assert mine["param_groups"] == saved[1]["param_groups"]
+    engine.backward(model(x).square().mean())
+    with pytest.raises(UsageError, match=r"between engine.backward and engine.step"):
+        optimizer.load_state_dict(mine)
+    engine.step()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(mine)
+    values = goes_on(engine, model, optimizer, x, world)
+    engine.close()
+    assert len(optimizer.state_dict()["state"]) == 4
+    return values
+
+
+def test_a_plain_script_on_one_worker(group):
+    saved, expected = plain_halves()
+    (values,) = group(1)(alone_case, saved)
+    torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-13)
+
+
+def several_case(world):
+    model, optimizer, _ = made()
+    engine = sw.Engine(model, optimizer)
+    with pytest.raises(UsageError, match=r"engine.optimizer_state_dict\(optimizer\), on all ranks"):
+        optimizer.state_dict()
+    state = engine.optimizer_state_dict()
+    with pytest.raises(UsageError, match=r"Write engine.load_optimizer_state_dict\(state"):
+        optimizer.load_state_dict(state)
+    other = torch.optim.AdamW([nn.Parameter(torch.zeros(3))]).state_dict()
+    with pytest.raises(CheckpointMismatch, match=r"groups of \[1\] parameters, and AdamW"):
+        engine.load_optimizer_state_dict(other)
+    with pytest.raises(UsageError, match="is not one that this engine has"):
+        engine.load_optimizer_state_dict(state, torch.optim.SGD(nn.Linear(1, 1).parameters()))
+    engine.close()
+
+
+def test_on_several_workers_it_is_said_what_to_write(group):
+    group(2)(several_case)
+
+
+def split_case(world):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    engine = sw.Engine(
+        model, torch.optim.SGD(model.parameters()), tensor_plan={"0": "colwise", "2": "rowwise"}
+    )
+    try:
+        engine.load_optimizer_state_dict({})
+    finally:
+        engine.close()
+
+
+def test_parts_are_refused_by_name(group):
+    with pytest.raises(RankFailed, match="with --tensor or --pipeline, where the state"):
+        group(2, tensor=2)(split_case)

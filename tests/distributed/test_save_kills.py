@@ -1,0 +1,34 @@
+"""Kills around a save: what is left goes on to the bits of the run that nobody disturbed.
+
+More of them: `python -m tests.save_kills --kills 200 --seed 1`; all about one that fails here:
+`--kill SEED`.
+"""
+
+import pytest
+
+from tests.save_kills.trying import COMMAND, Kill, Runner, draw, judged
+
+KILL = Kill(victims=(0,), step=3, delay=0.001, row=0, split=5.0, keep=2)
+
+
+def test_kills_lose_nothing(group, tmp_path):
+    assert not (told := COMMAND.failures(Runner(group(2), tmp_path), range(1, 5))), told
+
+
+def test_a_seed_is_one_kill():
+    assert [draw(seed) for seed in range(99)] == [draw(seed) for seed in range(99)]
+
+
+@pytest.mark.parametrize(
+    ("went", "left", "late", "kind"),
+    [
+        ([(2, "x")] * 2, [], False, "same bits"),
+        ([(3, "x")] * 2, [], True, "same bits, too late to kill"),
+        ([(2, "y")] * 2, [], False, "other bits"),
+        ([(2, "x"), (2, "y")], [], False, "other bits"),
+        ([(1, "x")] * 2, [], False, "lost more"),
+        ([(2, "x")] * 2, [".step-3.gone"], False, "left behind"),
+    ],
+)
+def test_what_is_not_promised_is_seen(went, left, late, kind):
+    assert judged(KILL, went, "x", left, late=late)[0] == kind

@@ -1,0 +1,23 @@
+"""Faults at random places of a run, and what is said of them.
+
+python -m tests.random_faults --faults 200 --seed 1     seeds 1 to 200
+python -m tests.random_faults --fault 17                that one, and all about it
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.random_faults.judging import COMMAND, Runner
+
+
+@contextmanager
+def prepared() -> Iterator[Runner]:
+    """What tries a fault."""
+    with tempfile.TemporaryDirectory(prefix="fault") as folder:
+        yield Runner(Path(folder))
+
+
+if __name__ == "__main__":
+    COMMAND.run(prepared)

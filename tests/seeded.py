@@ -1,0 +1,140 @@
+"""What seeded commands share: trials one after the other, counted, and shown as a table.
+
+    python -m tests.NAME --THINGS 1000 --seed 1     seeds 1 to 1000
+    python -m tests.NAME --THING 17                 that one, and all about it
+
+Used by tests.checkpoint_damage, tests.bad_input, tests.random_faults and tests.save_kills.
+"""
+
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+console = Console(soft_wrap=True, highlight=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of a trial: its `kind`, whether that is what is promised, of which kind the thing
+    tried was (`of`), in a few `words`, and all that is known of it."""
+
+    kind: str
+    fine: bool
+    of: str
+    words: str = ""
+    story: str = ""
+    seconds: float = 0.0
+
+
+Trial = Callable[[int], Result]
+
+
+@dataclass
+class Counts:
+    """What came of all of them."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    by_thing: dict[str, Counter[str]] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+
+    def add(self, result: Result) -> None:
+        """Count one."""
+        self.kinds[result.kind] += 1
+        self.by_thing.setdefault(result.of, Counter())[result.kind] += 1
+        self.seconds.append(result.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A seeded command of the module `name`, which tries `things`, each a `thing`.
+
+    `fine` are the kinds of results that are promised, `wrong` those that are not.
+    """
+
+    name: str
+    about: str
+    thing: str
+    things: str
+    fine: Sequence[str]
+    wrong: Sequence[str]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """All kinds of results."""
+        return (*self.fine, *self.wrong)
+
+    def again(self, seed: int) -> str:
+        """The line that tries the one of `seed` again."""
+        return f"python -m tests.{self.name} --{self.thing} {seed}"
+
+    def failures(self, trial: Trial, seeds: Sequence[int]) -> str:
+        """All about those of `seeds` that are not fine; for a test."""
+        several = [(seed, result) for seed in seeds if not (result := trial(seed)).fine]
+        return "\n".join(f"{self._said(seed, result)}\n{result.story}" for seed, result in several)
+
+    def _said(self, seed: int, result: Result) -> str:
+        return f"{result.kind}: {result.words[:400]}\n    {self.again(seed)}"
+
+    def many(self, trial: Trial, first: int, count: int, seconds: float = math.inf) -> bool:
+        """Try them one after the other, as many as fit into `seconds`; whether all were fine."""
+        counts, began, fine = Counts(), time.monotonic(), True
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+            task = progress.add_task(self.things, total=count)
+            with suppress(KeyboardInterrupt):  # what was tried by then is shown
+                for seed in range(first, first + count):
+                    result = trial(seed)
+                    counts.add(result)
+                    if not result.fine:
+                        fine = False
+                        progress.console.print(self._said(seed, result), markup=False)
+                    progress.update(task, advance=1)
+                    if time.monotonic() - began > seconds:
+                        break
+        self._show(counts, time.monotonic() - began)
+        return fine
+
+    def _show(self, counts: Counts, seconds: float) -> None:
+        """The table of all results: kinds of things by what came of them."""
+        times = sorted(counts.seconds) or [0.0]
+        total, median = len(counts.seconds), times[len(times) // 2]
+        title = f"{total} {self.things} in {seconds:.0f} s; each {median:.1f} s (median)"
+        table = Table(title=f"{title} to {times[-1]:.1f} s")
+        table.add_column(self.thing)
+        shown = [kind for kind in self.kinds if kind in self.fine or counts.kinds[kind]]
+        for kind in shown:
+            table.add_column(kind, justify="right")
+        for thing, found in sorted(counts.by_thing.items()):
+            table.add_row(thing, *(str(found[kind] or "") for kind in shown))
+        table.add_section()
+        table.add_row("all", *(str(counts.kinds[kind]) for kind in shown))
+        console.print(table)
+
+    def run(self, prepared: Callable[[], AbstractContextManager[Trial]]) -> None:
+        """Serve the command line, with the trial that `prepared` gives."""
+
+        @click.command(help=self.about.replace("\npython", "\n\npython"))
+        @click.option(f"--{self.things}", "count", default=100, help="How many to try.")
+        @click.option("--seed", default=1, help="The first one's seed.")
+        @click.option("--seconds", default=math.inf, help="Try no more after so many seconds.")
+        @click.option(f"--{self.thing}", "one", type=int, help="Try the one of this seed.")
+        def main(count: int, seed: int, seconds: float, one: int | None) -> None:
+            with prepared() as trial:
+                if one is None:
+                    fine = self.many(trial, seed, count, seconds)
+                else:
+                    result = trial(one)
+                    fine = result.fine
+                    console.print(f"{result.kind}: {result.words}\n{result.story}", markup=False)
+            sys.exit(not fine)
+
+        main()

@@ -1,0 +1,48 @@
+"""A few random faults: the rank at fault is named, and nothing is left behind.
+
+More of them: `python -m tests.random_faults --faults 200 --seed 1`; all about one that fails here:
+`--fault SEED`.
+"""
+
+import sys
+
+import pytest
+
+from tests.random_faults.drawing import OWN, PLACES, SIGNALS, Fault, draw
+from tests.random_faults.judging import COMMAND, Runner, judged
+from tests.system.launcher import Ran
+
+FAULTS = (4, 5)
+FAULT = Fault(
+    size=3, victim=1, kind="kill", place="forward", step=1, zero=0, transport="auto", delay=0.0
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_the_rank_at_fault_is_named(tmp_path):
+    assert not (told := COMMAND.failures(Runner(tmp_path), FAULTS)), told
+
+
+def test_a_seed_is_one_fault():
+    several = [draw(seed) for seed in range(300)]
+    assert several == [draw(seed) for seed in range(300)]
+    assert {each.kind for each in several} == {*SIGNALS, *OWN}
+    assert {each.place for each in several} == {*PLACES}
+
+
+NAMED = "\nshardwise: rank 1 of 3 was ended by SIGKILL.\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "err", "seconds", "left", "kind"),
+    [
+        (137, NAMED, 1.0, [], "named"),
+        (137, NAMED.replace("rank 1", "rank 2"), 1.0, [], "wrong rank"),
+        (1, "shardwise: it failed.\n", 1.0, [], "nobody named"),
+        (0, NAMED, 1.0, [], "taken for success"),
+        (137, NAMED, 90.0, [], "slow"),
+        (137, NAMED, 1.0, ["4711"], "left behind"),
+    ],
+)
+def test_what_is_not_promised_is_seen(code, err, seconds, left, kind):
+    assert judged(FAULT, Ran(code, "", err), seconds, left)[0] == kind

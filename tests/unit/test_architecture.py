@@ -1,0 +1,34 @@
+"""ARCHITECTURE.md and the pages of docs/design say what the tree is."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "design").glob("*.md"))]
+
+
+def test_the_picture_of_floors_is_what_imports_are_held_to() -> None:
+    picture = re.search(r"^```text\n(floor .+?)^```", PAGES[0].read_text(), re.M | re.S)
+    assert picture
+    floors: list[set[str]] = []
+    for line in picture[1].splitlines():
+        if found := re.match(r"floor (\d+) ", line):
+            floors.append(set())
+            number = int(found[1])
+        rooms = re.split(r"\s{2,}", line[10:])[0].split(", ")
+        floors[-1] |= {room.removesuffix("/").removesuffix(".py") for room in rooms}
+    assert number == 0
+    assert len(floors) == int(picture[1].split()[1]) + 1
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = contracts["contracts"][0]["layers"]
+    assert floors == [set(layer.split(" | ")) for layer in layers]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = set(re.findall(r"`([\w/]+\.py)`", page.read_text()))
+    homes = (ROOT / "src" / "shardwise", ROOT)
+    assert [name for name in sorted(named) if not any((h / name).exists() for h in homes)] == []

@@ -1,0 +1,146 @@
+"""Values that cannot be, and settings that would change nothing, are refused in a sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise import config
+from shardwise.config import FIELDS
+from shardwise.errors import ConfigError
+from tests.bad_input import values
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, each in FIELDS.items() if each.metadata["metavar"]]
+)
+def test_what_no_setting_takes(name: str) -> None:
+    """But what only the file system, the row or the model can tell."""
+    known_later = {"timeline", "record", "time_layers", "units", "stages", "shard", "zero"}
+    for text in values.of_setting(name):
+        if name not in known_later and text not in ("nvme:/proc/gone", "nvme:plain"):
+            with pytest.raises(ConfigError, match="takes "):
+                config.parse(name, text, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("zero", [[1], [2]]),
+        ("zero", ["1"]),
+        ("units", [["a"]]),
+        ("units", 3),
+        ("record", {"a": 1}),
+        ("timeline", 3),
+        ("timeline", "a\0b"),
+        ("timeline", "a" * 256),
+        ("record", "a/" * 2048),
+        ("seed", 2**64),
+        ("timeout", 1e15),
+        ("timeout", float("nan")),
+        ("ema_decay", float("nan")),
+        ("device", b"cpu"),
+        ("units", "\udcff"),
+    ],
+)
+def test_values_of_another_kind(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"here: {name} takes "):
+        config.parse(name, value, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("seed", 2**64 - 1, 2**64 - 1),
+        ("seed", "1_000", 1000),
+        ("record", Path("a"), "a"),
+        ("offload_optimizer", config.parse("offload_optimizer", "cpu", ""), "cpu"),
+    ],
+)
+def test_values_that_can_be(name: str, value: Any, wanted: Any) -> None:
+    found = config.parse(name, value, "here")
+    assert wanted in (found, str(found))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"micro-batch-size = 1\nmicro_batch_size = 1", "are one setting"),
+        (b"zero = '\xff'", "is not UTF-8"),
+        (b"zero = " + b"[" * 5000 + b"]" * 5000, "is not TOML"),
+        (b"zero = " + b"9" * 5000, "is not TOML|takes a whole number"),
+    ],
+)
+def test_files_that_cannot_be(tmp_path: Path, text: bytes, message: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=message):
+        config.resolve(config.sources({"SHARDWISE_CONFIG": str(file)}, {}))
+
+
+def test_variables_that_cannot_be() -> None:
+    for environ in (
+        {"SHARDWISE_ZERO": "1", "SHARDWISE_zero": "1"},
+        {config.FLAGS_VARIABLE: "x"},
+        {config.FLAGS_VARIABLE: "[]"},
+        {config.FLAGS_VARIABLE: '{"zero": 1}'},
+        {config.FLAGS_VARIABLE: "[" * 10**5},
+    ):
+        with pytest.raises(ConfigError):
+            config.sources(environ, {})
+
+
+def test_horovods_variable_is_overridden_aloud() -> None:
+    environ = {"SHARDWISE_TIMELINE": "a", "HOROVOD_TIMELINE": "b"}
+    settings, said = config.resolve(config.sources(environ, {}))
+    assert settings.timeline == Path("a")
+    assert said == ["timeline=a (environment) overrides b (HOROVOD_TIMELINE)"]
+
+
+def refused(flags: dict[str, str], environ: dict[str, str], keywords: dict[str, Any]) -> str:
+    found = config.sources({config.FLAGS_VARIABLE: json.dumps(flags)} | environ, keywords)
+    try:
+        config.refuse_idle(found, config.resolve(found)[0])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+class TestWithoutEffect:
+    @pytest.mark.parametrize(
+        "flags",
+        [
+            {"sequence_parallel": "on"},
+            {"schedule": "gpipe"},
+            {"stages": "a"},
+            {"shard_within": "host"},
+            {"warn_after": "400"},
+            {"warn_after": "20", "timeout": "10"},
+            {"schedule": "gpipe", "pipeline": "1"},
+        ],
+    )
+    def test_refused(self, flags: dict[str, str]) -> None:
+        assert "has no effect" in refused(flags, {}, {})
+        environ = {f"SHARDWISE_{name.upper()}": value for name, value in flags.items()}
+        assert "(environment) has no effect" in refused({}, environ, {})
+
+    @pytest.mark.parametrize(
+        ("flags", "environ", "keywords"),
+        [
+            ({"schedule": "gpipe", "pipeline": "2"}, {}, {}),
+            ({"schedule": "gpipe"}, {}, {"pipeline": 2}),
+            ({"schedule": "1f1b"}, {}, {}),
+            ({}, {}, {"schedule": "gpipe", "stages": "a"}),
+            ({"pipeline": "1"}, {"SHARDWISE_SCHEDULE": "gpipe"}, {}),
+            ({"timeout": "10"}, {}, {}),
+            ({"timeout": "10"}, {"SHARDWISE_WARN_AFTER": "20"}, {}),
+            ({"shard_within": "host", "zero": "1"}, {}, {}),
+            ({"shard_within": "host", "shard": "optimizer"}, {}, {}),
+        ],
+    )
+    def test_taken(
+        self, flags: dict[str, str], environ: dict[str, str], keywords: dict[str, Any]
+    ) -> None:
+        """Also what a script says for another of its runs, and what is overridden."""
+        assert refused(flags, environ, keywords) == ""
