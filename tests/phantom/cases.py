@@ -21,6 +21,9 @@ from tests.gpu.training import CLASSES, Model, tiers
 
 ROWS, WIDTH, STEPS = 8, 32, 3
 
+BUCKET_MB = 0.25
+"""Of which a model of 4 blocks 256 wide, 4.2 MB in fp32, has many."""
+
 
 class ConvNet(nn.Module):
     """Two convolutions, each with a BatchNorm."""
@@ -250,3 +253,25 @@ def one_step(
     found = dict(order.synchronisations), kernels, len(engine._states.parameters.buckets)
     engine.close()
     return found
+
+
+def bytes_held(
+    world: World, settings: dict[str, Any], named: dict[str, str]
+) -> tuple[int, int, int]:
+    """Parameters, and bytes on the device between two steps and after a forward of one row."""
+    before = torch.cuda.memory_allocated()
+    world.engines = 0
+    model = Model(256, 4).to(world.device)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    engine = sw.Engine(model, optimizer, bucket_mb=BUCKET_MB, **settings, **tiers(**named))
+    for step in range(3):
+        x, y = world.share(batch(world, step, (256,)))
+        loss = loss_of(model, x.float(), y)
+        after = torch.cuda.memory_allocated() - before
+        engine.backward(loss)
+        engine.step()
+    del loss, x, y
+    at_rest = torch.cuda.memory_allocated() - before
+    engine.close()
+    return count, at_rest, after

@@ -10,9 +10,17 @@ ON_DEVICE = [
     ({"zero": 1}, "ConvNet"),
     ({"zero": 1, "sync_batch_norm": True}, "ConvNet"),
 ]
+OFTEN = {0, 5, 6, 9, 10}
+"""Those of `make test`."""
 
 
-@pytest.mark.parametrize(("settings", "kind"), ON_DEVICE, ids=str)
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        pytest.param(*case, marks=() if n in OFTEN else pytest.mark.full, id=str(case))
+        for n, case in enumerate(ON_DEVICE)
+    ],
+)
 def test_the_host_waits_once_a_step(phantom, settings, kind):
     """None more for a norm, a loss scale, a NaN to be found or figures to be read: the row that
     ranks exchange has all of them."""
@@ -35,7 +43,7 @@ def test_with_states_on_the_host_it_waits_for_what_comes_down(phantom, settings,
         assert sum(waits.values()) - 1 <= 2 * buckets, waits
 
 
-@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("row", [2, *(pytest.param(r, marks=pytest.mark.full) for r in (0, 1))])
 def test_kernels_of_a_step_grow_with_buckets_alone(phantom, row):
     def kernels(**shape):
         settings = {"zero": row, "bucket_mb": 64.0}
@@ -46,3 +54,40 @@ def test_kernels_of_a_step_grow_with_buckets_alone(phantom, row):
     few = kernels(width=32, blocks=1)
     assert kernels(width=32, blocks=4) == few
     assert kernels(width=512, blocks=1) <= few + 4
+
+
+BYTES = {
+    "fp32": (4, 4, 8, 0),
+    "bf16": (2, 2, 12, 0),
+    "bf16-mixed": (4, 4, 8, 2),
+    "fp16-mixed": (4, 4, 8, 2),
+}
+"""By precision, bytes per parameter of parameters, gradients, the optimizer's state with the fp32
+masters, and of the casts that autocast keeps from forward to backward, whatever the row."""
+
+UNIT = 2 * 256 * 512
+"""Parameters of a block, biases left out."""
+
+
+@pytest.mark.parametrize(
+    ("row", "precision"),
+    [
+        pytest.param(r, p, marks=() if (r, p) in ((0, "bf16"), (3, "fp32")) else pytest.mark.full)
+        for r in range(4)
+        for p in BYTES
+    ],
+)
+def test_bytes_on_the_device_are_those_of_the_table(phantom, row, precision):
+    """Beside the table: gradients on their way, units that are gathered, activations."""
+    parameters, gradients, optimizer, casts = BYTES[precision]
+    per_parameter = (
+        parameters / (2 if row == 3 else 1)
+        + gradients / (2 if row >= 2 else 1)
+        + optimizer / (2 if row >= 1 else 1)
+    )
+    beside = (row >= 2) * 6 * cases.BUCKET_MB * 2**20 + (row == 3) * 4 * parameters * UNIT
+    settings = {"zero": row, "precision": precision}
+    for count, at_rest, after_forward in phantom(2, cases.bytes_held, settings, {}):
+        table = per_parameter * count
+        assert table <= at_rest <= 1.001 * table + beside
+        assert after_forward <= at_rest + (casts + 0.15) * count

@@ -165,8 +165,8 @@ class Buffers:
         for number, (followed, buffer) in enumerate(zip(self._followed, held, strict=True)):
             assert buffer is not None
             if buffer.device not in moved:
-                there = to_device(torch.cat(list(means)), buffer.device)
-                moved[buffer.device] = torch.split_with_sizes(there, lengths)
+                whole = to_device(torch.cat(means), buffer.device)
+                moved[buffer.device] = whole.split_with_sizes(lengths)
             mean = moved[buffer.device][number]
             exact = mean if buffer.is_floating_point() else mean.round()
             buffer.copy_(exact.view(followed.shape))
