@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 import shardwise as sw
 from shardwise.collectives import Solo
 from shardwise.mesh import Mesh
-from shardwise.states import turns
 from shardwise.world import World
 from tests.gpu import test_activations
 from tests.gpu.training import CLASSES, Model, tiers
@@ -240,7 +239,7 @@ def one_step(
     model.to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     engine = sw.Engine(model, optimizer, **{"bucket_mb": 0.03} | settings)
-    order, asked, turns.SETTLED = Device.order, turns.SETTLED, 2
+    order = Device.order
     for step in range(4):
         x, y = world.share(batch(world, step, shape))
         x = x.float()
@@ -248,7 +247,6 @@ def one_step(
         engine.backward(loss_of(model, x, y), weight=len(x))
         before = sum(order.kernels.values())
         engine.step(max_norm=0.5)
-    turns.SETTLED = asked
     kernels = sum(order.kernels.values()) - before
     found = dict(order.synchronisations), kernels, len(engine._states.parameters.buckets)
     engine.close()
