@@ -39,7 +39,17 @@ def test_a_line_without_end() -> None:
 
 
 OUTLET = Outlet(drawn=(1, 2), window=(24, 80))
-TASK = Task(command=("a",), flags={}, size=2, first=0, count=1, address="", port=1, outlet=OUTLET)
+TASK = Task(
+    command=("a",),
+    flags={},
+    size=2,
+    first=0,
+    count=1,
+    address="",
+    port=1,
+    master_port=2,
+    outlet=OUTLET,
+)
 
 
 def as_json(value: Any) -> dict[str, Any]:
