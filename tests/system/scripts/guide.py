@@ -72,7 +72,7 @@ class Model(nn.Module):
 def main() -> None:
     """Train; the number of epochs is the one flag."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=8)  # more steps than a measurement drops
     epochs = parser.parse_args().epochs
     world = sw.init(seed=0)
     model = Model().to(world.device)
