@@ -58,7 +58,7 @@ LEFT_OUT = [
     (COLLECTIVE, ("states/gathers.py", "states/residency.py"), "zero 3"),
     (COLLECTIVE, ("states/sharded_parameters.py",), "zero 3"),
     (COLLECTIVE, ("model/buffers.py",), "BatchNorm"),
-    (COLLECTIVE, ("model/sync_batch_norm.py", "model/replay.py"), "SyncBatchNorm"),
+    (COLLECTIVE, ("model/statistics.py",), "SyncBatchNorm"),
     (COLLECTIVE, ("model/sync_batch_norm.py",), "SyncBatchNorm"),
     (COLLECTIVE, ("states/reduction.py",), "exact"),
     (COLLECTIVE, ("parallel/regions.py",), "tensor"),
