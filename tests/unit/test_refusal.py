@@ -161,7 +161,6 @@ class TestHabits:
         said = sentence(raised(loss.backward))
         assert said.startswith("loss.backward() reached weight without the engine, so")
         assert sentence(raised(optimizer.step)).startswith("SGD.step() by hand would update")
-        assert sentence(raised(optimizer.state_dict)).startswith("The state of SGD lies with")
 
     def test_of_our_own_calls(self, made: Any, tmp_path: Path) -> None:
         model, _, engine = made

@@ -103,7 +103,7 @@ def _try(
     place = mine.index(group.rank), len(mine), timeout
 
     def prepare() -> socket.socket:
-        arena.alone(1, torch.uint8)
+        _try_memory(arena)
         return listen(name, *place)
 
     prepared = _together(group, prepare, _single)
@@ -123,6 +123,14 @@ def _try(
     between = group.split([sorted(column) for column in zip(*hosts, strict=True)])
     assert isinstance(between, Gloo)
     return Spanning(inside, between, hosts, group.rank, group)
+
+
+def _try_memory(arena: Arena) -> None:
+    """Raise OSError where the system refuses memory that ranks share."""
+    try:
+        arena.alone(1, torch.uint8)
+    except LaunchError as error:
+        raise (error.__cause__ or error) from None
 
 
 def _together(
