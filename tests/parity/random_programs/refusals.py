@@ -14,6 +14,7 @@ RIGHT: dict[str, str] = {
     r"stand in the model in the order in which they run": "a stage would wait for a later one",
     r"depends on its values, which the ranks of other stages do not have": "shapes must be known "
     "where a tensor is not",
+    r"Stage \d+ .* has nothing to train": "its worker would have no part in any update",
     r"engine.uneven\(\) with --pipeline": "no worker has all layers",
     r"add_param_group after sw.Engine\(...\) with --pipeline": "whose layers they are is settled",
     r"gradients inside of a loss .* cannot be had with --pipeline": "each worker has a part of the "
