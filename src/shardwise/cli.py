@@ -258,7 +258,7 @@ def _scale(
     if not words:
         raise LaunchError("What shall be measured? For example: shardwise scale -n 1,2 train.py")
     program.command(words[0], words[1:], module=module)  # raises where there is none
-    _mention_misplaced(words[1:])
+    _mention_misplaced(words)
     passed = [word for name, value in settings.items() for word in _spelled(name, value)]
     for name, value in (("-H", hosts), ("--hostfile", hostfile)):
         passed += [] if value is None else [name, value]
@@ -283,7 +283,7 @@ def _split(
     if not words:
         raise LaunchError("What shall be split? For example: shardwise split --pipeline 2 train.py")
     program.command(words[0], words[1:], module=False)  # raises where there is none
-    _mention_misplaced(words[1:])
+    _mention_misplaced(words)
     command = import_module("shardwise.splitting.command")
     passed = [word for name, value in settings.items() for word in _spelled(name, value)]
     asked = command.Asked(words, tuple(passed), parts, micros or 4 * parts, steps, by)

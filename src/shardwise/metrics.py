@@ -45,8 +45,14 @@ class Metrics:
         the device. Where the batch is a stand-in, or `n` is 0, the values are ignored, NaN too.
 
         Raises UsageError without `n` where no Loader gave a batch, MetricsError for an `n` below
-        0 or a value that is not a scalar.
+        0 or a value that is not a scalar, UsageError for a metric called `weight`, as the items of
+        engine.backward are.
         """
+        if "weight" in means:
+            raise UsageError(
+                "metrics.add(weight=...) would be the mean of a metric called weight: the number "
+                "of items is metrics.add(n=...)."
+            )
         self._training = torch.is_grad_enabled()
         weight = _weight(self._world, n)
         values = {name: _scalar(name, mean) for name, mean in means.items()}

@@ -17,6 +17,7 @@ class WithoutEngine:
         self._workers = workers
         self._say = say
         self._steps: Counter[int] = Counter()
+        self._said = False
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def forget(self) -> None:
@@ -24,9 +25,11 @@ class WithoutEngine:
         self._handle.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._said:
+            return  # torch is going through its hooks: none may leave them here
         self._steps[id(optimizer)] += 1
         if self._steps[id(optimizer)] == 2:
-            self.forget()
+            self._said = True
             self._say(
                 f"{type(optimizer).__name__}.step() by hand, and no sw.Engine was made: each of "
                 f"the {self._workers} workers trains a model of its own. Write engine = "

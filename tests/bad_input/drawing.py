@@ -294,7 +294,7 @@ _ANSWERS: dict[str, dict[str, Any]] = {
         "address": "",
         "machine": None,
     },
-    "ready": {"command": ["x"], "address": "", "port": 1},
+    "ready": {"command": ["x"], "address": "", "port": 1, "master_port": 2},
     "refused": {"why": "x"},
     "output": {"rank": 0, "stream": 1, "data": "x"},
     "end": {"end": {}, "how": "x", "report": None, "progress": None},

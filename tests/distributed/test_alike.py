@@ -304,6 +304,7 @@ def test_objects_longer_than_fp32_counts(group):
 def different_data_case(world):
     model = mlp()
     sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(batch(0, 2))
     part, _ = random_split(TensorDataset(batch(0, 12)), [8, 4])  # draws by rank now
     next(iter(sw.Loader(part, batch_size=4)))
 
@@ -311,6 +312,7 @@ def different_data_case(world):
 def drawn_data_case(world):
     model = mlp()
     sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(batch(0, 2))  # each draws for itself from here on
     drawn = TensorDataset(batch(0, 12), torch.randn(12))
     next(iter(sw.Loader(drawn, batch_size=4)))
 
@@ -321,7 +323,7 @@ def test_different_datasets_are_named(group, case):
         assert error is not None
         assert error[0] == DataError.__name__
         assert "with other contents" in error[1]
-        assert "before sw.Engine(...)" in error[1]
+        assert "in world.alike()" in error[1]
 
 
 def unequal_backwards_case(world):

@@ -97,6 +97,7 @@ class Turns:
         self._owners += [joined] * len(names)
         self._joined.append(joined)
         self._by_use.append(joined)
+        self._choices = None
         return joined.first
 
     def leave(self, first: int) -> None:
@@ -104,6 +105,7 @@ class Turns:
         self._joined = [each for each in self._joined if each.first != first]
         self._by_use = [each for each in self._by_use if each.first != first]
         self._known.clear()
+        self._choices = None
 
     @property
     def _end(self) -> int:

@@ -160,7 +160,8 @@ def _check_same_dataset(world: World, dataset: Any) -> None:
                 f"Ranks hold different datasets: rank 0 has a {one}, rank {rank} a {other}"
                 f"{' with other contents' if one == other else ''}. Give every rank the whole "
                 "dataset, alike: the Loader takes the rank's share. Split it, and draw what is "
-                "random in it, before sw.Engine(...) or with a generator of its own."
+                "random in it, before the first forward to train on, in world.alike() or with a "
+                "generator of its own."
             )
 
 

@@ -234,12 +234,12 @@ def outside_promise(recipe: Recipe) -> list[str]:
         reason = _reason(module, synchronised=recipe.settings.sync_batch_norm)
         if reason is not None:
             found[reason] = found.get(reason, 0) + 1
-    return [f"{reason} ({count})" for reason, count in found.items()]
+    return [f"{reason} ({many(count, 'module')})" for reason, count in found.items()]
 
 
 def _reason(module: nn.Module, *, synchronised: bool) -> str | None:
-    p = getattr(module, "p", None) or getattr(module, "dropout", None)
-    if isinstance(p, float) and p > 0 and module.training:
+    chances = (getattr(module, name, None) for name in ("p", "dropout"))
+    if any(isinstance(p, float) and p > 0 for p in chances) and module.training:
         return "dropout in forward"
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and not synchronised:
         return "BatchNorm with per-worker statistics, --sync-batch-norm brings it in"

@@ -61,7 +61,7 @@ FROM_AGENT: Kinds = {
         "address": str,
         "machine": _TEXT_OR_NONE,
     },
-    "ready": {"command": [str], "address": str, "port": int},
+    "ready": {"command": [str], "address": str, "port": int, "master_port": int},
     "refused": {"why": str},
     "output": {"rank": int, "stream": int, "data": str},
     "end": {"end": dict, "how": str, "report": (dict, type(None)), "progress": (dict, type(None))},

@@ -52,8 +52,8 @@ class PassingWrites:
 
 def _sums(slab: Slab, flat: Tensor) -> list[int]:
     """By slot, the sum of the parameter's bits as integers, modulo 2^64."""
-    integers = flat.view(_INTEGERS[min(flat.element_size(), 8)])
-    scale = integers.numel() // flat.numel()
+    bytes_ = min(flat.element_size(), 8)
+    integers, scale = flat.view(_INTEGERS[bytes_]), flat.element_size() // bytes_
     sums = [integers[slot.start * scale : slot.end * scale].sum() for slot in slab.bucket.slots]
     return torch.stack(sums).tolist() if sums else []
 

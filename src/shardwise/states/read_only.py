@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.states.resting import name_of, unguarded, write_refused
+from shardwise.states.resting import SET_DATA, name_of, unguarded, write_refused
 from shardwise.states.torch_calls import FORMAL, what_is_done, written
 
 
@@ -33,6 +33,8 @@ class _ReadOnly:
         if func in FORMAL:
             with unguarded():
                 return func(*args, **kwargs)
+        if func == SET_DATA and args[0] is args[1]:
+            return None  # model.to(device) where it is already
         what = what_is_done(func)
         for target in written(what, args, kwargs):
             if isinstance(target, _ReadOnly):

@@ -218,7 +218,7 @@ def _touched(
             return func(*args, **kwargs)
     if func in _CASTS:
         return _cast(func, args, kwargs)
-    if func == _SET_DATA and args[0] is args[1]:
+    if func == SET_DATA and args[0] is args[1]:
         return None  # model.to(device) where it is already
     raise _refusal(func, args, kwargs)
 
@@ -315,7 +315,7 @@ def write_refused(name: str, what: str) -> ParameterAccess:
 _TO_READ = "To read it, without gradients, on all workers alike: with engine.full_parameters(): ..."
 
 
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _ALIASES = frozenset((Tensor.detach, torch.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
 _SHOWN_AS_TEXT = frozenset((Tensor.__repr__, Tensor.__format__))
 _DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward))

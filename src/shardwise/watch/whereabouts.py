@@ -27,7 +27,10 @@ OBJECTS = {
     "Engine": "engine",
     "Resumable": "engine",
     "Backwards": "engine",
+    "Stepping": "engine",
+    "Engines": "engines",
     "World": "world",
+    "BatchRows": "world",
     "Loader": "loader",
     "Metrics": "metrics",
 }
