@@ -303,16 +303,18 @@ def test_objects_longer_than_fp32_counts(group):
 
 def different_data_case(world):
     model = mlp()
-    sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model(batch(0, 2))
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(batch(0, 2))  # each draws for itself from here on
+    assert engine.steps == 0
     part, _ = random_split(TensorDataset(batch(0, 12)), [8, 4])  # draws by rank now
     next(iter(sw.Loader(part, batch_size=4)))
 
 
 def drawn_data_case(world):
     model = mlp()
-    sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model(batch(0, 2))  # each draws for itself from here on
+    assert engine.steps == 0
     drawn = TensorDataset(batch(0, 12), torch.randn(12))
     next(iter(sw.Loader(drawn, batch_size=4)))
 
