@@ -293,10 +293,6 @@ def enter(
 def _begin_alike(world: World, keywords: dict[str, Any]) -> None:
     """Let the generators of all ranks be where those of one process are."""
     chosen, source = config.winning(config.sources(os.environ, keywords)).get("seed", (None, ""))
-    if chosen is not None and chosen >= 2**64:
-        raise ConfigError(
-            f"The seed {chosen} ({source}) has more than 64 bits: choose a lower one."
-        )
     group = world.collectives
     world.seed = group.gather_plain(torch.initial_seed() if chosen is None else chosen)[0]
     world.seed_source = source or "torch.initial_seed()"
