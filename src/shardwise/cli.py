@@ -18,6 +18,7 @@ import click
 
 from shardwise import config, launch
 from shardwise.checkpoint.commands import checkpoint
+from shardwise.config import values
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import explain as explaining
 from shardwise.launch import flags, gpus, program, srun, start, streams, system_errors
@@ -74,7 +75,7 @@ class Command(click.Command):
         self.top = top
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take the arguments apart. Raises LaunchError for a flag that is given twice."""
+        """Take the arguments apart. Raises LaunchError for a list that is given twice."""
         _, _, order = self.make_parser(ctx).parse_args(list(args))
         flags.refuse_twice(order)
         return super().parse_args(ctx, args)
@@ -312,6 +313,7 @@ def _setting_flag(field: "Field[Any]") -> Flag:
     """The flag that a field of Settings asks for."""
     name, about = config.flag(field.name), field.metadata
     common = {"group": about["group"], "rare": about["rare"], "default": None}
+    common["listed"] = about["parse"] in values.OF_SEVERAL
     if about["metavar"]:
         shown, default = f"{name} {about['metavar']}", _default(field)
         return Flag([field.name, name], shown=shown, help=about["help"] + default, **common)

@@ -22,7 +22,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--zero", "1", "--zero", "2"], "--zero is given twice"),
+        (["--stages", "a", "--stages", "b"], "--stages is given twice: give one list"),
+        (["-H", "a", "-H", "b"], "-H is given twice: give one list"),
         (["--ssh", "x"], "--ssh x has no effect in a run on this host alone"),
         (["--host-timeout", "20"], "--host-timeout 20.0 has no effect"),
         (["--rendezvous", "a:1"], "--rendezvous a:1 has no effect"),
@@ -45,6 +46,14 @@ def test_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixtu
     assert message in told.replace("\\\\", "\\")
     assert told.startswith("shardwise: ")
     assert told.count("\n") == 1
+
+
+def test_of_a_flag_given_twice_the_last_one_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["-n", "2", "--zero", "1", "-n", "1", "--zero", "3"]
+    assert cli.main(["run", "--dry-run", *given, SCRIPT]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("1 rank on 1 host")
+    assert "settings: zero=3\n" in told
 
 
 def test_a_folder_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
