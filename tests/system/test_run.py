@@ -97,6 +97,16 @@ class TestOutput:
         assert "streams.py names neither shardwise nor horovod: unless what it imports" in first
         assert said == ["[1] err 1", "[0] err 0"]
 
+    def test_closed_errors_are_lost_and_nothing_else(self, shardwise: Launcher) -> None:
+        command = [sys.executable, "-m", "shardwise", "run", "-n", "2", str(script("streams"))]
+        closing = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
+        done = subprocess.run(closing, capture_output=True, text=True, timeout=60, check=False)
+        lines = sorted(done.stdout.splitlines())
+        assert (done.returncode, lines) == (
+            0,
+            ["[0] last 0", "[0] out 0", "[1] last 1", "[1] out 1"],
+        )
+
     def test_ranks_that_never_joined_are_told_of(self, shardwise: Launcher) -> None:
         assert shardwise.run("run", "-n", "2", script("streams")).err.endswith(copies(2))
         assert shardwise.run("run", "-n", "1", script("streams")).err == "err 0\n"

@@ -296,7 +296,9 @@ def test_node_lists(text: str, names: list[str]) -> None:
     assert node_list.hosts(text) == names
 
 
-@pytest.mark.parametrize("text", ["", "n[1-2", "n1,,n2", "n[2-1]", "n[a]", "n[]", "n1]", f"n[{'9' * 5000}]"])
+@pytest.mark.parametrize(
+    "text", ["", "n[1-2", "n1,,n2", "n[2-1]", "n[a]", "n[]", "n1]", f"n[{'9' * 5000}]"]
+)
 def test_what_is_no_node_list(text: str) -> None:
     with pytest.raises(LaunchError, match="list of nodes"):
         node_list.hosts(text)

@@ -48,6 +48,20 @@ def test_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixtu
     assert told.count("\n") == 1
 
 
+def test_where_ranks_meet_is_the_users_in_a_slurm_allocation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    allocation = {"JOB_ID": "19", "JOB_NUM_NODES": "2", "JOB_NODELIST": "n[1-2]", "NTASKS": "2"}
+    for name, value in allocation.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    asked = ["run", "--dry-run", "-x", "MASTER_PORT=29500"]
+    assert cli.main([*asked, SCRIPT]) == 0
+    assert capsys.readouterr().out.startswith("srun --nodes=2 ")
+    for told_otherwise in (["--port", "29501"], ["-H", "n1"], ["--nnodes", "1"]):
+        assert cli.main([*asked, *told_otherwise, SCRIPT]) == 2
+        assert "shardwise run tells each rank who it is" in capsys.readouterr().err
+
+
 def test_of_a_flag_given_twice_the_last_one_holds(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["-n", "2", "--zero", "1", "-n", "1", "--zero", "3"]
     assert cli.main(["run", "--dry-run", *given, SCRIPT]) == 0
