@@ -487,6 +487,32 @@ def test_an_option_of_the_script_is_its_own(shardwise: Launcher) -> None:
     assert (ran.out, ran.err) == ("3\n", "")
 
 
+def test_what_gives_a_setting_its_effect_may_be_a_keyword_of_the_engine(
+    shardwise: Launcher,
+) -> None:
+    """A flag without effect is refused when the engine is there; a shared setting has a line."""
+    path = shardwise.folder / "gives.py"
+    path.write_text(
+        "import sys, torch, shardwise as sw\nworld = sw.init(device='cpu', quiet=True)\n"
+        "model = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "engine = sw.Engine(model, optimizer, zero=int(sys.argv[1]) if sys.argv[1:] else None)\n"
+        "world.print(engine.placement.level)\n"
+    )
+    flag = ("run", "-n", "2", "--shard-within", "host", str(path))
+    taken = shardwise.run(*flag, "2")
+    assert (taken.code, taken.out, taken.err) == (0, "[0] 2\n", "")
+    refused = shardwise.run(*flag)
+    assert refused.code == 1
+    assert "--shard-within host has no effect where nothing is sharded" in refused.err
+    (shardwise.folder / "shared.toml").write_text('schedule = "gpipe"\n')
+    shared = {"SHARDWISE_SHARD_WITHIN": "host", "SHARDWISE_CONFIG": "shared.toml"}
+    told = shardwise.run("run", "-n", "2", str(path), env=shared)
+    assert (told.code, told.out) == (0, "[0] 0\n")
+    lines = [line.partition(" has no effect here")[0] for line in told.err.splitlines()]
+    sources = ("schedule=gpipe (file shared.toml)", "shard_within=host (environment)")
+    assert lines == [f"[0] shardwise: {source}" for source in sources]
+
+
 def test_torchs_variables_and_its_own_group(shardwise: Launcher) -> None:
     """A script, or a library of it, that makes torch's group before sw.init keeps it."""
     path = shardwise.folder / "first.py"
