@@ -513,11 +513,13 @@ def test_what_gives_a_setting_its_effect_may_be_a_keyword_of_the_engine(
     assert lines == [f"[0] shardwise: {source}" for source in sources]
 
 
-def test_torchs_variables_and_its_own_group(shardwise: Launcher) -> None:
+@pytest.mark.parametrize("backend", ["", "'gloo'"])
+def test_torchs_variables_and_its_own_group(shardwise: Launcher, backend: str) -> None:
     """A script, or a library of it, that makes torch's group before sw.init keeps it."""
     path = shardwise.folder / "first.py"
     path.write_text(
-        "import os\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "import os\nimport torch.distributed as dist\n"
+        f"dist.init_process_group({backend})\n"
         "import shardwise as sw\nworld = sw.init(device='cpu')\nassert sw.world() is world\n"
         "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')\n"
         "print(world.gather([os.environ[name] for name in names])[1 - world.rank])\n"
