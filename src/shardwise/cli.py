@@ -180,7 +180,7 @@ def _mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None
     """Say, in case it was not meant, which of our flags stand among the script's arguments: those
     of settings, and `more`, but for options that the script itself names."""
     ours = {*(config.flag(name) for name in config.FIELDS), *more}
-    text = _text_of(words[0])
+    text = program.text_of(words[0])
     misplaced = [
         word
         for word in words[1:]
@@ -197,23 +197,15 @@ def _mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None
 
 def _mention_copies(script: str, size: int | None) -> None:
     """Say of a script that names neither us nor Horovod what it will do on several workers."""
-    text = _text_of(script)
-    if size is not None and size > 1 and text and not re.search("shardwise|horovod", text):
+    text = program.text_of(script)
+    if program.joins_itself(script) or program.names_us(text):
+        return
+    if size is not None and size > 1 and text:
         click.echo(
             f"shardwise: {script} names neither shardwise nor horovod: unless what it imports "
             f"calls sw.init, {size} copies of it run, each by itself with all of the work.",
             err=True,
         )
-
-
-def _text_of(script: str) -> str:
-    """What stands in a Python script; "" for any other program."""
-    if not script.endswith(".py"):
-        return ""
-    try:
-        return Path(script).read_text(errors="replace")
-    except OSError:  # the launcher says what is wrong with it
-        return ""
 
 
 def _check(flags: dict[str, str]) -> None:
