@@ -18,6 +18,7 @@ import click
 
 from shardwise import config, launch
 from shardwise.checkpoint.commands import checkpoint
+from shardwise.config import values
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import explain as explaining
 from shardwise.launch import flags, gpus, program, srun, start, streams, system_errors
@@ -74,7 +75,7 @@ class Command(click.Command):
         self.top = top
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take the arguments apart. Raises LaunchError for a flag that is given twice."""
+        """Take the arguments apart. Raises LaunchError for a list that is given twice."""
         _, _, order = self.make_parser(ctx).parse_args(list(args))
         flags.refuse_twice(order)
         return super().parse_args(ctx, args)
@@ -179,7 +180,7 @@ def _mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None
     """Say, in case it was not meant, which of our flags stand among the script's arguments: those
     of settings, and `more`, but for options that the script itself names."""
     ours = {*(config.flag(name) for name in config.FIELDS), *more}
-    text = _text_of(words[0])
+    text = program.text_of(words[0])
     misplaced = [
         word
         for word in words[1:]
@@ -196,23 +197,15 @@ def _mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None
 
 def _mention_copies(script: str, size: int | None) -> None:
     """Say of a script that names neither us nor Horovod what it will do on several workers."""
-    text = _text_of(script)
-    if size is not None and size > 1 and text and not re.search("shardwise|horovod", text):
+    text = program.text_of(script)
+    if program.joins_itself(script) or program.names_us(text):
+        return
+    if size is not None and size > 1 and text:
         click.echo(
             f"shardwise: {script} names neither shardwise nor horovod: unless what it imports "
             f"calls sw.init, {size} copies of it run, each by itself with all of the work.",
             err=True,
         )
-
-
-def _text_of(script: str) -> str:
-    """What stands in a Python script; "" for any other program."""
-    if not script.endswith(".py"):
-        return ""
-    try:
-        return Path(script).read_text(errors="replace")
-    except OSError:  # the launcher says what is wrong with it
-        return ""
 
 
 def _check(flags: dict[str, str]) -> None:
@@ -312,6 +305,7 @@ def _setting_flag(field: "Field[Any]") -> Flag:
     """The flag that a field of Settings asks for."""
     name, about = config.flag(field.name), field.metadata
     common = {"group": about["group"], "rare": about["rare"], "default": None}
+    common["listed"] = about["parse"] in values.OF_SEVERAL
     if about["metavar"]:
         shown, default = f"{name} {about['metavar']}", _default(field)
         return Flag([field.name, name], shown=shown, help=about["help"] + default, **common)

@@ -225,6 +225,15 @@ class World(BatchRows):
             self.say_once(line)
         return settings
 
+    def settle_engine(self, keywords: dict[str, Any]) -> config.Settings:
+        """The same for an engine with its `keywords`. Raises ConfigError for a flag that has no
+        effect on it; of others this says so."""
+        settings = self.settle(**keywords)
+        found = config.sources(os.environ, self._keywords | keywords)
+        for line in config.idle(found, settings, config.OF_AN_ENGINE):
+            self.say_once(line)
+        return settings
+
     def say_once(self, line: str) -> None:
         """On stderr, on rank 0 alone; a line that was said before is not said again."""
         if line not in self._said:
@@ -244,7 +253,13 @@ def init(seed: int | None = None, **settings: Any) -> World:
 
     Raises ConfigError for a setting that is wrong, LaunchError when the others cannot be reached.
     """
-    return enter(seed, settings)
+    found = config.sources(os.environ, settings)
+    report.watch_exceptions()
+    idle = config.idle(found, config.resolve(found)[0], config.OF_A_RUN)
+    world = enter(seed, settings)
+    for line in idle:
+        world.say_once(line)
+    return world
 
 
 def enter(
@@ -258,7 +273,6 @@ def enter(
     report.watch_exceptions()
     found = config.sources(os.environ, given)
     chosen, _ = config.resolve(found)
-    config.refuse_idle(found, chosen)
     identity = launch.detect(os.environ)
     device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
     if device.type == "cpu":
@@ -293,10 +307,6 @@ def enter(
 def _begin_alike(world: World, keywords: dict[str, Any]) -> None:
     """Let the generators of all ranks be where those of one process are."""
     chosen, source = config.winning(config.sources(os.environ, keywords)).get("seed", (None, ""))
-    if chosen is not None and chosen >= 2**64:
-        raise ConfigError(
-            f"The seed {chosen} ({source}) has more than 64 bits: choose a lower one."
-        )
     group = world.collectives
     world.seed = group.gather_plain(torch.initial_seed() if chosen is None else chosen)[0]
     world.seed_source = source or "torch.initial_seed()"

@@ -169,6 +169,15 @@ def test_the_doctor_of_one_host(here: Launcher) -> None:
     assert "/no/where: there is no folder /no/where to offload to: make it." in ran.out
 
 
+def test_the_doctor_says_which_settings_cannot_be(here: Launcher) -> None:
+    words = (sys.executable, "-m", "shardwise", "doctor", "-n", "2", "--exact", "2")
+    ran = run(here, *words, "--tensor", "2", "--schedule", "gpipe")
+    assert ran.code == 1
+    assert ran.out.startswith("[0] wrong: --exact 2 and --tensor 2 cannot be had together")
+    assert ran.out.count("wrong:") == 1
+    assert "Traceback" not in ran.out + ran.err
+
+
 class TestSlurm:
     @pytest.fixture
     def on(self, slurm: Cluster, tmp_path: Path) -> Callable[..., str]:

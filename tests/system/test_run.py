@@ -98,6 +98,16 @@ class TestOutput:
         assert "streams.py names neither shardwise nor horovod: unless what it imports" in first
         assert said == ["[1] err 1", "[0] err 0"]
 
+    def test_closed_errors_are_lost_and_nothing_else(self, shardwise: Launcher) -> None:
+        command = [sys.executable, "-m", "shardwise", "run", "-n", "2", str(script("streams"))]
+        closing = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
+        done = subprocess.run(closing, capture_output=True, text=True, timeout=60, check=False)
+        lines = sorted(done.stdout.splitlines())
+        assert (done.returncode, lines) == (
+            0,
+            ["[0] last 0", "[0] out 0", "[1] last 1", "[1] out 1"],
+        )
+
     def test_ranks_that_never_joined_are_told_of(self, shardwise: Launcher) -> None:
         assert shardwise.run("run", "-n", "2", script("streams")).err.endswith(copies(2))
         assert shardwise.run("run", "-n", "1", script("streams")).err == "err 0\n"
@@ -107,7 +117,8 @@ class TestOutput:
         ran = shardwise.run("run", "-n", "3", "--show", "1-2", "--log-dir", "l", script("streams"))
         assert ran.lines() == ["[1] last 1", "[1] out 1", "[2] last 2", "[2] out 2"]
         assert ran.err.endswith(copies(3))
-        assert sorted(ran.err.removesuffix(copies(3)).splitlines()) == ["[1] err 1", "[2] err 2"]
+        *said, _ = sorted(ran.err.removesuffix(copies(3)).splitlines())
+        assert said == ["[1] err 1", "[2] err 2"]
         for rank in range(3):
             head, *kept = (shardwise.folder / "l" / f"rank{rank}.log").read_text().splitlines()
             assert head.endswith(f"rank {rank} of 3  {script('streams')}")
@@ -478,11 +489,39 @@ def test_an_option_of_the_script_is_its_own(shardwise: Launcher) -> None:
     assert (ran.out, ran.err) == ("3\n", "")
 
 
-def test_torchs_variables_and_its_own_group(shardwise: Launcher) -> None:
+def test_what_gives_a_setting_its_effect_may_be_a_keyword_of_the_engine(
+    shardwise: Launcher,
+) -> None:
+    """A flag without effect is refused when the engine is there; a shared setting has a line."""
+    path = shardwise.folder / "gives.py"
+    path.write_text(
+        "import sys, torch, shardwise as sw\nworld = sw.init(device='cpu', quiet=True)\n"
+        "model = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "engine = sw.Engine(model, optimizer, zero=int(sys.argv[1]) if sys.argv[1:] else None)\n"
+        "world.print(engine.placement.level)\n"
+    )
+    flag = ("run", "-n", "2", "--shard-within", "host", str(path))
+    taken = shardwise.run(*flag, "2")
+    assert (taken.code, taken.out, taken.err) == (0, "[0] 2\n", "")
+    refused = shardwise.run(*flag)
+    assert refused.code == 1
+    assert "--shard-within host has no effect where nothing is sharded" in refused.err
+    (shardwise.folder / "shared.toml").write_text('schedule = "gpipe"\n')
+    shared = {"SHARDWISE_SHARD_WITHIN": "host", "SHARDWISE_CONFIG": "shared.toml"}
+    told = shardwise.run("run", "-n", "2", str(path), env=shared)
+    assert (told.code, told.out) == (0, "[0] 0\n")
+    lines = [line.partition(" has no effect here")[0] for line in told.err.splitlines()]
+    sources = ("schedule=gpipe (file shared.toml)", "shard_within=host (environment)")
+    assert lines == [f"[0] shardwise: {source}" for source in sources]
+
+
+@pytest.mark.parametrize("backend", ["", "'gloo'"])
+def test_torchs_variables_and_its_own_group(shardwise: Launcher, backend: str) -> None:
     """A script, or a library of it, that makes torch's group before sw.init keeps it."""
     path = shardwise.folder / "first.py"
     path.write_text(
-        "import os\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "import os\nimport torch.distributed as dist\n"
+        f"dist.init_process_group({backend})\n"
         "import shardwise as sw\nworld = sw.init(device='cpu')\nassert sw.world() is world\n"
         "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')\n"
         "print(world.gather([os.environ[name] for name in names])[1 - world.rank])\n"
@@ -491,6 +530,18 @@ def test_torchs_variables_and_its_own_group(shardwise: Launcher) -> None:
     assert ran.code == 0, ran.err
     told = [f"[{1 - rank}] {[str(rank), '2', str(rank), '2', '127.0.0.1']}" for rank in (1, 0)]
     assert ran.lines() == told
+
+
+def test_a_script_of_torchs_own_is_left_alone(shardwise: Launcher) -> None:
+    """No word of copies to ranks that join each other without us."""
+    path = shardwise.folder / "plain.py"
+    path.write_text(
+        "import torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "ones = torch.ones(1)\ndist.all_reduce(ones)\nprint(ones.item())\n"
+        "dist.destroy_process_group()\n"
+    )
+    ran = shardwise.run("run", "-n", "2", str(path))
+    assert (ran.code, ran.lines(), ran.err) == (0, ["[0] 2.0", "[1] 2.0"], "")
 
 
 def test_steps_without_an_engine_are_told_at_the_second(shardwise: Launcher) -> None:

@@ -98,32 +98,46 @@ def test_horovods_variable_is_overridden_aloud() -> None:
     assert said == ["timeline=a (environment) overrides b (HOROVOD_TIMELINE)"]
 
 
-def refused(flags: dict[str, str], environ: dict[str, str], keywords: dict[str, Any]) -> str:
+def told(flags: dict[str, str], environ: dict[str, str], keywords: dict[str, Any]) -> list[str]:
     found = config.sources({config.FLAGS_VARIABLE: json.dumps(flags)} | environ, keywords)
+    needs = (*config.OF_A_RUN, *config.OF_AN_ENGINE)
     try:
-        config.refuse_idle(found, config.resolve(found)[0])
+        return config.idle(found, config.resolve(found)[0], needs)
     except ConfigError as error:
-        return str(error)
-    return ""
+        return [f"refused: {error}"]
 
 
 class TestWithoutEffect:
     @pytest.mark.parametrize(
-        "flags",
+        ("flags", "give"),
         [
-            {"sequence_parallel": "on"},
-            {"schedule": "gpipe"},
-            {"stages": "a"},
-            {"shard_within": "host"},
-            {"warn_after": "400"},
-            {"warn_after": "20", "timeout": "10"},
-            {"schedule": "gpipe", "pipeline": "1"},
+            ({"sequence_parallel": "on"}, "--tensor T"),
+            ({"schedule": "gpipe"}, "--pipeline P"),
+            ({"stages": "a"}, "--pipeline P"),
+            ({"shard_within": "host"}, "--zero 1, 2 or 3"),
+            ({"schedule": "gpipe", "pipeline": "1"}, "--pipeline P"),
         ],
     )
-    def test_refused(self, flags: dict[str, str]) -> None:
-        assert "has no effect" in refused(flags, {}, {})
+    def test_a_flag_is_refused_and_of_others_a_line_says_so(
+        self, flags: dict[str, str], give: str
+    ) -> None:
+        (refusal,) = told(flags, {}, {})
+        assert refusal.startswith("refused: --")
+        assert refusal.endswith(f": leave it out, or give {give}.")
         environ = {f"SHARDWISE_{name.upper()}": value for name, value in flags.items()}
-        assert "(environment) has no effect" in refused({}, environ, {})
+        (line,) = told({}, environ, {})
+        assert "(environment) has no effect here, w" in line
+
+    def test_what_the_script_says_of_one_engine_refuses_nothing(self) -> None:
+        (line,) = told({"shard_within": "host"}, {}, {"zero": 0})
+        assert line.startswith("shard_within=host (flag) has no effect here")
+
+    def test_what_a_run_knows_and_what_an_engine(self) -> None:
+        known = {need.name for need in config.OF_A_RUN}
+        assert known == {"sequence_parallel", "schedule", "stages"}
+        assert {need.name for need in config.OF_AN_ENGINE} == {"shard_within"}
+        with pytest.raises(ConfigError, match="pipeline is no setting of the engine"):
+            config.refuse_elsewhere({"pipeline": 2}, "engine")
 
     @pytest.mark.parametrize(
         ("flags", "environ", "keywords"),
@@ -134,7 +148,8 @@ class TestWithoutEffect:
             ({}, {}, {"schedule": "gpipe", "stages": "a"}),
             ({"pipeline": "1"}, {"SHARDWISE_SCHEDULE": "gpipe"}, {}),
             ({"timeout": "10"}, {}, {}),
-            ({"timeout": "10"}, {"SHARDWISE_WARN_AFTER": "20"}, {}),
+            ({"timeout": "10", "warn_after": "20"}, {}, {}),
+            ({"shard_within": "host"}, {}, {"zero": 2}),
             ({"shard_within": "host", "zero": "1"}, {}, {}),
             ({"shard_within": "host", "shard": "optimizer"}, {}, {}),
         ],
@@ -143,4 +158,4 @@ class TestWithoutEffect:
         self, flags: dict[str, str], environ: dict[str, str], keywords: dict[str, Any]
     ) -> None:
         """Also what a script says for another of its runs, and what is overridden."""
-        assert refused(flags, environ, keywords) == ""
+        assert told(flags, environ, keywords) == []

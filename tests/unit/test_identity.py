@@ -287,6 +287,8 @@ def test_contradictions_are_quoted(environ: dict[str, str], message: str) -> Non
         ("n[1-2,7],m03", ["n1", "n2", "n7", "m03"]),
         ("gpu[008-011]", ["gpu008", "gpu009", "gpu010", "gpu011"]),
         ("r[1-2]c[3,5]-ib", ["r1c3-ib", "r1c5-ib", "r2c3-ib", "r2c5-ib"]),
+        ("n[0000000001-0000000002]", ["n0000000001", "n0000000002"]),
+        ("n[9999999999]", ["n9999999999"]),
         ("a-b,c.d,e[9-10]", ["a-b", "c.d", "e9", "e10"]),
     ],
 )
@@ -294,7 +296,9 @@ def test_node_lists(text: str, names: list[str]) -> None:
     assert node_list.hosts(text) == names
 
 
-@pytest.mark.parametrize("text", ["", "n[1-2", "n1,,n2", "n[2-1]", "n[a]", "n[]", "n1]"])
+@pytest.mark.parametrize(
+    "text", ["", "n[1-2", "n1,,n2", "n[2-1]", "n[a]", "n[]", "n1]", f"n[{'9' * 5000}]"]
+)
 def test_what_is_no_node_list(text: str) -> None:
     with pytest.raises(LaunchError, match="list of nodes"):
         node_list.hosts(text)

@@ -22,7 +22,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--zero", "1", "--zero", "2"], "--zero is given twice"),
+        (["--stages", "a", "--stages", "b"], "--stages is given twice: give one list"),
+        (["-H", "a", "-H", "b"], "-H is given twice: give one list"),
         (["--ssh", "x"], "--ssh x has no effect in a run on this host alone"),
         (["--host-timeout", "20"], "--host-timeout 20.0 has no effect"),
         (["--rendezvous", "a:1"], "--rendezvous a:1 has no effect"),
@@ -45,6 +46,28 @@ def test_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixtu
     assert message in told.replace("\\\\", "\\")
     assert told.startswith("shardwise: ")
     assert told.count("\n") == 1
+
+
+def test_where_ranks_meet_is_the_users_in_a_slurm_allocation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    allocation = {"JOB_ID": "19", "JOB_NUM_NODES": "2", "JOB_NODELIST": "n[1-2]", "NTASKS": "2"}
+    for name, value in allocation.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    asked = ["run", "--dry-run", "-x", "MASTER_PORT=29500"]
+    assert cli.main([*asked, SCRIPT]) == 0
+    assert capsys.readouterr().out.startswith("srun --nodes=2 ")
+    for told_otherwise in (["--port", "29501"], ["-H", "n1"], ["--nnodes", "1"]):
+        assert cli.main([*asked, *told_otherwise, SCRIPT]) == 2
+        assert "shardwise run tells each rank who it is" in capsys.readouterr().err
+
+
+def test_of_a_flag_given_twice_the_last_one_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["-n", "2", "--zero", "1", "-n", "1", "--zero", "3"]
+    assert cli.main(["run", "--dry-run", *given, SCRIPT]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("1 rank on 1 host")
+    assert "settings: zero=3\n" in told
 
 
 def test_a_folder_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

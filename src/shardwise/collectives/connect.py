@@ -128,7 +128,7 @@ def _join(
     limit, is_torchs = timedelta(seconds=timeout), identity.launcher == "torchrun"
     if dist.is_initialized():
         _met = by_torch.adopt(identity, timeout)
-        if (made := dist.get_backend()) != backend:
+        if (made := _backend_for("cuda" if backend == "nccl" else "cpu")) != backend:
             raise LaunchError(
                 f"torch.distributed was initialised with {made} before sw.init, which takes "
                 f"{backend} here: call sw.init first, and leave init_process_group out."
@@ -159,6 +159,16 @@ def _join(
     if _met.is_open and identity.rank == 0:
         print(f"shardwise: {_open_words(identity)}", file=sys.stderr, flush=True)
     return Lookout(identity.rank, identity.size, _met.secret)
+
+
+def _backend_for(device: str) -> str:
+    """The backend that the default process group has for a kind of device; where the group has one
+    for each kind, it goes by the name "undefined" itself."""
+    one = dist.get_backend()
+    if one != "undefined":
+        return one
+    pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
+    return dict(pairs).get(device, one)
 
 
 def _open_words(identity: Identity) -> str:

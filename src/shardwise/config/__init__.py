@@ -9,7 +9,7 @@ SHARDWISE_<NAME> (for those who start with torchrun or srun), a TOML file, a key
 - effect.py: those that would change nothing
 """
 
-from shardwise.config.effect import refuse_idle
+from shardwise.config.effect import OF_A_RUN, OF_AN_ENGINE, idle
 from shardwise.config.settings import FIELDS, PRECISIONS, SCHEDULES, Settings, flag
 from shardwise.config.sources import (
     FILE,
@@ -37,6 +37,8 @@ __all__ = [
     "FLAGS_ALONE",
     "FLAGS_VARIABLE",
     "HOROVOD_TIMELINE",
+    "OF_AN_ENGINE",
+    "OF_A_RUN",
     "OF_THE_ENGINE",
     "PRECISIONS",
     "PREFIX",
@@ -45,10 +47,10 @@ __all__ = [
     "Source",
     "as_given",
     "flag",
+    "idle",
     "load",
     "parse",
     "refuse_elsewhere",
-    "refuse_idle",
     "resolve",
     "sources",
     "unknown_key",

@@ -1,23 +1,27 @@
-"""Settings that would change nothing, refused: who gave them meant them to. Pure."""
+"""Settings that would change nothing: who gave one as a flag meant it to. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from shardwise.config.settings import FIELDS, Settings, flag
-from shardwise.config.sources import FLAG, SCRIPT, Source
+from shardwise.config.sources import FLAG, OF_THE_ENGINE, SCRIPT, Source, as_given
 from shardwise.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Need:
-    """The setting `name` has an effect only where `holds`, which is up to the settings `by`."""
+    """The setting `name` has an effect only where `holds`, which is up to the settings `by`.
+
+    `where` says in words where it has none, `give` what it needs.
+    """
 
     name: str
     holds: Callable[[Settings], bool]
     by: tuple[str, ...]
-    words: str
+    where: str
+    give: str
 
 
 def _is_split(settings: Settings) -> bool:
@@ -32,34 +36,47 @@ def _is_sharded(settings: Settings) -> bool:
     return settings.placement.level > 0
 
 
-def _is_said_in_time(settings: Settings) -> bool:
-    return settings.warn_after < settings.timeout
-
-
-_PIPELINE = "without --pipeline P, the workers that share out the layers"
-NEEDS = (
-    Need("sequence_parallel", _is_split, ("tensor",), "without --tensor T"),
-    Need("schedule", _is_shared_out, ("pipeline",), _PIPELINE),
-    Need("stages", _is_shared_out, ("pipeline",), _PIPELINE),
-    Need("shard_within", _is_sharded, ("zero", "shard"), "where nothing is sharded (--zero 0)"),
-    Need("warn_after", _is_said_in_time, ("timeout",), "unless it is less than --timeout"),
+_PIPELINE = ("without --pipeline P, the workers that share out the layers", "--pipeline P")
+_ALL = (
+    Need("sequence_parallel", _is_split, ("tensor",), "without --tensor T", "--tensor T"),
+    Need("schedule", _is_shared_out, ("pipeline",), *_PIPELINE),
+    Need("stages", _is_shared_out, ("pipeline",), *_PIPELINE),
+    Need(
+        "shard_within",
+        _is_sharded,
+        ("zero", "shard"),
+        "where nothing is sharded (--zero 0)",
+        "--zero 1, 2 or 3",
+    ),
 )
 
+OF_A_RUN = tuple(need for need in _ALL if not OF_THE_ENGINE & set(need.by))
+"""What is known as soon as `sw.init` has its keywords."""
 
-def refuse_idle(found: Sequence[Source], settings: Settings) -> None:
-    """Raise ConfigError for one of `settings`, which come from `found` (strongest first), that
-    changes nothing.
+OF_AN_ENGINE = tuple(need for need in _ALL if OF_THE_ENGINE & set(need.by))
+"""What keywords of `sw.Engine` may still give an effect to."""
 
-    What a script says may have no effect in one of its runs, and what a stronger source takes the
-    effect from is overridden.
+
+def idle(found: Sequence[Source], settings: Settings, needs: Collection[Need]) -> list[str]:
+    """A line for each of `settings`, which come from `found` (strongest first), that lacks what it
+    `needs` here. Raises ConfigError where that is a flag.
+
+    Environments and files are shared by runs, so there it is a line. What a script says may have no
+    effect in one of its runs, and what a stronger source takes the effect from is overridden.
     """
-    for need in NEEDS:
+    lines = []
+    for need in needs:
         value = getattr(settings, need.name)
         if value == FIELDS[need.name].default or need.holds(settings):
             continue
         given, taken = _first(found, (need.name,)), _first(found, need.by)
-        if given is not None and (taken is None or given <= taken):
-            raise ConfigError(_words(need, value, found[given].name))
+        if given is None or (taken is not None and taken < given):
+            continue
+        source = found[given].name
+        if source == FLAG and not _is_the_scripts_choice(found, need):
+            raise ConfigError(_refusal(need, value))
+        lines.append(f"{as_given(need.name, value, source)} has no effect here, {need.where}.")
+    return lines
 
 
 def _first(found: Sequence[Source], names: Sequence[str]) -> int | None:
@@ -70,8 +87,13 @@ def _first(found: Sequence[Source], names: Sequence[str]) -> int | None:
     return None
 
 
-def _words(need: Need, value: object, source: str) -> str:
+def _is_the_scripts_choice(found: Sequence[Source], need: Need) -> bool:
+    """Whether the script says itself, maybe for one engine of several, what takes the effect."""
+    script = found[-1].values
+    return _first(found, need.by) is None and any(script.get(n) is not None for n in need.by)
+
+
+def _refusal(need: Need, value: object) -> str:
     said = ",".join(value) if isinstance(value, tuple) else value
     given = flag(need.name) if value is True else f"{flag(need.name)} {said}"
-    where = "" if source == FLAG else f" ({source})"
-    return f"{given}{where} has no effect {need.words}: leave it out, or give both."
+    return f"{given} has no effect {need.where}: leave it out, or give {need.give}."

@@ -86,6 +86,7 @@ _ELSEWHERE = {
     "transport": "sw.init",
     "exact": "sw.init",
     "tensor": "sw.init",
+    "pipeline": "sw.init",
     "rendezvous": "sw.init",
     "timeline": "sw.init",
     "micro_batch_size": "sw.Loader",

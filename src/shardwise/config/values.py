@@ -167,7 +167,7 @@ def as_text(value: Any, parse: Parse[Any]) -> str:
 
     Raises ValueError, in words, for what is no single value, nor a list of names for who takes one.
     """
-    if isinstance(value, list | tuple) and parse in _OF_SEVERAL:
+    if isinstance(value, list | tuple) and parse in OF_SEVERAL:
         if not all(isinstance(each, str) for each in value):
             raise ValueError("a list of names")
         value = ",".join(value)
@@ -192,7 +192,8 @@ def _float(text: str) -> float:
         return float("nan")
 
 
-_OF_SEVERAL = (states, patterns)
+OF_SEVERAL: tuple[Parse[Any], ...] = (states, patterns)
+"""What takes several names, with commas between them."""
 _OF_NAMES = (states, patterns, file, folder, rendezvous)
 
 

@@ -11,6 +11,7 @@ from shardwise import launch
 from shardwise.doctor import checks, findings, reach, speed
 from shardwise.doctor.checks import Check
 from shardwise.doctor.speed import Speed
+from shardwise.errors import ConfigError, LaunchError
 from shardwise.printable import printable
 from shardwise.watch import clocks
 from shardwise.world import World, enter
@@ -21,7 +22,12 @@ def main() -> int:
     try:
         world = enter(0, {}, reach.try_all)
     except reach.Unreachable as error:
-        return _say_who_is_unreachable(error)
+        return _say_what_is_wrong(error.lines)
+    except ConfigError as error:  # alike on all ranks, as settings are
+        return _say_what_is_wrong([str(error)])
+    except LaunchError as error:  # maybe of this rank alone
+        print(printable(f"wrong: {error}"), flush=True)
+        return 1
     hosts = _hosts(world)
     measured = _measured(world)
     faults = findings.faults(hosts)
@@ -30,10 +36,11 @@ def main() -> int:
     return 1 if faults and world.is_main else 0
 
 
-def _say_who_is_unreachable(error: reach.Unreachable) -> int:
+def _say_what_is_wrong(lines: list[str]) -> int:
+    """Rank 0 says what keeps all from joining; the exit code."""
     is_main = launch.detect(os.environ).rank == 0
-    for line in error.lines if is_main else ():
-        print(f"wrong: {line}", flush=True)
+    for line in lines if is_main else ():
+        print(printable(f"wrong: {line}"), flush=True)
     return int(is_main)
 
 

@@ -79,7 +79,7 @@ class Engine(Stepping):
     ) -> None:
         self.world = current_world()
         config.refuse_elsewhere(settings, "engine")
-        self.settings = self.world.settle(**settings)
+        self.settings = self.world.settle_engine(settings)
         self.placement = self.settings.placement
         self._number = self.world.engines
         self.world.engines += 1

@@ -58,7 +58,7 @@ Note = Mapping[str, str]
 _ACT_HERE_TOO = {"bucket_mb", "quiet"}
 """Settings of the engine that a script in Horovod's style heeds as well."""
 
-_IDLE = (config.OF_THE_ENGINE - _ACT_HERE_TOO) | {"tensor", "exact"}
+_IDLE = (config.OF_THE_ENGINE - _ACT_HERE_TOO) | {"tensor", "pipeline", "exact"}
 
 
 def without_effect(given: Mapping[str, tuple[Any, str]]) -> str:

@@ -11,15 +11,23 @@ from shardwise.errors import ConfigError
 
 class Flag(click.Option):
     """A flag with its place in the help: a group, the words of its left column, and whether it is
-    rare, so that only `--help-all` shows it."""
+    rare, so that only `--help-all` shows it; `listed` where its one value is a list."""
 
     def __init__(
-        self, names: list[str], *, group: str, shown: str, rare: bool = False, **options: Any
+        self,
+        names: list[str],
+        *,
+        group: str,
+        shown: str,
+        rare: bool = False,
+        listed: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(names, **options)
         self.group = group
         self.shown = shown
         self.rare = rare
+        self.listed = listed
 
 
 class Typed(click.ParamType):  # type: ignore[type-arg]
@@ -40,11 +48,15 @@ class Typed(click.ParamType):  # type: ignore[type-arg]
 
 
 def refuse_twice(order: Iterable[click.Parameter]) -> None:
-    """Raise ConfigError for a flag that comes twice in `order`, and takes one value."""
+    """Raise ConfigError for a list that comes twice in `order`: both may be meant.
+
+    Of other flags the last one holds, so that `shardwise run --zero 2 "$@"` can be overridden.
+    """
     seen: set[click.Parameter] = set()
     for flag in order:
-        if isinstance(flag, Flag) and flag in seen and not flag.multiple:
-            raise ConfigError(f"{flag.shown.split()[0]} is given twice: leave one out.")
+        if isinstance(flag, Flag) and flag in seen and flag.listed:
+            name = flag.shown.split()[0]
+            raise ConfigError(f"{name} is given twice: give one list, with commas.")
         seen.add(flag)
 
 
@@ -105,6 +117,7 @@ def _host_flags() -> Iterator[Flag]:
         ["hosts", "-H", "--host", "--hosts"],
         group="where",
         shown="-H HOST:N,...",
+        listed=True,
         help="hosts over ssh, and ranks on each: alice@node1:4,[fd00::2]:4",
     )
     yield Flag(
@@ -212,6 +225,7 @@ def _watch_flags() -> Iterator[Flag]:
         group="watch",
         shown="--show RANKS",
         rare=True,
+        listed=True,
         help="show only what these ranks say, such as 0,2-3",
     )
     yield Flag(

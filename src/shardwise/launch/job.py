@@ -49,9 +49,10 @@ class Job:
 
     @property
     def joins(self) -> bool:
-        """Whether its ranks are expected to call sw.init: Python that is not asked for its help."""
+        """Whether its ranks are expected to call sw.init: Python that is not asked for its help,
+        nor has another way to join them."""
         asks = "--help" in self.words[1:] or self.words[1:] == ("-h",)
-        return self.is_python and not asks
+        return self.is_python and not asks and not program.joins_itself(self.words[0])
 
     def console(self, environ: Mapping[str, str]) -> Console:
         """The screen that this run needs."""

@@ -8,6 +8,7 @@ from shardwise.config.values import MOST_RANKS
 from shardwise.errors import LaunchError
 
 _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
+_NUMBER = re.compile(r"0*\d{1,18}", re.ASCII)
 _HOST = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 
@@ -37,7 +38,7 @@ def _numbers(ranges: str, text: str) -> Iterator[str]:
     for one in ranges.split(","):
         low, dash, high = one.partition("-")
         high = high if dash else low
-        ends = [each.isascii() and each.isdigit() and len(each) < 10 for each in (low, high)]
+        ends = [_NUMBER.fullmatch(each) for each in (low, high)]
         if not all(ends) or not 0 <= int(high) - int(low) < MOST_RANKS:
             raise LaunchError(f"{one!r} in the list of nodes {text!r} is no number nor a range.")
         for number in range(int(low), int(high) + 1):

@@ -16,12 +16,20 @@ DRAWING = ("TERM", "COLORTERM", "NO_COLOR")
 """Variables of the terminal that rank 0 draws on, wherever it is."""
 
 
+MASTER = ("MASTER_ADDR", "MASTER_PORT")
+"""Where ranks meet that nobody told another place."""
+
+
 def variables(
-    environ: Mapping[str, str], asked: Collection[str], interface: str | None
+    environ: Mapping[str, str],
+    asked: Collection[str],
+    interface: str | None,
+    heeded: Collection[str] = (),
 ) -> dict[str, str]:
     """What `-x NAME` and `-x NAME=VALUE` ask for, settings of ours, the terminal and interface.
 
-    Raises LaunchError for a NAME that is not set here.
+    Raises LaunchError for a NAME that is not set here, or that a rank is told anyway, but for
+    those that are `heeded`.
     """
     found = {
         name: value
@@ -40,7 +48,8 @@ def variables(
             hint = f"Did you mean {near[0]}?" if near else f"Set it, or write -x {name}=VALUE."
             raise LaunchError(f"-x {name}: there is no such variable here. {hint}")
         told = value if given else environ[name]
-        if environment.is_foreign(name) or name == FLAGS_VARIABLE:
+        is_told = environment.is_foreign(name) or name == FLAGS_VARIABLE
+        if is_told and name not in heeded:
             raise LaunchError(
                 f"-x {name}: shardwise run tells each rank who it is, and sets {name} itself: "
                 "leave it out."

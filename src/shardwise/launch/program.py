@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import os
 import pkgutil
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from importlib.machinery import FileFinder, ModuleSpec
 from pathlib import Path
 
 from shardwise.errors import LaunchError
+
+_BY_TORCH = re.compile(r"torch\.distributed|torch import distributed|accelerate|lightning")
 
 
 def command(name: str, arguments: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
@@ -30,6 +33,27 @@ def command(name: str, arguments: tuple[str, ...], *, module: bool) -> tuple[str
 def is_script(name: str) -> bool:
     """Whether a program of this name is Python's to run."""
     return name.endswith(".py")
+
+
+def text_of(name: str) -> str:
+    """What stands in a Python script; "" for any other program, and where it cannot be read."""
+    if not is_script(name):
+        return ""
+    try:
+        return Path(name).read_text(errors="replace")
+    except OSError:  # `command` says what is wrong with it
+        return ""
+
+
+def joins_itself(name: str) -> bool:
+    """Whether a Python script names what joins ranks by the variables of torchrun, and not us."""
+    text = text_of(name)
+    return bool(_BY_TORCH.search(text)) and not names_us(text)
+
+
+def names_us(text: str) -> bool:
+    """Whether a script may be one for `sw.init` or `hvd.init`."""
+    return re.search("shardwise|horovod", text) is not None
 
 
 def _check_file(name: str) -> None:

@@ -70,14 +70,16 @@ class Asked:
 
 def run(asked: Asked) -> int:
     """Run what was asked for and return its exit code. Raises LaunchError when it cannot start."""
-    passed = passing.variables(os.environ, asked.pass_on, asked.interface)
     named = asked.hosts is not None or asked.hostfile is not None
+    by_srun = asked.nnodes is None and not named and srun.is_wanted(os.environ)
+    heeded = passing.MASTER if by_srun and not asked.port else ()
+    passed = passing.variables(os.environ, asked.pass_on, asked.interface, heeded)
     if asked.nnodes is not None:
         return _by_torch(asked, passed)
     for flag in ("node_rank", "rdzv_endpoint"):
         if getattr(asked, flag) is not None:
             raise LaunchError(f"--{flag.replace('_', '-')} needs --nnodes, the number of hosts.")
-    if not named and srun.is_wanted(os.environ):
+    if by_srun:
         return _by_srun(asked, passed)
     return _by_ourselves(asked, passed)
 

@@ -6,12 +6,13 @@ import os
 import sys
 from contextlib import suppress
 
-NAMES = {1: "output", 2: "error"}
-
 
 def make_sure() -> str:
     """Let nothing else be opened in the place of a stream that is closed: a closed input is an
-    empty one. Returns, as a sentence, which output is closed; "" where none is."""
+    empty one, and what goes to closed errors is lost.
+
+    Returns, as a sentence, that the output is closed; "" where it is not.
+    """
     closed = [fd for fd in (0, 1, 2) if not _is_open(fd)]
     for fd in closed:
         flags = os.O_RDONLY if fd == 0 else os.O_WRONLY
@@ -20,13 +21,13 @@ def make_sure() -> str:
             os.dup2(opened, fd)
             os.close(opened)
         os.set_inheritable(fd, True)
-    lost = [NAMES[fd] for fd in closed if fd in NAMES]
-    if not lost:
+    if 2 in closed:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+    if 1 not in closed:
         return ""
-    one = "" if len(lost) == 1 else "s"
     return (
-        f"standard {' and '.join(lost)} {'are' if one else 'is'} closed, where ranks and errors "
-        "are to be heard: lead it to a file, or to /dev/null."
+        "standard output is closed, where ranks are to be heard: lead it to a file, or to "
+        "/dev/null."
     )
 
 

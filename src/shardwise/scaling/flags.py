@@ -17,6 +17,7 @@ def own() -> Iterator[Flag]:
         ["sizes", "-n", "-np"],
         group="scale",
         shown="-n 1,2,4,8",
+        listed=True,
         type=Typed(values.counts),
         default="1,2,4,8",
         help="numbers of workers",
