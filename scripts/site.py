@@ -33,13 +33,18 @@ LINK = re.compile(
     r"^```.*?^```$|`[^`\n]+`(?!\])|\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", re.M | re.S
 )
 """A link, or code, in which there is none."""
+SHOWN = re.compile(r"^::: (\S+)(?:\n    options:\n      heading: (\S+))?", re.M)
+"""What a page of the reference shows, and the name that it has there."""
 COMMANDS = ("run", "doctor", "scale", "split", "checkpoint", "timeline")
 
 
 def on_pre_build(config: Any) -> None:
-    """Refuse a public name that has no docstring."""
-    if missing := sorted(set(_undocumented())):
+    """Refuse a public name that has no docstring, or that no page of the reference shows."""
+    package = griffe.load("shardwise", search_paths=[str(ROOT / "src")])
+    if missing := sorted(set(_undocumented(package))):
         raise PluginError(f"Public names without a docstring: {', '.join(missing)}")
+    if missing := sorted(set(_public(package)) - set(_shown(package))):
+        raise PluginError(f"Public names that no page of the reference has: {', '.join(missing)}")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -110,8 +115,23 @@ def _files(folder: Path) -> Iterator[str]:
             yield from _files(inner)
 
 
-def _undocumented() -> Iterator[str]:
-    package = griffe.load("shardwise", search_paths=[str(ROOT / "src")])
+def _public(package: Any) -> Iterator[str]:
+    """What users may name: `shardwise.Engine`, `shardwise.horovod.allreduce`, ..."""
+    for module in (package, package["horovod"]):
+        yield from (f"{module.path}.{name}" for name in module.exports if name[0] != "_")
+
+
+def _shown(package: Any) -> Iterator[str]:
+    """What the pages of the reference show; a module there shows its names for its package."""
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        for path, heading in SHOWN.findall(page.read_text()):
+            yield heading or path
+            thing = package[path.removeprefix("shardwise.")]
+            if thing.is_module:
+                yield from (f"{thing.parent.path}.{name}" for name in thing.exports or ())
+
+
+def _undocumented(package: Any) -> Iterator[str]:
     for module in (package, package["horovod"]):
         for name in module.exports or ():
             yield from _without_docstring(module[str(name)])

@@ -5,9 +5,12 @@ A block that a test cannot run says why in a comment above it: <!-- not run: nee
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -21,6 +24,7 @@ from tests.system.launcher import Launcher, script
 WITH_PYTHON = [document for document in DOCUMENTS if python_of(document)]
 PARALLEL = ROOT / "docs" / "parallel.md"
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+NUMBER = re.compile(r"\d+\.\d+")
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "SHARDWISE_EMA_DECAY": "0.9",
@@ -114,23 +118,34 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@contextmanager
+def on_scratch(command: list[str]) -> Iterator[list[str]]:
+    """The command with a folder on a disk, if it names /scratch; removed afterwards."""
+    if not any("/scratch" in word for word in command):
+        yield command
+        return
+    disk = on_a_disk() / "documents"
+    disk.mkdir()
+    try:
+        yield [word.replace("/scratch", str(disk)) for word in command]
+    finally:
+        shutil.rmtree(disk)
+
+
 def start(command: list[str], folder: Path, **settings: str) -> None:
     """Run a command of a document; `shardwise` is the one under test, a disk is a real folder."""
-    disk = on_a_disk() / "documents"
-    disk.mkdir(exist_ok=True)
-    words = [word.replace("/scratch", str(disk)) for word in command]
-    if words[0] == "shardwise":
-        words = [sys.executable, "-m", *words]
-    ran = subprocess.run(
-        words,
-        cwd=folder,
-        env=os.environ | SETTINGS | settings,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    shutil.rmtree(disk)
+    with on_scratch(command) as words:
+        if words[0] == "shardwise":
+            words = [sys.executable, "-m", *words]
+        ran = subprocess.run(
+            words,
+            cwd=folder,
+            env=os.environ | SETTINGS | settings,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
     assert ran.returncode == 0, f"{' '.join(command)}\n{ran.stdout}\n{ran.stderr}"
 
 
@@ -143,6 +158,21 @@ def test_the_front_page(folder: Path) -> None:
     assert commands[0][:2] == ["shardwise", "run"]
     for words in commands:
         start(words, folder)
+
+
+@pytest.mark.parametrize("column", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_the_losses_that_are_shown(shardwise: Launcher, column: int) -> None:
+    (shown,) = (b for b in blocks(ROOT / "docs" / "same_result.md") if "same_losses" in b.text)
+    command, *lines = (re.split(r" {3,}", line)[column] for line in shown.text.splitlines())
+    words = shlex.split(command.removeprefix("$ shardwise "))
+    ran = shardwise.run(*words[:-1], str(ROOT / words[-1]))
+    assert ran.code == 0, ran.err
+    said = [re.sub(r"^\[0\] ", "", line) for line in ran.out.splitlines()]
+    assert NUMBER.sub("", "\n".join(said)) == NUMBER.sub("", "\n".join(lines))
+    numbers = [float(number) for number in NUMBER.findall("\n".join(said))]
+    assert numbers == pytest.approx(
+        [float(number) for number in NUMBER.findall("\n".join(lines))], abs=1e-8
+    )
 
 
 @pytest.mark.full
