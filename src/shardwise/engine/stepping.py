@@ -157,11 +157,11 @@ class Stepping(Backwards):
         shown.show()
         try:
             yield
+            used = shown.take()
         except BaseException:
             with suppress(CollectiveError):  # the first error is the one to show
                 self._abandon()
             raise
-        used = shown.take()
         self._states.gradients.guard()
         copies = self._recipe.sharding.copies
         squared = squared_norm(self._parts, self._states.gradients, self._group, copies)
