@@ -91,6 +91,39 @@ def test_what_lbfgs_cannot_be_had_with(group):
         group(1)(closure_case, "lbfgs", {"precision": "bf16"}, False)
 
 
+def not_finite_case(world, settings):
+    model = made()[0].float()
+    scaler = torch.amp.GradScaler("cpu") if settings.pop("scaled", False) else None
+    optimizer = lbfgs(model)
+    engine = sw.Engine(model, optimizer, scaler=scaler, **settings)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure():
+        loss = model(torch.ones(2, 5)).mean() * torch.nan
+        engine.backward(loss)
+        return loss
+
+    try:
+        engine.step(closure=closure)
+    finally:
+        assert all(map(torch.equal, before, model.parameters()))
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"nonfinite": "skip"}, "with --nonfinite skip: LBFGS moves parameters between"),
+        ({"precision": "fp16-mixed"}, "with a loss scale: LBFGS moves parameters between"),
+        ({"scaled": True}, "with a loss scale: LBFGS moves parameters between"),
+        ({}, "the gradient is not finite in 0.bias, 0.weight"),
+    ],
+)
+def test_what_is_not_finite_moves_no_parameter(group, settings, told):
+    with pytest.raises(RankFailed, match=told):
+        group(1)(not_finite_case, settings)
+
+
 def habits_case(world):
     model, x, y = made()
     engine = sw.Engine(model, lbfgs(model))

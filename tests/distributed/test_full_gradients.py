@@ -183,6 +183,79 @@ def test_ranks_that_write_differently_stay_alike(group):
     assert all(map(torch.equal, first, second))
 
 
+def traceless_case(world, zero, way):
+    """The gradient is +1, -1, +1, -1 (or its half), so that a change is to its own opposite."""
+    weight = nn.Linear(4, 1, bias=False)
+    model = nn.Sequential(weight)
+    start = weight.weight.detach().clone()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=1.0), zero=zero)
+    x = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
+    engine.backward(model(x).sum())
+    with engine.full_gradients():
+        if way == "exchanged":
+            weight.weight.grad.data = weight.weight.grad.flip(1)
+        elif way == "numpy":
+            weight.weight.grad.numpy()[...] *= -1.0
+        else:
+            weight.weight.grad.data.neg_()
+    engine.step()
+    (value,) = whole(engine, model)
+    engine.close()
+    torch.testing.assert_close(value, start + x)
+
+
+@pytest.mark.parametrize("way", ["data", "numpy", "exchanged"])
+def test_writes_that_count_no_version_count(group, way):
+    """Here the sum of the bits stays as it was, too."""
+    group(2)(traceless_case, 2, way)
+
+
+def untouched_case(world, zero):
+    """The momentum is the sum of the gradients, here wider than the shown ones of 16 bits."""
+    found = []
+    for touches in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=1.0)
+        engine = sw.Engine(model, optimizer, precision="bf16", zero=zero)
+        x = torch.randn(12, 4).bfloat16()
+        for _ in range(2):
+            for rows in x.split([5, 7]):
+                engine.backward(model(rows).square().mean(), weight=len(rows))
+            with engine.full_gradients():
+                if touches:
+                    model[2].bias.grad.mul_(1.0)
+            engine.step()
+        state = engine.optimizer_state_dict()["state"]
+        found.append([state[number]["momentum_buffer"].clone() for number in range(3)])
+        engine.close()
+    return all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_what_is_not_touched_keeps_its_bits(group, zero):
+    assert group(2)(untouched_case, zero) == [True, True]
+
+
+def sparse_case(world):
+    model, x, y = made()
+    engine = sw.Engine(model, adam(model))
+    engine.backward(loss_of(model, x, y))
+    with (
+        pytest.raises(UsageError, match=r"the gradient of 0.0.weight is sparse"),
+        engine.full_gradients(),
+    ):
+        model[0][0].weight.grad = model[0][0].weight.grad.to_sparse()
+    assert model[0][0].weight.grad is None
+    engine.backward(loss_of(model, x, y))
+    assert not engine.step().skipped
+    engine.close()
+
+
+def test_a_sparse_gradient_leaves_no_half_of_a_step(group):
+    group(1)(sparse_case)
+
+
 def sharpness(model, x, y, radius, backward, gradients, writes, forget):
     """SAM: the gradient at the worst point nearby, applied here."""
     backward(loss_of(model, x, y))

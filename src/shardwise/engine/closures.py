@@ -8,8 +8,9 @@ from shardwise.engine.window import Window
 from shardwise.errors import UsageError
 
 
-def check(recipe: Recipe, states: States, window: Window) -> None:
-    """Raise UsageError where a step cannot be made with a closure."""
+def check(recipe: Recipe, states: States, window: Window, *, scaled: bool) -> None:
+    """Raise UsageError where a step cannot be made with a closure; `scaled` where there is a loss
+    scale."""
     if window.backwards:
         raise UsageError(
             "engine.step(closure=...) after engine.backward: the closure makes the backwards of "
@@ -29,6 +30,26 @@ def check(recipe: Recipe, states: States, window: Window) -> None:
         raise UsageError(
             f"{names} calls the closure between its own updates, and 16-bit parameters follow "
             "their masters only when all is done. Write --precision fp32 or bf16-mixed."
+        )
+    _check_no_skips(names, recipe.settings.nonfinite, scaled=scaled)
+
+
+def _check_no_skips(names: str, nonfinite: str, *, scaled: bool) -> None:
+    """Raise UsageError where steps may be skipped: parameters have moved at the second evaluation,
+    and the optimizer would go on with what is not finite."""
+    why = (
+        f"{names} moves parameters between evaluations, so a step cannot be skipped when one of "
+        "them has no finite gradient."
+    )
+    if scaled:
+        raise UsageError(
+            f"engine.step(closure=...) with a loss scale: {why} Write --precision fp32 or "
+            "bf16-mixed, without a GradScaler."
+        )
+    if nonfinite == "skip":
+        raise UsageError(
+            f"engine.step(closure=...) with --nonfinite skip: {why} Write --nonfinite stop, which "
+            "says where it comes from."
         )
 
 

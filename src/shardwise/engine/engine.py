@@ -294,7 +294,9 @@ class Engine(Stepping):
             state = self._recipe.run.gather_objects(state if self.world.is_main else None)[0]
         if state is None:
             raise UsageError("engine.load_optimizer_state_dict takes a state_dict on rank 0.")
-        self._held.take_state(access.only(self._recipe, optimizer), state)
+        face = access.only(self._recipe, optimizer)
+        self._held.check_state(face, state)
+        self._held.take_state(face, state)
 
     def describe(self) -> None:
         """Print, on rank 0, a table of units and buckets with the bytes per rank and tier."""

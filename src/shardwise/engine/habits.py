@@ -133,11 +133,13 @@ class Keeper:
     """What stands behind an optimizer that an engine has: bound methods, held weakly.
 
     `welcome` is called with each parameter group that is added to it. On one worker, `told` has
-    its state_dict and `take` has it take another; on several both are the engine's own calls.
+    its state_dict, `check` refuses another, before anything is changed, and `take` has it take
+    that; on several these are the engine's own calls.
     """
 
     welcome: WeakMethod[Callable[[dict[str, Any]], None]]
     told: WeakMethod[Callable[[optim.Optimizer], dict[str, Any]]]
+    check: WeakMethod[Callable[[optim.Optimizer, dict[str, Any]], None]]
     take: WeakMethod[Callable[[optim.Optimizer, dict[str, Any]], None]]
     alone: bool
 
@@ -174,6 +176,8 @@ def _lent(optimizer: optim.Optimizer, keeper: Keeper) -> list[RemovableHandle]:
         return None if told is None else state | told(face)
 
     def keep(face: optim.Optimizer, state: dict[str, Any]) -> None:
+        if (check := keeper.check()) is not None:
+            check(face, state)
         given[:] = [state]
 
     def take(face: optim.Optimizer) -> None:

@@ -7,33 +7,36 @@ from typing import Any
 
 from torch import Tensor, nn, optim
 
-from shardwise.errors import CheckpointMismatch
-from shardwise.states.optimizer_kind import ELEMENTWISE, placed
+from shardwise.states.optimizer_kind import placed, state_shape
 
 
-def check(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointMismatch unless `state` is one of an optimizer with the same groups."""
+def misfit(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
+    """Why `state` is none of an optimizer with the same groups over tensors of the same shapes."""
     name = type(optimizer).__name__
     if not {"state", "param_groups"} <= set(state):
-        raise CheckpointMismatch(
+        return (
             f"This is no state_dict of an optimizer, which has state and param_groups: it has "
             f"{', '.join(map(str, state)) or 'nothing'}."
         )
     theirs = [len(group["params"]) for group in state["param_groups"]]
     ours = [len(group["params"]) for group in optimizer.param_groups]
     if theirs != ours:
-        raise CheckpointMismatch(
+        return (
             f"This state_dict has parameter groups of {theirs} parameters, and {name} has {ours}. "
             "Build the optimizer over the same parameters, in the same groups."
         )
     for parameter, entries in _by_parameter(optimizer, state).items():
         for key, value in entries.items():
-            odd = isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape
-            if odd and type(optimizer) in ELEMENTWISE:
-                raise CheckpointMismatch(
+            if not isinstance(value, Tensor) or not value.ndim:
+                continue
+            known = state_shape(type(optimizer), key, parameter.shape)
+            if known is not None and tuple(value.shape) != known:
+                return (
                     f"{key} of a parameter of shape {tuple(parameter.shape)} has the shape "
-                    f"{tuple(value.shape)} in this state_dict: it is another model's."
+                    f"{tuple(value.shape)} in this state_dict, where {name} has {known}: it is "
+                    "another model's."
                 )
+    return None
 
 
 def give(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:

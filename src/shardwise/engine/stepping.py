@@ -63,7 +63,8 @@ class Stepping(Backwards):
         if max_norm is not None and not max_norm > 0:
             raise UsageError(f"max_norm takes a number above 0, not {max_norm}.")
         if closure is not None:
-            closures.check(self._recipe, self._states, self._window)
+            scaled = self._scale.active
+            closures.check(self._recipe, self._states, self._window, scaled=scaled)
             if closures.asks_often(self._states):
                 return self._step_often(closure, max_norm)
             with torch.enable_grad():
@@ -157,11 +158,11 @@ class Stepping(Backwards):
         shown.show()
         try:
             yield
+            used = shown.take()
         except BaseException:
             with suppress(CollectiveError):  # the first error is the one to show
                 self._abandon()
             raise
-        used = shown.take()
         self._states.gradients.guard()
         copies = self._recipe.sharding.copies
         squared = squared_norm(self._parts, self._states.gradients, self._group, copies)

@@ -16,11 +16,12 @@ from shardwise.engine import (
     habits,
     optimizer_states,
     pipelining,
+    saving,
     splitting,
     starting,
 )
 from shardwise.engine.recipe import Recipe
-from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.errors import CheckpointMismatch, ConfigError, ModelError, UsageError
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.activations import Activations
 from shardwise.model.buffers import Buffers
@@ -79,6 +80,7 @@ class Takeover:
         keeper = habits.Keeper(
             WeakMethod(self._welcome),
             WeakMethod(self.told_state),
+            WeakMethod(self.check_state),
             WeakMethod(self.take_state),
             alone=world.size == 1,
         )
@@ -99,6 +101,17 @@ class Takeover:
         self._shape = self.recipe.shape()
         follow = WeakMethod(self.follow_changes)
         self.recipe.doors.before = lambda: (call := follow()) and call()
+
+    def _lay_anew(
+        self,
+        masters: Mapping[nn.Parameter, Tensor],
+        averages: Mapping[nn.Parameter, Tensor] | None,
+    ) -> None:
+        """Lay them again; gradients that had become wide stay so."""
+        wide = self.states.gradients.wide
+        self._lay(masters, averages)
+        if wide:
+            self.states.gradients.widen()
 
     # -- making ready ---------------------------------------------------------------------
 
@@ -255,24 +268,28 @@ class Takeover:
             )
         alike.check_same_model(self.recipe)
         self.buffers.meet(self._synchronised)
-        self._lay(*assembly.disassemble(self.recipe, self.states))
+        self._lay_anew(*assembly.disassemble(self.recipe, self.states))
 
     def told_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """The state_dict that `optimizer` would have in one process. Collective."""
         return access.optimizer_state_dict(self.recipe, self.states, optimizer)
 
-    def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Let `optimizer` go on from `state`, a plain state_dict. Collective."""
+    def check_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Raise, on all ranks alike, unless `optimizer` can go on from `state` now. Collective."""
         if self._in_step():
             raise UsageError(
                 f"{type(optimizer).__name__}.load_state_dict between engine.backward and "
                 "engine.step: load it after the step."
             )
         self.look_for_changes()
-        optimizer_states.check(optimizer, state)
+        failure = optimizer_states.misfit(optimizer, state)
+        saving.agree(self.recipe.run, failure, CheckpointMismatch)
+
+    def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""
         masters, averages = assembly.disassemble(self.recipe, self.states)
         optimizer_states.give(optimizer, state)
-        self._lay(masters, averages)
+        self._lay_anew(masters, averages)
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
         """Lay out anew where one of the parameters `names` is frozen and has no average, though
@@ -290,7 +307,7 @@ class Takeover:
         if not any(self.recipe.run.gather_objects(bool(lacking))):
             return False
         masters, averages = assembly.disassemble(self.recipe, self.states)
-        self._lay(masters, (averages or {}) | lacking)
+        self._lay_anew(masters, (averages or {}) | lacking)
         return True
 
     def end(self) -> None:

@@ -24,6 +24,17 @@ BY_TENSOR = (optim.Adafactor, optim.Muon)
 """Those that update each tensor by itself, and need the whole of it."""
 
 
+def state_shape(
+    made_by: type[optim.Optimizer], key: str, shape: Sequence[int]
+) -> tuple[int, ...] | None:
+    """The shape that entry `key` of the state of a tensor of `shape` has by one of torch's own
+    optimizers, where it is not one number; None where that is not known."""
+    if made_by is optim.Adafactor and len(shape) > 1 and key in ("row_var", "col_var"):
+        *ahead, rows, columns = shape
+        return (*ahead, rows, 1) if key == "row_var" else (*ahead, 1, columns)
+    return tuple(shape) if made_by in (*ELEMENTWISE, *BY_TENSOR) else None
+
+
 @dataclass(frozen=True)
 class Kind:
     """`elementwise`: may be cut anywhere. `separable`: tensors do not look at each other. `known`:

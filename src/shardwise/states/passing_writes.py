@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shardwise.states.bits import total
 from shardwise.states.slab import Slab
 
 FIRST = 9
@@ -52,11 +53,5 @@ class PassingWrites:
 
 def _sums(slab: Slab, flat: Tensor) -> list[int]:
     """By slot, the sum of the parameter's bits as integers, modulo 2^64."""
-    bytes_ = min(flat.element_size(), 8)
-    integers, scale = flat.view(_INTEGERS[bytes_]), flat.element_size() // bytes_
-    sums = [integers[slot.start * scale : slot.end * scale].sum() for slot in slab.bucket.slots]
+    sums = [total(flat[slot.start : slot.end]) for slot in slab.bucket.slots]
     return torch.stack(sums).tolist() if sums else []
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By their bytes."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
+from shardwise.states.bits import fingerprint
 from shardwise.states.gradients import Gradients
 from shardwise.states.holdings import gathered
 from shardwise.states.parameters import Parameters
@@ -23,14 +24,22 @@ from shardwise.states.resting import unguarded
 
 @dataclass(frozen=True)
 class _Shown:
-    """A parameter's gradient as it was shown, and its version then."""
+    """A parameter's gradient as it was shown; its version and its bits then."""
 
-    grad: Tensor | None
+    grad: Tensor
     version: int
+    bits: Tensor
+
+    @classmethod
+    def of(cls, grad: Tensor) -> _Shown:
+        return cls(grad, grad._version, fingerprint(grad))
 
     def is_changed(self, now: Tensor | None) -> bool:
-        """Whether `now` is another tensor, or has been written to."""
-        return now is not self.grad or (now is not None and now._version != self.version)
+        """Whether `now` is another tensor, or has been written to: `.data` and `.numpy()` leave
+        no trace but the bits."""
+        if now is not self.grad or now._version != self.version:
+            return True
+        return bool(fingerprint(now) != self.bits)
 
 
 class WholeGradients:
@@ -58,6 +67,7 @@ class WholeGradients:
         self._used = used
         self._factor = factor
         self._shown: dict[int, _Shown] = {}
+        """Of rank 0, whose gradients count; None was shown where there is none."""
 
     @torch.no_grad()
     def show(self) -> None:
@@ -75,7 +85,8 @@ class WholeGradients:
             grad = tracked.view(flat, start).to(tracked.dtype)
         with unguarded():
             tracked.parameter.grad = grad
-        self._shown[index] = _Shown(grad, 0 if grad is None else grad._version)
+        if grad is not None and self._run.rank == 0:
+            self._shown[index] = _Shown.of(grad)
 
     @torch.no_grad()
     def take(self) -> list[bool]:
@@ -85,8 +96,8 @@ class WholeGradients:
         """
         with unguarded():
             grads = [tracked.parameter.grad for tracked in self._tracked]
-        changed = [self._shown[index].is_changed(grad) for index, grad in enumerate(grads)]
         self._check(grads)
+        changed = [self._is_changed(index, grad) for index, grad in enumerate(grads)]
         used = [grad is not None for grad in grads]
         changed, used = self._run.gather_plain([changed, used])[0]
         taken = [
@@ -95,7 +106,7 @@ class WholeGradients:
             if any(changed[slot.parameter] for slot in rest.bucket.slots)
         ]
         for rest in taken:
-            self._take(rest, grads)
+            self._take(rest, grads, changed)
         self._gradients.norms.renew([rest.index for rest in taken])
         return list(used)
 
@@ -113,13 +124,25 @@ class WholeGradients:
                 "gradients there."
             )
 
-    def _take(self, rest: Rest, grads: Sequence[Tensor | None]) -> None:
+    def _is_changed(self, index: int, grad: Tensor | None) -> bool:
+        """Whether a gradient is another than was shown; of rank 0, which is the one asked."""
+        shown = self._shown.get(index)
+        return grad is not None if shown is None else shown.is_changed(grad)
+
+    def _take(self, rest: Rest, grads: Sequence[Tensor | None], changed: Sequence[bool]) -> None:
+        """Write the changed ones of a bucket into its sums; the others keep all of their bits."""
         dtype, device = rest.reduced.dtype, rest.kind[1]
         flat = torch.zeros(rest.bucket.numel, dtype=dtype, device=device)
         for slot in rest.bucket.slots:
-            if (grad := grads[slot.parameter]) is not None:
+            grad = grads[slot.parameter]
+            if changed[slot.parameter] and grad is not None:
                 view = self._tracked[slot.parameter].view(flat, slot.start)
                 view.copy_(grad.to(dtype) / self._factor)
         if self._run.size > 1:
             self._run.broadcast(flat).wait()
-        rest.reduced.store(flat[slice(*rest.own)].to(rest.reduced.device))
+        sums = rest.reduced.loaded()
+        for piece in rest.bucket.pieces(*rest.own):
+            if changed[piece.parameter]:
+                part = sums[piece.start - rest.own[0] : piece.end - rest.own[0]]
+                part.copy_(flat[piece.start : piece.end])
+        rest.reduced.store(sums)
