@@ -1,6 +1,7 @@
 """Asked to end in a loop in which several engines step."""
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,19 +10,33 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import preemption
+from shardwise.engine import Engine
 from shardwise.world import World
 
 
-def test_the_body_of_a_loop_is_finished_first(
-    solo: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second engine makes all of its steps of a batch, as after a resume it would not."""
+@pytest.fixture
+def engines(solo: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
     monkeypatch.setattr(preemption, "SIGNALS", ())  # no handlers in this process
     models = [nn.Linear(2, 1), nn.Linear(2, 1)]
-    engines = [
+    made = [
         sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
         for model in models
     ]
+    yield made
+    for engine in made:
+        engine.close()
+
+
+def step(engine: Engine) -> None:
+    (model,) = engine._recipe.models
+    engine.backward(model(torch.ones(4, 2)).mean())
+    engine.step()
+
+
+def test_the_body_of_a_loop_is_finished_first(
+    solo: World, tmp_path: Path, engines: list[Engine]
+) -> None:
+    """The second engine makes all of its steps of a batch, as after a resume it would not."""
     both = sw.Engines(first=engines[0], second=engines[1])
     both.save(tmp_path)
     solo.preemption.asked = signal.SIGTERM
@@ -29,14 +44,32 @@ def test_the_body_of_a_loop_is_finished_first(
     engines[0].track(loader=loader)
 
     def train() -> None:
-        for (x,) in loader:
+        for _ in loader:
             for number in (0, 1, 1):
-                engines[number].backward(models[number](x).mean())
-                engines[number].step()
+                step(engines[number])
 
     with pytest.raises(SystemExit):
         train()
     assert [engine.steps for engine in engines] == [1, 2]
     assert (tmp_path / "together-2.json").is_file()
+
+
+def test_who_has_not_stepped_is_saved_again(
+    solo: World, tmp_path: Path, engines: list[Engine]
+) -> None:
+    """What it tracks has moved on with the steps of the other."""
+    both, seen = sw.Engines(first=engines[0], second=engines[1]), {"batches": 0}
+    engines[1].track(seen=seen)
+    both.resume(tmp_path)
     for engine in engines:
-        engine.close()
+        step(engine)
+    both.save(tmp_path)
+    solo.preemption.asked = signal.SIGTERM
+    step(engines[0])
+    seen["batches"] = 7
+    with pytest.raises(SystemExit):
+        step(engines[0])
+    seen["batches"] = 0
+    both.resume(tmp_path)
+    assert [engine.steps for engine in engines] == [2, 1]
+    assert seen == {"batches": 7}
