@@ -33,6 +33,7 @@ class CommonDraws:
         self._batch: object = None
         self._starts: list[GeneratorStates] = []
         self._calls = 0
+        self._boundary: GeneratorStates | None = None
         self.used = False
         """Whether anything was drawn from it, or it was taken up from a checkpoint."""
 
@@ -111,6 +112,16 @@ class CommonDraws:
             if moves and apart:
                 self._end = end
             (before if apart or not moves else end).restore(self._device)
+
+    # -- at a step boundary -----------------------------------------------------------------
+
+    def mark_boundary(self) -> None:
+        """Know where the stream is after the step that was just made."""
+        self._boundary = self._end
+
+    def go_back_to_boundary(self) -> None:
+        """Undo what was drawn since, for a step that will not follow."""
+        self._end = self._boundary or self._end
 
     # -- in a checkpoint --------------------------------------------------------------------
 

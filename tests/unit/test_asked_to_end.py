@@ -73,3 +73,55 @@ def test_who_has_not_stepped_is_saved_again(
     both.resume(tmp_path)
     assert [engine.steps for engine in engines] == [2, 1]
     assert seen == {"batches": 7}
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_what_was_drawn_for_a_step_that_did_not_follow(
+    solo: World, tmp_path: Path, engines: list[Engine], shares: bool
+) -> None:
+    """Without a Loader a draw of the step after comes again with the resume."""
+    (engine, _), drawn = engines, []
+    engine.resume(tmp_path)
+
+    def train(until: int) -> None:
+        while engine.steps < until:
+            with solo.alike():
+                drawn.append(torch.rand(1).item())
+            if shares:
+                solo.share(torch.ones(4, 2))
+            step(engine)
+
+    train(1)
+    solo.preemption.asked = signal.SIGTERM
+    with pytest.raises(SystemExit):
+        train(9)
+    solo.preemption.asked = solo.preemption.agreed = 0
+    engine.resume(tmp_path)
+    assert engine.steps == 2
+    train(3)
+    assert len(drawn) == 4
+    assert drawn[2] == drawn[3]
+
+
+def test_what_was_drawn_between_two_loops_counts(
+    solo: World, tmp_path: Path, engines: list[Engine]
+) -> None:
+    (engine, _), drawn = engines, []
+    loader = sw.Loader(torch.utils.data.TensorDataset(torch.ones(4, 2)), batch_size=4)
+    engine.track(loader=loader)
+    engine.resume(tmp_path)
+
+    def epoch() -> None:
+        for _ in loader:
+            step(engine)
+        with solo.alike():
+            drawn.append(torch.rand(1).item())
+
+    solo.preemption.asked = signal.SIGTERM
+    epoch()
+    with pytest.raises(SystemExit):
+        epoch()
+    solo.preemption.asked = solo.preemption.agreed = 0
+    engine.resume(tmp_path)
+    epoch()
+    assert drawn[0] != drawn[1]

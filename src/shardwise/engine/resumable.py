@@ -217,8 +217,7 @@ class Resumable(ABC):
     def _leave_if_asked(self) -> None:
         """In a loop that no Loader feeds: the forward that came before counts for nothing. With a
         Loader the body of the loop is finished first: other engines may step in it too."""
-        loops = (stream for stream in self.world.feed.training_streams() if not stream.passing)
-        if self._agreed_here and not any(loops):
+        if self._agreed_here and not self.world.feed.in_loop():
             self.world.preemption.leave_between_steps()
 
     def _save_at_the_end(self) -> Path:
