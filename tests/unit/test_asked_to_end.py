@@ -1,36 +1,17 @@
 """Asked to end in a loop in which several engines step."""
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import shardwise as sw
-from shardwise import preemption
 from shardwise.engine import Engine
 from shardwise.world import World
+from tests.unit.two_engines import engines, step
 
-
-@pytest.fixture
-def engines(solo: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
-    monkeypatch.setattr(preemption, "SIGNALS", ())  # no handlers in this process
-    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
-    made = [
-        sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
-        for model in models
-    ]
-    yield made
-    for engine in made:
-        engine.close()
-
-
-def step(engine: Engine) -> None:
-    (model,) = engine._recipe.models
-    engine.backward(model(torch.ones(4, 2)).mean())
-    engine.step()
+__all__ = ["engines"]
 
 
 def test_the_body_of_a_loop_is_finished_first(

@@ -96,6 +96,19 @@ class Resumable(ABC):
         `--save-failure continue` that is said, and this returns None); UsageError between backward
         and step or inside `ema()`. With `--trial` nothing is written.
         """
+        path = self._save(folder, keep, background=background, split_gb=split_gb)
+        self.world.preemption.leave_between_steps()
+        return path
+
+    def _save(
+        self,
+        folder: str | PathLike[str],
+        keep: int | None,
+        *,
+        background: bool = False,
+        split_gb: float = 5.0,
+    ) -> Path | None:
+        """The same, and go on even where this process is asked to end."""
         self._refuse_in_step("engine.save")
         home, split = Path(folder), int(split_gb * 1e9)
         if self.world.settings.trial:
@@ -111,7 +124,6 @@ class Resumable(ABC):
         if self._home in (None, home) or not self._resumes:
             self._settle_in(home, _Habit(keep, split))
             self._saved = None if background or path is None else self._moment()
-        self.world.preemption.leave_between_steps()
         return path
 
     def resume(self, folder: str | PathLike[str]) -> int:
