@@ -126,8 +126,8 @@ class CommonDraws:
     # -- in a checkpoint --------------------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
-        """Where the stream is, as JSON; None where nobody has drawn from it."""
-        return self._now().plain() if self.used else None
+        """Where the stream is, as JSON; None before training where nobody has drawn from it."""
+        return self._now().plain() if self.used or self._end is not None else None
 
     def restore(self, end: GeneratorStates) -> None:
         """Go on from `end`."""

@@ -166,6 +166,26 @@ def test_a_checkpoint_goes_on_with_it(group, tmp_path):
     assert [[*a, *b, *c] for a, b, c in zip(*resumed, strict=True)] == wanted[2:]
 
 
+def late_case(world, folder, stops):
+    """A run whose first draw comes after the checkpoint."""
+    begin(world, 5 if stops else 77)
+    model = nn.Linear(2, 2)
+    engine = engine_of(model)
+    if stops:
+        engine.backward(model(torch.ones(3, 2)).mean())
+        engine.step()
+        engine.save(folder)
+    else:
+        engine.resume(folder)
+    drawn = world.draw(lambda n: torch.randn(n), rows=4)
+    engine.close()
+    return drawn.tolist()
+
+
+def test_a_checkpoint_knows_of_draws_to_come(group, tmp_path):
+    assert group(2)(late_case, tmp_path, True) == group(2)(late_case, tmp_path, False)
+
+
 def refused_case(world):
     begin(world, 1)
     with pytest.raises(DataError, match=r"world.draw\(make, rows=n\)"):
