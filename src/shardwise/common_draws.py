@@ -34,6 +34,8 @@ class CommonDraws:
         self._starts: list[GeneratorStates] = []
         self._calls = 0
         self._boundary: GeneratorStates | None = None
+        self._is_one = False
+        """Whether all ranks are known to have it from now on, whatever they draw besides."""
         self.used = False
         """Whether anything was drawn from it, or it was taken up from a checkpoint."""
 
@@ -68,6 +70,23 @@ class CommonDraws:
             self._end = GeneratorStates.now(self._device)
 
     # -- what is drawn alike ----------------------------------------------------------------
+
+    def meet(self, gather: Callable[[Any], list[Any]]) -> bool:
+        """Take rank 0's stream where those of the ranks differ; returns whether they did.
+
+        `gather` gives every rank's value to all. Collective until all ranks draw for themselves:
+        before, whatever one of them draws alone takes it away from the others.
+        """
+        if self._is_one:
+            return False
+        apart, mine = self._end is not None, self._now()
+        told = gather((apart, mine.digest()))
+        if len({digest for _, digest in told}) == 1:
+            self._is_one = all(each for each, _ in told)
+            return False
+        first, *_ = gather(mine.plain())
+        self._end, self._is_one = GeneratorStates.of_plain(first), True
+        return True
 
     def draw(self, make: Callable[[], T], *, step: object, batch: object, goes_on: bool) -> T:
         """What `make` draws from the stream, alike on all ranks.
