@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import config
 from shardwise import rows as rows_module
+from shardwise.collectives.base import Collectives
 from shardwise.common_draws import CommonDraws
 from shardwise.errors import DataError, UsageError
 from shardwise.feed import Batch, Feed, Plan
@@ -21,12 +23,19 @@ from shardwise.step_log import StepLog
 
 T = TypeVar("T")
 
+_LOST = (
+    "shardwise: before training some workers drew what others did not, or ran a forward with "
+    "gradients alone, so what is drawn in common goes on from worker 0's place. Let all workers "
+    "draw the same up to the first batch, and run what is one worker's alone under torch.no_grad()."
+)
+
 
 class BatchRows(ABC):
     """The part of a world that shares out batches, and what is drawn for them."""
 
     device: torch.device
     settings: config.Settings
+    collectives: Collectives
     feed: Feed
     draws: CommonDraws
     step_log: StepLog
@@ -85,6 +94,7 @@ class BatchRows(ABC):
         self._check_draws_once("world.draw")
         batch = self.feed.current
         total, (first, end) = self._place(batch, rows)
+        self._meet()
         whole = self.draws.draw(
             lambda: make(total),
             step=None if batch is None else batch.step,
@@ -108,8 +118,14 @@ class BatchRows(ABC):
         own. Checkpoints go on with it. Every rank enters it, as often as the others.
         """
         self._check_draws_once("world.alike")
+        self._meet()
         with self.draws.alike():
             yield
+
+    def _meet(self) -> None:
+        """Let all ranks draw from one place, and say where they have lost each other."""
+        if self.draws.meet(self.collectives.gather_objects) and self.collectives.rank == 0:
+            print(_LOST, file=sys.stderr, flush=True)
 
     def _check_draws_once(self, call: str) -> None:
         """Raise UsageError where not all ranks come to `call`, or this one comes twice."""

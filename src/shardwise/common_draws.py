@@ -33,6 +33,9 @@ class CommonDraws:
         self._batch: object = None
         self._starts: list[GeneratorStates] = []
         self._calls = 0
+        self._boundary: GeneratorStates | None = None
+        self._is_one = False
+        """Whether all ranks are known to have it from now on, whatever they draw besides."""
         self.used = False
         """Whether anything was drawn from it, or it was taken up from a checkpoint."""
 
@@ -67,6 +70,23 @@ class CommonDraws:
             self._end = GeneratorStates.now(self._device)
 
     # -- what is drawn alike ----------------------------------------------------------------
+
+    def meet(self, gather: Callable[[Any], list[Any]]) -> bool:
+        """Take rank 0's stream where those of the ranks differ; returns whether they did.
+
+        `gather` gives every rank's value to all. Collective until all ranks draw for themselves:
+        before, whatever one of them draws alone takes it away from the others.
+        """
+        if self._is_one:
+            return False
+        apart, mine = self._end is not None, self._now()
+        told = gather((apart, mine.digest()))
+        if len({digest for _, digest in told}) == 1:
+            self._is_one = all(each for each, _ in told)
+            return False
+        first, *_ = gather(mine.plain())
+        self._end, self._is_one = GeneratorStates.of_plain(first), True
+        return True
 
     def draw(self, make: Callable[[], T], *, step: object, batch: object, goes_on: bool) -> T:
         """What `make` draws from the stream, alike on all ranks.
@@ -112,11 +132,21 @@ class CommonDraws:
                 self._end = end
             (before if apart or not moves else end).restore(self._device)
 
+    # -- at a step boundary -----------------------------------------------------------------
+
+    def mark_boundary(self) -> None:
+        """Know where the stream is after the step that was just made."""
+        self._boundary = self._end
+
+    def go_back_to_boundary(self) -> None:
+        """Undo what was drawn since, for a step that will not follow."""
+        self._end = self._boundary or self._end
+
     # -- in a checkpoint --------------------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
-        """Where the stream is, as JSON; None where nobody has drawn from it."""
-        return self._now().plain() if self.used else None
+        """Where the stream is, as JSON; None before training where nobody has drawn from it."""
+        return self._now().plain() if self.used or self._end is not None else None
 
     def restore(self, end: GeneratorStates) -> None:
         """Go on from `end`."""

@@ -174,6 +174,11 @@ class Feed:
         """The open streams whose last batch was given while autograd recorded, oldest first."""
         return [stream for stream in self.streams if stream.training and stream.batch]
 
+    def in_loop(self) -> bool:
+        """Whether a loop over a Loader is under way, or begins, that gives batches to train on."""
+        loops = (stream for stream in self.streams if not stream.passing)
+        return any(stream.training or stream.batch is None for stream in loops)
+
     def batch_of_forward(self, *, training: bool) -> Batch | None:
         """The batch that a forward now is of, where `training` says whether autograd records."""
         given = self.training_streams() if training else []

@@ -92,6 +92,8 @@ class World(BatchRows):
         self.engines = 0
         self.stepped_last = -1
         """The number of the engine whose step came last."""
+        self.steps_made = 0
+        """How many steps the engines of this process have made, all together."""
         self.unstepped = Unstepped()
         self.without_engine: WithoutEngine | None = None
         self.sentry: Sentry | None = None

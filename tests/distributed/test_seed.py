@@ -166,6 +166,59 @@ def test_a_checkpoint_goes_on_with_it(group, tmp_path):
     assert [[*a, *b, *c] for a, b, c in zip(*resumed, strict=True)] == wanted[2:]
 
 
+def late_case(world, folder, stops):
+    """A run whose first draw comes after the checkpoint."""
+    begin(world, 5 if stops else 77)
+    model = nn.Linear(2, 2)
+    engine = engine_of(model)
+    if stops:
+        engine.backward(model(torch.ones(3, 2)).mean())
+        engine.step()
+        engine.save(folder)
+    else:
+        engine.resume(folder)
+    drawn = world.draw(lambda n: torch.randn(n), rows=4)
+    engine.close()
+    return drawn.tolist()
+
+
+def test_a_checkpoint_knows_of_draws_to_come(group, tmp_path):
+    assert group(2)(late_case, tmp_path, True) == group(2)(late_case, tmp_path, False)
+
+
+def alone_case(world):
+    """A summary of the model on one rank, a draw on another, before training."""
+    begin(world, 5)
+    model = nn.Linear(2, 2)
+    engine = engine_of(model)
+    with world.alike():
+        first = torch.rand(2).tolist()
+    if world.rank == 0:
+        model(torch.ones(1, 2))
+    if world.rank == world.size - 1:
+        torch.rand(1)
+    found = []
+    for _ in range(2):
+        rows = world.draw(lambda n: torch.randn(n), rows=2 * world.size)
+        with world.alike():
+            found.append((np.random.rand(), random.random(), torch.rand(1).item()))
+        engine.backward(model(rows.view(-1, 2)).mean())
+        engine.step()
+    engine.close()
+    return first, found
+
+
+def test_what_one_rank_does_alone_takes_it_from_no_other(group):
+    """Drawn in common goes on from where rank 0 was."""
+    plainly(5)
+    nn.Linear(2, 2)
+    first, found = torch.rand(2).tolist(), []
+    for _ in range(2):
+        torch.randn(4)
+        found.append((np.random.rand(), random.random(), torch.rand(1).item()))
+    assert group(2)(alone_case) == [(first, found)] * 2
+
+
 def refused_case(world):
     begin(world, 1)
     with pytest.raises(DataError, match=r"world.draw\(make, rows=n\)"):

@@ -219,12 +219,17 @@ class Checkpoints:
     # -- leaving at a step boundary ---------------------------------------------------------
 
     def mark_boundary(self) -> None:
-        """Take the model's buffers as they are now for those of a save to come."""
+        """Take the model's buffers, and the place in what ranks draw in common, as they are now
+        for those of a save to come."""
         self._held.buffers.keep()
+        self._world.draws.mark_boundary()
 
     def go_back_to_boundary(self) -> None:
-        """Undo what a forward has done since, that no step will follow."""
+        """Undo what a forward has done since, that no step will follow. Without a loop over a
+        Loader that is also what was drawn for it in common; in one, the body has been finished."""
         self._held.buffers.restore()
+        if not self._world.feed.in_loop():
+            self._world.draws.go_back_to_boundary()
 
     def wait(self) -> None:
         """Return when no save is on its way. Raises CheckpointNotWritten, on all ranks alike, if it

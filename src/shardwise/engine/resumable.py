@@ -49,8 +49,8 @@ class Resumable(ABC):
     """Where to save when asked to end: where it resumed from, else where it was saved last."""
     _habit: _Habit
     _resumes = False
-    _saved: int | None = None
-    """The step that is saved there."""
+    _saved: tuple[int, int] | None = None
+    """The moment that is saved there."""
     _agreed_here = False
     _tried: frozenset[Path] = frozenset()
     """Where a trial would have saved; what it loads from there it has."""
@@ -96,6 +96,19 @@ class Resumable(ABC):
         `--save-failure continue` that is said, and this returns None); UsageError between backward
         and step or inside `ema()`. With `--trial` nothing is written.
         """
+        path = self._save(folder, keep, background=background, split_gb=split_gb)
+        self.world.preemption.leave_between_steps()
+        return path
+
+    def _save(
+        self,
+        folder: str | PathLike[str],
+        keep: int | None,
+        *,
+        background: bool = False,
+        split_gb: float = 5.0,
+    ) -> Path | None:
+        """The same, and go on even where this process is asked to end."""
         self._refuse_in_step("engine.save")
         home, split = Path(folder), int(split_gb * 1e9)
         if self.world.settings.trial:
@@ -110,8 +123,7 @@ class Resumable(ABC):
             self._checkpoints.tolerate(error)
         if self._home in (None, home) or not self._resumes:
             self._settle_in(home, _Habit(keep, split))
-            self._saved = None if background or path is None else self.steps
-        self.world.preemption.leave_between_steps()
+            self._saved = None if background or path is None else self._moment()
         return path
 
     def resume(self, folder: str | PathLike[str]) -> int:
@@ -138,7 +150,7 @@ class Resumable(ABC):
                 if found.step > self.steps:
                     self._pass_over(f"{found.path} has no {DOCUMENT}, so it is not complete.")
             line = f"resumed from {loaded}, at step {self.steps}"
-        self._resumes, self._saved = True, self.steps if loaded is not None else None
+        self._resumes, self._saved = True, None if loaded is None else self._moment()
         self._settle_in(home, _Habit())
         self.world.telling.resumes()
         if not self.settings.quiet:
@@ -150,7 +162,7 @@ class Resumable(ABC):
         self._checkpoints.claim(home)
         if path is not None:
             self.load(path)
-        self._resumes, self._saved = True, self.steps if path is not None else None
+        self._resumes, self._saved = True, None if path is None else self._moment()
         self._settle_in(home, _Habit())
         self.world.telling.resumes()
 
@@ -197,6 +209,11 @@ class Resumable(ABC):
 
     # -- asked to end -----------------------------------------------------------------------
 
+    def _moment(self) -> tuple[int, int]:
+        """What a checkpoint is of: with a step of another engine of this process, what is tracked
+        and drawn has moved on too."""
+        return self.steps, self.world.steps_made
+
     def _settle_in(self, home: Path, habit: _Habit) -> None:
         """Save to `home`, as the user does, when asked to end; the first time, begin to listen."""
         if self._home is None:
@@ -212,14 +229,13 @@ class Resumable(ABC):
     def _leave_if_asked(self) -> None:
         """In a loop that no Loader feeds: the forward that came before counts for nothing. With a
         Loader the body of the loop is finished first: other engines may step in it too."""
-        loops = (stream for stream in self.world.feed.training_streams() if not stream.passing)
-        if self._agreed_here and not any(loops):
+        if self._agreed_here and not self.world.feed.in_loop():
             self.world.preemption.leave_between_steps()
 
     def _save_at_the_end(self) -> Path:
-        """Save to where the user does, unless this step is saved there."""
+        """Save to where the user does, unless this moment is saved there."""
         assert self._home is not None
-        if self._saved == self.steps:
+        if self._saved == self._moment():
             return place_of(self._home, self.steps)
         self._checkpoints.go_back_to_boundary()
         return self._checkpoints.save(

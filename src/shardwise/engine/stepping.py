@@ -323,6 +323,7 @@ class Stepping(Backwards):
         habits.tell_schedulers(self._recipe.optimizers)
         self.steps += 1
         self.world.stepped_last = self._number
+        self.world.steps_made += 1
         self.world.telling.stepped(self._number, self.steps)
         self._group.lookout.step = self.steps
         self._reseed()

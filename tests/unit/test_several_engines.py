@@ -1,0 +1,109 @@
+"""Engines saved together: what belongs to each other, on disks that take no more, and when asked
+to end meanwhile."""
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwise as sw
+from shardwise.engine import Engine, several
+from shardwise.errors import CheckpointNotWritten
+from shardwise.world import World
+from tests.unit.two_engines import engines, step
+
+__all__ = ["engines"]
+
+
+def told(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def refused(*_: Any, **__: Any) -> None:
+    raise CheckpointNotWritten("the disk takes no more")
+
+
+def test_what_was_replaced_belongs_to_no_older_save(
+    tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, seen = sw.Engines(one=engines[0], other=engines[1]), {"batches": 1}
+    engines[0].track(seen=seen)
+    both.save(tmp_path)
+    step(engines[0])
+    both.save(tmp_path)
+    step(engines[1])
+    seen["batches"] = 5
+    with monkeypatch.context() as patch:  # ended after the first of them
+        patch.setattr(engines[1]._checkpoints, "save", refused)
+        with pytest.raises(CheckpointNotWritten):
+            both.save(tmp_path)
+    assert both.resume(tmp_path) == 1
+    assert [engine.steps for engine in engines] == [0, 0]
+    assert seen == {"batches": 1}
+
+
+def test_asked_to_end_in_the_first_save(solo: World, tmp_path: Path, engines: list[Engine]) -> None:
+    """All are saved and joined before the process ends."""
+    both = sw.Engines(one=engines[0], other=engines[1])
+    step(engines[0])
+    solo.preemption.agreed = signal.SIGTERM
+    with pytest.raises(SystemExit):
+        both.save(tmp_path)
+    assert [path.name for path in tmp_path.glob("together-*")] == ["together-1.json"]
+    assert told(tmp_path / "together-1.json")["steps"] == {"one": 1, "other": 0}
+    assert both.resume(tmp_path) == 1
+
+
+def test_training_goes_on_without_the_file_that_joins(
+    tmp_path: Path,
+    engines: list[Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    both = sw.Engines(one=engines[0], other=engines[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(several, "_write", full)
+        with pytest.raises(CheckpointNotWritten, match=r"together-1.json was not written"):
+            both.save(tmp_path)
+        recipe = engines[0]._held.recipe
+        settings = replace(recipe.settings, save_failure="continue")
+        patch.setattr(engines[0]._held, "recipe", replace(recipe, settings=settings))
+        assert both.save(tmp_path) is None
+    assert "No space left on device. Training goes on." in capsys.readouterr().err
+    assert both.saves == 0
+    assert both.save(tmp_path) == tmp_path / "together-1.json"
+
+
+def test_who_stepped_last_is_known_after_a_resume(
+    solo: World, tmp_path: Path, engines: list[Engine]
+) -> None:
+    both = sw.Engines(one=engines[0], other=engines[1])
+    step(engines[0])
+    both.save(tmp_path)
+    solo.stepped_last = -1
+    both.resume(tmp_path)
+    both.save(tmp_path / "copy")
+    assert told(tmp_path / "copy" / "together-2.json")["last"] == "one"
+
+
+def test_a_save_elsewhere_is_joined_there(
+    solo: World, tmp_path: Path, engines: list[Engine]
+) -> None:
+    """And asked to end, all are saved where they resumed from."""
+    both = sw.Engines(one=engines[0], other=engines[1])
+    both.resume(tmp_path / "home")
+    both.save(tmp_path / "copy")
+    solo.preemption.asked = signal.SIGTERM
+    step(engines[0])
+    with pytest.raises(SystemExit):
+        step(engines[0])
+    assert [path.name for path in (tmp_path / "copy").glob("together-*")] == ["together-1.json"]
+    assert both.resume(tmp_path / "home") == 2
+    assert engines[0].steps == 1
