@@ -16,15 +16,18 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("device.cpp")
 FOLDER = Path(__file__).parents[2] / "build" / "phantom"
 
+COMPILER = "g++"
 FLAGS = ("-std=c++20", "-O0", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
 
 
+class NotBuilt(Exception):
+    """Here is no compiler, or one that does not take the source."""
+
+
 def why_not() -> str:
-    """Why there can be no simulated device here; "" where there can."""
+    """Why this system, or its torch, can have no simulated device; "" where it can."""
     if sys.platform != "linux":
         return f"the simulated device needs Linux, and this is {sys.platform}"
-    if shutil.which("g++") is None:
-        return "the simulated device needs g++, and there is none"
     if "+cpu" not in version("torch"):
         return "the simulated device needs a torch without CUDA (+cpu)"
     return ""
@@ -32,7 +35,10 @@ def why_not() -> str:
 
 @functools.cache
 def library() -> Path:
-    """The library for this source and this torch; built where there is none yet."""
+    """The library for this source and this torch; built where there is none yet.
+
+    Raises NotBuilt.
+    """
     torch = _torch()
     known = hashlib.sha256(SOURCE.read_bytes() + f"{FLAGS} {version('torch')} {torch}".encode())
     path = FOLDER / f"{known.hexdigest()[:16]}.so"
@@ -42,12 +48,17 @@ def library() -> Path:
         include = torch / "include"
         headers = ("-isystem", include, "-isystem", include / "torch/csrc/api/include")
         libraries = ("-Wl,--no-as-needed", f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10")
-        subprocess.run(
-            ["g++", *FLAGS, *headers, SOURCE, "-o", own, *libraries, f"-Wl,-rpath,{torch / 'lib'}"],
-            check=True,
-        )
+        _compile(*FLAGS, *headers, SOURCE, "-o", own, *libraries, f"-Wl,-rpath,{torch / 'lib'}")
         own.rename(path)
     return path
+
+
+def _compile(*words: str | Path) -> None:
+    if shutil.which(COMPILER) is None:
+        raise NotBuilt(f"the simulated device needs {COMPILER}, and there is none")
+    ran = subprocess.run([COMPILER, *words], capture_output=True, text=True)
+    if ran.returncode != 0:
+        raise NotBuilt(f"{COMPILER} does not take the simulated device's source:\n{ran.stderr}")
 
 
 def load() -> ctypes.CDLL:
