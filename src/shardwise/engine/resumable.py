@@ -130,7 +130,8 @@ class Resumable(ABC):
         """Go on from the newest complete checkpoint in `folder`; where there is none, from here.
 
         At the same size, row and settings what follows has the bits of a run that was never
-        interrupted. One that was damaged later is passed over, with a line that says so. Returns
+        interrupted: each rank draws for itself, so make models and splits of data before. One that
+        was damaged later is passed over, with a line that says so. Returns
         `steps`. Collective. With `--trial` nothing is loaded.
 
         Raises as `load` does, FolderInUse where another job saves there, and BrokenCheckpoint
