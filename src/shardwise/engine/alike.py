@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from shardwise.collectives import Collectives
 from shardwise.engine import starting
 from shardwise.engine.recipe import Recipe
-from shardwise.errors import ModelMismatch
+from shardwise.errors import CheckpointError, ModelMismatch
 from shardwise.states.tracked import Tracked
 
 
@@ -174,3 +175,12 @@ def everything(recipe: Recipe) -> list[Tensor]:
     buffers = [buffer for model in recipe.models for buffer in model.buffers()]
     found = [*(tracked.parameter for tracked in recipe.located()), *buffers]
     return [tensor for tensor in found if not tensor.is_meta]
+
+
+def agree(
+    group: Collectives, failure: str | None, kind: type[CheckpointError] = CheckpointError
+) -> None:
+    """Raise `kind` on all ranks alike if one has a `failure`. Collective."""
+    for rank, told in enumerate(group.gather_objects(failure)):
+        if told is not None:
+            raise kind(told if group.size == 1 else f"Rank {rank}: {told}")

@@ -23,7 +23,7 @@ from shardwise.checkpoint.background import Copies, Job, reserve
 from shardwise.checkpoint.claim import Claim, take
 from shardwise.checkpoint.folders import Draft, Found
 from shardwise.checkpoint.writer import Writer
-from shardwise.engine import habits, loading, optimizer_numbers, saving
+from shardwise.engine import alike, habits, loading, optimizer_numbers, saving
 from shardwise.engine.exact_mean import Seeds
 from shardwise.engine.inventory import Lending
 from shardwise.engine.takeover import Takeover
@@ -95,7 +95,7 @@ class Checkpoints:
         lending = Lending(recipe, states)
         made = saving.plan(lending, split)
         fields, more, failure = self._beside(lending, made, steps)
-        saving.agree(recipe.run, failure)
+        alike.agree(recipe.run, failure)
         draft = Draft(folder, steps, made.nbytes)
         kept = partial(self._world.telling.kept, self._number, steps)
         finish = partial(_finish, made, fields, more, draft, keep, kept, self._say)
@@ -124,7 +124,7 @@ class Checkpoints:
                     self._take(folder)
             except FolderInUse as error:
                 failure = str(error)
-        saving.agree(self._held.recipe.run, failure, FolderInUse)
+        alike.agree(self._held.recipe.run, failure, FolderInUse)
 
     def _take(self, folder: Path) -> None:
         held = self._claims.get(folder)
@@ -155,7 +155,7 @@ class Checkpoints:
         failure = None
         if group.rank == 0:
             failure = saving.told_of(lambda: finish([sums]), draft)
-        saving.agree(group, failure, CheckpointNotWritten)
+        alike.agree(group, failure, CheckpointNotWritten)
 
     def tolerate(self, error: CheckpointNotWritten) -> None:
         """Say that a checkpoint is missing, where training goes on without; else raise."""
@@ -198,7 +198,7 @@ class Checkpoints:
         self._copies.begin()
         saving.lend(lending, made, self._copies)
         failure = saving.told_of(lambda: reserve(draft.path, group.rank), draft)
-        saving.agree(group, failure, CheckpointNotWritten)
+        alike.agree(group, failure, CheckpointNotWritten)
         self._job = Job(
             self._copies,
             Writer(draft.path, made.sets),
@@ -262,7 +262,7 @@ class Checkpoints:
                     f"{folder} is a checkpoint itself, and resume takes the folder of all: write "
                     f'engine.resume("{folder.parent}"), or engine.load("{folder}") for just this.'
                 )
-        saving.agree(self._held.recipe.run, failure)
+        alike.agree(self._held.recipe.run, failure)
         told: tuple[list[Found], list[Found]] = self._world.broadcast_object(mine)
         return told
 

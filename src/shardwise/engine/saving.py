@@ -19,6 +19,7 @@ from shardwise.checkpoint.folders import DOCUMENT, Draft
 from shardwise.checkpoint.format import TensorFile, TensorSpec, index, index_name, lay_out
 from shardwise.checkpoint.writer import CHUNK, Sink, Writer, create
 from shardwise.collectives import Collectives
+from shardwise.engine import alike
 from shardwise.engine.inventory import Lending, average_specs, optimizer_specs, spec_of
 from shardwise.errors import CheckpointError, CheckpointNotWritten
 from shardwise.states.holdings import AVERAGE, MODEL, OPTIMIZER, Holding, Told
@@ -145,7 +146,7 @@ def begin(draft: Draft, made: Plan, group: Collectives) -> None:
     failure = None
     if group.rank == 0:
         failure = told_of(lambda: _make(draft, made), draft)
-    agree(group, failure, CheckpointNotWritten)
+    alike.agree(group, failure, CheckpointNotWritten)
     draft.path = group.gather_objects(draft.path)[0]
     seen = group.gather_objects((socket.gethostname(), draft.path.is_dir()))
     blind = sorted({host for host, there in seen if not there})
@@ -181,7 +182,7 @@ def write(lending: Lending, made: Plan, draft: Draft) -> Sums:
         failure = told_of(finish, draft)
     finally:
         writer.close()
-    agree(group, failure, CheckpointNotWritten)
+    alike.agree(group, failure, CheckpointNotWritten)
     return merged(group.gather_objects(sums))
 
 
@@ -231,15 +232,6 @@ def told_of(work: Callable[[], Any], draft: Draft) -> str | None:
     except OSError as error:
         return draft.refused(error)
     return None
-
-
-def agree(
-    group: Collectives, failure: str | None, kind: type[CheckpointError] = CheckpointError
-) -> None:
-    """Raise `kind` on all ranks alike if one has a `failure`. Collective."""
-    for rank, told in enumerate(group.gather_objects(failure)):
-        if told is not None:
-            raise kind(told if group.size == 1 else f"Rank {rank}: {told}")
 
 
 # -- what stands beside the tensors --------------------------------------------------------

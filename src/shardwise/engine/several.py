@@ -22,8 +22,8 @@ from typing import Any
 from shardwise.checkpoint.document import crc_of
 from shardwise.checkpoint.folders import DOCUMENT, complete, place_of, sync
 from shardwise.checkpoint.schema import plain_name
+from shardwise.engine.alike import agree
 from shardwise.engine.engine import Engine
-from shardwise.engine.saving import agree
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten, UsageError
 
 _NAME = re.compile(r"together-(\d+)\.json")

@@ -16,7 +16,6 @@ from shardwise.engine import (
     habits,
     optimizer_states,
     pipelining,
-    saving,
     splitting,
     starting,
 )
@@ -283,7 +282,7 @@ class Takeover:
             )
         self.look_for_changes()
         failure = optimizer_states.misfit(optimizer, state)
-        saving.agree(self.recipe.run, failure, CheckpointMismatch)
+        alike.agree(self.recipe.run, failure, CheckpointMismatch)
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""
