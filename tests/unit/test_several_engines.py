@@ -36,7 +36,8 @@ def test_what_was_replaced_belongs_to_no_older_save(
     both, seen = sw.Engines(one=engines[0], other=engines[1]), {"batches": 1}
     engines[0].track(seen=seen)
     both.save(tmp_path)
-    step(engines[0])
+    for engine in engines:
+        step(engine)
     both.save(tmp_path)
     step(engines[1])
     seen["batches"] = 5
