@@ -221,7 +221,8 @@ class Engine(Stepping):
     def ema(self) -> Iterator[None]:
         """Inside the block the parameters hold their moving average (`ema_decay`). Collective.
 
-        It is the average of what the optimizers hold; a parameter in none of them is as it is.
+        It is the average of what the optimizers train; a parameter that was never trained is as it
+        is.
         """
         if self._states.averages is None:
             raise UsageError(

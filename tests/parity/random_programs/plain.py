@@ -148,6 +148,7 @@ class Plain(Script):
         self.train_mode()
         self.warm_up()
         self.ema = self._fresh_averages()
+        self.ever_trained: set[int] = set()
         for self.number, step in program.steps():
             made_of.tell_step(self.models, self.number)
             for event in step.before:
@@ -198,9 +199,10 @@ class Plain(Script):
         for model in self.models:
             model.zero_grad()
         if program.ema is not None and engine == 0:
-            averaged = {id(p) for p in trained}  # what no optimizer has yet has no average either
+            # What no optimizer has trained yet has no average either.
+            self.ever_trained |= {id(p) for p in trained if p.requires_grad}
             for kept, p in zip(self.ema, self._averaged(), strict=True):
-                decay = program.ema if id(p) in averaged else 0.0
+                decay = program.ema if id(p) in self.ever_trained else 0.0
                 kept.mul_(decay).add_(p.detach(), alpha=1 - decay)
         self.ran.losses.append((self.number, told))
         self.ran.norms.append((self.number, norm))
