@@ -14,7 +14,7 @@ REAL = 0.1
 """The part that goes through processes of its own."""
 
 TRACES = ("Traceback (most recent call last)", "Exception ignored in")
-SLOW = 20.0
+SLOW = 60.0
 LONGEST = 3
 """Lines that a refusal may have."""
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from tests.bad_input.drawing import SCRIPT, Input
 from tests.distributed.group import FORKED, _environment
 
-LIMIT = 60.0
+LIMIT = 120.0
 """Seconds that a refusal may take, on a machine that is busy."""
 
 TRAINS = """
@@ -70,6 +70,8 @@ def _prepare(given: Input, folder: Path) -> None:
     (work / SCRIPT).write_text(TRAINS)
     (work / "plain").write_text("x")
     (work / "empty").touch()
+    (folder / "out").touch()
+    (folder / "err").touch()
     (work / "notutf").write_bytes(b"\xff\xfe = 1")
     os.mkfifo(work / "fifo")
     (work / "says").write_text("#!/bin/sh\ncat said\nsleep 0.2\n")
@@ -105,6 +107,7 @@ def _forked(given: Input, folder: Path, environ: dict[str, str]) -> int | None:
     if code is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
+        process.kill()  # it may not have had a group yet
         process.join()
     process.close()
     return code
@@ -114,8 +117,6 @@ def _surround(around: str, folder: Path) -> None:
     """Make of this process one that finds itself so."""
     full = around == "stdout full"
     out = os.open("/dev/full" if full else folder / "out", os.O_WRONLY | os.O_CREAT, 0o600)
-    if full:
-        (folder / "out").touch()
     err = os.open(folder / "err", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(out, 1)
     os.dup2(err, 2)

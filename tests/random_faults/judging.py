@@ -12,7 +12,7 @@ from tests.seeded import Command, Result
 from tests.system.launcher import Launcher, Ran
 
 FAULTY = Path(__file__).with_name("faulty.py")
-SLOW = 20.0
+SLOW = 60.0
 """Seconds from a fault until the run has ended, on a machine that is busy, beside the time-out
 where a rank is only silent."""
 
