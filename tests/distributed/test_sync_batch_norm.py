@@ -99,8 +99,8 @@ def out_of_reach(world, kind):
 @pytest.mark.parametrize("kind", [ByItself, OverOne])
 def test_what_normalises_by_itself_is_told_of(group, kind):
     for (told,) in group(2)(out_of_reach, kind):
-        name = kind.__name__
-        assert told == f"{name}, which normalises by itself, out of reach of --sync-batch-norm (1)"
+        said = "which normalises by itself, out of reach of --sync-batch-norm (1 module)"
+        assert told == f"{kind.__name__}, {said}"
 
 
 def test_a_copy_loads_with_the_plain_class(solo):
