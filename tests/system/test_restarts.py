@@ -137,7 +137,7 @@ class TestAskedToEnd:
 SMALL = """
 set -e
 mkdir small
-mount -t tmpfs -o size=48k none small
+mount -t tmpfs -o size=80k none small
 shift
 "$@"
 ls -A small > left
@@ -145,7 +145,7 @@ ls -A small > left
 
 
 def on_a_small_disk(shardwise: Launcher, *words: str) -> Ran:
-    """Run `shardwise WORDS` where `small` is a disk of 48 KB, gone with the run."""
+    """Run `shardwise WORDS` where `small` is a disk of 80 KB, gone with the run."""
     need("unshare", None if shutil.which("unshare") else "unshare is not installed")
     (shardwise.folder / "small.sh").write_text(SMALL)
     able = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
