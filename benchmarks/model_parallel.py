@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 import machine
 from shardwise.collectives import Collectives, Gloo
-from shardwise.parallel import known
-from shardwise.parallel.split import Split
+from shardwise.parallel.tensor import known_modules
+from shardwise.parallel.tensor.split_model import Split
 
 Pass = Callable[[], Tensor]
 
@@ -117,7 +117,7 @@ def _passes(options: argparse.Namespace, group: Collectives, x: Tensor) -> dict[
     """By name, a forward and backward that gives the gradient of `x`."""
     whole, ours, dtensor = (_pair(options) for _ in range(3))
     split = Split(group, torch.device("cpu"))
-    split.cut(known.find([ours], [""], group.size, set()), [ours], [])
+    split.cut(known_modules.find([ours], [""], group.size, set()), [ours], [])
     found = {
         "whole": _pass(whole, x),
         "by hand, one all-reduce": _pass(_by_hand(_pair(options), group), x),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives import Collectives, Gloo
-from shardwise.collectives.host import share_memory
+from shardwise.collectives.same_host import share_memory
 
 Operation = Callable[[], object]
 

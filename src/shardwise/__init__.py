@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from shardwise.engine import Engine, Engines
     from shardwise.metrics import Metrics
     from shardwise.model.meta import on_meta
-    from shardwise.parallel.attention import Attention
-    from shardwise.parallel.loss import cross_entropy
+    from shardwise.parallel.tensor.attention import Attention
+    from shardwise.parallel.tensor.cross_entropy import cross_entropy
     from shardwise.world import World, init, start_timeline, stop_timeline
     from shardwise.world import current as world
 
@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Attention": "shardwise.parallel.attention",
-    "cross_entropy": "shardwise.parallel.loss",
+    "Attention": "shardwise.parallel.tensor.attention",
+    "cross_entropy": "shardwise.parallel.tensor.cross_entropy",
     "Engine": "shardwise.engine",
     "Engines": "shardwise.engine",
     "Loader": "shardwise.data.loader",

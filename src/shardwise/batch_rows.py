@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise import config
-from shardwise import rows as rows_module
+from shardwise import nested_batch as rows_module
 from shardwise.collectives.base import Collectives
 from shardwise.common_draws import CommonDraws
+from shardwise.current_batch import Batch, Feed, Plan
 from shardwise.errors import DataError, UsageError
-from shardwise.feed import Batch, Feed, Plan
 from shardwise.layout import even_cuts
 from shardwise.step_log import StepLog
 

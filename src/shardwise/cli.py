@@ -23,9 +23,9 @@ from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import explain as explaining
 from shardwise.launch import flags, gpus, program, srun, start, streams, system_errors
 from shardwise.launch.flags import Flag
+from shardwise.pipeline_plan import flags as splitting_flags
 from shardwise.printable import printable, shortened
 from shardwise.scaling import flags as scaling_flags
-from shardwise.splitting import flags as splitting_flags
 from shardwise.timeline.commands import timeline
 
 WRONG_USE = 2
@@ -277,7 +277,7 @@ def _split(
         raise LaunchError("What shall be split? For example: shardwise split --pipeline 2 train.py")
     program.command(words[0], words[1:], module=False)  # raises where there is none
     _mention_misplaced(words)
-    command = import_module("shardwise.splitting.command")
+    command = import_module("shardwise.pipeline_plan.command")
     passed = [word for name, value in settings.items() for word in _spelled(name, value)]
     asked = command.Asked(words, tuple(passed), parts, micros or 4 * parts, steps, by)
     return command.split(asked)  # type: ignore[no-any-return]

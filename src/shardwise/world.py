@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise import collectives, config, launch, randomness, recording, repeatable
+from shardwise import collectives, config, launch, randomness, repeatable, timeline_control
 from shardwise.batch_rows import BatchRows
 from shardwise.collectives import Collectives, GatherOrder, Solo
 from shardwise.common_draws import CommonDraws
+from shardwise.current_batch import Feed
 from shardwise.errors import ConfigError, LaunchError, UsageError
-from shardwise.feed import Feed
 from shardwise.launch import report
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import Telling
@@ -29,11 +29,11 @@ from shardwise.mesh import Mesh
 from shardwise.preemption import Preemption
 from shardwise.randomness import GeneratorStates
 from shardwise.step_log import StepLog
+from shardwise.sum_tree import MicroShards
 from shardwise.tiers import heap
-from shardwise.tree import MicroShards
 from shardwise.unstepped import Unstepped
 from shardwise.watch import whereabouts
-from shardwise.watch.sentry import Sentry
+from shardwise.watch.watchdog import Sentry
 from shardwise.without_engine import WithoutEngine
 
 T = TypeVar("T")
@@ -364,22 +364,22 @@ def start_timeline(path: str | os.PathLike[str]) -> None:
     it goes on; one of an earlier run is replaced. Raises ConfigError where it cannot be written.
     """
     world = current()
-    recording.start(Path(path), world.collectives.lookout)
+    timeline_control.start(Path(path), world.collectives.lookout)
     if world.is_main and not world.settings.quiet:
-        line = recording.where(Path(path), world.collectives.lookout)
+        line = timeline_control.where(Path(path), world.collectives.lookout)
         print(f"shardwise: {line}", file=sys.stderr, flush=True)
 
 
 def stop_timeline() -> None:
     """Write what is left of the timeline, and record no longer; harmless where none is."""
-    recording.stop()
+    timeline_control.stop()
 
 
 def _leave() -> None:
     """Leave the group; the last word of a process, also for tests that join again."""
     global _current
     world, _current = _current, None
-    recording.stop()
+    timeline_control.stop()
     if world is not None:
         atexit.unregister(_leave)
         if world.is_main and not world.step_log.ended:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.collectives import within
+from shardwise.collectives import hybrid_shard
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
-from shardwise.states import held
+from shardwise.states import storage
 from tests.disk import on_a_disk
 from tests.distributed.test_engine import ROWS, batch
 
@@ -163,7 +163,7 @@ def test_without_shared_memory(group, tmp_path):
 def within_case(world, folder):
     """Sharded within a host: what two hosts have is written once, half by each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(within, "key", lambda: f"host {world.rank // 2}")
+        patch.setattr(hybrid_shard, "key", lambda: f"host {world.rank // 2}")
         path, values = saves(world, folder, zero=2, shard_within="host")
         alike(loads(world, path, zero=3, shard_within="host"), values)
     alike(loads(world, path, zero=0), values)
@@ -178,7 +178,7 @@ def test_sharded_within_a_host(group, tmp_path):
 
 def tier_case(world, folder):
     """From a disk to memory and back, span by span."""
-    held.SPAN = 7
+    storage.SPAN = 7
     disk = f"nvme:{on_a_disk()}"
     on_disk = {f"offload_{state}": disk for state in ("optimizer", "gradients", "params")}
     path, values = saves(world, folder / "a", zero=3, **on_disk)

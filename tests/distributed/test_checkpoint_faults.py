@@ -12,7 +12,7 @@ import torch
 
 import shardwise as sw
 from shardwise.checkpoint import background
-from shardwise.checkpoint.claim import LOCK
+from shardwise.checkpoint.folder_lock import LOCK
 from shardwise.errors import (
     CheckpointError,
     CheckpointMismatch,

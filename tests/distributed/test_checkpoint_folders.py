@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from shardwise.checkpoint import claim, document
+from shardwise.checkpoint import document, folder_lock
 from shardwise.errors import BrokenCheckpoint, CheckpointError, FolderInUse
 from tests.distributed.test_checkpoint import alike, engine_of, made, train, whole
 
@@ -139,7 +139,7 @@ HOLDER = """
 import sys
 import time
 from pathlib import Path
-from shardwise.checkpoint.claim import take
+from shardwise.checkpoint.folder_lock import take
 held = take(Path(sys.argv[1]))
 print("held", flush=True)
 while not (held.folder / "go").exists():
@@ -152,7 +152,7 @@ def shared_case(world, folder):
     model, engine = fresh(world, zero=1)
     train(world, engine, model, range(1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(claim, "PATIENCE", 0.2)
+        patch.setattr(folder_lock, "PATIENCE", 0.2)
         for call in (engine.resume, engine.save):
             with pytest.raises(FolderInUse, match=r"Another job saves into .*\(process \d+ on"):
                 call(folder)

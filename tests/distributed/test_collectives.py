@@ -10,7 +10,7 @@ from operator import add
 import pytest
 import torch
 
-from shardwise import tree
+from shardwise import sum_tree
 from shardwise.collectives import Sum, gloo, listeners
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.layout import even_cuts
@@ -286,7 +286,9 @@ def in_tree(world, numel, dtype):
     own = slice(cuts[world.rank], cuts[world.rank + 1])
     draws = [torch.Generator().manual_seed(rank) for rank in range(world.size)]
     leaves = [torch.randn(numel, generator=draw).to(dtype) for draw in draws]
-    total = tree.fold([leaf.to(torch.promote_types(dtype, torch.float32)) for leaf in leaves], add)
+    total = sum_tree.fold(
+        [leaf.to(torch.promote_types(dtype, torch.float32)) for leaf in leaves], add
+    )
     buffer = leaves[world.rank].clone()
     group.all_reduce(buffer, Sum(in_tree=True)).wait()
     assert torch.equal(buffer, total.to(dtype))

@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import shardwise as sw
-from shardwise.collectives import flights
+from shardwise.collectives import shared_work
 from shardwise.states import gradients, reduction
 from tests.distributed.sharded import batch
 
@@ -22,7 +22,7 @@ WIDE = 160
 @contextmanager
 def reading_late():
     """What is in flight moves only while this rank waits, the latest call first."""
-    until, move = flights.Flights.until, flights.Flights.move
+    until, move = shared_work.Flights.until, shared_work.Flights.move
     waiting = []
 
     def late_until(self, flight, stage):
@@ -34,15 +34,15 @@ def reading_late():
 
     def late_move(self):
         for flight in reversed(list(self._alive.values()) if waiting else []):
-            if flight.stage == flights.HALFWAY:
+            if flight.stage == shared_work.HALFWAY:
                 time.sleep(0.01)
             self._move(flight)
 
-    flights.Flights.until, flights.Flights.move = late_until, late_move
+    shared_work.Flights.until, shared_work.Flights.move = late_until, late_move
     try:
         yield
     finally:
-        flights.Flights.until, flights.Flights.move = until, move
+        shared_work.Flights.until, shared_work.Flights.move = until, move
 
 
 def slow_reader_case(world, slow_rank):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.states import held, shelf
-from shardwise.tiers.beside import Beside
+from shardwise.states import storage, storage_factory
+from shardwise.tiers.copy_stream import Beside
 from tests.disk import on_a_disk
 
 
@@ -67,15 +67,19 @@ class Late(Beside):
 @contextmanager
 def accelerated():
     """Inside the block the CPU is an accelerator, and what does not rest on it is apart."""
-    is_apart, beside, span = shelf.Shelf.is_apart, shelf.Beside, held.SPAN
-    shelf.Shelf.is_apart = lambda self, device: not self.is_device
-    shelf.Beside = Late
-    held.SPAN = 24
+    is_apart, beside, span = storage_factory.Shelf.is_apart, storage_factory.Beside, storage.SPAN
+    storage_factory.Shelf.is_apart = lambda self, device: not self.is_device
+    storage_factory.Beside = Late
+    storage.SPAN = 24
     Late.uses = 0
     try:
         yield
     finally:
-        shelf.Shelf.is_apart, shelf.Beside, held.SPAN = is_apart, beside, span
+        storage_factory.Shelf.is_apart, storage_factory.Beside, storage.SPAN = (
+            is_apart,
+            beside,
+            span,
+        )
 
 
 class Model(nn.Module):

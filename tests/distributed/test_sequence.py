@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import ModelError, UsageError
-from shardwise.parallel.draws import Draws
-from shardwise.parallel.regions import scattered
-from shardwise.parallel.tokens import Tokens, parts_of, whole_of
+from shardwise.parallel.tensor.regions import scattered
+from shardwise.parallel.tensor.replica_draws import Draws
+from shardwise.parallel.tensor.sequence_parallel import Tokens, parts_of, whole_of
 
 ROWS, LENGTH, WIDTH = 2, 5, 6
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.collectives import Gloo
-from shardwise.collectives.turns import SETTLED
+from shardwise.collectives.agreed_order import SETTLED
 from shardwise.errors import OrderError
 from tests.distributed.sharded import (
     Branches,

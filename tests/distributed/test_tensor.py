@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import BrokenView, ConfigError, ModelError, ModelMismatch, UsageError
-from shardwise.parallel import known, trial
+from shardwise.parallel.tensor import known_modules, split_trial
 from tests.parity.problems import SplittableGPT, loss_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -223,14 +223,14 @@ BETWEEN = {
 @pytest.mark.parametrize("between", BETWEEN)
 def test_only_what_computes_the_same_is_found(between):
     model = nn.Sequential(nn.Embedding(5, 6), Pair(between), nn.Flatten())
-    found = known.find([model], [""], 2, set())
+    found = known_modules.find([model], [""], 2, set())
     wanted = ["1"] if between == "an activation" else []
     assert [group.name for group in found] == wanted
 
 
 def test_a_pair_in_a_sequence_that_begins_with_an_embedding_is_found():
     model = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))
-    (group,) = known.find([model], [""], 2, set())
+    (group,) = known_modules.find([model], [""], 2, set())
     assert [cut.name for cut in group.cuts] == ["1", "3"]
 
 
@@ -718,7 +718,7 @@ def test_every_kind_of_pair_is_tried():
         return nn.Sequential(nn.Linear(8, 16), between, nn.Linear(16, 8))
 
     model = nn.ModuleList([pair(each) for each in (nn.ReLU(), nn.Softmax(-1), nn.ReLU())])
-    assert [each.name for each in known.find([model], [""], 2, set())] == ["0", "2"]
+    assert [each.name for each in known_modules.find([model], [""], 2, set())] == ["0", "2"]
 
 
 def asks_for_a_part(world, row):
@@ -749,7 +749,7 @@ def starves(world):
     model = gpt()
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(trial, "LIMIT", 0.0)
+            patch.setattr(split_trial, "LIMIT", 0.0)
         engine = sw.Engine(model, adamw(model))
     shapes = world.gather(model.blocks[0].attend.n_head)
     engine.close()

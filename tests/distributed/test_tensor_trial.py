@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ModelError, UsageError
-from shardwise.parallel import known
+from shardwise.parallel.tensor import known_modules
 
 
 class Block(nn.Module):
@@ -75,10 +75,10 @@ BETWEEN = {
 )
 @pytest.mark.parametrize("parts", [2, 4])
 def test_both_modes_are_tried_without_chance(kind, is_found, parts):
-    trials = known.Trials()
+    trials = known_modules.Trials()
     model = nn.Sequential(Block(kind)).train()
     before = torch.get_rng_state()
-    found = known.find([model], [""], parts, set(), trials)
+    found = known_modules.find([model], [""], parts, set(), trials)
     assert [group.name for group in found] == (["0"] if is_found else [])
     assert model.training
     assert torch.equal(before, torch.get_rng_state())
@@ -107,17 +107,17 @@ class ByAll(ByInput):
 
 
 def test_attention_that_stays_whole_is_named():
-    trials = known.Trials()
+    trials = known_modules.Trials()
     model = nn.Sequential(ByInput(2), ByAll(2))
-    found = known.find([model], [""], 2, set(), trials)
+    found = known_modules.find([model], [""], 2, set(), trials)
     assert [(group.what, group.name) for group in found] == [("attention", "0")]
     assert "write -1 for that in view" in trials.left_whole()["1"]
 
 
 def test_a_pair_around_layers_that_did_not_run_stays_whole():
     model = nn.Sequential(nn.Linear(8, 8), Block("joins later"), nn.Linear(8, 1))
-    trials = known.Trials()
-    assert known.find([model], [""], 2, set(), trials) == []
+    trials = known_modules.Trials()
+    assert known_modules.find([model], [""], 2, set(), trials) == []
     assert set(trials.left_whole()) == {"", "1"}
 
 
@@ -355,7 +355,7 @@ def test_layers_with_adapters_stay_whole(group, adapts, split):
 def test_layers_whose_weights_are_made_anew_stay_whole():
     block = Block()
     nn.utils.parametrizations.weight_norm(block.up)
-    assert known.find([nn.Sequential(block)], [""], 2, set()) == []
+    assert known_modules.find([nn.Sequential(block)], [""], 2, set()) == []
 
 
 @pytest.mark.parametrize("qkv", [("c_attn",), ("q", "k"), ("q", "k", 3)])

@@ -12,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.collectives import Collectives
 from shardwise.errors import ModelError, TierError
-from shardwise.states import held
+from shardwise.states import storage
 from tests.disk import on_a_disk
 from tests.distributed.sharded import Block, Stack
 from tests.distributed.test_engine import (
@@ -44,7 +44,7 @@ def adamw(model):
 
 def branches_case(world, row):
     """Parameters that have no gradient in some steps: segments are cut inside of spans."""
-    held.SPAN = SPAN
+    storage.SPAN = SPAN
 
     def loss_of(model, x, step, rank):
         return model(x, (step + rank) % 3).square().mean()
@@ -61,7 +61,7 @@ def branches_case(world, row):
 
 def changes_case(world, row):
     """State that the user's optimizer has already, a new group on the way, and back to plain."""
-    held.SPAN = SPAN
+    storage.SPAN = SPAN
 
     def run(model, optimizer, backward, step):
         for number in range(6):
@@ -106,7 +106,7 @@ def changes_case(world, row):
 
 def written_case(world, row):
     """full_parameters(write=True) and moving averages reach what is on the disk."""
-    held.SPAN = SPAN
+    storage.SPAN = SPAN
     model = mlp(torch.float32)
     engine = sw.Engine(
         model,
@@ -132,7 +132,7 @@ def written_case(world, row):
 
 def averages_case(world, row):
     """Moving averages rest on the disk too, take the parameters' place, and give it back."""
-    held.SPAN = SPAN
+    storage.SPAN = SPAN
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = sw.Engine(model, optimizer, ema_decay=0.75, **everything(row))

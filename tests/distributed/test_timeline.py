@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.timeline import recorder
-from shardwise.timeline.rows import Row
+from shardwise.timeline.tracks import Row
 from tests.disk import on_a_disk
 
 WIDTH = 96

@@ -129,7 +129,7 @@ def _reset(world: Any) -> None:
     import torch
 
     from shardwise import randomness
-    from shardwise.feed import Feed
+    from shardwise.current_batch import Feed
 
     gc.collect()
     world.feed, world.engines = Feed(), 0

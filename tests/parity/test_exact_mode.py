@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.states import held
+from shardwise.states import storage
 from shardwise.states.exact_squares import GRAIN
 from tests.disk import on_a_disk
 from tests.parity import exact_problems
@@ -46,7 +46,7 @@ def _name(case):
 
 def trained(world, exact, model, settings, **further) -> str:
     """What `model` comes to in the exact mode of `exact` micro-shards (None: without it)."""
-    held.SPAN = 2 * GRAIN  # several spans, also in models as small as these
+    storage.SPAN = 2 * GRAIN  # several spans, also in models as small as these
     if exact is not None:
         os.environ["SHARDWISE_EXACT"] = str(exact)
         world.settings = world.settle()
@@ -124,7 +124,7 @@ def test_more_micro_shards_than_samples_in_the_last_batch(group, alone):
 
 def resumed(world, model, settings, folder, steps):
     """What `model` comes to when a training that `folder` has goes on until `steps` were made."""
-    held.SPAN = 2 * GRAIN
+    storage.SPAN = 2 * GRAIN
     os.environ["SHARDWISE_EXACT"] = "4"
     world.settings = world.settle()
     return exact_problems.train_on(world, model, settings, folder, steps)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.layout import even_cuts
-from shardwise.states import held
+from shardwise.states import storage
 from tests.disk import on_a_disk
 from tests.parity.pairwise import pairwise
 from tests.parity.plain import Trained
@@ -104,7 +104,7 @@ def _tiers(case) -> dict[str, Any]:
 
 def _train(world, case, problem) -> tuple[str, Trained]:
     """Train with our engine; returns what the rank's own model looks like, and the whole."""
-    held.SPAN = 48  # several spans, also in models as small as these
+    storage.SPAN = 48  # several spans, also in models as small as these
     model, optimizer, scheduler = problem.model_and_optimizer(seed=world.rank)
     engine = sw.Engine(
         model,

@@ -6,12 +6,12 @@ By files that are asking for it, the innermost first.
 import pytest
 import torch
 
-from shardwise.collectives import nccl, staged
+from shardwise.collectives import host_staged, nccl
 from tests.disk import on_a_disk
 from tests.phantom import cases
 from tests.phantom.planting import COLLECTIVE, EVENT, RECORD, SYNCHRONIZE, Planted
 
-BESIDE, SIDE, HVD = "tiers/beside.py", "horovod/streams.py", "horovod/background.py"
+BESIDE, SIDE, HVD = "tiers/copy_stream.py", "horovod/streams.py", "horovod/background.py"
 
 CASES = {
     "zero 0": (cases.stepped, {"zero": 0}),
@@ -60,52 +60,58 @@ def _name(kind, places, case):
 
 
 LEFT_OUT = [
-    rarely(COLLECTIVE, ("engine/alike.py",), "zero 0"),
-    often(COLLECTIVE, ("engine/recipe.py",), "zero 0"),
-    rarely(COLLECTIVE, ("engine/starting.py",), "zero 0"),
+    rarely(COLLECTIVE, ("engine/consistency.py",), "zero 0"),
+    often(COLLECTIVE, ("engine/engine_spec.py",), "zero 0"),
+    rarely(COLLECTIVE, ("engine/initial_values.py",), "zero 0"),
     rarely(COLLECTIVE, ("engine/exact_mean.py",), "zero 0"),
     rarely(COLLECTIVE, ("engine/exchange.py",), "zero 0"),
     rarely(COLLECTIVE, ("states/reduction.py",), "zero 0"),
     rarely(COLLECTIVE, ("states/reduction.py",), "zero 3"),
-    often(COLLECTIVE, ("engine/stepping.py",), "zero 2, averaged"),
+    often(COLLECTIVE, ("engine/step.py",), "zero 2, averaged"),
     rarely(COLLECTIVE, ("states/averages.py",), "zero 2, averaged"),
-    rarely(COLLECTIVE, ("states/gathering.py",), "zero 2, averaged"),
-    often(COLLECTIVE, ("states/gathers.py", "states/residency.py"), "zero 3"),
+    rarely(COLLECTIVE, ("states/interval_gather.py",), "zero 2, averaged"),
+    often(COLLECTIVE, ("states/bucket_gathers.py", "states/residency.py"), "zero 3"),
     rarely(COLLECTIVE, ("states/sharded_parameters.py",), "zero 3"),
     rarely(COLLECTIVE, ("model/buffers.py",), "BatchNorm"),
-    rarely(COLLECTIVE, ("model/statistics.py",), "SyncBatchNorm"),
+    rarely(COLLECTIVE, ("model/batch_norm_statistics.py",), "SyncBatchNorm"),
     rarely(COLLECTIVE, ("model/sync_batch_norm.py",), "SyncBatchNorm"),
     rarely(COLLECTIVE, ("states/reduction.py",), "exact"),
-    rarely(COLLECTIVE, ("parallel/regions.py",), "tensor"),
-    rarely(COLLECTIVE, ("parallel/split.py",), "tensor"),
-    rarely(COLLECTIVE, ("parallel/pipeline/channels.py", "parallel/pipeline/line.py"), "pipeline"),
+    rarely(COLLECTIVE, ("parallel/tensor/regions.py",), "tensor"),
+    rarely(COLLECTIVE, ("parallel/tensor/split_model.py",), "tensor"),
+    rarely(
+        COLLECTIVE,
+        ("parallel/pipeline/channels.py", "parallel/pipeline/pipeline_group.py"),
+        "pipeline",
+    ),
     rarely(COLLECTIVE, ("collectives/base.py", "parallel/pipeline/channels.py"), "pipeline"),
-    rarely(COLLECTIVE, ("parallel/pipeline/custody.py",), "pipeline"),
+    rarely(COLLECTIVE, ("parallel/pipeline/parameter_ownership.py",), "pipeline"),
     rarely(COLLECTIVE, ("world.py",), "loaded"),
     rarely(COLLECTIVE, ("horovod/operations.py",), "horovod"),
     often(COLLECTIVE, ("horovod/context.py",), "horovod"),
-    rarely(EVENT, (BESIDE, "states/gathers.py", "states/residency.py"), "states on the host"),
+    rarely(
+        EVENT, (BESIDE, "states/bucket_gathers.py", "states/residency.py"), "states on the host"
+    ),
     rarely(EVENT, (BESIDE, "states/on_host.py"), "gradients on the host"),
     rarely(EVENT, (BESIDE, "states/reduction.py"), "gradients on the host"),
-    rarely(EVENT, (BESIDE, "states/gathers.py"), "states on a disk"),
+    rarely(EVENT, (BESIDE, "states/bucket_gathers.py"), "states on a disk"),
     rarely(EVENT, (SIDE, "horovod/handles.py"), "horovod"),
     rarely(EVENT, (SIDE, HVD), "horovod"),
     rarely(RECORD, (SIDE, "horovod/handles.py"), "horovod"),
     often(RECORD, (SIDE, HVD), "horovod"),
     often(SYNCHRONIZE, ("states/on_host.py", "states/inner_optimizer.py"), "states on the host"),
-    rarely(EVENT, (BESIDE, "model/away.py"), "activations on the host"),
-    rarely(RECORD, (BESIDE, "model/away.py"), "activations on the host"),
+    rarely(EVENT, (BESIDE, "model/offloaded_tensor.py"), "activations on the host"),
+    rarely(RECORD, (BESIDE, "model/offloaded_tensor.py"), "activations on the host"),
 ]
 
 
 UNSEEN = [
     # Parameters in the host's memory are written by the host alone: two copies that read them
     # need no order, and the host has waited for both before it writes.
-    (EVENT, (BESIDE, "states/slab.py"), "states on the host"),
+    (EVENT, (BESIDE, "states/sharded_bucket.py"), "states on the host"),
     # What comes down is a part of a bucket that lives as long as the engine.
     (RECORD, (BESIDE, "states/on_host.py"), "gradients on the host"),
     # Nothing is on its way any more when state is given back: the update has waited for it.
-    (SYNCHRONIZE, ("states/on_host.py", "states/gathering.py"), "states on the host"),
+    (SYNCHRONIZE, ("states/on_host.py", "states/interval_gather.py"), "states on the host"),
     # What a thread writes into a file is not followed, so this one could do harm on a device.
     (SYNCHRONIZE, ("tiers/spool.py",), "activations on a disk"),
 ]
@@ -163,12 +169,12 @@ def rounded_early(world):
 
 def sent_before_it_came_down(world):
     """Through the host, and its memory is sent while the copy is on its way."""
-    real = staged.Staged._down
-    staged.Staged._down = lambda self, data: self._blank(data).copy_(data, non_blocking=True)
+    real = host_staged.Staged._down
+    host_staged.Staged._down = lambda self, data: self._blank(data).copy_(data, non_blocking=True)
     try:
         cases.stepped(world, {"zero": 0})
     finally:
-        staged.Staged._down = real
+        host_staged.Staged._down = real
 
 
 def hurried(world):

@@ -6,7 +6,7 @@ from torch import nn
 from shardwise.collectives import Solo
 from shardwise.model.buffers import Buffers
 from shardwise.model.micro_shard_buffers import MicroShardBuffers
-from shardwise.tree import MicroShards
+from shardwise.sum_tree import MicroShards
 
 
 def changed(buffers: Buffers) -> list[str]:

@@ -8,9 +8,9 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from shardwise import config
 from shardwise.data import Loader
-from shardwise.data.cuts import Turns
+from shardwise.data.batch_cuts import Turns
 from shardwise.errors import DataError, UsageError
-from shardwise.tree import MicroShards, node_sizes
+from shardwise.sum_tree import MicroShards, node_sizes
 
 
 @pytest.mark.parametrize(

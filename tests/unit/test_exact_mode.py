@@ -11,9 +11,9 @@ from shardwise import config
 from shardwise.collectives import Solo
 from shardwise.config import Settings
 from shardwise.engine.exact_mode import shards_of
-from shardwise.engine.parts import ExactParts, Parts
+from shardwise.engine.step_statistics import ExactParts, Parts
 from shardwise.errors import ConfigError, UsageError
-from shardwise.tree import MicroShards
+from shardwise.sum_tree import MicroShards
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.states.exact_squares import GRAIN, measure, total
-from shardwise.states.held import InMemory
+from shardwise.states.storage import InMemory
 
 GRAINS = 40
 

@@ -17,10 +17,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import shardwise.horovod as hvd
-from shardwise import proof
+from shardwise import authentication
 from shardwise.collectives import Solo
 from shardwise.collectives.base import Handle as Sent
-from shardwise.collectives.sums import PLAIN
+from shardwise.collectives.ordered_sums import PLAIN
 from shardwise.errors import BadCall, HorovodInternalError, LaunchError
 from shardwise.horovod import adasum, background, functions, habits, links, mpi_ops, objects
 from shardwise.horovod.background import Background
@@ -491,7 +491,7 @@ def test_idle_connections_do_not_keep_rank_0_waiting():
 def test_who_does_not_connect_to_rank_0_is_named():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         stranger = socket.create_connection(listener.getsockname())
-        stranger.sendall(b"\0" * proof.CLAIM + b"1\n")
+        stranger.sendall(b"\0" * authentication.CLAIM + b"1\n")
         with pytest.raises(LaunchError, match=r"rank\(s\) \[1\] did not connect"):
             links.accept(listener, b"what all ranks know", 2, 0.5)
         stranger.close()

@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch
 
-from shardwise.collectives import Solo, connect, host
+from shardwise.collectives import Solo, connect, same_host
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.identity import Identity
 
@@ -31,10 +31,10 @@ class Told(Solo):
 )
 def test_ranks_apart_keep_their_group(other, said, capsys):
     group = Told(other)
-    assert host.share_memory(group, 1.0, required=False) is group
+    assert same_host.share_memory(group, 1.0, required=False) is group
     assert capsys.readouterr().err == ""
     with pytest.raises(LaunchError) as error:
-        host.share_memory(group, 1.0, required=True)
+        same_host.share_memory(group, 1.0, required=True)
     assert said in str(error.value)
 
 
@@ -44,24 +44,24 @@ def test_a_host_that_refuses_memory_is_said_in_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr("os.memfd_create", refuse)
     group = Told(lambda value: value)
-    assert host.share_memory(group, 1.0, required=False) is group
+    assert same_host.share_memory(group, 1.0, required=False) is group
     assert capsys.readouterr().err == (
         "shardwise: no shared memory, so Gloo is used: rank 0: Function not implemented\n"
     )
     with pytest.raises(LaunchError, match="--transport gloo does without"):
-        host.share_memory(group, 1.0, required=True)
+        same_host.share_memory(group, 1.0, required=True)
 
 
 def test_a_failure_of_another_rank_is_everyones(monkeypatch, capsys):
     group = Told(lambda value: "rank 1: Too many open files" if value == "" else value)
-    assert host.share_memory(group, 1.0, required=False) is group
+    assert same_host.share_memory(group, 1.0, required=False) is group
     assert "rank 1: Too many open files" in capsys.readouterr().err
 
 
 def test_the_key_tells_hosts_apart(monkeypatch):
-    here = host.key()
+    here = same_host.key()
     monkeypatch.setattr(socket, "gethostname", lambda: "other")
-    assert host.key() != here
+    assert same_host.key() != here
 
 
 def test_a_transport_of_the_cpu_is_refused_for_gpus():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.layout import Spec, lay_out
-from shardwise.states.landing import Landing
+from shardwise.states.bucket_views import Landing
 from shardwise.states.tracked import Tracked
 
 

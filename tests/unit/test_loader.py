@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from shardwise import config
 from shardwise import world as worlds
-from shardwise.data import Loader, schedule, source
+from shardwise.data import Loader, batch_schedule, source
 from shardwise.data.transfer import to_device
 from shardwise.engine import Engine
 from shardwise.errors import DataError, UsageError
@@ -470,7 +470,7 @@ def test_the_order_does_not_depend_on_how_much_is_drawn_at_a_time(solo, monkeypa
 
     whole = order()
     assert [len(batch) for batch in whole] == ([4, 4] if drop_last else [4, 4, 3])
-    monkeypatch.setattr(schedule, "BLOCK", 2)
+    monkeypatch.setattr(batch_schedule, "BLOCK", 2)
     assert order() == whole
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.collectives import meeting
+from shardwise.collectives import rendezvous
 from shardwise.errors import LaunchError
 from shardwise.launch import notes, own
 from shardwise.launch.identity import Identity
@@ -130,7 +130,7 @@ class TestNote:
 class TestMeeting:
     @pytest.fixture(autouse=True)
     def _quiet(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(meeting.INTERFACE, "lo")
+        monkeypatch.setenv(rendezvous.INTERFACE, "lo")
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Iterator[str]:
@@ -141,7 +141,7 @@ class TestMeeting:
         stores: dict[int, Any] = {}
 
         def come(identity: Identity) -> None:
-            stores[identity.rank] = meeting.meet(identity, 20, folder)
+            stores[identity.rank] = rendezvous.meet(identity, 20, folder)
 
         late = threading.Thread(target=come, args=(SECOND,))
         late.start()
@@ -157,14 +157,14 @@ class TestMeeting:
     def test_one_does_not_come(
         self, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(meeting, "WARN", 0.1)
+        monkeypatch.setattr(rendezvous, "WARN", 0.1)
         with pytest.raises(LaunchError, match=r"Ranks 1, 2 of the 3 .*share .*SHARDWISE_REND"):
-            meeting.meet(replace(FIRST, size=3), 0.3, folder)
+            rendezvous.meet(replace(FIRST, size=3), 0.3, folder)
         assert "Waiting on." in capsys.readouterr().err
 
     def test_rank_0_does_not_come(self, folder: str) -> None:
         with pytest.raises(LaunchError, match=r"Rank 1 of 2, .* found no note of rank 0 in"):
-            meeting.meet(SECOND, 0.2, folder)
+            rendezvous.meet(SECOND, 0.2, folder)
 
     def test_a_note_that_leads_nowhere(self, folder: str) -> None:
         place = notes.path(SECOND, folder)
@@ -179,7 +179,7 @@ class TestMeeting:
                 match=rf"at 127.0.0.1 or no.such.*, port {port}, within 0.2 s",
             ),
         ):
-            meeting.meet(SECOND, 0.2, folder)
+            rendezvous.meet(SECOND, 0.2, folder)
         assert time.monotonic() - began < 15
 
     def test_rank_0_was_told_where_to_listen_and_stands_still(
@@ -193,7 +193,7 @@ class TestMeeting:
             )
             began = time.monotonic()
             with pytest.raises(LaunchError, match=r"within 0.5 s .* it does not answer") as error:
-                meeting.meet(told, 0.5, None)
+                rendezvous.meet(told, 0.5, None)
         assert error.value.at_fault == (0,)
         assert time.monotonic() - began < 5
 
@@ -203,8 +203,8 @@ class TestMeeting:
             port = free.getsockname()[1]
         told = Identity(launcher="shardwise run", size=3, address="127.0.0.1", port=port)
         with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(meeting.meet, told, 3.0, None)
-            second = pool.submit(meeting.meet, replace(told, rank=1), 1.0, None)
+            first = pool.submit(rendezvous.meet, told, 3.0, None)
+            second = pool.submit(rendezvous.meet, replace(told, rank=1), 1.0, None)
             error = second.exception()
             assert isinstance(error, LaunchError)
             assert "came to rank 0, but rank 2 did not come within 1 s" in str(error)
@@ -217,6 +217,6 @@ class TestMeeting:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         alone = replace(FIRST, size=1)
-        met = meeting.meet(alone, 10, f"127.0.0.1:{port}")
+        met = rendezvous.meet(alone, 10, f"127.0.0.1:{port}")
         assert (met.store.num_keys(), met.is_open) == (1, False)
         met.close()

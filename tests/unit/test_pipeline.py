@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.config import SCHEDULES
 from shardwise.errors import ConfigError, ModelError
 from shardwise.mesh import Mesh
-from shardwise.parallel.pipeline import Action, atoms, order_of, schedule
+from shardwise.parallel.pipeline import Action, order_of, partition, schedule
 from tests.parity.problems import GPT, MLP
 
 
@@ -45,7 +45,7 @@ def test_rows_are_as_even_as_they_can_be(sizes, data):
         edges = [*starts, len(sizes)]
         return max(sum(sizes[a:b]) for a, b in pairwise(edges))
 
-    found = atoms.balanced([float(size) for size in sizes], parts)
+    found = partition.balanced([float(size) for size in sizes], parts)
     assert found[0] == 0
     assert len(set(found)) == parts
     every = ([0, *cuts] for cuts in combinations(range(1, len(sizes)), parts - 1))
@@ -54,20 +54,20 @@ def test_rows_are_as_even_as_they_can_be(sizes, data):
 
 def test_what_a_model_is_cut_into():
     model = GPT()
-    cut = atoms.cut(model, 2)
+    cut = partition.cut(model, 2)
     assert [a.name for a in cut.atoms] == ["tokens", "blocks.0", "blocks.1", "norm", "head"]
     assert cut.owners[model.places] == 0  # in no layer, and used before the first
     assert cut.lent == {model.tokens.weight: [1]}
     assert [cut.in_words(stage) for stage in range(2)] == ["tokens to blocks.0", "blocks.1 to head"]
-    named = atoms.cut(model, 3, names=("blocks.0", "head"))
+    named = partition.cut(model, 3, names=("blocks.0", "head"))
     assert [named.in_words(s) for s in range(3)] == ["tokens", "blocks.0 to norm", "head"]
-    plain = atoms.cut(MLP(), 3)
+    plain = partition.cut(MLP(), 3)
     assert [a.name for a in plain.atoms] == ["0", "2", "4"]
     assert len(plain.floating) == 2
     with pytest.raises(ModelError, match=r"has 3 layer\(s\).*fewer than 4 stages"):
-        atoms.cut(MLP(), 4)
+        partition.cut(MLP(), 4)
     with pytest.raises(ModelError, match=r"1 layer.s. to share out .itself."):
-        atoms.cut(nn.Linear(2, 2), 2)
+        partition.cut(nn.Linear(2, 2), 2)
 
 
 @settings(deadline=None)

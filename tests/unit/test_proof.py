@@ -12,8 +12,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from shardwise import proof
-from shardwise.collectives.table import Hosted, Reaching, Table
+from shardwise import authentication
+from shardwise.collectives.store import Hosted, Reaching, Table
 from shardwise.errors import LaunchError
 from shardwise.launch import own, secret
 from tests.disk import wait_until
@@ -35,11 +35,11 @@ class TestProof:
     def test_both_know_the_secret(self, listener: socket.socket) -> None:
         with (
             ThreadPoolExecutor(1) as pool,
-            proof.Acceptor(listener, KNOWN) as acceptor,
+            authentication.Acceptor(listener, KNOWN) as acceptor,
             socket.create_connection(listener.getsockname()) as mine,
         ):
             accepted = pool.submit(acceptor.accept, soon())
-            proof.prove(mine, KNOWN, soon())
+            authentication.prove(mine, KNOWN, soon())
             mine.sendall(b"hello")
             with accepted.result() as theirs:
                 assert theirs.recv(100) == b"hello"
@@ -47,66 +47,66 @@ class TestProof:
     def test_who_knows_another_is_cut_off_unread(self, listener: socket.socket) -> None:
         with (
             ThreadPoolExecutor(1) as pool,
-            proof.Acceptor(listener, KNOWN) as acceptor,
+            authentication.Acceptor(listener, KNOWN) as acceptor,
             socket.create_connection(listener.getsockname()) as stranger,
         ):
             accepted = pool.submit(acceptor.accept, soon(1.0))
-            with pytest.raises(proof.Unproven):
-                proof.prove(stranger, b"guessed", soon())
+            with pytest.raises(authentication.Unproven):
+                authentication.prove(stranger, b"guessed", soon())
             assert accepted.result() is None
 
     def test_who_listens_must_know_it_too(self, listener: socket.socket) -> None:
         def pretend() -> None:
             accepted, _ = listener.accept()
             with accepted:
-                accepted.sendall(os.urandom(proof.NONCE))
-                accepted.recv(proof.CLAIM)
-                accepted.sendall(os.urandom(proof.MAC))
+                accepted.sendall(os.urandom(authentication.NONCE))
+                accepted.recv(authentication.CLAIM)
+                accepted.sendall(os.urandom(authentication.MAC))
 
         with (
             ThreadPoolExecutor(1) as pool,
             socket.create_connection(listener.getsockname()) as mine,
         ):
             pretended = pool.submit(pretend)
-            with pytest.raises(proof.Unproven, match="does not know the secret"):
-                proof.prove(mine, KNOWN, soon())
+            with pytest.raises(authentication.Unproven, match="does not know the secret"):
+                authentication.prove(mine, KNOWN, soon())
             pretended.result()
 
     def test_what_was_heard_once_proves_nothing_later(self, listener: socket.socket) -> None:
-        with ThreadPoolExecutor(1) as pool, proof.Acceptor(listener, KNOWN) as acceptor:
+        with ThreadPoolExecutor(1) as pool, authentication.Acceptor(listener, KNOWN) as acceptor:
             with socket.create_connection(listener.getsockname()) as mine:
                 accepted = pool.submit(acceptor.accept, soon())
-                claim = proof.Claim(KNOWN, mine.recv(proof.NONCE))
+                claim = authentication.Claim(KNOWN, mine.recv(authentication.NONCE))
                 mine.sendall(claim.words)
                 found = accepted.result()
                 assert found is not None
                 found.close()
             with socket.create_connection(listener.getsockname()) as stranger:
                 again = pool.submit(acceptor.accept, soon(1.0))
-                stranger.recv(proof.NONCE)
+                stranger.recv(authentication.NONCE)
                 stranger.sendall(claim.words)
                 assert stranger.recv(1) == b""
                 assert again.result() is None
 
     def test_silent_strangers_keep_nobody_waiting(self, listener: socket.socket) -> None:
         with ExitStack() as stack:
-            acceptor = stack.enter_context(proof.Acceptor(listener, KNOWN))
+            acceptor = stack.enter_context(authentication.Acceptor(listener, KNOWN))
             place = listener.getsockname()
-            for _ in range(2 * proof.MOST):
+            for _ in range(2 * authentication.MOST):
                 stack.enter_context(socket.create_connection(place))
             pool = stack.enter_context(ThreadPoolExecutor(1))
             accepted = pool.submit(acceptor.accept, soon())
             began = time.monotonic()
             mine = stack.enter_context(socket.create_connection(place))
-            proof.prove(mine, KNOWN, soon())
+            authentication.prove(mine, KNOWN, soon())
             found = accepted.result()
             assert found is not None
             found.close()
-            assert time.monotonic() - began < proof.PATIENCE
+            assert time.monotonic() - began < authentication.PATIENCE
 
     def test_a_bell_ends_the_waiting(self, listener: socket.socket) -> None:
         ours, theirs = socket.socketpair()
-        with theirs, proof.Acceptor(listener, KNOWN, theirs) as acceptor:
+        with theirs, authentication.Acceptor(listener, KNOWN, theirs) as acceptor:
             ours.close()
             assert acceptor.accept() is None
 
@@ -115,26 +115,29 @@ class TestProof:
             socket.create_connection(listener.getsockname()) as mine,
             pytest.raises(TimeoutError),
         ):
-            proof.prove(mine, KNOWN, soon(0.1))
+            authentication.prove(mine, KNOWN, soon(0.1))
 
 
 class TestSeals:
     def test_what_is_sealed_comes_back(self) -> None:
-        assert proof.unsealed(KNOWN, "p", proof.sealed(KNOWN, "p", b"data")) == b"data"
+        assert (
+            authentication.unsealed(KNOWN, "p", authentication.sealed(KNOWN, "p", b"data"))
+            == b"data"
+        )
 
     @pytest.mark.parametrize(
         "data",
         [
             b"",
             b"data",
-            proof.sealed(b"guessed", "p", b"data"),
-            proof.sealed(KNOWN, "another purpose", b"data"),
-            proof.sealed(KNOWN, "p", b"data") + b"more",
+            authentication.sealed(b"guessed", "p", b"data"),
+            authentication.sealed(KNOWN, "another purpose", b"data"),
+            authentication.sealed(KNOWN, "p", b"data") + b"more",
         ],
     )
     def test_all_else_is_forged(self, data: bytes) -> None:
-        with pytest.raises(proof.Forged):
-            proof.unsealed(KNOWN, "p", data)
+        with pytest.raises(authentication.Forged):
+            authentication.unsealed(KNOWN, "p", data)
 
 
 class TestSecret:
@@ -154,7 +157,7 @@ class TestTable:
         place = listener.getsockname()
         hosted = Hosted(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
         connection = socket.create_connection(place)
-        proof.prove(connection, KNOWN, soon())
+        authentication.prove(connection, KNOWN, soon())
         reaching = Reaching(connection, 5.0)
         yield hosted, reaching
         reaching.close()
@@ -214,8 +217,8 @@ class TestTable:
         hosted = Hosted(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
         with socket.create_connection(place) as stranger:
             stranger.settimeout(5)
-            stranger.recv(proof.NONCE)
-            stranger.sendall(b"\0" * proof.CLAIM + b'["set", "key", {"bytes": "mine"}]\n')
+            stranger.recv(authentication.NONCE)
+            stranger.sendall(b"\0" * authentication.CLAIM + b'["set", "key", {"bytes": "mine"}]\n')
             with suppress(ConnectionResetError):  # it hung up on what it has not read
                 assert stranger.recv(1) == b""
         assert not hosted.check(["key"])

@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from shardwise.collectives import mesh
+from shardwise.collectives import socket_mesh
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def crowded():
 def reach(address, seconds):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.settimeout(5)
-        mesh._reach(peer, address, time.monotonic() + seconds)
+        socket_mesh._reach(peer, address, time.monotonic() + seconds)
         return peer.getpeername()
 
 

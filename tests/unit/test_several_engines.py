@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import shardwise as sw
-from shardwise.engine import Engine, several
+from shardwise.engine import Engine
+from shardwise.engine import engines as several
 from shardwise.errors import CheckpointNotWritten
 from shardwise.world import World
 from tests.unit.two_engines import engines, step

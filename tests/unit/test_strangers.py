@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.collectives import mesh
+from shardwise.collectives import socket_mesh
 from shardwise.errors import LaunchError
 from shardwise.horovod.commits import Commits
 from shardwise.launch import own, private
@@ -135,7 +135,7 @@ class TestFiles:
 def meet(name: str, rank: int, listener: socket.socket) -> list[int]:
     """Connect two ranks; who was found."""
     with listener:
-        found = mesh.connect(listener, name, SECRET, rank, 2, 20.0)
+        found = socket_mesh.connect(listener, name, SECRET, rank, 2, 20.0)
     for peer in found.values():
         peer.close()
     return list(found)
@@ -143,7 +143,7 @@ def meet(name: str, rank: int, listener: socket.socket) -> list[int]:
 
 def test_silent_sockets_of_another_user_do_not_keep_ranks_apart() -> None:
     name = uuid.uuid4().hex
-    listeners = [mesh.listen(name, rank, 2, 20.0) for rank in range(2)]
+    listeners = [socket_mesh.listen(name, rank, 2, 20.0) for rank in range(2)]
 
     def crowd() -> list[socket.socket]:
         held = []
@@ -158,23 +158,23 @@ def test_silent_sockets_of_another_user_do_not_keep_ranks_apart() -> None:
         began = time.monotonic()
         found = [pool.submit(meet, name, rank, listeners[rank]) for rank in range(2)]
         assert [each.result() for each in found] == [[1], [0]]
-        assert time.monotonic() - began < mesh.GREETING
+        assert time.monotonic() - began < socket_mesh.GREETING
 
 
 def test_who_listens_in_the_place_of_a_rank_is_known_by_its_user() -> None:
     name = uuid.uuid4().hex
     with (
-        another_user(lambda: mesh.listen(name, 0, 2, 20.0)),
-        mesh.listen(name, 1, 2, 20.0) as listener,
+        another_user(lambda: socket_mesh.listen(name, 0, 2, 20.0)),
+        socket_mesh.listen(name, 1, 2, 20.0) as listener,
         pytest.raises(PermissionError, match="another user listens in the place of rank 0"),
     ):
-        mesh.connect(listener, name, SECRET, 1, 2, 20.0)
+        socket_mesh.connect(listener, name, SECRET, 1, 2, 20.0)
 
 
 def test_a_silent_process_of_this_user_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh, "GREETING", 0.1)
+    monkeypatch.setattr(socket_mesh, "GREETING", 0.1)
     name = uuid.uuid4().hex
-    listeners = [mesh.listen(name, rank, 2, 20.0) for rank in range(2)]
+    listeners = [socket_mesh.listen(name, rank, 2, 20.0) for rank in range(2)]
     with ExitStack() as stack:
         peer = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         peer.connect(f"\0shardwise-{name}-0")

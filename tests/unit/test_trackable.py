@@ -71,7 +71,7 @@ class Loaderlike(nn.Module):
 
 
 def test_what_another_engine_tracks_is_tracked() -> None:
-    from shardwise.feed import Feed, Plan
+    from shardwise.current_batch import Feed, Plan
 
     feed = Feed()
     stream = feed.open("Loader(data)", Plan(batch_size=1, micro_batches=1, steps_per_epoch=1))

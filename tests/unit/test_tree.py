@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise import tree
+from shardwise import sum_tree
 from shardwise.errors import ConfigError
-from shardwise.states.held import InMemory
-from shardwise.states.tally import Tally
-from shardwise.tree import MicroShards
+from shardwise.states.storage import InMemory
+from shardwise.states.sum_parts import Tally
+from shardwise.sum_tree import MicroShards
 
 
 def joined(one, other):
@@ -30,16 +30,16 @@ def joined(one, other):
     ],
 )
 def test_the_tree(leaves, fan_ins, sizes, whole):
-    assert tree.fan_ins(leaves) == fan_ins
-    assert tree.node_sizes(leaves) == sizes
-    assert tree.fold("abcdefghijkl"[:leaves], joined) == whole
+    assert sum_tree.fan_ins(leaves) == fan_ins
+    assert sum_tree.node_sizes(leaves) == sizes
+    assert sum_tree.fold("abcdefghijkl"[:leaves], joined) == whole
 
 
 @st.composite
 def runs(draw):
     """A number of micro-shards, and a number of workers that can run them."""
     count = draw(st.integers(1, 48))
-    return count, draw(st.sampled_from(tree.node_sizes(count)))
+    return count, draw(st.sampled_from(sum_tree.node_sizes(count)))
 
 
 @given(runs())
@@ -56,9 +56,9 @@ def test_what_ranks_make_in_turns_is_joined_in_the_one_tree(run):
         for turn in range(shards[0].turns):
             assert turn == 0 or not tally.complete
             mine = [leaves[each.number(turn)] for each in shards]
-            tally.take(tree.fold(mine, torch.add))
+            tally.take(sum_tree.fold(mine, torch.add))
         assert tally.complete
-        assert torch.equal(tally.total.loaded(), tree.fold(leaves, torch.add))
+        assert torch.equal(tally.total.loaded(), sum_tree.fold(leaves, torch.add))
         tally.clear()
 
 

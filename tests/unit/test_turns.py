@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.collectives.turns import SETTLED, Turns, with_unseen
+from shardwise.collectives.agreed_order import SETTLED, Turns, with_unseen
 from shardwise.errors import OrderError
 
 NAMES = ["rest", "a", "b", "c", "d"]

@@ -11,11 +11,11 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from shardwise import proof
+from shardwise import authentication
 from shardwise.errors import CollectiveError, PeerLost
-from shardwise.watch import processes, roots, survey, whereabouts
-from shardwise.watch.lookout import Lookout
-from shardwise.watch.roots import Told, Whereabouts, named
+from shardwise.watch import hang_report, processes, wait_graph, whereabouts
+from shardwise.watch.status_server import Lookout
+from shardwise.watch.wait_graph import Told, Whereabouts, named
 from shardwise.watch.waits import Waits
 
 
@@ -58,15 +58,17 @@ STOPPED = "is stopped (T)"
     ],
 )
 def test_the_root_of_a_wait_of_rank_0_is_named(missing, world, found, said):
-    followed = roots.follow(0, missing, lambda ranks: {rank: world[rank] for rank in ranks})
+    followed = wait_graph.follow(0, missing, lambda ranks: {rank: world[rank] for rank in ranks})
     assert followed.ranks == found
-    assert roots.words(missing, followed) == said
+    assert wait_graph.words(missing, followed) == said
 
 
 def test_who_gave_up_on_the_way_has_said_why():
     told = Told(rank=2, text="Rank 2 of 3 waited for rank 1.", lost=False)
     world = {2: waits(2, 1, told=told)}
-    assert roots.follow(0, [2], lambda ranks: {rank: world[rank] for rank in ranks}).told == told
+    assert (
+        wait_graph.follow(0, [2], lambda ranks: {rank: world[rank] for rank in ranks}).told == told
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ class TestSurvey:
     def test_a_stopped_rank(self):
         stack = ("train.py:71 in main: engine.backward(loss)",)
         seen = {rank: waits(rank, 1, step=11, stack=stack) for rank in (0, 2, 3)} | {1: STOPPED}
-        assert survey.words(seen, 300.0) == (
+        assert hang_report.words(seen, 300.0) == (
             "shardwise: ranks 0, 2, 3 have waited 60 s in step 12 for rank 1. "
             "The run ends after 300 s (--timeout).\n"
             "  ranks 0, 2, 3 are in engine.backward (train.py:71): reduce-scatter (call 12), "
@@ -102,24 +104,24 @@ class TestSurvey:
         assert (
             "Rank 0 is in engine.save (train.py:88), ranks 1-3 are in engine.backward "
             "(train.py:71): is the call under `if is_main`?\n"
-        ) in survey.words(seen, 300.0)
+        ) in hang_report.words(seen, 300.0)
 
     def test_another_rank_in_another_call(self):
         seen = {0: waits(0, 1), 1: waits(1, 0, verb="world.barrier", line="train.py:9")}
         seen[2] = seen[0]
-        assert survey.difference(seen).endswith(
+        assert hang_report.difference(seen).endswith(
             "rank 1 is in world.barrier (train.py:9): is the call under an `if`?"
         )
 
     def test_a_rank_in_an_endless_loop(self):
         seen = {0: waits(0, 1), 1: busy(1)}
-        assert survey.difference(seen) == ""
-        said = survey.words(seen, 300.0)
+        assert hang_report.difference(seen) == ""
+        said = hang_report.words(seen, 300.0)
         assert said.startswith("shardwise: rank 0 has waited 60 s for rank 1.")
         assert "  rank 1 is in no collective, at train.py:30\n" in said
 
     def test_nothing_where_all_go_on(self):
-        assert survey.words({0: busy(0), 1: busy(1)}, 300.0) == ""
+        assert hang_report.words({0: busy(0), 1: busy(1)}, 300.0) == ""
 
 
 class TestWhereabouts:
@@ -244,7 +246,7 @@ class TestLookout:
         place = pair[0]._places[1]
         with socket.create_connection((place.address, place.port)) as stranger:
             stranger.settimeout(5)
-            claim = proof.Claim(b"guessed", stranger.recv(proof.NONCE))
+            claim = authentication.Claim(b"guessed", stranger.recv(authentication.NONCE))
             stranger.sendall(claim.words + b'{"ask": "where"}\n')
             with suppress(ConnectionResetError):  # it hung up on what it has not read
                 assert stranger.recv(100) == b""
@@ -253,6 +255,6 @@ class TestLookout:
     def test_those_that_say_nothing_do_not_keep_the_others_waiting(self, pair):
         place = pair[0]._places[1]
         with ExitStack() as stack:
-            for _ in range(2 * proof.MOST):
+            for _ in range(2 * authentication.MOST):
                 stack.enter_context(socket.create_connection((place.address, place.port)))
             assert pair[0].ask([1])[1].rank == 1

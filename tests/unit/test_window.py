@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from shardwise.current_batch import Batch
+from shardwise.engine.accumulation import Window
 from shardwise.engine.exact_mean import Share, is_summed, share_of
-from shardwise.engine.window import Window
 from shardwise.errors import UsageError
-from shardwise.feed import Batch
 
 LOSS = torch.tensor(2.0)
 ONE, OTHER = Batch(samples=8), Batch(samples=8)

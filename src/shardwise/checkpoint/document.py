@@ -25,7 +25,7 @@ from typing import Any
 
 from shardwise.checkpoint import schema
 from shardwise.checkpoint.folders import DOCUMENT, complete, sync
-from shardwise.checkpoint.regular import read_whole
+from shardwise.checkpoint.regular_files import read_whole
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 FORMAT = "shardwise checkpoint"

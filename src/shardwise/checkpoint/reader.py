@@ -22,7 +22,7 @@ from shardwise.checkpoint.format import (
     header_length,
     parse,
 )
-from shardwise.checkpoint.regular import must_be_file, open_to_read, read_whole
+from shardwise.checkpoint.regular_files import must_be_file, open_to_read, read_whole
 from shardwise.checkpoint.schema import plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 

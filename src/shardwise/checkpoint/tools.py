@@ -15,7 +15,7 @@ from shardwise.checkpoint.export import PICKLED, write_tensors
 from shardwise.checkpoint.folders import newest
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.checkpoint.reader import Safetensors, open_set
-from shardwise.checkpoint.regular import read_whole
+from shardwise.checkpoint.regular_files import read_whole
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 

@@ -31,18 +31,18 @@ makes the same calls in the same order.
 """
 
 from shardwise.collectives.base import Collectives, Cuts, Handle, Solo
-from shardwise.collectives.by_torch import exposed
 from shardwise.collectives.connect import OnMeeting, address_of, connect, disconnect
 from shardwise.collectives.gather_order import GatherOrder
 from shardwise.collectives.gloo import Gloo
-from shardwise.collectives.host import key as host_key
+from shardwise.collectives.hierarchical import Spanning
+from shardwise.collectives.host_staged import Staged
+from shardwise.collectives.hybrid_shard import within_hosts
 from shardwise.collectives.nccl import Nccl
-from shardwise.collectives.shared import Shared
-from shardwise.collectives.spanning import Spanning
-from shardwise.collectives.staged import Staged
-from shardwise.collectives.sums import Sum
+from shardwise.collectives.ordered_sums import Sum
+from shardwise.collectives.same_host import key as host_key
+from shardwise.collectives.shared_memory import Shared
 from shardwise.collectives.threads import for_thread
-from shardwise.collectives.within import within_hosts
+from shardwise.collectives.torchrun_store import exposed
 
 __all__ = [
     "Collectives",

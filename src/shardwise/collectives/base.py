@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import proof
+from shardwise import authentication
+from shardwise.collectives.ordered_sums import PLAIN, Sum
 from shardwise.collectives.pieces import join
-from shardwise.collectives.sums import PLAIN, Sum
 from shardwise.errors import CollectiveError, UsageError
 from shardwise.timeline.recorder import Launched
-from shardwise.watch.lookout import Lookout
+from shardwise.watch.status_server import Lookout
 
 Cuts = Sequence[int]
 Counts = Sequence[Sequence[int]]
@@ -200,7 +200,9 @@ class Collectives(ABC):
 
         Raises CollectiveError for what was not sent by a rank of this run: a pickle can run code.
         """
-        data = proof.sealed(self.lookout.secret, _PICKLE.format(self.rank), pickle.dumps(value))
+        data = authentication.sealed(
+            self.lookout.secret, _PICKLE.format(self.rank), pickle.dumps(value)
+        )
         return [pickle.loads(self._unsealed(r, d)) for r, d in enumerate(self._gather_bytes(data))]
 
     def gather_plain(self, value: Any) -> list[Any]:
@@ -209,8 +211,8 @@ class Collectives(ABC):
 
     def _unsealed(self, rank: int, data: bytes) -> bytes:
         try:
-            return proof.unsealed(self.lookout.secret, _PICKLE.format(rank), data)
-        except proof.Forged as error:
+            return authentication.unsealed(self.lookout.secret, _PICKLE.format(rank), data)
+        except authentication.Forged as error:
             raise CollectiveError(
                 f"What came for rank {rank} of {self.size} is not of this run ({error}) Somebody "
                 "else has reached the ports of its ranks: see docs/security.md."

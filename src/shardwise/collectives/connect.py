@@ -13,17 +13,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from shardwise.collectives import by_torch, listeners, meeting
+from shardwise.collectives import listeners, torchrun_store
+from shardwise.collectives import rendezvous as meeting
 from shardwise.collectives.base import Collectives, Solo
 from shardwise.collectives.gloo import Gloo
-from shardwise.collectives.host import key, share_memory
-from shardwise.collectives.meeting import Met
+from shardwise.collectives.host_staged import Staged
 from shardwise.collectives.nccl import Nccl
-from shardwise.collectives.staged import Staged
+from shardwise.collectives.rendezvous import Met
+from shardwise.collectives.same_host import key, share_memory
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import interface, secret
 from shardwise.launch.identity import Identity
-from shardwise.watch.lookout import Lookout, Place
+from shardwise.watch.status_server import Lookout, Place
 
 OnMeeting = Callable[[Identity, Store], None]
 
@@ -127,7 +128,7 @@ def _join(
     global _met
     limit, is_torchs = timedelta(seconds=timeout), identity.launcher == "torchrun"
     if dist.is_initialized():
-        _met = by_torch.adopt(identity, timeout)
+        _met = torchrun_store.adopt(identity, timeout)
         if (made := _backend_for("cuda" if backend == "nccl" else "cpu")) != backend:
             raise LaunchError(
                 f"torch.distributed was initialised with {made} before sw.init, which takes "
@@ -135,8 +136,8 @@ def _join(
             )
         return Lookout(identity.rank, identity.size, _met.secret)
     try:
-        if is_torchs and by_torch.has_store():
-            _met = by_torch.meet(identity, timeout)
+        if is_torchs and torchrun_store.has_store():
+            _met = torchrun_store.meet(identity, timeout)
         else:
             _met = meeting.meet(identity, timeout, None if is_torchs else rendezvous)
             if on_meeting is not None and not is_torchs:

@@ -18,8 +18,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from shardwise.collectives.agreed_order import Turns
 from shardwise.collectives.base import Collectives
-from shardwise.collectives.turns import Turns
 
 
 class Member(Protocol):

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives import messages
+from shardwise.collectives import gloo_messages
 from shardwise.collectives.base import Collectives, Counts, Cuts, Handle, column, slice_of
-from shardwise.collectives.courier import Courier, Trip
+from shardwise.collectives.ordered_sums import PLAIN, Sum, sum_in_rank_order
 from shardwise.collectives.pieces import clipped, join, shorter
 from shardwise.collectives.pieces import rows as split_rows
+from shardwise.collectives.progress_thread import Courier, Trip
 from shardwise.collectives.roster import Roster
-from shardwise.collectives.sums import PLAIN, Sum, sum_in_rank_order
-from shardwise.collectives.wire import (
+from shardwise.collectives.torch_backend import (
     SAME_CALLS,
     explain,
     gathered_rows,
@@ -33,7 +33,7 @@ from shardwise.collectives.wire import (
 )
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.layout import even_cuts
-from shardwise.watch.lookout import Lookout
+from shardwise.watch.status_server import Lookout
 
 PROBE = 1
 """A tag that no call has: messages that nobody awaits."""
@@ -98,7 +98,7 @@ class Gloo(Collectives):
         # Else the threads and sockets of a group that nobody has closed would be kept.
         self._end = weakref.finalize(self, _end, group, self._clerk, self._courier)
         self._end.atexit = False
-        self._sent: dict[int, dict[int, messages.Content]] = {}
+        self._sent: dict[int, dict[int, gloo_messages.Content]] = {}
         self._difference: CollectiveError | None = None
         self._channel = "all" if group is None else str(group.group_name)
         self.lookout.channels[self._channel] = self
@@ -262,8 +262,8 @@ class Gloo(Collectives):
         self,
         what: str,
         call: int,
-        sends: messages.Messages,
-        receives: messages.Messages,
+        sends: gloo_messages.Messages,
+        receives: gloo_messages.Messages,
         *,
         here: bool = False,
     ) -> Arrivals:
@@ -275,15 +275,15 @@ class Gloo(Collectives):
         by a thread of its own, unless it is to be started `here`.
         """
         self._clerk.refuse_if_dismissed()
-        self._sent[call] = messages.contents(what, sends)
-        awaited = messages.contents(what, receives)
+        self._sent[call] = gloo_messages.contents(what, sends)
+        awaited = gloo_messages.contents(what, receives)
         for old in list(self._sent):  # not all calls send, and second halves come later
             if old <= call - REMEMBERED:
                 self._sent.pop(old, None)
         works: list[tuple[int, dist.Work]] = []
         self._unwaited[call] = works
         start = partial(self._start, what, call, works, sends, receives)
-        if here or messages.nbytes(sends) + messages.nbytes(receives) <= SMALL:
+        if here or gloo_messages.nbytes(sends) + gloo_messages.nbytes(receives) <= SMALL:
             start()
             begun = None
         else:
@@ -296,8 +296,8 @@ class Gloo(Collectives):
         what: str,
         call: int,
         works: list[tuple[int, dist.Work]],
-        sends: messages.Messages,
-        receives: messages.Messages,
+        sends: gloo_messages.Messages,
+        receives: gloo_messages.Messages,
     ) -> None:
         """Start all messages, those that are received first, and note them in `works`."""
         rank = self.rank
@@ -306,9 +306,9 @@ class Gloo(Collectives):
                 ("group_src", dist.irecv, receives),
                 ("group_dst", dist.isend, sends),
             ):
-                for rank, tensor in messages.in_turn(tensors):
+                for rank, tensor in gloo_messages.in_turn(tensors):
                     if tensor.numel():
-                        tag, to = messages.tag(what, call, tensor), {peer: rank}
+                        tag, to = gloo_messages.tag(what, call, tensor), {peer: rank}
                         work = start(wire(tensor), group=self._group, tag=tag, **to)
                         assert work is not None
                         works.append((rank, work))
@@ -320,7 +320,7 @@ class Gloo(Collectives):
         what: str,
         call: int,
         begun: Trip | None,
-        awaited: dict[int, messages.Content],
+        awaited: dict[int, gloo_messages.Content],
         then: Callable[[int], None] | None = None,
     ) -> None:
         self.lookout.refuse_after_failure()
@@ -342,7 +342,7 @@ class Gloo(Collectives):
         works: list[tuple[int, dist.Work]],
         what: str,
         call: int,
-        awaited: dict[int, messages.Content],
+        awaited: dict[int, gloo_messages.Content],
     ) -> None:
         """Wait for some of the messages of a call. Who is missing are the places of all of them at
         first, then that of the one that is waited for."""
@@ -374,19 +374,21 @@ class Gloo(Collectives):
 
     # -- ranks in different calls ---------------------------------------------------------
 
-    def _compare(self, call: int, contents: dict[int, messages.Content], now: list[int]) -> None:
+    def _compare(
+        self, call: int, contents: dict[int, gloo_messages.Content], now: list[int]
+    ) -> None:
         """End a wait for what will never come, since its sender is in another collective."""
         if not now or (place := now[0]) not in contents or self._difference is not None:
             return
-        lookout, awaited = self.lookout, messages.as_json(contents[place])
+        lookout, awaited = self.lookout, gloo_messages.as_json(contents[place])
         rank = self.roster.ranks[place]
         sent = lookout.ask_sent(rank, self._channel, call, self.rank)
         if sent is None or sent == awaited:
             return
         me = self.roster.ranks[self.rank]
         here, there = (
-            f"{messages.in_words(awaited)} on rank {me}",
-            f"{messages.in_words(sent)} on rank {rank}",
+            f"{gloo_messages.in_words(awaited)} on rank {me}",
+            f"{gloo_messages.in_words(sent)} on rank {rank}",
         )
         if (passed := lookout.passed_on(self.roster.speaker(self.rank))) is not None:
             self._difference = passed
@@ -399,14 +401,14 @@ class Gloo(Collectives):
     def sent(self, call: int, to: int) -> list[Any] | None:
         """What this rank has sent to a place in a call; None where it has not come to that."""
         sent = self._sent.get(call)
-        return None if sent is None else messages.as_json(sent.get(to, messages.NOTHING))
+        return None if sent is None else gloo_messages.as_json(sent.get(to, gloo_messages.NOTHING))
 
     def let_go(self, to: int, awaited: list[Any]) -> None:
         """Send to a place what it waits for, so that it waits no longer."""
         call, (what, lengths, dtype) = awaited
         for length in lengths:
             filler = torch.zeros(length, dtype=getattr(torch, dtype))
-            tag = messages.tag(what, call, filler)
+            tag = gloo_messages.tag(what, call, filler)
             try:
                 work = dist.isend(wire(filler), group=self._group, tag=tag, group_dst=to)
             except RuntimeError:  # it waits no longer: it is gone

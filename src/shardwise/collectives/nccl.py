@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives.base import Collectives, Counts, Cuts, Handle, column
+from shardwise.collectives.ordered_sums import PLAIN, Sum, sum_in_tree
 from shardwise.collectives.roster import Roster
-from shardwise.collectives.sums import PLAIN, Sum, sum_in_tree
-from shardwise.collectives.wire import explain, interval, split, wire
+from shardwise.collectives.torch_backend import explain, interval, split, wire
 from shardwise.layout import even_cuts
-from shardwise.watch.lookout import Lookout
+from shardwise.watch.status_server import Lookout
 
 # torch 2.13 renamed these two, and warns of the old names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardwise.watch.roots import named
+from shardwise.watch.wait_graph import named
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ is therefore made anew, over channels and memory that nobody else uses.
 from __future__ import annotations
 
 from shardwise.collectives.base import Collectives
-from shardwise.collectives.host import share_memory
-from shardwise.collectives.shared import Shared
-from shardwise.collectives.spanning import Spanning
-from shardwise.collectives.staged import Staged
+from shardwise.collectives.hierarchical import Spanning
+from shardwise.collectives.host_staged import Staged
+from shardwise.collectives.same_host import share_memory
+from shardwise.collectives.shared_memory import Shared
 
 
 def for_thread(group: Collectives, timeout: float) -> Collectives:

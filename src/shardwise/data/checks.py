@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from shardwise.data.cuts import Cut, Shares, Turns
+from shardwise.data.batch_cuts import Cut, Shares, Turns
 from shardwise.errors import DataError
-from shardwise.tree import MicroShards
+from shardwise.sum_tree import MicroShards
 
 SHARDINGS = ("auto", "slice", "dataset")
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardwise.config import Settings
+from shardwise.current_batch import Plan, Stream
 from shardwise.data import source
 from shardwise.data.checks import Given, UnknownLength
 from shardwise.data.position import Position, restored
@@ -18,9 +19,8 @@ from shardwise.data.readers import Reader, reader
 from shardwise.data.source import Item
 from shardwise.data.steps import Pass, Step
 from shardwise.errors import DataError, UsageError
-from shardwise.feed import Plan, Stream
 from shardwise.randomness import seed_from
-from shardwise.tree import MicroShards
+from shardwise.sum_tree import MicroShards
 from shardwise.world import World
 from shardwise.world import current as current_world
 

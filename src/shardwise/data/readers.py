@@ -12,16 +12,16 @@ import torch
 from torch.utils.data import default_collate
 
 from shardwise.data import order
-from shardwise.data.checks import Given
-from shardwise.data.cuts import Cut
-from shardwise.data.position import Position
-from shardwise.data.schedule import (
+from shardwise.data.batch_cuts import Cut
+from shardwise.data.batch_schedule import (
     FromBatchSampler,
     FromSampler,
     InOrder,
     Schedule,
     length_of,
 )
+from shardwise.data.checks import Given
+from shardwise.data.position import Position
 from shardwise.data.source import Item, MapSource, Micro, Request, StreamSource, may_draw
 from shardwise.data.transfer import copied
 from shardwise.errors import DataError

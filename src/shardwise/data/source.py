@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from shardwise.data.cuts import Cut
+from shardwise.data.batch_cuts import Cut
 from shardwise.errors import DataError
 from shardwise.randomness import preserved, seed_from
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from shardwise import timeline
+from shardwise.current_batch import Batch, Plan
 from shardwise.data.source import Item, Micro
 from shardwise.data.transfer import to_device
 from shardwise.errors import UsageError
-from shardwise.feed import Batch, Plan
 from shardwise.world import World
 
 

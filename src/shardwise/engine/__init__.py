@@ -28,8 +28,8 @@ figures.py      numbers as a person reads them
 several.py      several engines, saved as one
 """
 
+from shardwise.engine.accumulation import StepStats
 from shardwise.engine.engine import Engine
-from shardwise.engine.several import Engines
-from shardwise.engine.window import StepStats
+from shardwise.engine.engines import Engines
 
 __all__ = ["Engine", "Engines", "StepStats"]

@@ -20,14 +20,14 @@ import torch
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.background import Copies, Job, reserve
-from shardwise.checkpoint.claim import Claim, take
+from shardwise.checkpoint.folder_lock import Claim, take
 from shardwise.checkpoint.folders import Draft, Found
 from shardwise.checkpoint.writer import Writer
-from shardwise.engine import alike, habits, loading, optimizer_numbers, saving
+from shardwise.engine import consistency, loading, optimizer_numbers, saving, usage_checks
+from shardwise.engine.checkpoint_tensors import Lending
 from shardwise.engine.exact_mean import Seeds
-from shardwise.engine.inventory import Lending
-from shardwise.engine.takeover import Takeover
 from shardwise.engine.tracking import Tracking
+from shardwise.engine.user_objects import Takeover
 from shardwise.errors import (
     BrokenCheckpoint,
     CheckpointError,
@@ -95,7 +95,7 @@ class Checkpoints:
         lending = Lending(recipe, states)
         made = saving.plan(lending, split)
         fields, more, failure = self._beside(lending, made, steps)
-        alike.agree(recipe.run, failure)
+        consistency.agree(recipe.run, failure)
         draft = Draft(folder, steps, made.nbytes)
         kept = partial(self._world.telling.kept, self._number, steps)
         finish = partial(_finish, made, fields, more, draft, keep, kept, self._say)
@@ -124,7 +124,7 @@ class Checkpoints:
                     self._take(folder)
             except FolderInUse as error:
                 failure = str(error)
-        alike.agree(self._held.recipe.run, failure, FolderInUse)
+        consistency.agree(self._held.recipe.run, failure, FolderInUse)
 
     def _take(self, folder: Path) -> None:
         held = self._claims.get(folder)
@@ -155,7 +155,7 @@ class Checkpoints:
         failure = None
         if group.rank == 0:
             failure = saving.told_of(lambda: finish([sums]), draft)
-        alike.agree(group, failure, CheckpointNotWritten)
+        consistency.agree(group, failure, CheckpointNotWritten)
 
     def tolerate(self, error: CheckpointNotWritten) -> None:
         """Say that a checkpoint is missing, where training goes on without; else raise."""
@@ -198,7 +198,7 @@ class Checkpoints:
         self._copies.begin()
         saving.lend(lending, made, self._copies)
         failure = saving.told_of(lambda: reserve(draft.path, group.rank), draft)
-        alike.agree(group, failure, CheckpointNotWritten)
+        consistency.agree(group, failure, CheckpointNotWritten)
         self._job = Job(
             self._copies,
             Writer(draft.path, made.sets),
@@ -262,7 +262,7 @@ class Checkpoints:
                     f"{folder} is a checkpoint itself, and resume takes the folder of all: write "
                     f'engine.resume("{folder.parent}"), or engine.load("{folder}") for just this.'
                 )
-        alike.agree(self._held.recipe.run, failure)
+        consistency.agree(self._held.recipe.run, failure)
         told: tuple[list[Found], list[Found]] = self._world.broadcast_object(mine)
         return told
 
@@ -301,7 +301,7 @@ class Checkpoints:
             self._world.draws.restore(beside.draws)
         self.tracking.give(beside.tracked)
         if beside.step:
-            habits.tell_schedulers(self._held.recipe.optimizers)
+            usage_checks.tell_schedulers(self._held.recipe.optimizers)
         self._world.telling.stepped(self._number, beside.step)
         self._world.telling.kept(self._number, beside.step)
         return beside.step

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise.engine.assembly import States
-from shardwise.engine.recipe import Recipe
-from shardwise.engine.window import Window
+from shardwise.engine.accumulation import Window
+from shardwise.engine.build import States
+from shardwise.engine.engine_spec import Recipe
 from shardwise.errors import UsageError
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.engine.assembly import States
-from shardwise.engine.figures import in_bytes
-from shardwise.engine.recipe import Recipe
+from shardwise.engine.build import States
+from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.formatting import in_bytes
 from shardwise.placement import STATES, Placement
 from shardwise.printable import printable
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.collectives import Collectives
-from shardwise.engine.assembly import States
-from shardwise.engine.window import Window
+from shardwise.engine.accumulation import Window
+from shardwise.engine.build import States
 from shardwise.errors import NonFiniteError
 
 SKIPS = 20

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from torch import nn
 
 from shardwise import randomness
-from shardwise.engine.parts import Parts
-from shardwise.engine.recipe import Recipe
+from shardwise.engine.accumulation import Window
+from shardwise.engine.engine_spec import Recipe
 from shardwise.engine.resumable import Resumable
-from shardwise.engine.window import Window
-from shardwise.model.hooks import Hooked, attach
+from shardwise.engine.step_statistics import Parts
+from shardwise.model.module_hooks import Hooked, attach
 
 
 class Drawing(Resumable):

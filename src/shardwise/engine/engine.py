@@ -19,29 +19,29 @@ from torch import nn, optim
 
 from shardwise import config
 from shardwise.engine import (
-    access,
     describe,
     diagnosis,
     exact_mode,
-    pipelining,
-    splitting,
+    pipeline_parallel,
     start_lines,
+    tensor_parallel,
+    whole_tensors,
 )
-from shardwise.engine.assembly import States
-from shardwise.engine.backwards import living
+from shardwise.engine.accumulation import Window
+from shardwise.engine.backward import living
+from shardwise.engine.build import States
 from shardwise.engine.checkpoints import Checkpoints
+from shardwise.engine.engine_spec import Recipe
 from shardwise.engine.exact_mean import Seeds
-from shardwise.engine.micro_batches import Pipelining
-from shardwise.engine.options import Options
-from shardwise.engine.parts import ExactParts, Parts
-from shardwise.engine.recipe import Recipe
-from shardwise.engine.stepping import Stepping
-from shardwise.engine.takeover import Takeover
-from shardwise.engine.window import Window
+from shardwise.engine.optimizer_options import Options
+from shardwise.engine.pipeline_runner import Pipelining
+from shardwise.engine.step import Stepping
+from shardwise.engine.step_statistics import ExactParts, Parts
+from shardwise.engine.user_objects import Takeover
 from shardwise.errors import ModelError, UsageError
 from shardwise.model import precision
 from shardwise.parallel.pipeline import LayerTimes
-from shardwise.parallel.plan import Plan
+from shardwise.parallel.tensor.plan import Plan
 from shardwise.world import current as current_world
 
 
@@ -97,8 +97,8 @@ class Engine(Stepping):
             self.world.device,
             self.world.gather_order,
             shards,
-            splitting.begin(self.world, self.settings, tensor_plan),
-            pipelining.begin(self.world, self.settings, _several(models, nn.Module)),
+            tensor_parallel.begin(self.world, self.settings, tensor_plan),
+            pipeline_parallel.begin(self.world, self.settings, _several(models, nn.Module)),
             self.world.stage,
         )
         self._refuse_second_engine()
@@ -178,7 +178,7 @@ class Engine(Stepping):
                 "full_parameters(write=True) inside engine.ema(), where parameters are averages "
                 "for the time of the block: write before or after."
             )
-        with access.full_parameters(self._recipe, self._states, module, write=write):
+        with whole_tensors.full_parameters(self._recipe, self._states, module, write=write):
             yield
 
     @contextmanager
@@ -266,14 +266,14 @@ class Engine(Stepping):
         written.
         """
         if not self.world.settings.trial:
-            access.export(self._recipe, self._states, path, model)
+            whole_tensors.export(self._recipe, self._states, path, model)
 
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
         """The state_dict that `optimizer` (default: the only one) would have in one process.
 
         Every rank gets the whole of it. Collective.
         """
-        return access.optimizer_state_dict(self._recipe, self._states, optimizer)
+        return whole_tensors.optimizer_state_dict(self._recipe, self._states, optimizer)
 
     def load_optimizer_state_dict(
         self, state: Mapping[str, Any] | None, optimizer: optim.Optimizer | None = None
@@ -295,7 +295,7 @@ class Engine(Stepping):
             state = self._recipe.run.gather_objects(state if self.world.is_main else None)[0]
         if state is None:
             raise UsageError("engine.load_optimizer_state_dict takes a state_dict on rank 0.")
-        face = access.only(self._recipe, optimizer)
+        face = whole_tensors.only(self._recipe, optimizer)
         self._held.check_state(face, state)
         self._held.take_state(face, state)
 

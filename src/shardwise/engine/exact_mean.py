@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives
-from shardwise.engine.parts import Parts
+from shardwise.current_batch import Batch
+from shardwise.engine.step_statistics import Parts
 from shardwise.errors import UsageError
-from shardwise.feed import Batch
 from shardwise.model.precision import NARROW, LossScale
 
 REDUCTIONS = ("mean", "sum")

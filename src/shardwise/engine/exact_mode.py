@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.collectives import Collectives
 from shardwise.config import Settings, flag
 from shardwise.errors import ConfigError
-from shardwise.tree import MicroShards
+from shardwise.sum_tree import MicroShards
 
 _WITHOUT = {
     "micro_batch_size": "the micro-shards are the micro-batches",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives
-from shardwise.engine.parts import Parts
-from shardwise.engine.window import Message, Totals, Window
+from shardwise.engine.accumulation import Message, Totals, Window
+from shardwise.engine.step_statistics import Parts
 from shardwise.model.buffers import Buffers
 from shardwise.states.gradients import Gradients
 

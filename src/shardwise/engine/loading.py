@@ -13,20 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint import document, names, reader
+from shardwise.checkpoint import document, reader
+from shardwise.checkpoint import tensor_names as names
 from shardwise.checkpoint.byte_ranges import Extent, clipped
 from shardwise.checkpoint.dtypes import from_name
 from shardwise.checkpoint.folders import DOCUMENT, lacks_document
 from shardwise.checkpoint.reader import Tensors
-from shardwise.engine.assembly import States
-from shardwise.engine.inventory import Lending
+from shardwise.engine.build import States
+from shardwise.engine.checkpoint_tensors import Lending
 from shardwise.engine.optimizer_numbers import Numbers
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 from shardwise.model.buffers import write
 from shardwise.shards import Shard
-from shardwise.states import holdings
-from shardwise.states.holdings import AVERAGE, MODEL, OPTIMIZER, Holding
+from shardwise.states import tensor_spans
 from shardwise.states.optimizer_state import Blank
+from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, Holding
 from shardwise.states.tracked import Tracked
 
 Fill = Callable[[Tensor, int], None]
@@ -57,12 +58,12 @@ class Source:
         A master is better than the parameter made of it where the wider dtype is wanted, and
         stands in for an average that was not kept; a parameter stands in for its master.
         """
-        if kind == OPTIMIZER and not name.endswith(f".{holdings.MASTER}"):
+        if kind == OPTIMIZER and not name.endswith(f".{tensor_spans.MASTER}"):
             return (self.sets[kind], name) if self.has(kind, name) else None
         if kind == AVERAGE and self.has(kind, name):
             return self.sets[kind], name
-        plain_name = name.removesuffix(f".{holdings.MASTER}") if kind == OPTIMIZER else name
-        master = holdings.state_name(plain_name, holdings.MASTER)
+        plain_name = name.removesuffix(f".{tensor_spans.MASTER}") if kind == OPTIMIZER else name
+        master = tensor_spans.state_name(plain_name, tensor_spans.MASTER)
         if plain_name not in self.names:
             return None
         held = self.sets[MODEL].specs[self.names[plain_name]]
@@ -185,7 +186,7 @@ def fill_model(lending: Lending, source: Source) -> None:
 
 
 def _is_of_model(holding: Holding) -> bool:
-    master = f".{holdings.MASTER}"
+    master = f".{tensor_spans.MASTER}"
     return holding.kind != OPTIMIZER or all(e.tensor.endswith(master) for e in holding.extents)
 
 
@@ -233,7 +234,7 @@ def _whole_state(source: Source, numbers: Numbers, name: str) -> dict[str, Any]:
     tensors = source.sets.get(OPTIMIZER)
     for full in tensors.specs if tensors is not None else ():
         owner, _, key = full.rpartition(".")
-        if owner == name and key != holdings.MASTER:
+        if owner == name and key != tensor_spans.MASTER:
             assert tensors is not None
             state[key] = tensors.whole(full)
     return state
@@ -255,13 +256,13 @@ def _entries(
     specs = source.sets[OPTIMIZER].specs if OPTIMIZER in source.sets else {}
     for full, spec in specs.items():
         name, _, key = full.rpartition(".")
-        if key == holdings.MASTER or name not in tracked:
+        if key == tensor_spans.MASTER or name not in tracked:
             continue
         number = tracked[name]
         dtype = _here(
             from_name(spec.dtype),
             source.sets[MODEL].specs[source.names[name]].dtype,
-            source.has(OPTIMIZER, holdings.state_name(name, holdings.MASTER)),
+            source.has(OPTIMIZER, tensor_spans.state_name(name, tensor_spans.MASTER)),
             masters[number],
         )
         entries.setdefault(_parameter(states, number), {})[key] = Blank(spec.shape, dtype)

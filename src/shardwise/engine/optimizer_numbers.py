@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, optim
 
-from shardwise.checkpoint import plain
-from shardwise.checkpoint.names import listed
-from shardwise.engine.inventory import Lending
+from shardwise.checkpoint import json_values
+from shardwise.checkpoint.tensor_names import listed
+from shardwise.engine.checkpoint_tensors import Lending
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 
 
@@ -40,7 +40,7 @@ class Numbers:
 def read(fields: Mapping[str, Any]) -> Numbers:
     """Raises BrokenCheckpoint for what cannot have been written."""
     state = {
-        name: {key: plain.decode(value) for key, value in entries.items()}
+        name: {key: json_values.decode(value) for key, value in entries.items()}
         for name, entries in fields["state"].items()
     }
     for told in fields["optimizers"]:
@@ -48,7 +48,10 @@ def read(fields: Mapping[str, Any]) -> Numbers:
         _check_steps({n: state[n]["step"] for n in names if "step" in state.get(n, {})})
     return Numbers(
         [
-            [{key: plain.decode(v) for key, v in g["options"].items()} for g in told["groups"]]
+            [
+                {key: json_values.decode(v) for key, v in g["options"].items()}
+                for g in told["groups"]
+            ]
             for told in fields["optimizers"]
         ],
         state,

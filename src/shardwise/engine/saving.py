@@ -12,18 +12,23 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import document, plain
+from shardwise.checkpoint import document, json_values
 from shardwise.checkpoint.byte_ranges import byte_ranges, clipped, share
 from shardwise.checkpoint.checksum import Part, joined
 from shardwise.checkpoint.folders import DOCUMENT, Draft
 from shardwise.checkpoint.format import TensorFile, TensorSpec, index, index_name, lay_out
 from shardwise.checkpoint.writer import CHUNK, Sink, Writer, create
 from shardwise.collectives import Collectives
-from shardwise.engine import alike
-from shardwise.engine.inventory import Lending, average_specs, optimizer_specs, spec_of
+from shardwise.engine import consistency
+from shardwise.engine.checkpoint_tensors import (
+    Lending,
+    average_specs,
+    optimizer_specs,
+    spec_of,
+)
 from shardwise.errors import CheckpointError, CheckpointNotWritten
-from shardwise.states.holdings import AVERAGE, MODEL, OPTIMIZER, Holding, Told
 from shardwise.states.optimizer_state import Blank
+from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, Holding, Told
 
 T = TypeVar("T")
 
@@ -146,7 +151,7 @@ def begin(draft: Draft, made: Plan, group: Collectives) -> None:
     failure = None
     if group.rank == 0:
         failure = told_of(lambda: _make(draft, made), draft)
-    alike.agree(group, failure, CheckpointNotWritten)
+    consistency.agree(group, failure, CheckpointNotWritten)
     draft.path = group.gather_objects(draft.path)[0]
     seen = group.gather_objects((socket.gethostname(), draft.path.is_dir()))
     blind = sorted({host for host, there in seen if not there})
@@ -182,7 +187,7 @@ def write(lending: Lending, made: Plan, draft: Draft) -> Sums:
         failure = told_of(finish, draft)
     finally:
         writer.close()
-    alike.agree(group, failure, CheckpointNotWritten)
+    consistency.agree(group, failure, CheckpointNotWritten)
     return merged(group.gather_objects(sums))
 
 
@@ -269,8 +274,8 @@ def state_fields(lending: Lending, made: Plan) -> dict[str, Any]:
 
 def _encoded(value: Any, what: str) -> Any:
     try:
-        return plain.encode(value)
-    except plain.NotPlain as error:
+        return json_values.encode(value)
+    except json_values.NotPlain as error:
         raise CheckpointError(
             f"The optimizer keeps {what} as {error}, which a checkpoint cannot hold: tensors, "
             "numbers, text, and lists and maps of those."

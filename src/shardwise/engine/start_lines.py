@@ -7,17 +7,17 @@ import math
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine import pipelining, splitting
-from shardwise.engine.assembly import States
-from shardwise.engine.figures import in_bytes, in_short, many
+from shardwise.engine import pipeline_parallel, tensor_parallel
+from shardwise.engine.build import States
+from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.formatting import in_bytes, in_short, many
 from shardwise.engine.loss_shape import is_sum
-from shardwise.engine.recipe import Recipe
 from shardwise.model import units
 from shardwise.model.activations import Activations
 from shardwise.model.precision import NARROW
 from shardwise.model.sync_batch_norm import is_out_of_reach
 from shardwise.placement import DEVICE, Placement, Tier
-from shardwise.tree import MicroShards, node_sizes
+from shardwise.sum_tree import MicroShards, node_sizes
 from shardwise.world import World
 
 _NAMES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
@@ -35,8 +35,8 @@ def announce_engine(world: World, recipe: Recipe, states: States) -> None:
     world.print(_run_line(world, recipe))
     world.print(_model_line(recipe, states))
     if recipe.split is not None:
-        world.print(f"  split over {world.tensor_size}: {splitting.in_words(recipe.split)}")
-        for words in splitting.left_in_words(recipe.split):
+        world.print(f"  split over {world.tensor_size}: {tensor_parallel.in_words(recipe.split)}")
+        for words in tensor_parallel.left_in_words(recipe.split):
             world.print(f"  whole, not split: {words}")
     if recipe.line is not None:
         world.print(_stages_line(recipe))
@@ -125,7 +125,7 @@ def _stages_line(recipe: Recipe) -> str:
     assert recipe.line is not None
     cut = recipe.line.cut
     stages = many(cut.stages, "stage")
-    return f"  {stages} ({recipe.settings.schedule}): {pipelining.in_words(cut)}"
+    return f"  {stages} ({recipe.settings.schedule}): {pipeline_parallel.in_words(cut)}"
 
 
 def _exact_line(shards: MicroShards) -> str:

@@ -11,13 +11,13 @@ from weakref import WeakSet
 import torch
 from torch import optim
 
-from shardwise.checkpoint import plain
+from shardwise.checkpoint import json_values
 from shardwise.checkpoint.document import crc_of
-from shardwise.checkpoint.regular import read_whole
+from shardwise.checkpoint.regular_files import read_whole
 from shardwise.checkpoint.schema import plain_name
+from shardwise.current_batch import Stream
 from shardwise.engine.trackable import trackable
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch, UsageError
-from shardwise.feed import Stream
 
 _all: WeakSet[Tracking] = WeakSet()
 """What the engines of this process track."""
@@ -56,8 +56,8 @@ class Tracking:
         for name, each in self._tracked.items():
             state = each.state_dict()
             try:
-                fields[name] = plain.encode(state)
-            except plain.NotPlain as error:
+                fields[name] = json_values.encode(state)
+            except json_values.NotPlain as error:
                 fields[name] = {"$file": f"tracked-{name}.pt"}
                 files[f"tracked-{name}.pt"] = _pickled(name, state, str(error))
         return fields, files
@@ -105,7 +105,9 @@ class Tracking:
                 "(engine.load(path, model_only=True)), or track the same objects."
             )
         return {
-            name: _unpickled(path, value["$file"], sums) if _is_file(value) else plain.decode(value)
+            name: _unpickled(path, value["$file"], sums)
+            if _is_file(value)
+            else json_values.decode(value)
             for name, value in told.items()
         }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise import tree
+from shardwise import sum_tree
 from shardwise.collectives import Collectives
 
 
@@ -22,7 +22,7 @@ def reduce(tensor: Tensor, group: Collectives, scale: float = 1.0) -> Tensor:
     rows[group.rank] = tensor.reshape(-1)
     cuts = [rank * tensor.numel() for rank in range(group.size + 1)]
     group.all_gather(rows.view(-1), cuts).reusable()
-    total: Tensor = tree.fold(list(rows.double()), pair)
+    total: Tensor = sum_tree.fold(list(rows.double()), pair)
     return total.mul(scale).to(tensor.dtype).view(tensor.shape)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.horovod.requests import JOIN, JOINED, Key, Request, difference
-from shardwise.watch.roots import named
+from shardwise.watch.wait_graph import named
 
 ADD = "process set to add"
 REMOVE = "process set to remove"

@@ -24,7 +24,7 @@ from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shardwise import config
-from shardwise.watch.roots import named
+from shardwise.watch.wait_graph import named
 
 BROADCAST = (
     "the parameters differ between ranks when training starts, and will go on doing so. After the "

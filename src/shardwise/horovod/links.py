@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
-from shardwise import proof
+from shardwise import authentication
 from shardwise.errors import LaunchError
 from shardwise.watch import questions
 
@@ -100,7 +100,7 @@ def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) ->
     """Rank 0's side: the link of every other rank. Raises LaunchError when one does not come."""
     found: dict[int, Link] = {}
     until = time.monotonic() + timeout
-    with proof.Acceptor(listener, secret) as acceptor:
+    with authentication.Acceptor(listener, secret) as acceptor:
         while len(found) < size - 1:
             connection = acceptor.accept(until)
             if connection is None:
@@ -123,11 +123,11 @@ def connect(address: str, port: int, secret: bytes, rank: int, timeout: float) -
     while True:
         try:
             connection = socket.create_connection((address, port), timeout)
-            proof.prove(connection, secret, until)
+            authentication.prove(connection, secret, until)
             connection.sendall(f"{rank}\n".encode())
         except OSError as error:
             # Where many strangers crowd in, rank 0 turns away who was not quick enough.
-            if isinstance(error, proof.Unproven):
+            if isinstance(error, authentication.Unproven):
                 connection.close()
                 if time.monotonic() < until:
                     time.sleep(AGAIN)

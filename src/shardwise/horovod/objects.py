@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import proof
+from shardwise import authentication
 from shardwise.errors import BadCall, HorovodInternalError
 from shardwise.horovod.allgather import allgather_async
 from shardwise.horovod.asking import wait
@@ -37,15 +37,15 @@ def _pickled(obj: Any) -> Tensor:
         if pickler is pickle:
             hint = "pip install cloudpickle for lambdas and local classes, or send plain values"
         raise BadCall(f"{type(obj).__name__} cannot travel ({error}): {hint}.") from error
-    data = proof.sealed(_secret(), _PURPOSE, found)
+    data = authentication.sealed(_secret(), _PURPOSE, found)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _object(data: Tensor) -> Any:
     """What `_pickled` was given, on a rank of this run: a pickle of anybody else's can run code."""
     try:
-        return pickle.loads(proof.unsealed(_secret(), _PURPOSE, data.numpy().tobytes()))
-    except proof.Forged as error:
+        return pickle.loads(authentication.unsealed(_secret(), _PURPOSE, data.numpy().tobytes()))
+    except authentication.Forged as error:
         raise HorovodInternalError(
             f"What came as an object is not of this run ({error}) Somebody else has reached the "
             "ports of its ranks: see docs/security.md."

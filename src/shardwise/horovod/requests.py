@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shardwise.watch.roots import named
+from shardwise.watch.wait_graph import named
 
 Key = tuple[int, str, str]
 """What operations are told apart by: process set, kind where there are no tensors, and name."""

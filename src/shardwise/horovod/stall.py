@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from shardwise.horovod.requests import Request
-from shardwise.watch.lookout import Lookout
-from shardwise.watch.roots import Whereabouts, named
+from shardwise.watch.status_server import Lookout
+from shardwise.watch.wait_graph import Whereabouts, named
 
 
 def warn(

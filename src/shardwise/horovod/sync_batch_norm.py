@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from shardwise.feed import Feed
+from shardwise.current_batch import Feed
 from shardwise.horovod.allgather import allgather_async
 from shardwise.horovod.asking import wait
 from shardwise.horovod.process_sets import ProcessSet, global_process_set

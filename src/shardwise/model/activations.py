@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.config import Settings
 from shardwise.model import units
-from shardwise.model.away import Disk, DiskBehindHost, Host, Place
-from shardwise.model.hooks import Hooked, attach
+from shardwise.model.module_hooks import Hooked, attach
+from shardwise.model.offloaded_tensor import Disk, DiskBehindHost, Host, Place
 from shardwise.model.recomputation import RecomputedForward
 from shardwise.model.saved_tensors import SavedTensors
 from shardwise.placement import Tier

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
-from shardwise.tiers.beside import to_device
+from shardwise.tiers.copy_stream import to_device
 
 
 def write(into: Tensor, value: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
 from shardwise.model.buffers import Buffers
-from shardwise.tree import MicroShards
+from shardwise.sum_tree import MicroShards
 
 
 class MicroShardBuffers(Buffers):

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.collectives import sums
-from shardwise.model.hooks import Hooked, attach
+from shardwise.collectives import ordered_sums
+from shardwise.model.module_hooks import Hooked, attach
 
-NARROW = sums.NARROW
+NARROW = ordered_sums.NARROW
 """The dtypes of 16-bit floats."""
 
 

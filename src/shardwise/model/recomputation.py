@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.model import hooks, unit_attributes
-from shardwise.model.replay import Tape
+from shardwise.model import module_hooks, unit_attributes
+from shardwise.model.recompute_replay import Tape
 
 
 class RecomputedForward:
@@ -39,7 +39,7 @@ class RecomputedForward:
         self.plain = torch.compile(plain) if compiled else plain
         self.buffers = UnitBuffers(unit)
         self._on = True
-        hooks.replace(unit, "forward", self)
+        module_hooks.replace(unit, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._on or not torch.is_grad_enabled():
@@ -52,7 +52,7 @@ class RecomputedForward:
     def undo(self) -> None:
         """Give the unit its forward back."""
         self._on = False  # should user code have wrapped this one in another
-        hooks.give_back(self.unit, "forward", self)
+        module_hooks.give_back(self.unit, "forward", self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # For a wrapper of a user's around this one. The copied unit's own bound method: it has no

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.errors import UsageError
-from shardwise.model.away import Parcel, Place
+from shardwise.model.offloaded_tensor import Parcel, Place
 from shardwise.tiers import heap
 
 _StorageWeakRef: Any = StorageWeakRef  # torch gives it no types

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.collectives import GatherOrder
-from shardwise.feed import Feed
-from shardwise.model import replay
+from shardwise.current_batch import Feed
+from shardwise.model import recompute_replay
+from shardwise.model.batch_norm_statistics import Exchange, Exchanges, Rows
 from shardwise.model.precision import NARROW
-from shardwise.model.statistics import Exchange, Exchanges, Rows
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         batch = self._feed.batch_of_forward(training=torch.is_grad_enabled())
         counts = batch is None or batch.samples > 0
         # A recomputation neither speaks with the other ranks nor asks what the batch is by then.
-        of_all = replay.once(lambda: _joined(x, self._ranks, counts))
+        of_all = recompute_replay.once(lambda: _joined(x, self._ranks, counts))
         out = _Normalise.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, self.eps, self._ranks, of_all
         )

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shardwise.states.held import Held
 from shardwise.states.inner_optimizer import Part
 from shardwise.states.optimizer_state import OptimizerState, in_spans
 from shardwise.states.parameters import Parameters
-from shardwise.states.shelf import Shelf
+from shardwise.states.storage import Held
+from shardwise.states.storage_factory import Shelf
 
 
 class Averages:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.model.precision import NARROW
-from shardwise.states.held import Held, Span
+from shardwise.states.storage import Held, Span
 
 GRAIN = 64
 """Elements that are summed as one; also what the widest of the CPU's vector loops take at a time

@@ -30,15 +30,15 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives
 from shardwise.placement import Placement
-from shardwise.states.collector import Backward, Collector, refuse_sparse
+from shardwise.states.accumulator import Summation
+from shardwise.states.bucket_fill import Backward, Collector, refuse_sparse
 from shardwise.states.guard import GradientGuard
-from shardwise.states.held import Held
 from shardwise.states.norms import Norms
 from shardwise.states.parameters import Parameters
 from shardwise.states.reduction import Reduction
 from shardwise.states.resting import unguarded
-from shardwise.states.shelf import Shelf
-from shardwise.states.summation import Summation
+from shardwise.states.storage import Held
+from shardwise.states.storage_factory import Shelf
 
 PATIENCE = 8
 """Backwards without a gradient after which a parameter is no longer waited for."""

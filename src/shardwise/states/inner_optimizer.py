@@ -19,8 +19,8 @@ from torch import Tensor, optim
 
 from shardwise.errors import TierError
 from shardwise.layout import Bucket, Piece
-from shardwise.states.held import Held, Span
 from shardwise.states.optimizer_kind import Kind, bare_copy, settings_of
+from shardwise.states.storage import Held, Span
 
 
 @dataclass(eq=False)

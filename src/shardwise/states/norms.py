@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence, Set
 import torch
 from torch import Tensor
 
-from shardwise.states.held import InMemory
+from shardwise.states.accumulator import Summation
 from shardwise.states.reduction import Rest
 from shardwise.states.squares import squares
-from shardwise.states.summation import Summation
+from shardwise.states.storage import InMemory
 
 
 class Norms:

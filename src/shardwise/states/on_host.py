@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Handle
-from shardwise.states.held import Held, Span
 from shardwise.states.squares import squares
-from shardwise.tiers.beside import Beside
+from shardwise.states.storage import Held, Span
+from shardwise.tiers.copy_stream import Beside
 
 
 class OnHost(Held):

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from shardwise.errors import ModelError
 from shardwise.layout import Piece
 from shardwise.model.precision import NARROW
-from shardwise.states.held import Held, InMemory, Span, spans_of
 from shardwise.states.inner_optimizer import (
     GroupOf,
     InnerOptimizer,
@@ -38,7 +37,8 @@ from shardwise.states.inner_optimizer import (
 from shardwise.states.on_host import BroughtDown
 from shardwise.states.optimizer_kind import Kind, may_fuse, placed, same
 from shardwise.states.parameters import Parameters
-from shardwise.states.shelf import Shelf
+from shardwise.states.storage import Held, InMemory, Span, spans_of
+from shardwise.states.storage_factory import Shelf
 from shardwise.states.tracked import Tracked
 
 

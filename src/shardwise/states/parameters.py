@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from shardwise.collectives import Collectives, Handle
 from shardwise.errors import BrokenView
 from shardwise.layout import Bucket
-from shardwise.states.held import Held, InMemory
-from shardwise.states.slab import Slab
+from shardwise.states.sharded_bucket import Slab
+from shardwise.states.storage import Held, InMemory
 from shardwise.states.tracked import Tracked
 from shardwise.timeline import recorder
 

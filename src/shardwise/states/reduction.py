@@ -18,13 +18,13 @@ from shardwise.collectives import Collectives, Handle, Sum
 from shardwise.layout import Bucket
 from shardwise.model.precision import NARROW
 from shardwise.placement import Placement
-from shardwise.states.held import Held, InMemory, Span
-from shardwise.states.landing import Landing
+from shardwise.states.accumulator import Summation
+from shardwise.states.bucket_views import Landing
 from shardwise.states.parameters import Parameters
-from shardwise.states.shelf import Kind, Shelf
 from shardwise.states.squares import Squares
-from shardwise.states.summation import Summation
-from shardwise.states.tally import Tally
+from shardwise.states.storage import Held, InMemory, Span
+from shardwise.states.storage_factory import Kind, Shelf
+from shardwise.states.sum_parts import Tally
 from shardwise.timeline import recorder
 
 IN_FLIGHT = 2

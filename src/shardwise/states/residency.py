@@ -24,11 +24,18 @@ from torch.autograd import Variable
 
 from shardwise.collectives import Collectives, GatherOrder
 from shardwise.errors import UsageError
-from shardwise.states.gathers import ByAllGather, Gather, InPlace, Whole, there, whole_of
-from shardwise.states.passing_writes import PassingWrites
-from shardwise.states.places import Place, Places
+from shardwise.states.bucket_gathers import (
+    ByAllGather,
+    Gather,
+    InPlace,
+    Whole,
+    there,
+    whole_of,
+)
+from shardwise.states.lost_writes import PassingWrites
+from shardwise.states.saved_references import Place, Places
+from shardwise.states.sharded_bucket import Slab
 from shardwise.states.sharded_parameters import ShardedParameters
-from shardwise.states.slab import Slab
 from shardwise.states.tracked import Tracked
 from shardwise.timeline import span
 

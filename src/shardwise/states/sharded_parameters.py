@@ -17,12 +17,12 @@ from shardwise.collectives import Collectives, Handle
 from shardwise.errors import BrokenView
 from shardwise.layout import Bucket
 from shardwise.model.meta import make_real
-from shardwise.states.held import Held, InMemory
 from shardwise.states.parameters import Homes, Parameters, check_place
 from shardwise.states.read_only import read_only
 from shardwise.states.resting import AtRest, Moving, at_rest, unguarded, unmark
-from shardwise.states.shelf import Shelf
-from shardwise.states.slab import Slab
+from shardwise.states.sharded_bucket import Slab
+from shardwise.states.storage import Held, InMemory
+from shardwise.states.storage_factory import Shelf
 from shardwise.states.tracked import Tracked
 
 

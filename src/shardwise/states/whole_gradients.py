@@ -14,12 +14,12 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
-from shardwise.states.bits import fingerprint
+from shardwise.states.bit_sums import fingerprint
 from shardwise.states.gradients import Gradients
-from shardwise.states.holdings import gathered
 from shardwise.states.parameters import Parameters
 from shardwise.states.reduction import Rest
 from shardwise.states.resting import unguarded
+from shardwise.states.tensor_spans import gathered
 
 
 @dataclass(frozen=True)

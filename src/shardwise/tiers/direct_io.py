@@ -22,7 +22,7 @@ from shardwise.errors import TierError
 from shardwise.tiers.mounts import IN_MEMORY, mount_of
 from shardwise.tiers.staging import PAGE, Staging
 from shardwise.timeline import recorder
-from shardwise.timeline.rows import Row
+from shardwise.timeline.tracks import Row
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What a file system says when it has no room, a user no quota, or a process a lower limit."""

@@ -1,6 +1,6 @@
 """Where the time of a run goes, event by event, in one file of Chrome's trace format.
 
-    rows.py        the rows that a rank has in it
+    nested_batch.py        the rows that a rank has in it
     recorder.py    what is going on in this process, noted at the places where it happens
     encoding.py    from notes to lines of JSON
     file.py        the file that all ranks of a host write, whole at every moment
@@ -17,6 +17,6 @@ Where nothing is recorded a place costs one test of an attribute.
 """
 
 from shardwise.timeline.recorder import span
-from shardwise.timeline.rows import Row
+from shardwise.timeline.tracks import Row
 
 __all__ = ["Row", "span"]

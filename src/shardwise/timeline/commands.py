@@ -41,8 +41,8 @@ def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | 
     from rich.console import Console
 
     from shardwise.timeline import reading, tables
+    from shardwise.timeline.slowest import counted
     from shardwise.timeline.steps import steps_of
-    from shardwise.timeline.verdict import counted
 
     events = reading.read(files)
     if merge is not None:

@@ -13,7 +13,7 @@ from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from shardwise.timeline.recorder import Note
-from shardwise.timeline.rows import FURTHER_STEPS, LANES, WIDEST, Row
+from shardwise.timeline.tracks import FURTHER_STEPS, LANES, WIDEST, Row
 
 LONGEST = 100
 """Characters of a text, so that every line fits into a page of the file."""

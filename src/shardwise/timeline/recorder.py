@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakSet
 
-from shardwise.timeline.rows import Row
+from shardwise.timeline.tracks import Row
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.timeline.intervals import Intervals, clipped, length, minus, union
 from shardwise.timeline.recorder import WAIT, WAIT_BESIDE
-from shardwise.timeline.rows import Row
+from shardwise.timeline.tracks import Row
 
 EXPOSED = "communication"
 OTHER = "other"

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
+from shardwise.timeline.slowest import means, slowest
 from shardwise.timeline.steps import EXPOSED, KINDS, Step
-from shardwise.timeline.verdict import means, slowest
 
 Steps = Mapping[int, Sequence[Step]]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Literal, NamedTuple
 
-from shardwise.watch.lookout import Lookout
+from shardwise.watch.status_server import Lookout
 
 ROUNDS = 8
 

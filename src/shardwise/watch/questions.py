@@ -3,7 +3,7 @@
     asker ─▶ proof, {"ask": "where"}\\n        answerer ─▶ proof, {"rank": 3, ...}\\n, and closes
 
 Connections last as long as their question, so nothing is left of a rank that does not answer.
-Either end proves that it is of the run (proof.py).
+Either end proves that it is of the run (authentication.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise import proof
+from shardwise import authentication
 
 Message = dict[str, Any]
 
@@ -57,7 +57,7 @@ class _Asked:
 
     rank: int
     heard: bytearray = field(default_factory=bytearray)
-    claim: proof.Claim | None = None
+    claim: authentication.Claim | None = None
 
 
 def ask(
@@ -99,9 +99,9 @@ def _go_on(
     assert isinstance(asked, _Asked)
     try:
         asked.heard += (more := peer.recv(1 << 16))
-        if asked.claim is None and len(asked.heard) >= proof.NONCE:
-            asked.claim = proof.Claim(secret, bytes(asked.heard[: proof.NONCE]))
-            del asked.heard[: proof.NONCE]
+        if asked.claim is None and len(asked.heard) >= authentication.NONCE:
+            asked.claim = authentication.Claim(secret, bytes(asked.heard[: authentication.NONCE]))
+            del asked.heard[: authentication.NONCE]
             peer.sendall(asked.claim.words + line)  # they fit into the buffer of a new connection
     except OSError:
         return False
@@ -112,7 +112,7 @@ def _go_on(
 
 def _is_unfinished(asked: _Asked, answers: dict[int, Message]) -> bool:
     """Note the answer, where it is whole and of who knows the secret; whether it is not whole."""
-    proven, said = bytes(asked.heard[: proof.MAC]), asked.heard[proof.MAC :]
+    proven, said = bytes(asked.heard[: authentication.MAC]), asked.heard[authentication.MAC :]
     if not said.endswith(b"\n"):  # what ended a line was of the proof
         return True
     assert asked.claim is not None

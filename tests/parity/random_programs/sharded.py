@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
-from shardwise.states import held
+from shardwise.states import storage
 from shardwise.states.exact_squares import GRAIN
 from tests.disk import on_a_disk
 from tests.parity.random_programs import models as made_of
@@ -33,9 +33,9 @@ def run_phase(
 
     What an earlier phase has left in `folder` is loaded at first; what a later one needs is saved.
     """
-    usual = held.SPAN
+    usual = storage.SPAN
     exact = program.phases[phase].config.exact is not None
-    held.SPAN = 2 * GRAIN if exact else 48  # several spans, also in models as small as these
+    storage.SPAN = 2 * GRAIN if exact else 48  # several spans, also in models as small as these
     # The program adds what is in no optimizer yet.
     warnings.filterwarnings("ignore", ".*are in no optimizer")
     warnings.filterwarnings("ignore", "Sparse invariant checks")
@@ -45,7 +45,7 @@ def run_phase(
         script.run(watch=watch)
     finally:
         script.models.clear()
-        held.SPAN = usual
+        storage.SPAN = usual
     script.ran.seconds = time.process_time() - began
     return script.ran, script.digest
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.errors import UsageError
 from shardwise.model import saved_tensors
 from shardwise.model.activations import Scope
-from shardwise.model.away import Disk, DiskBehindHost, Host
+from shardwise.model.offloaded_tensor import Disk, DiskBehindHost, Host
 from shardwise.model.saved_tensors import SavedTensors
 from shardwise.tiers.spool import Spool
 from tests.unit.activations.models import CPU, make, x

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.model.activations import Scope
-from shardwise.model.away import DiskBehindHost, Host
+from shardwise.model.offloaded_tensor import DiskBehindHost, Host
 from shardwise.model.saved_tensors import SavedTensors
 from shardwise.tiers.spool import Spool
 from tests.unit.activations.models import CPU, WAYS, make, on, same, x

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from shardwise.checkpoint import claim
-from shardwise.checkpoint.claim import LOCK, take
+from shardwise.checkpoint import folder_lock
+from shardwise.checkpoint.folder_lock import LOCK, take
 from shardwise.errors import FolderInUse
 
 HOLDER = """
 import sys
 from pathlib import Path
-from shardwise.checkpoint.claim import take
+from shardwise.checkpoint.folder_lock import take
 sys.argv = ["\\x1b[31mother.py"]
 held = take(Path(sys.stdin.readline().strip()))
 print("held", flush=True)
@@ -72,7 +72,9 @@ def test_engines_of_one_process_share_it(tmp_path):
 
 def subprocess_takes(folder):
     """Take it in a process of its own, or raise FolderInUse."""
-    code = "import sys; from pathlib import Path; from shardwise.checkpoint.claim import take\n"
+    code = (
+        "import sys; from pathlib import Path; from shardwise.checkpoint.folder_lock import take\n"
+    )
     code += "take(Path(sys.argv[1]), patience=0)"
     ran = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
     if "FolderInUse" in ran.stderr:
@@ -122,4 +124,4 @@ def test_a_link_in_its_place_is_not_followed(tmp_path):
     with pytest.raises(OSError, match="symbolic links"):
         take(tmp_path / "run")
     assert not (tmp_path / "elsewhere").exists()
-    assert claim._locks == {}
+    assert folder_lock._locks == {}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.checkpoint.names import match
-from shardwise.checkpoint.plain import NotPlain, decode, encode
+from shardwise.checkpoint.json_values import NotPlain, decode, encode
+from shardwise.checkpoint.tensor_names import match
 from shardwise.errors import BrokenCheckpoint
 
 

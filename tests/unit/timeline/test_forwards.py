@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from shardwise.model.forwards import Forwards
+from shardwise.model.forward_events import Forwards
 from shardwise.timeline import recorder
 from shardwise.timeline.recorder import Note, Recorder
 

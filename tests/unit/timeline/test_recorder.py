@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import recording
+from shardwise import timeline_control as recording
 from shardwise.errors import ConfigError
 from shardwise.timeline import Row, reading, recorder, span
 from shardwise.timeline.encoding import LONGEST, Encoder
 from shardwise.timeline.file import PAGE, TimelineFile
 from shardwise.timeline.recorder import Note, Recorder
 from shardwise.watch import clocks
-from shardwise.watch.lookout import Lookout
+from shardwise.watch.status_server import Lookout
 
 
 class Kept:

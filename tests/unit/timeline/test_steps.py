@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from shardwise.timeline import tables
 from shardwise.timeline.intervals import clipped, length, minus, union
+from shardwise.timeline.slowest import counted, slowest
 from shardwise.timeline.steps import Step, steps_of
-from shardwise.timeline.verdict import counted, slowest
 
 Event = dict[str, Any]
 

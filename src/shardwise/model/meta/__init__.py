@@ -9,8 +9,8 @@ tape.py      operations, and how they are repeated
 heap.py      memory for a moment
 """
 
-from shardwise.model.meta.block import on_meta
-from shardwise.model.meta.values import (
+from shardwise.model.meta.deferred_init import on_meta
+from shardwise.model.meta.materialize import (
     is_deferred,
     make_real,
     materialise,

@@ -12,7 +12,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardwise.errors import ModelError
-from shardwise.model.meta.records import Record, deferred_record, record_of, set_record
+from shardwise.model.meta.storage_records import (
+    Record,
+    deferred_record,
+    record_of,
+    set_record,
+)
 from shardwise.model.meta.tape import (
     Content,
     Layout,

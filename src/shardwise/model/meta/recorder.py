@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ModelError
 from shardwise.model.meta.calls import Call, Entry
-from shardwise.model.meta.heap import give_back, new_storage
-from shardwise.model.meta.records import (
+from shardwise.model.meta.scratch import give_back, new_storage
+from shardwise.model.meta.storage_records import (
     Record,
     deferred_record,
     keep_present,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from shardwise.errors import ModelError
-from shardwise.model.meta.heap import give_back, new_storage
+from shardwise.model.meta.scratch import give_back, new_storage
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """Layers shared out over the ranks of a replica: every rank runs the whole program, and in it only
 its own layers."""
 
-from shardwise.parallel.pipeline import atoms, halves
-from shardwise.parallel.pipeline.atoms import Cut
-from shardwise.parallel.pipeline.forwards import install
-from shardwise.parallel.pipeline.line import Line
+from shardwise.parallel.pipeline import partition, split_backward
+from shardwise.parallel.pipeline.layer_times import LayerTimes
+from shardwise.parallel.pipeline.partition import Cut
+from shardwise.parallel.pipeline.pipeline_group import Line
 from shardwise.parallel.pipeline.schedule import Action, order_of
-from shardwise.parallel.pipeline.timing import LayerTimes
-from shardwise.parallel.pipeline.values import Piece, Run
+from shardwise.parallel.pipeline.stage_forwards import install
+from shardwise.parallel.pipeline.stage_tensors import Piece, Run
 
 __all__ = [
     "Action",
@@ -16,8 +16,8 @@ __all__ = [
     "Line",
     "Piece",
     "Run",
-    "atoms",
-    "halves",
     "install",
     "order_of",
+    "partition",
+    "split_backward",
 ]

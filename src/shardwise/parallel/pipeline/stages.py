@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
-from shardwise.parallel.pipeline.atoms import Cut
 from shardwise.parallel.pipeline.channels import Channels
-from shardwise.parallel.pipeline.values import Run
+from shardwise.parallel.pipeline.partition import Cut
+from shardwise.parallel.pipeline.stage_tensors import Run
 
 
 class Stages:

@@ -1,0 +1,332 @@
+"""CPU ranks of several hosts: shared memory inside each, Gloo between them.
+
+A rank's *peers* are the ranks of its place on the other hosts. Each rank sums what its host has for
+its peers and itself, and only these sums travel, to their owners:
+
+    host 0     rank 0 | rank 1         reduce-scatter   sum inside ─▶ peers ─▶ sum of hosts
+                  ▲        ▲           all-gather       peers ─▶ copy inside
+                  ▼        ▼           all-reduce       both, one after the other
+    host 1     rank 2 | rank 3
+
+So of H hosts each sends (H - 1) / H of a buffer of P bytes in a reduce-scatter or an all-gather,
+and twice that in an all-reduce, however many ranks it has. 16-bit floats that are summed in fp32
+travel as fp32, so that they are rounded once. Sums are made in a fixed order: by rank inside, then
+by host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives.base import Collectives, Cuts, Handle, check_groups
+from shardwise.collectives.gloo import Gloo
+from shardwise.collectives.ordered_sums import PLAIN, Sum, sum_in_rank_order
+from shardwise.collectives.progress_thread import Courier, Trip
+from shardwise.collectives.shared_memory import Mapped, Shared, as_bytes, real
+from shardwise.collectives.shared_work import DONE, HALFWAY, READY, Messages, Plan
+from shardwise.collectives.socket_mesh import INLINE, Message
+from shardwise.collectives.torch_backend import interval
+from shardwise.layout import even_cuts
+from shardwise.sum_tree import node_sizes
+
+Hosts = Sequence[Sequence[int]]
+"""The ranks of each host in ascending order; as many on each."""
+
+Step = Generator[int | Trip, Messages, Messages]
+"""A part of a plan; what it returns are the messages that came first."""
+
+
+class Spanning(Mapped):
+    """CPU ranks of several hosts, as many on each and two at least.
+
+    `inside` are this host's ranks, `between` this rank and its peers, `under` all ranks over Gloo.
+    """
+
+    def __init__(
+        self,
+        inside: Shared,
+        between: Gloo,
+        hosts: Hosts,
+        rank: int,
+        under: Collectives,
+    ) -> None:
+        super().__init__(rank, sum(map(len, hosts)), between.lookout)
+        self.name = f"{inside.name} in each of {len(hosts)} hosts, {between.name} between"
+        self._inside = inside
+        self._between = between
+        self._hosts = hosts
+        self._under = under
+        self._courier = Courier(between.lookout.waits, inside.watch)
+        self._children: list[Spanning] = []
+        self._parent: ref[Spanning] | None = None
+        # By place on the host: the ranks there, in the order of `between`.
+        self._columns = [sorted(column) for column in zip(*hosts, strict=True)]
+        self._peers = self._columns[inside.rank]
+
+    @property
+    def knows_tree(self) -> bool:
+        """Where the ranks of each host are one node of the tree."""
+        each = len(self._hosts[0])
+        in_a_row = all(ranks[-1] - ranks[0] == each - 1 for ranks in self._hosts)
+        return in_a_row and each in node_sizes(self.size)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._inside.allocate(numel, dtype, device)
+
+    @property
+    def under(self) -> Collectives:
+        """All these ranks, over Gloo."""
+        return self._under
+
+    # -- the verbs ------------------------------------------------------------------------
+
+    def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
+        buffer, cuts = real(buffer, even_cuts(buffer.numel(), self.size))
+        begin = self._inside.opening("all-reduce", buffer)
+        calls = self._between.number(), self._between.number()
+        return self._inside.start(begin, self._all_reduce(begin, calls, buffer, cuts, how))
+
+    def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
+        buffer, _ = real(buffer, ())
+        begin = self._inside.opening("broadcast", buffer, source)
+        plan = self._broadcast(begin, self._between.number(), buffer, source)
+        return self._inside.start(begin, plan)
+
+    def barrier(self) -> None:
+        begin = self._inside.opening("barrier", torch.empty(0))
+        self._inside.start(begin, self._barrier(begin, self._between.number())).wait()
+
+    def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
+        begin = self._inside.opening("reduce-scatter", buffer, hash(tuple(cuts)))
+        plan = self._reduce_scatter(begin, self._between.number(), own, buffer, cuts, target, how)
+        return self._inside.start(begin, plan)
+
+    def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Handle:
+        buffer, cuts = real(buffer, cuts)
+        begin = self._inside.opening(kind, buffer, hash(tuple(cuts)))
+        call = self._between.number()
+        return self._inside.start(begin, self._all_gather(begin, call, buffer, cuts))
+
+    # -- how they go ----------------------------------------------------------------------
+
+    def _barrier(self, begin: Message, call: int) -> Plan:
+        """A rank tells its peers when all of its host have come."""
+        self._inside.post(begin)
+        yield READY
+        came = {peer: torch.empty(1) for peer in self._others}
+        yield self._travel("barrier", call, dict.fromkeys(came, torch.zeros(1)), came)
+
+    def _reduce_scatter(
+        self,
+        begin: Message,
+        call: int,
+        own: Tensor,
+        buffer: Tensor,
+        cuts: Cuts,
+        target: Tensor,
+        how: Sum,
+    ) -> Plan:
+        public = self._inside.publish(begin, buffer)
+        yield from self._sum(begin, call, own, buffer, cuts, target, how, last=True)
+        yield DONE
+        self._inside.take_back(public, buffer)
+
+    def _all_reduce(
+        self,
+        begin: Message,
+        calls: tuple[int, int],
+        buffer: Tensor,
+        cuts: Cuts,
+        how: Sum,
+    ) -> Plan:
+        public = self._inside.publish(begin, buffer)
+        own = interval(buffer, cuts, self.rank)
+        came = yield from self._sum(begin, calls[0], own, buffer, cuts, own, how)
+        # Of this buffer nobody else reads the intervals of this rank's peers before HALFWAY.
+        yield self._fetch(calls[1], buffer, cuts)
+        self._copy_peers(buffer, public, cuts)
+        self._inside.say(begin, HALFWAY)
+        yield HALFWAY
+        for place, message in came.items():
+            for rank in self._columns[place]:
+                part = interval(buffer, cuts, rank)
+                part.copy_(self._inside.read(place, message, cuts[rank], part))
+        self._inside.say(begin, DONE)
+        yield DONE
+        self._inside.take_back(public, buffer)
+
+    def _sum(
+        self,
+        begin: Message,
+        call: int,
+        own: Tensor,
+        buffer: Tensor,
+        cuts: Cuts,
+        target: Tensor,
+        how: Sum,
+        *,
+        last: bool = False,
+    ) -> Step:
+        """Sum this rank's interval, of which it has `own`, over all ranks; `last` when nothing
+        more is read here."""
+        came = yield READY
+        dtype = how.wide(buffer.dtype)
+        sums = []
+        for rank in self._peers:
+            part = own if rank == self.rank else interval(buffer, cuts, rank)
+            sums.append(self._between.borrow(part.numel(), dtype))
+            rows = self._inside.rows(came, part, cuts[rank])
+            sum_in_rank_order(rows, sums[-1], how.partial)
+        if last:
+            self._inside.say(begin, DONE)
+        me = self._between.rank
+        rows = [
+            sums[me] if place == me else self._between.borrow(target.numel(), dtype)
+            for place in range(len(self._peers))
+        ]
+        sends = {place: sums[place] for place in self._others}
+        yield self._travel("reduce-scatter", call, sends, {p: rows[p] for p in self._others})
+        sum_in_rank_order(rows, target, how)
+        for scratch in [*sums, *(rows[place] for place in self._others)]:
+            self._between.give_back(scratch)
+        return came
+
+    def _all_gather(self, begin: Message, call: int, buffer: Tensor, cuts: Cuts) -> Plan:
+        yield self._fetch(call, buffer, cuts)
+        columns = [sum(cuts[rank + 1] - cuts[rank] for rank in column) for column in self._columns]
+        if max(columns) * buffer.itemsize <= INLINE:
+            yield from self._tell(begin, buffer, cuts)
+            return
+        public = self._inside.place_for(buffer)
+        self._copy_peers(buffer, public, cuts)
+        self._inside.publish(begin, public)
+        came = yield READY
+        for place, message in came.items():
+            for rank in self._columns[place]:
+                part = interval(buffer, cuts, rank)
+                part.copy_(self._inside.read(place, message, cuts[rank], part))
+        self._inside.say(begin, DONE)
+        yield DONE
+        self._inside.take_back(public, buffer)
+
+    def _tell(self, begin: Message, buffer: Tensor, cuts: Cuts) -> Plan:
+        """The second half of a small all-gather: what peers have sent goes into the message."""
+        parts = [interval(buffer, cuts, rank) for rank in self._peers]
+        self._inside.post(begin._replace(payload=b"".join(map(as_bytes, parts))))
+        came = yield READY
+        for place, message in came.items():
+            first = 0
+            for rank in self._columns[place]:
+                part = interval(buffer, cuts, rank)
+                part.copy_(self._inside.read(place, message, first, part))
+                first += part.numel()
+
+    def _broadcast(self, begin: Message, call: int, buffer: Tensor, source: int) -> Plan:
+        """From the source to its peers, and from each of these to its host."""
+        column = next(place for place, ranks in enumerate(self._columns) if source in ranks)
+        small = buffer.nbytes <= INLINE
+        if self._inside.rank != column:
+            self._inside.post(begin)
+            came = yield READY
+            buffer.copy_(self._inside.read(column, came[column], 0, buffer))
+            if not small:
+                self._inside.say(begin, HALFWAY, only=column)
+            return
+        from_place = self._peers.index(source)
+        if self.rank == source:
+            trip = self._travel("broadcast", call, dict.fromkeys(self._others, buffer), {})
+        else:
+            trip = self._travel("broadcast", call, {}, {from_place: buffer})
+            yield trip
+        public = self._inside.publish(begin, buffer, small=small)
+        yield READY
+        yield trip
+        if not small:
+            yield HALFWAY
+            self._inside.take_back(public, buffer)
+
+    # -- messages between hosts -----------------------------------------------------------
+
+    @property
+    def _others(self) -> list[int]:
+        """The places of this rank's peers, itself left out."""
+        return [place for place in range(len(self._peers)) if place != self._between.rank]
+
+    def _travel(
+        self, what: str, call: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
+    ) -> Trip:
+        several = ({place: [each] for place, each in one.items()} for one in (sends, receives))
+        return self._courier.follow(self._between.exchange(what, call, *several))
+
+    def _fetch(self, call: int, buffer: Tensor, cuts: Cuts) -> Trip:
+        """Send this rank's interval to its peers, and bring theirs."""
+        own = interval(buffer, cuts, self.rank)
+        receives = {place: interval(buffer, cuts, self._peers[place]) for place in self._others}
+        return self._travel("all-gather", call, dict.fromkeys(receives, own), receives)
+
+    def _copy_peers(self, buffer: Tensor, public: Tensor, cuts: Cuts) -> None:
+        """What this rank has of its peers, to where its host reads it."""
+        if public is not buffer:
+            for rank in self._peers:
+                interval(public, cuts, rank).copy_(interval(buffer, cuts, rank))
+
+    # -- other groups ---------------------------------------------------------------------
+
+    def second_group(self) -> Collectives:
+        return self.split([range(self.size)])
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        check_groups(groups, self.size)
+        mine = sorted(next((group for group in groups if self.rank in group), [self.rank]))
+        spread = self._spread(mine)
+        here = self._inside.split([places for group in groups if (places := self._here(group))])
+        # All ranks make all groups of Gloo, in which each is once at most.
+        spanning = [group for group in groups if _is_even(self._spread(group))]
+        apart = [
+            group for group in groups if len(self._spread(group)) > 1 and group not in spanning
+        ]
+        columns = [list(column) for g in spanning for column in zip(*self._spread(g), strict=True)]
+        part = self._under.split(columns + apart)
+        under = self._under.split(spanning)
+        if len(spread) == 1:
+            return here
+        if not _is_even(spread):
+            return part
+        assert isinstance(here, Shared)
+        assert isinstance(part, Gloo)
+        hosts = [[mine.index(rank) for rank in ranks] for ranks in spread]
+        child = Spanning(here, part, hosts, mine.index(self.rank), under)
+        child._parent = ref(self)
+        self._children.append(child)
+        return child
+
+    def _spread(self, group: Sequence[int]) -> list[list[int]]:
+        """The ranks of `group` by host, hosts without any left out."""
+        found = ([rank for rank in host if rank in group] for host in self._hosts)
+        return [ranks for ranks in found if ranks]
+
+    def _here(self, group: Sequence[int]) -> list[int]:
+        """The places of those of `group` that are on this host."""
+        host = next(ranks for ranks in self._hosts if self.rank in ranks)
+        return [place for place, rank in enumerate(host) if rank in group]
+
+    def close(self) -> None:
+        for child in list(self._children):
+            child.close()
+        self._between.close()
+        parent = self._parent() if self._parent is not None else None
+        if parent is not None and self in parent._children:
+            parent._children.remove(self)
+            self._under.close()  # that of the first group goes with what is inside
+        self._inside.close()
+        self._courier.close()
+
+
+def _is_even(hosts: Hosts) -> bool:
+    """Whether ranks on these hosts can be `Spanning`."""
+    counts = {len(ranks) for ranks in hosts}
+    return len(hosts) > 1 and len(counts) == 1 and counts != {1}

@@ -1,0 +1,132 @@
+"""Sharded inside a host, replicated between hosts.
+
+A state that is sharded within a host has an interval for each of that host's ranks, and every
+host has all of it. So only sums leave a host, each rank's interval to the ranks of equal place on
+the others (as in ZeRO++'s and FSDP's hybrid sharding). 16-bit sums are rounded twice, inside and
+between:
+
+    host 0   rank 0 | rank 1        reduce-scatter and all-gather inside
+                ▲        ▲
+                ▼        ▼          all-reduce of an interval between
+    host 1   rank 2 | rank 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives.base import Collectives, Cuts, Handle
+from shardwise.collectives.ordered_sums import PLAIN, Sum
+from shardwise.collectives.same_host import grouped, key
+from shardwise.errors import ConfigError
+
+
+class Within(Collectives):
+    """The ranks of this host, whose sums are those over all hosts.
+
+    `rank` and `size` count this host's ranks; `copies` is the number of hosts.
+    """
+
+    def __init__(self, inside: Collectives, between: Collectives) -> None:
+        super().__init__(inside.rank, inside.size, inside.lookout)
+        self.name = f"{inside.name} within a host, {between.name} between"
+        self.copies = between.size
+        self.sums_onto = inside.sums_onto
+        self._inside = inside
+        self._between = between
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._inside.allocate(numel, dtype, device)
+
+    def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        return self._inside.common(numel, dtype, device)
+
+    def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
+        how = _of_two_halves(how)
+        first = self._inside.all_reduce(buffer, how.partial)
+        return self._then_between(first, first.reusable, buffer, how)
+
+    def reduce_scatter(
+        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
+    ) -> Handle:
+        how = _of_two_halves(how)
+        own = buffer[cuts[self.rank] : cuts[self.rank + 1]] if into is None else into
+        first = self._inside.reduce_scatter(buffer, cuts, how.partial, into=into)
+        return self._then_between(first, first.wait, own, how)
+
+    def reduce_scatter_onto(
+        self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
+    ) -> Handle:
+        how = _of_two_halves(how)
+        first = self._inside.reduce_scatter_onto(own, buffer, cuts, how.partial)
+        return self._then_between(first, first.wait, own, how)
+
+    def _then_between(
+        self, first: Handle, free: Callable[[], None], own: Tensor, how: Sum
+    ) -> Handle:
+        """Sum `own` between hosts when `first` has come, and nobody here reads it: `free`."""
+        second: list[Handle] = []
+
+        def advance() -> None:
+            first.wait()
+            free()
+            second.append(self._between.all_reduce(own, how))
+
+        def finish() -> None:
+            second[0].wait()
+            first.reusable()
+
+        return Handle(finish, advance)
+
+    def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
+        return self._inside.all_gather(buffer, cuts)
+
+    def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
+        return self._inside.broadcast(buffer, source)
+
+    def gather_rows(self, row: Tensor) -> Tensor:
+        return self._inside.gather_rows(row)
+
+    def barrier(self) -> None:
+        self._inside.barrier()
+
+    def second_group(self) -> Collectives:
+        return self._inside.second_group()
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        return self._inside.split(groups)
+
+    @property
+    def small_device(self) -> torch.device:
+        return self._inside.small_device
+
+    def close(self) -> None:
+        self._inside.close()
+        self._between.close()
+
+
+def _of_two_halves(how: Sum) -> Sum:
+    """A sum inside, then one between: the pieces of a host's sum are not those of the whole."""
+    assert not how.in_tree, "refused in the exact mode"
+    return how.untold
+
+
+def within_hosts(group: Collectives) -> Collectives:
+    """`group`, or where it spans several hosts the ranks of this one. Collective.
+
+    Raises ConfigError where hosts have different numbers of ranks.
+    """
+    hosts = grouped(group.gather_plain(key()))
+    if len(hosts) == 1:
+        return group
+    if len({len(ranks) for ranks in hosts}) > 1:
+        counts = ", ".join(str(len(ranks)) for ranks in hosts)
+        raise ConfigError(
+            f"--shard-within host needs as many ranks on every host, and these have {counts}. "
+            "Start equal numbers, or shard over all ranks: --shard-within all."
+        )
+    places = [list(ranks) for ranks in zip(*hosts, strict=True)]
+    return Within(group.split(hosts), group.split(places))

@@ -1,0 +1,363 @@
+"""How all ranks of a run first meet, and know of each other that they are of it.
+
+    rank 0      listens ─▶ leaves a note ─▶ waits for all ─▶ removes the note, says where it is
+    the others  find the note ─▶ reach rank 0 ─▶ proof ─▶ "here I am" ─▶ on which network to talk
+
+The note has the secret that both prove to know. There is none where the launcher told rank 0's
+address and the secret. torchrun's own store is torch's matter (by_torch.py).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from shardwise import authentication
+from shardwise.collectives.store import Hosted, Reaching
+from shardwise.errors import LaunchError
+from shardwise.launch import ancestors, interface, notes, rendezvous, secret
+from shardwise.launch.identity import Identity
+from shardwise.launch.notes import Note
+
+POLL = 0.02
+WARN = 60.0
+"""Seconds after which rank 0 says for whom it waits."""
+
+STARTING = 3.0
+"""Seconds in which a launcher may still be starting the ranks beside rank 0."""
+
+REACH = 5.0
+"""Seconds for a connection to one of rank 0's addresses, and in which one may be refused."""
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+class Met(NamedTuple):
+    """What ranks have when they have met: a store, and the secret of their run. `is_open`: the
+    secret was told to whoever reached the store. `close` lets go of the store."""
+
+    store: Store
+    secret: bytes
+    is_open: bool
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Terms:
+    """How the ranks of a run are to meet, until `deadline` of the monotonic clock.
+
+    `address` is rank 0's, where it was told; `path` that of the note, where there is to be one;
+    `given` the secret, where all were told it.
+    """
+
+    identity: Identity
+    timeout: float
+    deadline: float
+    address: tuple[str, int] | None
+    path: Path | None
+    given: str | None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing but the address is known to all ranks."""
+        return self.given is None and self.path is None and self.identity.size > 1
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def found(self) -> Note | None:
+        """Rank 0's note, or what it would say."""
+        if self.path is not None:
+            return notes.read(self.path)
+        assert self.address is not None
+        return Note(addresses=self.address[:1], port=self.address[1], host="", pid=0)
+
+    def __str__(self) -> str:
+        return f"within {self.timeout:g} s (--timeout)"
+
+
+def meet(identity: Identity, timeout: float, place: str | None) -> Met:
+    """Meet the other ranks of the run that `identity` belongs to; `timeout` in seconds.
+
+    `place` is the setting `rendezvous`: HOST:PORT of rank 0, or a folder that all hosts share.
+    Sets GLOO_SOCKET_IFNAME where it is not, to the interface over which all reach rank 0.
+    Raises LaunchError where ranks do not find each other, naming those that are missing.
+    """
+    address, given = _told_address(identity, place), secret.told(os.environ)
+    path = None
+    if address is None:
+        path = notes.path(identity, place)
+    elif given is None and identity.on_one_host and identity.size > 1:
+        path = notes.path(identity, run=f"{address[0]}:{address[1]}")
+    terms = _Terms(
+        identity=identity,
+        timeout=timeout,
+        deadline=time.monotonic() + timeout,
+        address=address,
+        path=path,
+        given=given,
+    )
+    return _receive(terms) if identity.rank == 0 else _go(terms)
+
+
+def _told_address(identity: Identity, place: str | None) -> tuple[str, int] | None:
+    told = identity.launcher == "shardwise run" or place is None
+    if identity.port is not None and told:
+        return identity.address or "127.0.0.1", identity.port
+    if place is not None and os.sep not in place:
+        host, _, port = place.rpartition(":")
+        return host.strip("[]"), int(port)
+    return None
+
+
+# -- rank 0's side --------------------------------------------------------------------------
+
+
+def _receive(terms: _Terms) -> Met:
+    """The store, when all others have come to it."""
+    identity, listening = terms.identity, _listen(terms)
+    port, drawn = listening.getsockname()[1], terms.given or secret.drawn()
+    proven = b"" if terms.is_open else drawn.encode()
+    hosted = Hosted(listening, proven, terms.timeout)
+    try:
+        if terms.is_open:
+            hosted.set("secret", drawn)
+        with _noted(terms, port, "" if terms.given else drawn):
+            _await_all(terms, hosted)
+    except BaseException:
+        hosted.close()
+        raise
+    hosted.accept_no_more()
+    seen = {hosted.get(here(rank)).decode() for rank in range(1, identity.size)}
+    address = min(seen, key=lambda one: ipaddress.ip_address(one).is_loopback, default="127.0.0.1")
+    hosted.set("address", address)
+    _choose_interface(address)
+    return Met(hosted, drawn.encode(), terms.is_open, hosted.close)
+
+
+def _listen(terms: _Terms) -> socket.socket:
+    """Where the others come to: at the address that they were told, or that the user's choice of
+    an interface has; everywhere where nothing says by which they come."""
+    identity = terms.identity
+    if identity.listen_fd is not None:
+        return socket.socket(fileno=identity.listen_fd)
+    if terms.address is not None:
+        host, port = terms.address
+        return rendezvous.listen(_own(host, identity), port)
+    if identity.on_one_host:
+        return rendezvous.listen("127.0.0.1", 0)
+    named = _named_interface()
+    return rendezvous.listen(interface.address_of(named), 0) if named else notes.listen_everywhere()
+
+
+def _own(host: str, identity: Identity) -> str:
+    """The address of this host that `host` is; "" for all, where it is none, or one that leads
+    nowhere from other hosts."""
+    try:
+        found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""
+    is_loopback = ipaddress.ip_address(found.partition("%")[0]).is_loopback
+    if is_loopback:
+        return found if identity.on_one_host else ""
+    return found if interface.holding(found) is not None else ""
+
+
+def _noted(terms: _Terms, port: int, told: str) -> AbstractContextManager[None]:
+    if terms.path is None:
+        return nullcontext()
+    addresses = notes.addresses(terms.identity)
+    if terms.address is not None:
+        addresses = terms.address[:1]
+    elif not terms.identity.on_one_host and (named := _named_interface()):
+        addresses = (interface.address_of(named),)
+    host, pid = socket.gethostname(), os.getpid()
+    note = Note(addresses=addresses, port=port, host=host, pid=pid, secret=told)
+    return notes.left(terms.path, note)
+
+
+def _await_all(terms: _Terms, hosted: Hosted) -> None:
+    identity, warning = terms.identity, time.monotonic() + WARN
+    beside = Beside(identity)
+    keys = {here(rank): rank for rank in range(1, identity.size)}
+    while absent := hosted.absent(list(keys), 5 * POLL):
+        now, ended = time.monotonic(), beside.have_ended()
+        if ended or now > min(terms.deadline, warning):
+            missing = [keys[key] for key in absent]
+            said = _missing(terms, missing, ended=ended)
+            if ended or not terms.left:
+                raise LaunchError(said).blaming(missing)
+            print(f"shardwise: {said} Waiting on.", file=sys.stderr, flush=True)
+            warning = terms.deadline
+
+
+class Beside:
+    """Whether ranks beside this one have ended: mpiexec and srun may let the others wait."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._size = identity.local_size
+        self._launcher = ancestors.launcher() if sys.platform == "linux" else None
+        self._fewer_since: float | None = None
+
+    def have_ended(self) -> bool:
+        """Whether fewer run than were to be started, and have for a while."""
+        living = None if self._launcher is None else ancestors.living_children(self._launcher)
+        if living is None or living >= self._size:
+            self._fewer_since = None
+            return False
+        self._fewer_since = self._fewer_since or time.monotonic()
+        return time.monotonic() > self._fewer_since + STARTING
+
+
+def _missing(terms: _Terms, missing: Sequence[int], *, ended: bool) -> str:
+    identity = terms.identity
+    said = (
+        f"{_ranks(missing)} of the {identity.size} that {identity.launcher} started did not come "
+        f"to rank 0 on {socket.gethostname()}."
+    )
+    if ended:
+        return f"{said} A process beside rank 0 has ended: look for what it said."
+    if not terms.left:
+        said = f"{said.removesuffix('.')} {terms}."
+    return said + _hint(terms)
+
+
+def _hint(terms: _Terms) -> str:
+    """What to look at where ranks on several hosts find each other by a note."""
+    if terms.path is None or terms.identity.on_one_host:
+        return ""
+    return (
+        f" Do all hosts share {terms.path.parent}? If not, name a folder that they share, or rank "
+        f"0's host and a port that is free there: {notes.VARIABLE}=FOLDER/ or HOST:PORT."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("Rank " if len(ranks) == 1 else "Ranks ") + ", ".join(map(str, ranks))
+
+
+# -- the others' side -----------------------------------------------------------------------
+
+
+def _go(terms: _Terms) -> Met:
+    """The store of rank 0, when all have come to it."""
+    trouble, refused_since = "", None
+    while terms.left:
+        note = terms.found()
+        for name in note.addresses if note else ():
+            assert note is not None
+            known = "" if terms.is_open else (terms.given or note.secret)
+            try:
+                connection = _connect(terms, name, note.port, known.encode())
+            except OSError as error:  # this address leads nowhere; the next one may
+                trouble = _trouble(error)
+                refused_since = _refused(refused_since, error)
+                continue
+            return _come(terms, connection, known)
+        if terms.path is None and refused_since and time.monotonic() > refused_since + REACH:
+            break  # nothing else will be found there
+        time.sleep(POLL)
+    raise _did_not_find(terms, trouble)
+
+
+def _connect(terms: _Terms, name: str, port: int, known: bytes) -> socket.socket:
+    """A connection to rank 0 that is proven at both ends. Raises OSError."""
+    connection = socket.create_connection((name, port), timeout=max(0.001, min(REACH, terms.left)))
+    try:
+        # The kernel accepts for a rank 0 that was told where to listen, and is yet to come.
+        patience = terms.left if terms.path is None else min(REACH, terms.left)
+        authentication.prove(connection, known, time.monotonic() + patience)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _refused(since: float | None, error: OSError) -> float | None:
+    """Since when every answer was that we are not known there."""
+    return (since or time.monotonic()) if isinstance(error, authentication.Unproven) else None
+
+
+def _trouble(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return "it does not answer, as where it has not called sw.init, or is stopped"
+    if isinstance(error, authentication.Unproven):
+        return f"{error} ({secret.VARIABLE} must be alike on all ranks)"
+    return error.strerror or str(error)
+
+
+def _come(terms: _Terms, connection: socket.socket, known: str) -> Met:
+    """Say that this rank is here, and wait for the others."""
+    identity = terms.identity
+    address = connection.getpeername()[0].removeprefix("::ffff:")
+    store = Reaching(connection, terms.timeout)
+    try:
+        store.set(here(identity.rank), address)
+        if store.absent(["address"], terms.left):
+            keys = {here(rank): rank for rank in range(1, identity.size)}
+            missing = [keys[key] for key in store.absent(list(keys))] or [0]
+            raise _did_not_come(terms, missing)
+        _choose_interface(store.get("address").decode())
+        known = store.get("secret").decode() if terms.is_open else known
+    except dist.DistStoreError as error:
+        store.close()
+        raise LaunchError(
+            f"Rank {identity.rank} of {identity.size} came to rank 0, but {error}: others did not "
+            "come in time, as it says then, or it is stopped."
+        ).blaming([0]) from None
+    except BaseException:
+        store.close()
+        raise
+    return Met(store, known.encode(), terms.is_open, store.close)
+
+
+def _did_not_come(terms: _Terms, missing: Sequence[int]) -> LaunchError:
+    identity = terms.identity
+    return LaunchError(
+        f"Rank {identity.rank} of {identity.size} came to rank 0, but {_ranks(missing).lower()} "
+        f"did not come {terms}.{_hint(terms)}"
+    ).blaming(missing)
+
+
+def _did_not_find(terms: _Terms, trouble: str) -> LaunchError:
+    identity, note = terms.identity, terms.found()
+    if note is not None:
+        where = f"at {' or '.join(note.addresses)}, port {note.port}"
+        what = f"did not reach rank 0 {where}, {terms}" + (f": {trouble}" if trouble else "")
+    else:
+        assert terms.path is not None
+        what = f"found no note of rank 0 in {terms.path.parent} {terms}"
+    return LaunchError(
+        f"Rank {identity.rank} of {identity.size}, started by {identity.launcher} on "
+        f"{socket.gethostname()}, {what}. Did rank 0 start?{_hint(terms)}"
+    ).blaming([0])
+
+
+def here(rank: int) -> str:
+    """The key under which a rank says that it has come."""
+    return f"here/{rank}"
+
+
+def _named_interface() -> str:
+    return os.environ.get(INTERFACE, "").split(",")[0]
+
+
+def _choose_interface(address: str) -> None:
+    """Let Gloo talk on the network where rank 0 has `address`; the user's own choice stays."""
+    if INTERFACE not in os.environ:
+        name = interface.holding(interface.towards(address))
+        if name is not None:
+            os.environ[INTERFACE] = name

@@ -1,0 +1,358 @@
+"""From the user's models and optimizers to the three states, and back again for a rebuild."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import layout
+from shardwise.engine import initial_values, unit_assignment, usage_checks
+from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.unit_assignment import Sections
+from shardwise.errors import ModelError
+from shardwise.model import sync_batch_norm
+from shardwise.model.module_hooks import Hooked
+from shardwise.placement import STATES
+from shardwise.states.averages import Averages
+from shardwise.states.gradients import Gradients
+from shardwise.states.inner_optimizer import GroupOf
+from shardwise.states.interval_gather import Gathering
+from shardwise.states.optimizer_state import OptimizerState
+from shardwise.states.optimizer_trial import Kinds
+from shardwise.states.parameters import Parameters, ReplicatedParameters
+from shardwise.states.residency import Residency
+from shardwise.states.sharded_parameters import ShardedParameters
+from shardwise.states.storage_factory import Shelf
+from shardwise.states.tracked import Tracked
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What shows sharded parameters while they are needed."""
+
+    sections: Sections
+    residency: Residency
+    handles: list[Hooked]
+
+
+@dataclass(frozen=True)
+class BucketBytes:
+    """Parameters that lie in one bucket, and the bytes of each state of them on one rank, in the
+    order of STATES."""
+
+    tracked: Sequence[Tracked]
+    sizes: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class States:
+    """The three states of training, laid out and connected; where parameters are sharded, what
+    shows them; the average where one is kept."""
+
+    parameters: Parameters
+    gradients: Gradients
+    optimizer: OptimizerState
+    gathering: Gathering
+    shown: Shown | None
+    shelves: dict[str, Shelf]
+    averages: Averages | None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of parameters, gradients, optimizer state and averages on this rank now."""
+        averages = self.averages.state_bytes if self.averages is not None else 0
+        gradients = self.gradients.reduction.state_bytes
+        return self.parameters.state_bytes + gradients + self.optimizer.state_bytes + averages
+
+    def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
+        """By `key` of a parameter the numbers of the buckets that have such ones."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for number, bucket in enumerate(self.parameters.buckets):
+            for slot in bucket.slots:
+                found[key(self.parameters.tracked[slot.parameter].parameter)].add(number)
+        return {value: frozenset(numbers) for value, numbers in found.items()}
+
+    def expected_bytes(self) -> int:
+        """The same once the optimizers have made all of their state."""
+        averages = self.averages.state_bytes if self.averages is not None else 0
+        return averages + sum(self.bytes_by_state().values())
+
+    def bytes_by_state(self) -> dict[str, int]:
+        """Bytes on this rank by name of STATES, wherever they rest, averages left out; once the
+        optimizers have made all of their state."""
+        sizes = zip(*(bucket.sizes for bucket in self.bytes_by_bucket()), strict=True)
+        return dict(zip(STATES, map(sum, sizes), strict=True))
+
+    def bytes_by_bucket(self) -> list[BucketBytes]:
+        """The same by bucket, those of frozen parameters that are laid out last."""
+        parameters, rests = self.parameters, self.gradients.reduction.rests
+        found = [
+            BucketBytes(
+                [parameters.tracked[slot.parameter] for slot in bucket.slots],
+                (
+                    parameters.held_bytes(index),
+                    rests[index].nbytes,
+                    self.optimizer.expected_bytes(index),
+                ),
+            )
+            for index, bucket in enumerate(parameters.buckets)
+        ]
+        frozen = parameters.frozen_bytes()
+        return found + [BucketBytes(tracked, (nbytes, 0, 0)) for tracked, nbytes in frozen]
+
+
+def assemble(
+    recipe: Recipe,
+    masters: Mapping[nn.Parameter, Tensor],
+    averages: Mapping[nn.Parameter, Tensor] | None = None,
+) -> States:
+    """Lay out and take over what `recipe` names.
+
+    `masters` are values in the master dtype for 16-bit parameters, where they are known better
+    than the parameters themselves say; `averages` those to go on with. What has an average stays
+    laid out while it is frozen, since its average goes on.
+    """
+    owners = _owners(recipe)
+    everything = recipe.located()
+    _check_trainable(everything, owners, main=recipe.run.rank == 0)
+    located = [t for t in everything if recipe.is_here(t.parameter)]
+    kept = averages or {}
+    tracked = [
+        t
+        for t in located
+        if t.parameter in owners and (t.parameter.requires_grad or t.parameter in kept)
+    ]
+    shelves = {state: Shelf(recipe.placement.tier(state), recipe.sharding) for state in STATES}
+    parameters, shown = _parameters(recipe, located, tracked, owners, shelves["parameters"])
+    buckets = parameters.buckets
+    scattered = recipe.placement.is_sharded("optimizer")
+    gradients = Gradients(
+        parameters,
+        recipe.placement,
+        recipe.sharding,
+        shelves["gradients"],
+        recipe.summation,
+        overlap=recipe.settings.overlap,
+        exact_sum=recipe.settings.reduce_dtype == "fp32",
+        stray=usage_checks.stray_backward,
+        elsewhere=_told_elsewhere(recipe, parameters),
+    )
+    if shown is not None:
+        gradients.paced = _pace(parameters, gradients, shown)
+    # Where there are turns, statistics take theirs, and buckets start between them.
+    synchronised = bool(sync_batch_norm.converted(recipe.models))
+    gradients.reduction.patient = gradients.paced or not synchronised
+    own = [rest.own for rest in gradients.reduction.rests]
+    groups = [owners[tracked[bucket.slots[0].parameter].parameter] for bucket in buckets]
+    optimizer = OptimizerState(
+        parameters,
+        groups,
+        own,
+        shelves["optimizer"],
+        by_spans=any(shelf.on_disk for shelf in shelves.values()),
+        sends=scattered and shown is None and recipe.sharding.size > 1,
+        known=masters,
+    )
+    decay = recipe.settings.ema_decay
+    return States(
+        parameters,
+        gradients,
+        optimizer,
+        Gathering(parameters, optimizer, recipe.sharding, scattered=scattered),
+        shown,
+        shelves,
+        None
+        if decay is None
+        else Averages(
+            parameters,
+            optimizer,
+            decay,
+            shelves["optimizer"],
+            scattered=scattered,
+            start=averages,
+        ),
+    )
+
+
+def _told_elsewhere(recipe: Recipe, parameters: Parameters) -> set[int]:
+    """The buckets that every rank of the replica has alike, but on the one that counts them."""
+    if recipe.part == 0:
+        return set()
+    return {
+        number
+        for number, bucket in enumerate(parameters.buckets)
+        if parameters.tracked[bucket.slots[0].parameter].shard is None
+    }
+
+
+def _pace(parameters: Parameters, gradients: Gradients, shown: Shown) -> bool:
+    """Let a unit's gradients start when all ranks are past it; whether the units take turns."""
+    buckets: dict[int, list[int]] = defaultdict(list)
+    for number, bucket in enumerate(parameters.buckets):
+        first = parameters.tracked[bucket.slots[0].parameter].parameter
+        buckets[shown.sections.unit_of[first]].append(number)
+    return shown.residency.pace(lambda unit: gradients.start(buckets[unit]))
+
+
+def disassemble(
+    recipe: Recipe, states: States
+) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None]:
+    """Give everything back to the user's objects; returns masters and averages by parameter."""
+    masters = states.gathering.masters()
+    averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
+    for parameter, state in states.gathering.optimizer_state().items():
+        for face in recipe.optimizers:
+            if any(parameter is p for group in face.param_groups for p in group["params"]):
+                face.state[parameter] = state
+    states.gradients.detach()
+    if states.shown is not None:
+        states.shown.residency.close()
+        for handle in states.shown.handles:
+            handle.remove()
+    states.parameters.release()
+    for shelf in states.shelves.values():
+        shelf.close()
+    return masters, averages
+
+
+def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
+    """Which group trains each parameter. Raises ModelError for one in two groups, and for an
+    optimizer that cannot work where its state is sharded."""
+    owners: dict[nn.Parameter, GroupOf] = {}
+    kinds = Kinds()
+    for face in recipe.optimizers:
+        for index, options in enumerate(face.param_groups):
+            if not options["params"]:
+                continue
+            kind = kinds.of(face, options, _device_of(recipe, options["params"][0]))
+            if not kind.separable and recipe.placement.is_sharded("optimizer"):
+                raise ModelError(
+                    f"{type(face).__name__} looks across tensors, so its state cannot be sharded "
+                    f"({recipe.placement.name}). Train it with --zero 0, or choose an optimizer "
+                    "that treats each tensor by itself."
+                )
+            if not kind.separable and recipe.line is not None:
+                raise ModelError(
+                    f"{type(face).__name__} looks across tensors, and with --pipeline no worker "
+                    "has all of them. Choose an optimizer that treats each tensor by itself, or "
+                    "start without --pipeline."
+                )
+            parts = [p for p in options["params"] if recipe.shard_of(p) is not None]
+            if not kind.elementwise and parts:
+                raise ModelError(
+                    f"{type(face).__name__} needs whole tensors, and --tensor "
+                    f"{recipe.settings.tensor} splits {len(parts)} of group {index}. Choose an "
+                    "element-wise optimizer such as AdamW, or start without --tensor."
+                )
+            on_disk = [str(tier) for tier in recipe.placement.tiers if tier.kind == "nvme"]
+            if not kind.elementwise and on_disk:
+                raise ModelError(
+                    f"{type(face).__name__} needs whole tensors, and on {on_disk[0]} states come "
+                    "in parts. Write --offload-optimizer cpu, or choose an element-wise optimizer "
+                    "such as AdamW."
+                )
+            as_given = not kind.known and not parts and recipe.cuts_nothing
+            for parameter in options["params"]:
+                if parameter in owners:
+                    raise ModelError(
+                        f"A parameter of shape {tuple(parameter.shape)} is in two parameter groups "
+                        f"({type(owners[parameter].face).__name__} and {type(face).__name__}): "
+                        "give each parameter to one optimizer."
+                    )
+                owners[parameter] = GroupOf(
+                    face,
+                    index,
+                    kind,
+                    whole=as_given or not kind.elementwise,
+                    together=as_given or not kind.separable,
+                )
+    return owners
+
+
+def _device_of(recipe: Recipe, parameter: nn.Parameter) -> torch.device:
+    return recipe.device if parameter.is_meta else parameter.device
+
+
+def _check_trainable(
+    located: Sequence[Tracked], owners: Mapping[nn.Parameter, GroupOf], *, main: bool
+) -> None:
+    if not any(t.parameter.requires_grad for t in located):
+        raise ModelError(
+            "The model has no trainable parameter (all have requires_grad=False, or there are "
+            "none): there is nothing for the engine to train."
+        )
+    lost = [t.name for t in located if t.parameter.requires_grad and t.parameter not in owners]
+    if len(lost) == sum(t.parameter.requires_grad for t in located):
+        raise ModelError(
+            "No optimizer holds a trainable parameter of the model: pass model.parameters() to it."
+        )
+    if lost and main:
+        warnings.warn(
+            f"{len(lost)} trainable parameter(s) are in no optimizer and will not be trained: "
+            f"{', '.join(lost[:5])}{' ...' if len(lost) > 5 else ''}.",
+            stacklevel=4,
+        )
+
+
+def _parameters(
+    recipe: Recipe,
+    located: Sequence[Tracked],
+    tracked: Sequence[Tracked],
+    owners: Mapping[nn.Parameter, GroupOf],
+    shelf: Shelf,
+) -> tuple[Parameters, Shown | None]:
+    """The parameters as the placement wants them, and what shows them where they are sharded."""
+    if not recipe.placement.is_sharded("parameters"):
+        buckets = _buckets(recipe, [_spec(recipe, t, owners[t.parameter], 0) for t in tracked])
+        return ReplicatedParameters(tracked, buckets, recipe.sharding), None
+    found = unit_assignment.divide(recipe.models, recipe.prefixes, located, recipe.settings.units)
+    units = found.unit_of
+    # Integers have no NaN to rest as, so they stay whole.
+    frozen = [t for t in located if t not in tracked and t.can_rest]
+    parameters = ShardedParameters(
+        tracked,
+        _buckets(
+            recipe, [_spec(recipe, t, owners[t.parameter], units[t.parameter]) for t in tracked]
+        ),
+        frozen,
+        _buckets(recipe, [_spec(recipe, t, None, units[t.parameter]) for t in frozen]),
+        recipe.sharding,
+        shelf,
+        partial(initial_values.value_of, group=recipe.group),
+    )
+    residency = unit_assignment.make_residency(found, parameters, recipe.gather_group, recipe.order)
+    unit_assignment.open_doors(found, residency, recipe.doors)
+    return parameters, Shown(found, residency, unit_assignment.refuse_copies(found))
+
+
+def _spec(recipe: Recipe, tracked: Tracked, owner: GroupOf | None, unit: int) -> layout.Spec:
+    """A parameter for the layout; it is frozen where no group owns it."""
+    face = -1 if owner is None else recipe.optimizers.index(owner.face)
+    return layout.Spec(
+        name=tracked.name,
+        numel=tracked.parameter.numel(),
+        itemsize=tracked.dtype.itemsize,
+        key=(
+            *(unit, face, owner and owner.index, tracked.dtype, tracked.device),
+            recipe.stage_of(tracked.parameter),
+            tracked.shard is not None,
+        ),
+        whole=owner is not None and owner.whole,
+        room=None if tracked.shard is None else tracked.shard.most,
+    )
+
+
+def _buckets(recipe: Recipe, specs: Sequence[layout.Spec]) -> list[layout.Bucket]:
+    capacity = int(recipe.settings.bucket_mb * 2**20)
+    buckets = layout.lay_out(
+        specs, ranks=recipe.sharding.size, capacity=capacity, grain=recipe.summation.grain
+    )
+    layout.check(buckets, specs, recipe.sharding.size)
+    return buckets

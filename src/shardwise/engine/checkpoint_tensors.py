@@ -1,0 +1,242 @@
+"""The tensors of an engine by name: what a checkpoint of it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from shardwise.checkpoint.dtypes import name_of
+from shardwise.checkpoint.format import TensorSpec
+from shardwise.engine.build import States
+from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.frozen_state import idle
+from shardwise.shards import Shard
+from shardwise.states import tensor_spans
+from shardwise.states.optimizer_state import Blank
+from shardwise.states.tensor_spans import Holding, Holdings, Told
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What there is, in the order of registration.
+
+    `names`: all names of each tensor of the models by the first, under which it is written.
+    `specs`: dtype and shape of each by set, those of buffers as this rank has them.
+    """
+
+    names: dict[str, list[str]]
+    buffers: dict[str, Tensor]
+    homes: dict[str, nn.Module]
+    """The modules that have them."""
+    whole: dict[str, Tensor]
+    """Parameters that are not trained and not laid out, as every rank has them."""
+    parameters: dict[str, TensorSpec]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The further names of tied weights, by the first."""
+        return {alias: first for first, several in self.names.items() for alias in several[1:]}
+
+
+def take(recipe: Recipe, states: States) -> Inventory:
+    """Look what the engine has now."""
+    parameters = states.parameters
+    laid = {t.parameter: t for t in parameters.tracked}
+    laid |= {t.parameter: t for slab in parameters.frozen for t in slab.tracked}
+    names: dict[int, list[str]] = {}
+    buffers: dict[str, Tensor] = {}
+    homes: dict[str, nn.Module] = {}
+    by_id: dict[int, Any] = {}
+    for name, value, module in _tensors(recipe):
+        homes.setdefault(name, module)
+        names.setdefault(id(value), []).append(name)
+        by_id[id(value)] = value
+    for tracked in recipe.located():  # those that only an optimizer knows
+        names.setdefault(id(tracked.parameter), [tracked.name])
+        by_id[id(tracked.parameter)] = tracked.parameter
+    specs: dict[str, TensorSpec] = {}
+    whole: dict[str, Tensor] = {}
+    for number, (first, *_) in names.items():
+        value = by_id[number]
+        if value in laid:
+            form = laid[value]
+            specs[first] = TensorSpec(first, name_of(form.dtype), tuple(form.whole_shape))
+        elif isinstance(value, nn.Parameter):
+            specs[first] = spec_of(first, value, recipe.shard_of(value))
+            if recipe.is_here(value):
+                whole[first] = value
+        else:
+            buffers[first] = value
+    known = {several[0]: several for several in names.values()}
+    return Inventory(known, buffers, homes, whole, specs)
+
+
+def _tensors(recipe: Recipe) -> Iterator[tuple[str, Tensor, nn.Module]]:
+    """Every name of every parameter and persistent buffer of the models, as in state_dict(), and
+    the module that has it."""
+    for model, prefix in zip(recipe.models, recipe.prefixes, strict=True):
+        for path, module in model.named_modules(remove_duplicate=False):
+            kept = {
+                key: buffer
+                for key, buffer in module._buffers.items()
+                if key not in module._non_persistent_buffers_set
+            }
+            for key, value in [*module._parameters.items(), *kept.items()]:
+                if value is not None:
+                    name = ".".join(part for part in (prefix, path, key) if part)
+                    yield name.replace("_orig_mod.", ""), value, module
+
+
+def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
+    """How `value`, or the tensor that it is a part of, stands in a file."""
+    shape = tuple(value.shape) if shard is None else shard.shape
+    return TensorSpec(name, name_of(value.dtype), shape)
+
+
+def optimizer_specs(lending: Lending, told: Told) -> list[TensorSpec]:
+    """The tensors beside the model's that the optimizers keep, masters in another dtype first."""
+    states, specs = lending.states, []
+    tracked = states.parameters.tracked
+    masters = {
+        slot.parameter: part.master.dtype
+        for part in states.optimizer.parts
+        if part.master.dtype != part.target.dtype
+        for slot in part.bucket.slots
+    }
+    for number, form in enumerate(tracked):
+        if number in masters:
+            name = tensor_spans.state_name(form.name, tensor_spans.MASTER)
+            specs.append(TensorSpec(name, name_of(masters[number]), tuple(form.whole_shape)))
+        for key, entry in sorted(told.states.get(number, {}).items()):
+            if isinstance(entry, Blank):
+                name = tensor_spans.state_name(form.name, key)
+                specs.append(TensorSpec(name, name_of(entry.dtype), entry.shape))
+    for each in lending.idle:
+        for key, value in sorted(each.tensors.items()):
+            shard = lending.recipe.shard_of(each.parameter)
+            specs.append(spec_of(tensor_spans.state_name(each.name, key), value, shard))
+    return specs
+
+
+def average_specs(states: States) -> list[TensorSpec]:
+    """The moving averages, if there are any."""
+    if states.averages is None:
+        return []
+    dtypes = {
+        slot.parameter: held.dtype
+        for part, held in zip(states.optimizer.parts, states.averages.held, strict=True)
+        for slot in part.bucket.slots
+    }
+    return [
+        TensorSpec(each.name, name_of(dtypes[number]), tuple(each.whole_shape))
+        for number, each in enumerate(states.parameters.tracked)
+    ]
+
+
+def _place(rank: int, alike: list[bool]) -> tuple[int, int]:
+    """The number of `rank` among those that are `alike`, and how many they are."""
+    return sum(alike[:rank]), sum(alike)
+
+
+def _each(*several: list[bool]) -> list[bool]:
+    """By place, whether all of `several` hold."""
+    return [all(flags) for flags in zip(*several, strict=True)]
+
+
+class Lending:
+    """All that a rank holds, to be written or to be filled; made by all ranks together."""
+
+    def __init__(self, recipe: Recipe, states: States) -> None:
+        self.recipe = recipe
+        self.states = states
+        self.inventory = take(recipe, states)
+        self.idle = list(idle(recipe, states))
+        run = recipe.run
+        mine = recipe.sharding.rank, recipe.part, recipe.layers
+        told = run.gather_objects(mine)
+        near = [layers == mine[2] for *_, layers in told]
+        parts = [part == mine[1] for _, part, _ in told]
+        shared = [place == mine[0] for place, *_ in told]
+        self._among = {
+            False: _place(run.rank, _each(shared, near)),
+            True: _place(run.rank, _each(shared, parts, near)),
+        }
+        self._everywhere = {
+            False: _place(run.rank, near),
+            True: _place(run.rank, _each(parts, near)),
+        }
+        scattered = recipe.placement.is_sharded("optimizer")
+        self.trained = Holdings(
+            states.parameters,
+            states.optimizer,
+            states.averages,
+            recipe.sharding,
+            scattered=scattered,
+            among=self._among if scattered else self._everywhere,
+        )
+
+    @property
+    def optimized(self) -> dict[nn.Parameter, str]:
+        """The names of all parameters that an optimizer has, trained now or not."""
+        if self.recipe.line is not None:
+            return {tracked.parameter: tracked.name for tracked in self.recipe.located()}
+        names = {tracked.parameter: tracked.name for tracked in self.states.parameters.tracked}
+        return names | {each.parameter: each.name for each in self.idle}
+
+    @property
+    def own_buffers(self) -> dict[str, Tensor]:
+        """Those that this rank writes: on the first one of those that run their modules."""
+        if self.recipe.stage.rank > 0:
+            return {}
+        homes = self.inventory.homes
+        return {n: b for n, b in self.inventory.buffers.items() if self.recipe.runs(homes[n])}
+
+    def of_all_layers(self, mine: T) -> list[T]:
+        """`mine` of each of the ranks that share out the layers, in their order. Collective."""
+        line = self.recipe.line
+        return [mine] if line is None else line.group.gather_objects(mine)
+
+    def frozen(self) -> Iterator[Holding]:
+        """The frozen parameters that are sharded."""
+        for slab in self.states.parameters.frozen:
+            yield tensor_spans.of_slab(slab, self._among)
+
+    def beside(self) -> Iterator[Holding]:
+        """What is not trained: frozen parameters and the state they have, and on rank 0 buffers."""
+        yield from self.frozen()
+        for each in self.idle:
+            for key, value in each.tensors.items():
+                name = tensor_spans.state_name(each.name, key)
+                yield self._tensor(name, value, each.parameter, tensor_spans.OPTIMIZER)
+        for name, value in self.inventory.whole.items():
+            yield self._tensor(name, value, value)
+        for name, value in self.own_buffers.items():
+            yield tensor_spans.of_tensor(name, value, 0, 1)
+
+    def _tensor(
+        self, name: str, value: Tensor, parameter: Tensor, kind: str = tensor_spans.MODEL
+    ) -> Holding:
+        """What every rank has of a tensor of `parameter`'s."""
+        shard = self.recipe.shard_of(parameter)
+        copies = self._everywhere[shard is not None]
+        return tensor_spans.of_tensor(name, value, *copies, kind, shard)
+
+    def out_of_order(self, told: Told) -> set[tuple[str, str]]:
+        """Set and name of what lies in memory in another order than that of its elements."""
+        frozen = [t for slab in self.states.parameters.frozen for t in slab.tracked]
+        odd = {(tensor_spans.MODEL, tracked.name) for tracked in frozen if not tracked.in_order}
+        return self.trained.out_of_order(told) | odd
+
+    def reordered(self, told: Told) -> Iterator[Holding]:
+        """The same, in the order of its elements. Collective."""
+        copies = self._everywhere[False]  # a part of a tensor always lies in order
+        for kind, name, value in self.trained.reordered(told):
+            yield tensor_spans.of_tensor(name, value, *copies, kind)
+        for slab in self.states.parameters.frozen:
+            for tracked, value in tensor_spans.reordered_slab(slab, self.recipe.sharding):
+                yield tensor_spans.of_tensor(tracked.name, value, *copies)

@@ -1,0 +1,186 @@
+"""All ranks train one model: that they built the same, and go on from rank 0's state."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from shardwise.collectives import Collectives
+from shardwise.engine import initial_values
+from shardwise.engine.engine_spec import Recipe
+from shardwise.errors import CheckpointError, ModelMismatch
+from shardwise.states.tracked import Tracked
+
+
+def check_same_model(recipe: Recipe) -> None:
+    """Raise ModelMismatch, on all ranks alike, where ranks built different models."""
+    mine = _description(recipe)
+    all_of_them = recipe.run.gather_objects(_hash_of(mine))
+    if len(set(all_of_them)) == 1:
+        return
+    lists = recipe.run.gather_objects(mine)
+    for rank, other in enumerate(lists):
+        if other != lists[0]:
+            here, there = _first_difference(lists[0], other)
+            raise ModelMismatch(
+                f"Ranks built different models. The first difference: rank 0 has {here}, "
+                f"rank {rank} has {there}. Build the model alike on all ranks."
+            )
+
+
+def check_written(recipe: Recipe, tracked: Sequence[Tracked], written: Set[int]) -> None:
+    """Raise ModelMismatch, on all ranks alike, where `written` parameters, by number, hold other
+    values on other ranks: each would go on training its own. Collective.
+
+    Most who write do so alike, to the same parameters: then one look is enough.
+    """
+    names = {tracked[number].name for number in written}
+    told = _told_values(recipe, tracked, names)
+    if any(each.keys() != told[0].keys() for each in told):
+        told = _told_values(recipe, tracked, {name for each in told for _, name in each})
+    first: dict[tuple[int, str], tuple[int, Any]] = {}
+    for rank, each in enumerate(told):
+        for key, value in each.items():
+            other, expected = first.setdefault(key, (rank, value))
+            if value != expected:
+                raise ModelMismatch(
+                    f"{key[1]} was written to since the last step, on rank {rank} with other "
+                    f"values than on rank {other}: in a forward that renormalises or clips its "
+                    "own weights, or between two steps. A replicated parameter must stay alike. "
+                    "Write the same values on every rank, or rank 0's on all: "
+                    "with engine.full_parameters(write=True)."
+                )
+
+
+def _told_values(
+    recipe: Recipe, tracked: Sequence[Tracked], names: Set[str]
+) -> list[dict[tuple[int, str], tuple[int, int]]]:
+    """By rank what tells its values of the parameters `names` from others; of split ones by part.
+    Collective."""
+    mine = {
+        (0 if each.shard is None else recipe.part, each.name): _fingerprint(each.parameter)
+        for each in tracked
+        if each.name in names
+    }
+    return recipe.run.gather_objects(mine)
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def _fingerprint(tensor: Tensor) -> tuple[int, int]:
+    """Two sums over the bits of a tensor, made where it is: of its words, and of them weighted by
+    their place in rows of 61."""
+    words = tensor.detach().contiguous().reshape(-1).view(_WORDS[tensor.itemsize])
+    whole = words[: words.numel() // 61 * 61].view(-1, 61)
+    by_place = torch.cat([whole.sum(0), words[whole.numel() :].sum().reshape(1).long()])
+    weights = torch.arange(1, 63, device=words.device)
+    return int(by_place.sum()), int((by_place * weights).sum())
+
+
+def _hash_of(lines: Sequence[str]) -> str:
+    """A short digest of `lines`."""
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def _description(recipe: Recipe) -> list[str]:
+    lines = [
+        f"{t.name} {tuple(t.whole_shape)} {t.parameter.dtype}"
+        f"{'' if t.parameter.requires_grad else ' frozen'}"
+        for t in recipe.located()
+    ]
+    for prefix, model in zip(recipe.prefixes, recipe.models, strict=True):
+        lines += [
+            f"buffer {prefix}{name} {tuple(buffer.shape)} {buffer.dtype}"
+            for name, buffer in model.named_buffers()
+        ]
+    for optimizer in recipe.optimizers:
+        for group in optimizer.param_groups:
+            lines.append(f"{type(optimizer).__name__} with {len(group['params'])} parameters")
+    return lines
+
+
+def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
+    for a, b in zip(mine, other, strict=False):
+        if a != b:
+            return a, b
+    longer = mine if len(mine) > len(other) else other
+    extra = longer[min(len(mine), len(other))]
+    return (extra, "nothing there") if longer is mine else ("nothing there", extra)
+
+
+def make_state_alike(recipe: Recipe) -> None:
+    """Give every rank rank 0's optimizer state, as parameters are rank 0's. Collective."""
+    mine = [_outline(optimizer) for optimizer in recipe.optimizers]
+    told = recipe.run.gather_objects(mine)
+    if recipe.run.size == 1 or not any(any(each) for outline in told for each in outline):
+        return
+    for optimizer, outline in zip(recipe.optimizers, told[0], strict=True):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter, entries in zip(parameters, outline, strict=True):
+            if recipe.run.rank and (entries or parameter in optimizer.state):
+                old = optimizer.state[parameter]
+                optimizer.state[parameter] = {
+                    key: _room(entry, old.get(key), parameter) for key, entry in entries.items()
+                }
+            state = optimizer.state[parameter] if entries else {}
+            initial_values.make_alike(
+                [state[key] for key, entry in entries.items() if isinstance(entry, _Tensor)],
+                recipe.run,
+            )
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What a rank says of a tensor that it has."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+def _outline(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
+    """By parameter, in order, the optimizer's state with tensors left out."""
+    states = [
+        optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]
+    ]
+    return [
+        {
+            key: _Tensor(tuple(value.shape), value.dtype, value.device.type == "cpu")
+            if isinstance(value, Tensor)
+            else value
+            for key, value in state.items()
+        }
+        for state in states
+    ]
+
+
+def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
+    """What an entry of rank 0's state becomes here; a tensor has yet to be filled."""
+    if not isinstance(entry, _Tensor):
+        return entry
+    if isinstance(old, Tensor) and tuple(old.shape) == entry.shape and old.dtype == entry.dtype:
+        return old
+    device = "cpu" if entry.on_cpu or parameter.is_meta else parameter.device
+    return torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+
+
+def everything(recipe: Recipe) -> list[Tensor]:
+    """The parameters and buffers of all models, trained or not, that have memory."""
+    buffers = [buffer for model in recipe.models for buffer in model.buffers()]
+    found = [*(tracked.parameter for tracked in recipe.located()), *buffers]
+    return [tensor for tensor in found if not tensor.is_meta]
+
+
+def agree(
+    group: Collectives, failure: str | None, kind: type[CheckpointError] = CheckpointError
+) -> None:
+    """Raise `kind` on all ranks alike if one has a `failure`. Collective."""
+    for rank, told in enumerate(group.gather_objects(failure)):
+        if told is not None:
+            raise kind(told if group.size == 1 else f"Rank {rank}: {told}")

@@ -1,0 +1,78 @@
+"""Optimizer state of parameters that are frozen for now: it stays with the user's optimizer, whole
+on every rank, until they are trained again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn, optim
+
+from shardwise.engine.build import States
+from shardwise.engine.engine_spec import Recipe
+from shardwise.states.optimizer_kind import Kind, placed
+from shardwise.states.optimizer_trial import examine
+
+
+class _Group:
+    """A parameter group of an optimizer; what kind it is costs a trial, made once when asked."""
+
+    def __init__(self, face: optim.Optimizer, options: dict[str, Any]) -> None:
+        self.face = face
+        self.options = options
+
+    @cached_property
+    def kind(self) -> Kind:
+        """As the group's first parameter is updated."""
+        return examine(self.face, self.options, self.options["params"][0].device)
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A parameter that a group of an optimizer has, and that is not trained now."""
+
+    name: str
+    parameter: nn.Parameter
+    group: _Group
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What is a tensor of its state, by key, as it is while the parameter is trained."""
+        state = self._state
+        if not state:
+            return {}
+        kind, shape = self.group.kind, self.parameter.shape
+        return {k: v for k, v in sorted(state.items()) if kind.is_tensor(k, v, shape)}
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What is one value each."""
+        tensors = self.tensors
+        return {k: v for k, v in self._state.items() if k not in tensors}
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.group.face.state.get(self.parameter, {})
+        return state
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Have `state` in place of what there is."""
+        self.group.face.state.pop(self.parameter, None)
+        if state:
+            device = self.parameter.device
+            self.group.face.state[self.parameter] = {
+                key: placed(key, value, device, self.group.options) for key, value in state.items()
+            }
+
+
+def idle(recipe: Recipe, states: States) -> Iterator[Idle]:
+    """All of them, in the order of the optimizers' groups."""
+    trained = {tracked.parameter for tracked in states.parameters.tracked}
+    names = {tracked.parameter: tracked.name for tracked in recipe.located()}
+    for face in recipe.optimizers:
+        for group in (_Group(face, options) for options in face.param_groups):
+            for parameter in group.options["params"]:
+                if parameter not in trained and recipe.is_here(parameter):
+                    yield Idle(names[parameter], parameter, group)

@@ -1,0 +1,179 @@
+"""Models larger than memory: parameters without memory, whose values can be made one by one.
+
+    with sw.on_meta():
+        model = Model()
+
+Inside the block each parameter goes to the meta device as soon as it is made. What fills it is
+written onto a tape, random operations with the state of their generator; `materialise` repeats
+the tape of one parameter, so the values are bit for bit those of a plain build from the same
+seed, and the generators end up where a plain build leaves them. (Recording and repeating is the
+idea of torchdistX's deferred initialisation.)
+
+What it costs. Time: that of a plain build, since random numbers must be drawn for the generator
+to move on, and what a parameter still needs once more in `materialise`. Memory: one parameter at
+a time, buffers, and 5 KB per random operation that a parameter still needs. Values that did not
+come from torch's operations inside the block (numpy arrays, loaded files) cannot be made again
+and are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from shardwise.model.meta.recorder import Recorder
+from shardwise.model.meta.storage_records import (
+    Record,
+    deferred_record,
+    record_of,
+    set_record,
+    value_of,
+)
+
+_active = threading.local()
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Build models inside the block: parameters without memory, buffers real.
+
+    Shapes, dtypes, names, ties and the state of random generators afterwards are those of a plain
+    build. A parameter says inside the block that it is where a plain build would have it, and
+    reading a value of one makes it for the moment. Whatever changes a parameter (initialisation,
+    `.to(dtype)`, `load_state_dict`) belongs inside: afterwards there is nothing to change. A tensor
+    computed from a parameter and kept as a plain attribute stays on the meta device; register it
+    as a buffer.
+    """
+    if _recorder() is not None:
+        yield
+        return
+    recorder = _active.recorder = Recorder()
+    hook = register_module_buffer_registration_hook(_keep_buffer_real)  # type: ignore[arg-type]
+    try:
+        with _parameters_deferred() as made, _Faces(recorder), recorder:
+            yield
+        _seal(made)
+    finally:
+        hook.remove()
+        _active.recorder = None
+
+
+class _Faces(TorchFunctionMode):
+    """Deferred tensors answer as those of a plain build would."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._recorder.quiet or not args:
+            return func(*args, **kwargs)
+        record = deferred_record(args[0])
+        if func == _SET_DATA:
+            return func(args[0], self._alike(record, args[1]))
+        if func in _TOLD and record is not None:
+            return _TOLD[func](record)
+        if func in _LEAVING:
+            return self._leave(record, func, args, kwargs)
+        if func in _INDEXING and record is not None:
+            args = (args[0], _index(args[1]), *args[2:])
+            if func is Tensor.__setitem__ and not isinstance(args[2], Tensor):
+                args = (args[0], args[1], torch.tensor(args[2], dtype=args[0].dtype))
+        return func(*args, **kwargs)
+
+    def _alike(self, record: Record | None, value: Tensor) -> Tensor:
+        """`value` deferred if what takes it is, else real."""
+        other = deferred_record(value)
+        with self._recorder.working():
+            if record is not None:
+                return self._recorder.defer(value)
+            return value if other is None else value_of(value.detach(), other)
+
+    def _leave(self, record: Record | None, func: Any, args: Any, kwargs: Any) -> Any:
+        """Values go where no operation is seen: to numpy, which may also write."""
+        tensor = args[0]
+        if record is not None:
+            with self._recorder.working():
+                tensor = value_of(tensor.detach(), record)
+        elif record_of(tensor) is not None:
+            set_record(tensor, None)
+        return func(tensor, *args[1:], **kwargs)
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_TOLD: dict[Any, Callable[[Record], Any]] = {
+    torch.Tensor.device.__get__: lambda record: record.device,
+    torch.Tensor.is_meta.__get__: lambda record: False,  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu.__get__: lambda record: record.device.type == "cpu",  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__: lambda record: record.device.type == "cuda",  # type: ignore[attr-defined]
+}
+_LEAVING = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}
+_INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+
+
+def _index(index: Any) -> Any:
+    """An index with lists and arrays as tensors: torch would make them on the meta device."""
+    if isinstance(index, tuple):
+        return tuple(_index(each) for each in index)
+    return torch.as_tensor(index) if isinstance(index, (list, np.ndarray)) else index
+
+
+@contextmanager
+def _parameters_deferred() -> Iterator[list[weakref.ref[Any]]]:
+    """Inside, a new nn.Parameter takes the deferred twin of its data; gives those made."""
+    plain = nn.Parameter.__dict__["__new__"]
+    made: list[weakref.ref[Any]] = []
+
+    def deferred(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        recorder = _recorder()
+        if recorder is None or recorder.quiet or type(data) not in (Tensor, nn.Parameter):
+            return plain.__func__(cls, data, requires_grad)
+        with recorder.working():
+            parameter = plain.__func__(cls, recorder.defer(data), requires_grad)
+        made.append(weakref.ref(parameter))
+        return parameter
+
+    nn.Parameter.__new__ = staticmethod(deferred)  # type: ignore[method-assign]
+    try:
+        yield made
+    finally:
+        nn.Parameter.__new__ = plain  # type: ignore[method-assign]
+
+
+def _seal(made: list[weakref.ref[Any]]) -> None:
+    """Remember how often each parameter was written: a write from here on is not recorded."""
+    for parameter in (alive for reference in made if (alive := reference()) is not None):
+        if (record := deferred_record(parameter)) is not None:
+            record.versions.add(parameter._version)
+    made.clear()  # a weak reference would hinder torch.utils.swap_tensors
+
+
+def _keep_buffer_real(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
+    """A buffer holds values, and nobody needs to know where from."""
+    del module, name
+    recorder = _recorder()
+    if recorder is None or buffer is None:
+        return None
+    with recorder.working():
+        record = deferred_record(buffer)
+        if record is not None:
+            return value_of(buffer.detach(), record)
+        if record_of(buffer) is not None:
+            set_record(buffer, None)
+        return None
+
+
+def _recorder() -> Recorder | None:
+    """The recorder of the block that this thread is in."""
+    recorder: Recorder | None = getattr(_active, "recorder", None)
+    return recorder

@@ -1,0 +1,237 @@
+"""Hooks that say when forward and backward need the parameters of a unit.
+
+Each unit's modules are *doors*: a forward that enters one needs the unit until it leaves. For
+backward, a hook on the outputs says that it comes to the unit, and what autograd saves of the
+unit's parameters is replaced by a note of where they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import CollectiveError
+from shardwise.model.module_hooks import Hooked, attach
+
+
+def _untraced(function: Any) -> Any:
+    """Let torch.compile leave `function` and what it calls as they are.
+
+    As torch.compiler.disable does, which would take seconds to import.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True
+    return function
+
+
+class Note:
+    """What stands in for a saved tensor."""
+
+    __slots__ = ()
+
+
+class Keeper(Protocol):
+    """Who shows units; see states/residency.py."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no forward and no backward is under way."""
+
+    def enter(self, number: int, door: int, module: nn.Module) -> None:
+        """Unit `number` is needed from now on, by `module`."""
+
+    def leave(self, number: int, *, failed: bool) -> None:
+        """It is needed no longer."""
+
+    def touch(self, number: int) -> None:
+        """It is needed in a backward."""
+
+    @property
+    def note_of(self) -> Callable[[Tensor], Note | None]:
+        """What makes a note of where the memory of a tensor is, if it is a unit's."""
+
+    def fetch(self, note: Any) -> Tensor:
+        """The tensor that a note was made of, its unit shown."""
+
+
+class Doors:
+    """The doors of some models. They stay when units are laid out anew; `keeper` is replaced.
+
+    `before` is called before a forward that may be trained from begins.
+    """
+
+    def __init__(self) -> None:
+        self.keeper: Keeper | None = None
+        self.before: Callable[[], None] | None = None
+        self._handles: dict[tuple[nn.Module, int], list[Hooked]] = {}
+        self._made = 0
+
+    def attach(self, wanted: Sequence[tuple[nn.Module, int]]) -> None:
+        """Let the doors be `wanted`, modules with the number of the unit that they need."""
+        for place in [place for place in self._handles if place not in wanted]:
+            for handle in self._handles.pop(place):
+                handle.remove()
+        for place in wanted:
+            if place not in self._handles:
+                door = Door(self, place[1], self._made)
+                self._made += 1
+                self._handles[place] = door.attach(place[0])
+
+    def remove(self) -> None:
+        """Take all doors off."""
+        self.attach([])
+        self.keeper = None
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A forward under way: whether it records, what it pushed for that, and the error that was
+    being handled around it."""
+
+    recording: bool
+    saving: saved_tensors_hooks | None
+    before: BaseException | None
+
+
+class Door:
+    """The hooks on one module. A copy of the model has doors that do nothing."""
+
+    def __init__(self, doors: Doors | None, number: int, index: int) -> None:
+        self._doors = doors
+        self._number = number
+        self._index = index
+        self._open: list[_Opened] = []
+
+    @property
+    def _keeper(self) -> Keeper | None:
+        return None if self._doors is None else self._doors.keeper
+
+    def attach(self, module: nn.Module) -> list[Hooked]:
+        """Watch every forward of `module` until the handles are removed."""
+        return [
+            attach(module.register_forward_pre_hook, self.enter, prepend=True),
+            attach(module.register_forward_hook, self.leave, always_call=True),
+        ]
+
+    @_untraced
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Before forward."""
+        del args
+        if self._doors is None or self._keeper is None:
+            return
+        if torch.is_grad_enabled() and self._doors.before is not None and self._keeper.is_idle:
+            self._doors.before()
+        saving = _saving(self._keeper) if torch.is_grad_enabled() else None
+        self._open.append(_Opened(torch.is_grad_enabled(), saving, sys.exc_info()[1]))
+        if saving is not None:
+            saving.__enter__()
+        with torch._C.DisableTorchFunction():  # whoever follows the user's operations
+            self._keeper.enter(self._number, self._index, module)
+
+    @_untraced
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After forward, also after one that failed."""
+        del module, args
+        if self._keeper is None or not self._open:
+            return
+        opened = self._open.pop()
+        error = sys.exc_info()[1]
+        failed = error is not None and error is not opened.before
+        if opened.saving is not None:
+            opened.saving.__exit__()
+        if opened.recording:
+            for tensor in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(self._reached)  # type: ignore[no-untyped-call]
+        ignored = suppress(CollectiveError) if failed else nullcontext()  # the first error is shown
+        with ignored, torch._C.DisableTorchFunction():
+            self._keeper.leave(self._number, failed=failed)
+
+    @_untraced
+    def _reached(self, grad: Tensor) -> None:
+        del grad
+        if self._keeper is not None:
+            self._keeper.touch(self._number)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Door:
+        return Door(None, self._number, self._index)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_doors": None, "_open": []}
+
+
+class _Notes:
+    """Saves notes instead of what `keeper` shows; other tensors as hooks further out say."""
+
+    def __init__(self, keeper: Keeper, outer: Any) -> None:
+        self.keeper = keeper
+        self.outer = outer
+        """The hooks further out, a pair; None where there are none."""
+        self._note_of = keeper.note_of
+
+    @_untraced
+    def pack(self, tensor: Tensor) -> Any:
+        """What to keep of `tensor`."""
+        with torch._C.DisableTorchFunction():
+            note = self._note_of(tensor)
+            if note is not None:
+                if not (tensor.is_conj() or tensor.is_neg()):
+                    return note
+                tensor = tensor.clone()
+        return tensor if self.outer is None else self.outer[0](tensor)
+
+    @_untraced
+    def unpack(self, saved: Any) -> Any:
+        """The tensor that `saved` was kept of."""
+        if isinstance(saved, Note):
+            return self.keeper.fetch(saved)
+        return saved if self.outer is None else self.outer[1](saved)
+
+
+def _saving(keeper: Keeper) -> saved_tensors_hooks | None:
+    """The hooks that save notes; None inside a door of the same `keeper`, whose hooks do."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    around = getattr(outer[0], "__self__", None) if outer is not None else None
+    if isinstance(around, _Notes) and around.keeper is keeper:
+        return None
+    notes = _Notes(keeper, outer)
+    return saved_tensors_hooks(notes.pack, notes.unpack)
+
+
+def places(
+    model: nn.Module, unit_of: Mapping[nn.Parameter, int], units: Mapping[nn.Module, int]
+) -> list[tuple[nn.Module, int]]:
+    """The modules of `model` whose forwards need a unit, with its number.
+
+    Those of `units`, the model itself among them; and every module that holds a parameter of
+    another unit than the one around it, or of the model's rest: so that it can be called alone.
+    """
+    found: list[tuple[nn.Module, int]] = []
+    seen: set[nn.Module] = set()
+
+    def collect(module: nn.Module, around: int | None) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        number = units.get(module, around)
+        needed = {unit_of[p] for p in module._parameters.values() if p is not None and p in unit_of}
+        if number != units.get(model):
+            needed.discard(number)
+        if module in units:
+            needed.add(units[module])
+        found.extend((module, each) for each in sorted(needed))
+        for child in module.children():
+            collect(child, number)
+
+    collect(model, None)
+    return found

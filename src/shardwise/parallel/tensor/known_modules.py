@@ -1,0 +1,304 @@
+"""Shapes that are found without being told: attention and feed-forward pairs of known modules,
+and those of others where a trial shows that their forward takes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import ModelError
+from shardwise.parallel.tensor import module_cuts
+from shardwise.parallel.tensor.attention import Attention, split_attention
+from shardwise.parallel.tensor.graph_paths import Path
+from shardwise.parallel.tensor.module_cuts import Group
+from shardwise.parallel.tensor.multihead_attention import split_multihead
+from shardwise.parallel.tensor.split_modules import Rowwise
+from shardwise.parallel.tensor.split_trial import Verdict, takes_to
+
+ATTENTION = {
+    "GPT2Attention": Attention(
+        qkv="c_attn", out="c_proj", heads="num_heads", widths=("split_size", "embed_dim")
+    ),
+    "LlamaAttention": Attention(
+        qkv=("q_proj", "k_proj", "v_proj"),
+        out="o_proj",
+        heads="config.num_attention_heads",
+        kv_heads="config.num_key_value_heads",
+    ),
+    "T5Attention": Attention(
+        qkv=("q", "k", "v"),
+        out="o",
+        heads="n_heads",
+        widths=("inner_dim",),
+        per_head=("relative_attention_bias",),
+    ),
+}
+"""Modules of the transformers package by class."""
+
+PAIRS = {
+    "GPT2MLP": (("c_fc",), "c_proj"),
+    "LlamaMLP": (("gate_proj", "up_proj"), "down_proj"),
+    "T5DenseActDense": (("wi",), "wo"),
+    "T5DenseGatedActDense": (("wi_0", "wi_1"), "wo"),
+    "TransformerEncoderLayer": (("linear1",), "linear2"),
+    "TransformerDecoderLayer": (("linear1",), "linear2"),
+}
+"""The layers that widen, and the one that narrows, by class."""
+
+QUERIES = ("q", "q_proj", "query", "wq", "to_q", "q_lin")
+KEYS = ("k", "k_proj", "key", "wk", "to_k", "k_lin")
+VALUES = ("v", "v_proj", "value", "wv", "to_v", "v_lin")
+FUSED = ("qkv", "qkv_proj", "c_attn", "in_proj", "to_qkv", "Wqkv", "mix", "query_key_value")
+OUT = ("out", "o", "out_proj", "o_proj", "proj", "c_proj", "to_out", "wo", "dense", "merge")
+HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
+"""What modules of others call what attention is made of; a trial has the last word."""
+
+
+NOT_BY_HEADS = (
+    "it looks like attention, and its forward gave something else with a part of the heads (it may "
+    "take the width of a head from its input: write -1 for that in view; docs/parallel.md)"
+)
+
+Verdicts = dict[tuple[str, tuple[str, ...]], Verdict]
+"""Whether a module, by name, takes to some of its children being split together."""
+
+
+class Trials:
+    """What trials say, alike modules tried once; with `told`, what they said on another rank."""
+
+    def __init__(self, told: Verdicts | None = None) -> None:
+        self.verdicts: Verdicts = {} if told is None else told
+        self._told = told is not None
+        self._alike: dict[object, Verdict] = {}
+
+    def pass_on(
+        self, name: str, module: nn.Module, children: tuple[str, ...], group: Group, parts: int
+    ) -> bool:
+        """Whether `module` takes to `group`, in which these of its children are split."""
+        if not self._told:
+            around = _around(module, children)
+            likeness = (_likeness(around), children)
+            if likeness not in self._alike:
+                self._alike[likeness] = takes_to(around, group, parts)
+            told = self._alike[likeness]
+            if group.what == "attention" and not told and told.why is None:
+                told = replace(told, why=NOT_BY_HEADS)
+            self.verdicts[name, children] = told
+        verdict = self.verdicts.get((name, children))
+        if not verdict:
+            return False
+        path = Path(verdict.operations)
+        group.cuts[:] = [
+            replace(cut, path=path) if cut.style is Rowwise else cut for cut in group.cuts
+        ]
+        return True
+
+    def left_whole(self) -> dict[str, str]:
+        """Why modules, by name, stay whole, where that is to be told."""
+        taken = {name for (name, _), verdict in self.verdicts.items() if verdict}
+        return {
+            name: verdict.why
+            for (name, _), verdict in self.verdicts.items()
+            if verdict.why and name not in taken
+        }
+
+
+def find(
+    models: Sequence[nn.Module],
+    prefixes: Sequence[str],
+    parts: int,
+    taken: set[nn.Module],
+    trials: Trials | None = None,
+) -> list[Group]:
+    """What is known of `models`, in as many `parts`; modules of `taken` are passed over."""
+    found: list[Group] = []
+    trials = trials or Trials()
+    for model, prefix in zip(models, prefixes, strict=True):
+        carries = _carries_a_plan(model)
+        for path, module in model.named_modules():
+            name = ".".join(part for part in (prefix, path) if part).replace("_orig_mod.", "")
+            if carries and module not in taken and _is_as_llama(module):
+                groups = _attends(name, module, ATTENTION["LlamaAttention"], parts, taken)
+            else:
+                groups = _of(name, module, parts, taken, trials)
+            for group in groups:
+                taken |= {cut.module for cut in group.cuts}
+                found.append(group)
+    return found
+
+
+def _carries_a_plan(model: nn.Module) -> bool:
+    """Whether a model of transformers has a tp_plan of its own that splits attention by heads."""
+    plan: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    return any(
+        name.endswith(".q_proj") and "colwise" in style for name, style in plan.items()
+    ) and any(name.endswith(".o_proj") and style == "rowwise" for name, style in plan.items())
+
+
+def _is_as_llama(module: nn.Module) -> bool:
+    """Whether attention is of the four maps and nothing else: what stood between them (norms of
+    queries and keys) would have a part of its gradient only on each rank."""
+    from_transformers = type(module).__module__.startswith("transformers.")
+    trained = {name.split(".")[0] for name, _ in module.named_parameters()}
+    four = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    return from_transformers and type(module).__name__.endswith("Attention") and trained == four
+
+
+def _of(
+    name: str, module: nn.Module, parts: int, taken: set[nn.Module], trials: Trials
+) -> Iterator[Group]:
+    if module in taken:
+        return
+    # By name only where they are the libraries' own; others may be called the same.
+    ours = type(module).__module__.split(".")[0] in ("torch", "transformers")
+    kind = type(module).__name__ if ours else ""
+    if type(module).forward is nn.MultiheadAttention.forward:
+        if not taken & set(module.children()):
+            yield split_multihead(name, module, parts)  # type: ignore[arg-type]
+        return
+    if kind in ATTENTION and not getattr(module, "is_cross_attention", False):
+        yield from _attends(name, module, ATTENTION[kind], parts, taken)
+        return
+    if kind in PAIRS:
+        into, out = PAIRS[kind]
+        several = (*into, out)
+        are_free = not {module._modules[child] for child in several} & taken
+        if are_free and _are_linear(module, several):
+            yield _pair(name, module, into, out, parts)
+        return
+    free = [
+        child
+        for child, each in module.named_children()
+        if module_cuts.is_linear(each) and each not in taken
+    ]
+    used: set[str] = set()
+    for group, children in _candidates(name, module, free, parts):
+        if used & set(children):
+            continue
+        if trials.pass_on(name, module, children, group, parts):
+            used |= set(children)
+            yield group
+
+
+def _attends(
+    name: str, module: nn.Module, how: Attention, parts: int, taken: set[nn.Module]
+) -> Iterator[Group]:
+    """Attention of a known kind; nothing where the plan has a word on one of its maps, or one of
+    them has become something else, as an adapter around it does."""
+    if not taken & set(module.children()) and _are_linear(module, how.maps):
+        yield split_attention(name, module, how, parts)
+
+
+def _are_linear(module: nn.Module, children: Sequence[str]) -> bool:
+    found = [module._modules.get(child) for child in children]
+    return all(each is not None and module_cuts.is_linear(each) for each in found)
+
+
+def _around(module: nn.Module, children: Sequence[str]) -> nn.Module:
+    """What has to take to it: of a sequence, the run from the first of `children` to the last."""
+    if type(module).forward is not nn.Sequential.forward:
+        return module
+    names = list(module._modules)
+    run = names[names.index(children[0]) : names.index(children[-1]) + 1]
+    return nn.Sequential(*(module.get_submodule(name) for name in run))
+
+
+def _likeness(module: nn.Module) -> object:
+    """What modules whose forwards compute the same have alike: classes, shapes and attributes of
+    all that is in them. Of what has no value of its own (a function, a buffer) the object."""
+    return tuple(
+        (path, type(each), each.extra_repr(), *(_value(kept) for kept in _kept(each)))
+        for path, each in module.named_modules()
+    )
+
+
+def _kept(module: nn.Module) -> Iterator[object]:
+    for name, value in vars(module).items():
+        if name == "_parameters":
+            yield {key: None if p is None else tuple(p.shape) for key, p in value.items()}
+        elif name != "_modules":
+            yield name, value
+
+
+def _value(kept: object) -> object:
+    if isinstance(kept, int | float | str | type(None)):
+        return type(kept), kept
+    if isinstance(kept, dict):
+        return type(kept), tuple((_value(key), _value(value)) for key, value in kept.items())
+    if isinstance(kept, tuple | list | set):
+        return type(kept), tuple(map(_value, kept))
+    return type(kept), id(kept)
+
+
+def _candidates(
+    name: str, module: nn.Module, free: Sequence[str], parts: int
+) -> Iterator[tuple[Group, tuple[str, ...]]]:
+    """What may be attention or a pair, by the names and widths of its linear maps."""
+    if (how := _attention(module, free)) is not None:
+        children = how.maps
+        try:
+            yield split_attention(name, module, how, parts), children
+        except ModelError:
+            return  # its widths are not those of attention
+    for first, second in pairwise(free):
+        one, other = (getattr(module, child) for child in (first, second))
+        if module_cuts.widths(one)[1] == module_cuts.widths(other)[0] >= parts:
+            yield _pair(name, module, (first,), second, parts), (first, second)
+    for first, gate, second in zip(free, free[1:], free[2:], strict=False):
+        several = [getattr(module, child) for child in (first, gate, second)]
+        if len({module_cuts.widths(several[0]), module_cuts.widths(several[1])}) == 1:
+            width = module_cuts.widths(several[0])[1]
+            if width == module_cuts.widths(several[2])[0] >= parts:
+                yield _pair(name, module, (first, gate), second, parts), (first, gate, second)
+
+
+def _attention(module: nn.Module, free: Sequence[str]) -> Attention | None:
+    def first(names: Sequence[str]) -> str | None:
+        return next((name for name in names if name in free), None)
+
+    heads = next((name for name in HEADS if isinstance(getattr(module, name, None), int)), None)
+    out, fused = first(OUT), first(FUSED)
+    q, k, v = first(QUERIES), first(KEYS), first(VALUES)
+    if heads is None or out is None:
+        return None
+    if q is not None and k is not None and v is not None:
+        return Attention(qkv=(q, k, v), out=out, heads=heads)
+    return None if fused is None else Attention(qkv=fused, out=out, heads=heads)
+
+
+def _pair(name: str, module: nn.Module, into: Sequence[str], out: str, parts: int) -> Group:
+    """Layers that widen by their output features, the one that narrows by its input features."""
+    last = module._modules[out]
+    assert last is not None
+    width = module_cuts.widths(last)[0]
+    ranges = module_cuts.evenly(f"{name or type(module).__name__} of width {width}", width, parts)
+    group = Group("feed-forward", name)
+    for child in into:
+        linear = module._modules[child]
+        assert linear is not None
+        group.cuts.append(module_cuts.colwise(_below(name, child), linear, ranges))
+    group.cuts.append(module_cuts.rowwise(_below(name, out), last, ranges))
+    return group
+
+
+def unfuse(
+    models: Sequence[nn.Module], prefixes: Sequence[str], parts: int, groups: Sequence[Group]
+) -> None:
+    """Turn torch's fused inference of a whole encoder layer off where `groups` split what is in
+    it: it takes the weights and knows nothing of parts."""
+    group_of = {cut.module: group for group in groups for cut in group.cuts}
+    for model, prefix in zip(models, prefixes, strict=True):
+        for path, module in model.named_modules():
+            inside = [group_of[each] for each in module.modules() if each in group_of]
+            if inside and hasattr(module, "activation_relu_or_gelu"):
+                name = ".".join(part for part in (prefix, path) if part)
+                plain = [{"activation_relu_or_gelu": 0}] * parts
+                inside[0].cuts.append(module_cuts.part(name, module, {}, plain))
+
+
+def _below(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child

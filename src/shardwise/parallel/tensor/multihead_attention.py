@@ -1,0 +1,168 @@
+"""torch's own attention, split by heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.errors import ModelError
+from shardwise.parallel.tensor import module_cuts
+from shardwise.parallel.tensor.module_cuts import Cut, Group
+from shardwise.parallel.tensor.regions import Parts, gathered, together
+from shardwise.parallel.tensor.split_modules import SplitModule
+from shardwise.shards import Range
+
+
+class SplitAttention(SplitModule):
+    """nn.MultiheadAttention of which each rank has some heads.
+
+    torch's own function takes the width of all heads from its input, so this is its computation by
+    the same parts: projections, scaled_dot_product_attention (or softmax where weights are asked
+    for), the output map.
+    """
+
+    num_heads: int
+    head_dim: int
+    dropout: float
+    batch_first: bool
+    _qkv_same_embed_dim: bool
+    out_proj: nn.Linear
+    in_proj_weight: Tensor
+    in_proj_bias: Tensor | None
+    ranges: Sequence[Range]
+    """By rank its heads."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As nn.MultiheadAttention.forward, shapes and masks alike.
+
+        Raises RuntimeError for is_causal without the mask that it is a hint about.
+        """
+        replica = self._replica
+        if replica.is_whole:
+            return super().forward(  # type: ignore[no-any-return]
+                query, key, value, key_padding_mask, need_weights, attn_mask,
+                average_attn_weights, is_causal,
+            )  # fmt: skip
+        if is_causal and attn_mask is None:  # a hint about a mask, as torch has it
+            raise RuntimeError(
+                "Need attn_mask if specifying the is_causal hint: give "
+                "nn.Transformer.generate_square_subsequent_mask(length)."
+            )
+        batched = query.ndim == 3
+        q, k, v = self._projected((query, key, value))
+        mask = self._mask(q, k, key_padding_mask, attn_mask, batched=batched)
+        drop = self.dropout if self.training else 0.0
+        weights: Tensor | None = None
+        if need_weights:
+            scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
+            weights = F.softmax(scores if mask is None else scores + mask, -1)
+            weights = F.dropout(weights, drop) if drop else weights
+            mixed = weights @ v
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, drop)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        if not batched:
+            mixed = mixed.squeeze(0)
+        elif not self.batch_first:
+            mixed = mixed.transpose(0, 1)
+        out = replica.leave(lambda: F.linear(mixed, self.out_proj.weight))
+        if self.out_proj.bias is not None:
+            out = out + self.out_proj.bias.to(out.dtype)
+        if weights is not None:
+            weights = self._shared_weights(weights, average=average_attn_weights)
+            weights = weights if batched else weights.squeeze(0)
+        return out, weights
+
+    def _projected(self, several: Sequence[Tensor]) -> list[Tensor]:
+        """Queries, keys and values of this rank's heads, each (N, heads, length, head_dim)."""
+        if self._qkv_same_embed_dim:
+            matrices = self.in_proj_weight.chunk(3)
+        else:
+            names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+            matrices = tuple(getattr(self, name) for name in names)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        projected = []
+        for each, matrix, bias in zip(several, matrices, biases, strict=True):
+            found = self._replica.enter(each, partial(F.linear, weight=matrix, bias=bias))
+            if each.ndim == 2:
+                found = found.unsqueeze(0)
+            elif not self.batch_first:
+                found = found.transpose(0, 1)
+            projected.append(found.view(*found.shape[:-1], self.num_heads, -1).transpose(1, 2))
+        return projected
+
+    def _mask(
+        self,
+        q: Tensor,
+        k: Tensor,
+        padding: Tensor | None,
+        mask: Tensor | None,
+        *,
+        batched: bool,
+    ) -> Tensor | None:
+        """Both masks as one to be added to the scores of this rank's heads."""
+        found: Tensor | None = None
+        if mask is not None:
+            found = _added(mask, q.dtype)
+            if found.ndim == 3:  # one for each head, of all ranks
+                first, end = self.ranges[self._replica.group.rank]
+                found = found.view(q.shape[0], -1, *found.shape[1:])[:, first:end]
+        if padding is not None:
+            rows = _added(padding if batched else padding.unsqueeze(0), q.dtype)
+            rows = rows.view(q.shape[0], 1, 1, k.shape[2])
+            found = rows if found is None else found + rows
+        return found
+
+    def _shared_weights(self, weights: Tensor, *, average: bool) -> Tensor:
+        """The weights of all ranks' heads, or their mean; (N, heads, L, S) or (N, L, S)."""
+        group, heads = self._replica.group, self.ranges[-1][1]
+        if average:
+            return together(weights.sum(1), group) / heads
+        return gathered(weights, group, Parts(1 - weights.ndim, self.ranges))
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+
+
+def split_multihead(name: str, module: nn.MultiheadAttention, parts: int) -> Group:
+    """nn.MultiheadAttention in `parts`, each with whole heads. Raises ModelError."""
+    if module.bias_k is not None or module.add_zero_attn:
+        raise ModelError(
+            f"{name} has add_bias_kv or add_zero_attn, which --tensor does not split: leave it "
+            f'whole with tensor_plan={{"{name}": "whole"}}.'
+        )
+    heads = module_cuts.evenly(f"{name} of {module.num_heads} heads", module.num_heads, parts)
+    each = module_cuts.evenly(name, module.embed_dim, parts, grain=module.head_dim)
+    fused = module_cuts.evenly(name, 3 * module.embed_dim, parts, grain=module.head_dim, blocks=3)
+    tensors: dict[str, Any] = {}
+    if module._qkv_same_embed_dim:
+        tensors["in_proj_weight"] = (0, fused)
+    else:
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        tensors |= dict.fromkeys(names, (0, each))
+    if module.in_proj_bias is not None:
+        tensors["in_proj_bias"] = (0, fused)
+    local = [{"num_heads": module_cuts.length(part)} for part in heads]
+    of_heads = [part[0] for part in heads]
+    attend = Cut(name, module, SplitAttention, tensors, local, of_heads)
+    width = [{"in_features": module_cuts.length(part)} for part in each]
+    out = module_cuts.part(f"{name}.out_proj", module.out_proj, {"weight": (1, each)}, width)
+    return Group("attention", name, [attend, out])

@@ -1,0 +1,303 @@
+"""Parameters of which this rank has a part, or nothing, where a user's line computes with them.
+
+A split layer computes with its part, and a layer runs where its stage is: both go about it here.
+Any other line (a penalty on weights in the loss, their norm in a log) means the parameter as it is
+in one process, and gets that: of a split one the whole, put together for this line; of a layer that
+is elsewhere what computes where the layer is. In backward each rank gets the gradient of its part.
+
+Such a parameter is of a subclass of its class, in which torch asks `__torch_function__` about every
+operation. What the engine does with parameters goes straight through.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import has_torch_function
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import UsageError
+from shardwise.parallel.pipeline import Line, parameter_ownership
+from shardwise.parallel.pipeline.stage_tensors import use
+from shardwise.parallel.tensor.metadata_calls import CASTS, FORM, MEMORY, SIZES
+from shardwise.parallel.tensor.split_model import Split
+
+_straight = torch._C.DisableTorchFunctionSubclass
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+_ALIKE_NAMES = (
+    "add_", "sub_", "mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "zero_",
+    "fill_", "__iadd__", "__isub__", "__imul__", "__itruediv__",
+)  # fmt: skip
+_ALIKE_IN_PARTS = {getattr(Tensor, name) for name in _ALIKE_NAMES}
+"""What writes each element from its own value and numbers."""
+
+
+class Uses:
+    """Follows what a user's lines do with the parameters that `split` or `line` have in parts."""
+
+    def __init__(self, split: Split | None, line: Line | None) -> None:
+        self._split = split
+        self._line = line
+        self._watched: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
+        self._classes: dict[tuple[type[nn.Parameter], bool], type[nn.Parameter]] = {}
+
+    def watch(self) -> None:
+        """From now on be asked about every use of them."""
+        owners = () if self._line is None else self._line.cut.owners
+        shards = () if self._split is None else self._split.shards
+        for parameter in dict.fromkeys([*owners, *shards]):
+            own = type(parameter)
+            self._watched.append((parameter, own))
+            parameter.__class__ = self._class(own, parameter in shards)
+
+    def forget(self) -> None:
+        """They are of their own classes again."""
+        for parameter, own in self._watched:
+            parameter.__class__ = own
+        self._watched = []
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside the block they are plain: every rank has the whole of them."""
+        ours = set(self._classes.values())
+        several = [(p, own, type(p)) for p, own in self._watched if type(p) in ours]
+        for parameter, own, _ in several:
+            parameter.__class__ = own
+        try:
+            yield
+        finally:
+            for parameter, _, before in several:
+                parameter.__class__ = before
+
+    def _class(self, own: type[nn.Parameter], is_split: bool) -> type[nn.Parameter]:
+        if (own, is_split) not in self._classes:
+
+            def asked(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                return self._asked(func, types, args, kwargs or {})
+
+            members = {
+                "__torch_function__": classmethod(asked),
+                "__module__": __name__,
+                "__repr__": _text,
+                "__deepcopy__": self._refuse_copy,
+                "__reduce_ex__": self._refuse_copy,
+                "is_watched": True,
+                "is_split": is_split,
+            }
+            made: Any = type(own)
+            self._classes[own, is_split] = made(own.__name__, (own,), members)
+        return self._classes[own, is_split]
+
+    def _refuse_copy(self, *_: Any) -> Any:
+        if self._line is not None:
+            raise parameter_ownership.refused("A copy", "to copy it")
+        raise UsageError(
+            "A copy of a split parameter: this rank has a part of it only. Make it inside with "
+            "engine.full_parameters(); p.detach().clone() gives the values alone."
+        )
+
+    def _asked(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        line = self._line
+        # A layer that is run again in backward runs where it is.
+        inside = line is not None and (
+            line.inside_of > 0 or torch._C._current_graph_task_id() != -1
+        )
+        if func in MEMORY or (inside and all(map(_is_plain_here, types))):
+            return _straightly(func, args, kwargs)
+        if _is_ours(sys._getframe(2)):
+            return _straightly(func, args, kwargs)
+        if func in FORM:
+            return self._form(func, args, kwargs)
+        if func == _SET_DATA:
+            return self._set_data(*args)
+        if func in CASTS:
+            made = _straightly(func, args, kwargs)
+            if made is args[0] or not isinstance(made, Tensor):
+                return made  # model.to(device) where it is already
+        written = _written(func, args, kwargs)
+        if isinstance(written, Sequence) and any(map(_is_watched, map(type, written))):
+            return self._write_several(func, written, args, kwargs)
+        if self._is_split(written):
+            return self._write(func, args, kwargs)
+        if line is not None and not inside:
+            line.renew()
+            return use(line, Tensor.detach if func == _GET_DATA else func, args, kwargs)
+        return self._of_wholes(func, args, kwargs)
+
+    def _is_split(self, value: Any) -> bool:
+        return getattr(type(value), "is_split", False)
+
+    def _form(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """What is asked about a form: between split layers of the part, else of the whole."""
+        split, first = self._split, args[0]
+        if func not in SIZES or split is None or split.replica.draws.is_open:
+            return _straightly(func, args, kwargs)
+        shape = split.whole_shape(first)
+        if shape is None:
+            return _straightly(func, args, kwargs)
+        with _straight():
+            whole = torch.empty((), dtype=first.dtype, device="meta").expand(shape)
+        return func(whole, *args[1:], **kwargs)
+
+    def _of_wholes(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """`func` of whole parameters. Collective over the replica where some are split."""
+        split = self._split
+        if func == _GET_DATA or split is None:
+            return _straightly(func, args, kwargs)
+        if func is torch.autograd.grad:
+            return self._grad(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        wholes = {
+            place: split.whole_of(leaf) for place, leaf in enumerate(leaves) if self._is_split(leaf)
+        }
+        leaves = [wholes.get(place, leaf) for place, leaf in enumerate(leaves)]
+        others = [e for e in leaves if isinstance(e, Tensor) and not _is_watched(type(e))]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        if not has_torch_function(others):
+            return _guarded(_straightly(func, args, kwargs), wholes.values())
+        with _straight():
+            leaves = [e.view_as(e) if _is_watched(type(e)) else e for e in leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return func(*args, **kwargs)
+
+    def _grad(self, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
+        """Gradients of whole parameters, as torch.autograd.grad gives them."""
+        several = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        found = _straightly(torch.autograd.grad, (outputs, several, *rest), options)
+        split = self._split
+        assert split is not None
+        return tuple(
+            grad if grad is None else split.joined_as(parameter, grad)
+            for parameter, grad in zip(several, found, strict=True)
+        )
+
+    def _write(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """What is written into a split parameter by a line of the user's. Raises UsageError where
+        the part's elements would not be those of the whole."""
+        leaves = pytree.tree_leaves((args[1:], kwargs))
+        if func in _ALIKE_IN_PARTS and not any(isinstance(e, Tensor) and e.ndim for e in leaves):
+            is_here = self._line is None or self._line.has(args[0])
+            return _straightly(func, args, kwargs) if is_here else args[0]
+        name = getattr(func, "__name__", func)
+        raise _refused(f"{name} writes into", args[0])
+
+    def _write_several(
+        self, func: Callable[..., Any], written: Sequence[Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """The same of a list of parameters (torch._foreach_mul_). Raises UsageError where layers
+        are elsewhere: those have no values here."""
+        leaves = pytree.tree_leaves((args[1:], kwargs))
+        alike = func.__name__.removeprefix("_foreach_") in _ALIKE_NAMES
+        if alike and self._line is None and not any(isinstance(e, Tensor) for e in leaves):
+            return _straightly(func, args, kwargs)
+        first = next(each for each in written if _is_watched(type(each)))
+        raise _refused(f"{func.__name__} writes into", first)
+
+    def _set_data(self, parameter: nn.Parameter, value: Tensor) -> None:
+        with _straight():
+            if value.shape != parameter.shape:
+                raise _refused("p.data = ... replaces", parameter)
+            parameter.data = value
+
+
+def _refused(what: str, parameter: Tensor) -> UsageError:
+    with _straight():
+        shape = tuple(parameter.shape)
+    return UsageError(
+        f"{what} a parameter of which this worker has a part only, of shape {shape} (--tensor). "
+        "Write the whole of it inside with engine.full_parameters(write=True)."
+    )
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Whether a line of this library has come here, by way of torch's own perhaps."""
+    while frame is not None:
+        room = frame.f_globals.get("__name__", "").partition(".")[0]
+        if room != "torch":
+            return bool(room == "shardwise")
+        frame = frame.f_back
+    return False
+
+
+def _is_watched(kind: type) -> bool:
+    return bool(getattr(kind, "is_watched", False))
+
+
+def _is_plain_here(kind: type) -> bool:
+    """Whether parameters of a class are all there for the layer that runs."""
+    return _is_watched(kind) and not getattr(kind, "is_split", False)
+
+
+def _straightly(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    with _straight():
+        return func(*args, **kwargs)
+
+
+def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """The tensor that `func` writes into, or the list of them; None where it makes a new one."""
+    name = getattr(func, "__name__", "")
+    if isinstance(kwargs.get("out"), Tensor):
+        return kwargs["out"]
+    in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
+    writes = func is Tensor.__setitem__ or (in_place and name not in _CHANGES_NOTHING)
+    if not (writes and args):
+        return None
+    return args[0] if isinstance(args[0], Tensor | list | tuple) else None
+
+
+class _OfWhole(Tensor):
+    """A view of a whole that was put together to be read: to write into it would reach nothing."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(map(_is_watched, types)):
+            return NotImplemented  # it goes about parameters, and comes back with their wholes
+        written = _written(func, args, kwargs or {})
+        several = written if isinstance(written, Sequence) else (written,)
+        for each in several:
+            if isinstance(each, _OfWhole):
+                name = getattr(func, "__name__", func)
+                raise _refused(f"{name} writes into a view or a detached copy of", each)
+        wholes = [e for e in pytree.tree_leaves((args, kwargs)) if isinstance(e, _OfWhole)]
+        return _guarded(_straightly(func, args, kwargs or {}), wholes)
+
+
+def _guarded(made: Any, wholes: Iterable[Tensor]) -> Any:
+    """`made`, in which what lies in the memory of one of `wholes` may only be read."""
+    with _straight():
+        memory = {e.untyped_storage().data_ptr() for e in wholes if _has_memory(e)}
+
+        def guard(tensor: Tensor) -> Tensor:
+            is_view = _has_memory(tensor) and tensor.untyped_storage().data_ptr() in memory
+            return tensor.as_subclass(_OfWhole) if is_view else tensor
+
+        return pytree.tree_map_only(Tensor, guard, made)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+_CHANGES_NOTHING = ("__invert__", "__index__", "__int__")
+
+
+def _text(parameter: nn.Parameter) -> str:
+    """A text that asks no other rank: tracebacks show it too."""
+    with _straight():
+        return (
+            f"<parameter of shape {tuple(parameter.shape)}, {parameter.dtype}, with its values on "
+            "several workers: whole inside of engine.full_parameters()>"
+        )

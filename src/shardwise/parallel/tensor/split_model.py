@@ -1,0 +1,315 @@
+"""Models whose layers are split over the ranks of a replica: cut, put together, given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from shardwise.collectives import Collectives
+from shardwise.errors import ModelError, UsageError
+from shardwise.model.module_hooks import Hooked, attach
+from shardwise.parallel.tensor import split_modules
+from shardwise.parallel.tensor.module_cuts import Cut, Group
+from shardwise.parallel.tensor.regions import told_by_all
+from shardwise.parallel.tensor.replica import Forwards, Replica
+from shardwise.parallel.tensor.replica_draws import Draws
+from shardwise.parallel.tensor.split_modules import SplitModule
+from shardwise.parallel.tensor.user_hooks import HookGuard
+from shardwise.shards import Shard
+
+
+class Split:
+    """What of some models is split over the ranks of `group`, and what each rank has of it."""
+
+    def __init__(
+        self, group: Collectives, device: torch.device, *, by_tokens: bool = False
+    ) -> None:
+        self.replica = Replica(
+            group, Draws(group.rank, device), by_tokens, hooks=HookGuard(self._name_of)
+        )
+        self.shards: dict[nn.Parameter, Shard] = {}
+        self.groups: list[Group] = []
+        self.left_whole: dict[str, str] = {}
+        """Why modules, by name, were tried and stay whole, where that is to be told."""
+        self._modules: list[SplitModule] = []
+        self._models: Sequence[nn.Module] = ()
+        self._handles: list[Hooked] = []
+        self._versions: dict[nn.Parameter, int] = {}
+        """Of what is whole for now, when it had not been written yet."""
+        self.writes = False
+        """Whether what is written into what is whole for now is taken in."""
+
+    @property
+    def group(self) -> Collectives:
+        """The ranks of the replica."""
+        return self.replica.group
+
+    # -- cutting --------------------------------------------------------------------------
+
+    def cut(
+        self,
+        groups: Sequence[Group],
+        models: Sequence[nn.Module],
+        optimizers: Iterable[optim.Optimizer],
+    ) -> None:
+        """Let this rank have its part of what `groups` name, the optimizers' state of it too.
+
+        Raises ModelError, before anything is cut, for a module that two groups name, a parameter
+        that several modules share and do not split alike, and the output map alone of torch's
+        attention.
+        """
+        cuts = [cut for group in groups for cut in group.cuts]
+        shards = self._shards_of(cuts)
+        _check_around(shards, {cut.module for cut in cuts}, models)
+        self.groups, self.shards, self._models = list(groups), shards, models
+        for optimizer in optimizers:
+            state: dict[Any, Any] = optimizer.state
+            for held in [p for p in state if p in shards]:
+                mine = shards[held]
+                state[held] = _of_each(state[held], mine.shape, mine.of)
+        with torch.no_grad():
+            for parameter, shard in shards.items():
+                parameter.data = shard.of(parameter.detach())
+        for cut in cuts:
+            self._become(cut)
+        forwards = Forwards(self.replica)
+        for model in models:
+            self._handles += [
+                attach(model.register_forward_pre_hook, forwards.begin),
+                attach(model.register_forward_hook, forwards.end, always_call=True),
+            ]
+
+    def _name_of(self, module: nn.Module) -> str:
+        pairs = (pair for model in self._models for pair in model.named_modules())
+        kind = type(module).__name__
+        return next((f"{path} ({kind})" for path, each in pairs if each is module), kind)
+
+    def _shards_of(self, cuts: Iterable[Cut]) -> dict[nn.Parameter, Shard]:
+        found: dict[nn.Parameter, Shard] = {}
+        names: dict[nn.Parameter, str] = {}
+        modules_cut: set[nn.Module] = set()
+        for cut in cuts:
+            if cut.module in modules_cut:
+                raise ModelError(
+                    f"{cut.name} is to be split in two ways: by itself, and as a part of what it "
+                    "is in. Name one of the two in tensor_plan."
+                )
+            modules_cut.add(cut.module)
+            for key, (dim, ranges) in cut.tensors.items():
+                parameter = cut.module._parameters[key]
+                assert parameter is not None
+                shard = Shard(tuple(parameter.shape), dim, tuple(ranges), self.group.rank)
+                if found.setdefault(parameter, shard) != shard:
+                    raise ModelError(
+                        f"{cut.name}.{key} is also {names[parameter]}, and the two are split in "
+                        "different ways. Split both alike (an embedding by its vocabulary, the "
+                        "head tied to it colwise_rep), or leave both whole."
+                    )
+                names[parameter] = f"{cut.name}.{key}"
+        return found
+
+    def _become(self, cut: Cut) -> None:
+        local: Mapping[str, Any] = cut.local[self.group.rank] if cut.local else {}
+        split_modules.become(
+            cut.module,
+            cut.style,
+            self.replica,
+            local,
+            cut.ranges,
+            gathers=cut.gathers,
+            path=cut.path,
+        )
+        assert isinstance(cut.module, SplitModule)
+        self._modules.append(cut.module)
+
+    # -- putting together -----------------------------------------------------------------
+
+    def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """The whole of which every rank has its `part`, cut as `parameter` is. Collective."""
+        shard = self.shards[parameter]
+        shapes = [shard.part_shape(rank) for rank in range(self.group.size)]
+        near = part.detach() if part.device.type != "cpu" else part.detach().to(self._reached)
+        return shard.joined(told_by_all(near, self.group, shapes)).to(part.device)
+
+    def whole_of(self, parameter: nn.Parameter) -> Tensor:
+        """All of `parameter`, for a line that computes with it as in one process: in backward each
+        rank has the gradient of its part. Collective.
+
+        Raises UsageError between split layers, where each rank computes something else.
+        """
+        shard = self.shards.get(parameter)
+        if shard is None:
+            return parameter
+        if self.replica.draws.is_open:
+            raise UsageError(
+                f"A parameter of shape {shard.shape} that is split (--tensor {self.group.size}) is "
+                "used between two split layers, where each worker has other features: leave its "
+                'module whole with tensor_plan={"...": "whole"}.'
+            )
+        return self.joined_as(parameter, parameter)
+
+    def joined_as(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """The whole of which each rank has a `part`, cut as `parameter` is, for all to use alike;
+        `part` where it is not split. Collective."""
+        shard = self.shards.get(parameter)
+        if shard is None:
+            return part
+        return _Whole.apply(part, self, parameter)  # type: ignore[no-any-return, no-untyped-call]
+
+    def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...] | None:
+        """The shape of all of it; None where it is not split."""
+        shard = self.shards.get(parameter)
+        return None if shard is None else shard.shape
+
+    @property
+    def _reached(self) -> torch.device:
+        return self.group.small_device
+
+    @contextmanager
+    def wholes(
+        self,
+        chosen: Iterable[nn.Parameter],
+        *,
+        write: bool,
+        group: Collectives | None = None,
+        is_here: Callable[[Tensor], bool] = lambda parameter: True,
+    ) -> Iterator[None]:
+        """Inside the block the split parameters among `chosen` are whole, of what `is_here`, and
+        forwards plain.
+
+        With `write` they are cut anew on leaving, from the values of the first rank of `group` if
+        that is given. Collective.
+        """
+        split = [p for p in dict.fromkeys(chosen) if p in self.shards]
+        parts = {p: p.data for p in split if is_here(p)}
+        with torch.no_grad():
+            for parameter in parts:
+                parameter.data = self.whole(parameter, parameter.data)
+        if split:
+            self._show(whole=True)
+            self._versions = {parameter: parameter._version for parameter in parts}
+            self.writes = write
+        try:
+            yield
+            if write:
+                self._take(parts, group)
+        finally:
+            if split:
+                self._show(whole=False)
+                self._versions = {}
+            for parameter, part in parts.items():
+                parameter.data = part
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a block that `wholes` has begun is open."""
+        return self.replica.is_whole
+
+    def written(self) -> list[nn.Parameter]:
+        """What has been written since it is whole."""
+        return [p for p, version in self._versions.items() if p._version != version]
+
+    def _take(self, parts: Mapping[nn.Parameter, Tensor], group: Collectives | None) -> None:
+        with torch.no_grad():
+            for parameter, part in parts.items():
+                value = parameter.data.contiguous()
+                if group is not None:
+                    group.broadcast(value.view(-1)).wait()
+                part.copy_(self.shards[parameter].of(value))
+
+    def _show(self, *, whole: bool) -> None:
+        self.replica.is_whole = whole
+        for module in self._modules:
+            module.show(whole=whole)
+
+    def whole_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state of a parameter as it would be of the whole. Collective."""
+        shard = self.shards.get(parameter)
+        if shard is None:
+            return state
+        shape = shard.part_shape(self.group.rank)
+        return _of_each(state, shape, lambda value: self.whole(parameter, value))
+
+    # -- giving back ----------------------------------------------------------------------
+
+    def undo(
+        self,
+        optimizers: Iterable[optim.Optimizer],
+        is_here: Callable[[Tensor], bool] = lambda parameter: True,
+    ) -> None:
+        """Give every rank the whole models, plain ones, of what `is_here`. Collective."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter in self.shards and parameter in optimizer.state:
+                        state = optimizer.state[parameter]
+                        optimizer.state[parameter] = self.whole_state(parameter, state)
+        with torch.no_grad():
+            for parameter in filter(is_here, self.shards):
+                parameter.data = self.whole(parameter, parameter.data)
+        for module in self._modules:
+            split_modules.restore(module)
+        for handle in self._handles:
+            handle.remove()
+        self.shards, self._modules = {}, []
+
+
+class _Whole(torch.autograd.Function):
+    """Of parts of a parameter the whole, which all ranks use alike."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, split: Split, parameter: nn.Parameter) -> Tensor:
+        ctx.how = split, parameter
+        return split.whole(parameter, part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _OwnPart.apply(grad, *ctx.how), None, None  # type: ignore[no-untyped-call]
+
+
+class _OwnPart(torch.autograd.Function):
+    """Of a whole that all ranks have the part that this one has of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, split: Split, parameter: nn.Parameter) -> Tensor:
+        ctx.how = split, parameter
+        return split.shards[parameter].of(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Whole.apply(grad, *ctx.how), None, None  # type: ignore[no-untyped-call]
+
+
+def _check_around(
+    shards: Mapping[nn.Parameter, Shard], split: set[nn.Module], models: Iterable[nn.Module]
+) -> None:
+    """Raise ModelError for a split parameter that a module which is not split computes with."""
+    for path, module in (found for model in models for found in model.named_modules()):
+        if module in split:
+            continue
+        for key, parameter in module._parameters.items():
+            if parameter in shards:
+                raise ModelError(
+                    f"{path}.{key} is shared with a module that is split, and {path} is not. Split "
+                    "both alike (an embedding by its vocabulary, the head tied to it colwise_rep), "
+                    "or leave both whole."
+                )
+        if isinstance(module, nn.MultiheadAttention) and module.out_proj in split:
+            raise ModelError(
+                f"{path}.out_proj is split, and {path}, which computes with its weight, is not: "
+                "leave it out of tensor_plan to have both split by heads."
+            )
+
+
+def _of_each(state: Mapping[str, Any], shape: tuple[int, ...], change: Any) -> dict[str, Any]:
+    """`state` with every tensor of `shape` changed."""
+    return {
+        key: change(value)
+        if isinstance(value, Tensor) and value.ndim and tuple(value.shape) == tuple(shape)
+        else value
+        for key, value in state.items()
+    }
