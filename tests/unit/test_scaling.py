@@ -16,7 +16,7 @@ from rich.console import Console
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.horovod.samples import Samples
+from shardwise.horovod.context import SampleCounter
 from shardwise.scaling import measure, page, plots, records, report, runs
 from shardwise.scaling.estimates import Rate, rate, student
 from shardwise.scaling.records import Measured, TooFew
@@ -187,7 +187,7 @@ class TestStepLog:
     ) -> None:
         solo.step_log = StepLog(tmp_path, 0)
         data = torch.utils.data.TensorDataset(torch.ones(6, 2))
-        samples = Samples(solo.step_log) if of != "sw.Loader" else None
+        samples = SampleCounter(solo.step_log) if of != "sw.Loader" else None
         loader = torch.utils.data.DataLoader(data, 2) if samples else sw.Loader(data, batch_size=2)
         for _ in loader:
             break

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.collectives import socket_mesh
 from shardwise.errors import LaunchError
-from shardwise.horovod.commits import Commits
+from shardwise.horovod.elastic import CommitFile
 from shardwise.launch import own, private
 
 pytestmark = pytest.mark.skipif(
@@ -124,7 +124,7 @@ class TestFiles:
                 {"number": 9, "state": {"epoch": 9}}, temporary / own.commit_file("run")
             )
         ):
-            commits = Commits({own.RUN: "run"})
+            commits = CommitFile({own.RUN: "run"})
             assert commits.read() is None
             commits.write(1, {"epoch": 1})
             assert commits.read() == (1, {"epoch": 1})

@@ -1,4 +1,5 @@
-"""`hvd.SyncBatchNorm`: BatchNorm over the micro-batches of all ranks."""
+"""`hvd.SyncBatchNorm`: BatchNorm with the statistics of all ranks (Horovod's module of this
+name)."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from shardwise.current_batch import Feed
-from shardwise.horovod.allgather import allgather_async
-from shardwise.horovod.asking import wait
+from shardwise.horovod.gather_scatter import allgather_async
+from shardwise.horovod.operations import wait
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.model import sync_batch_norm
 
@@ -20,11 +21,11 @@ class _Rows:
         self._process_set = process_set
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
-        """(k,) on every rank becomes (size, k); all forwards have one number."""
+        """Gather (k,) of every rank into (size, k); every forward has call number 0."""
         return self.of_backward(row, 0), 0
 
     def of_backward(self, row: Tensor, call: int) -> Tensor:
-        """The same; all ranks run the same calls in one order."""
+        """Gather (k,) of every rank into (size, k); all ranks run the same calls in one order."""
         del call
         return wait(allgather_async(row.unsqueeze(0), None, self._process_set))  # type: ignore[no-any-return]
 
@@ -51,5 +52,5 @@ class SyncBatchNorm(sync_batch_norm._SyncBatchNorm):
             raise ValueError(f"SyncBatchNorm takes (N, C, ...), not {input.ndim} dimension(s).")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As any module: a copy of it is one too."""
+        """Pickle as any module: a copy is a SyncBatchNorm too."""
         return nn.Module.__reduce_ex__(self, cast(Any, protocol))

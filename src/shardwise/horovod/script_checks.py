@@ -1,7 +1,7 @@
-"""The steps that a Horovod script has, and what is said, once each, of one that is left out.
+"""Warns once of each step that a Horovod script leaves out, and of operations that stall.
 
-What can be known is looked at, nothing is guessed: weights and data are compared over the ranks
-when the first gradients travel, files when they are saved.
+Nothing is guessed: ranks compare weights and data when they reduce their first gradients, and paths
+of files when they save them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shardwise import config
-from shardwise.watch.wait_graph import named
+from shardwise.horovod.coordinator import Request
+from shardwise.watch.status_server import Lookout
+from shardwise.watch.wait_graph import Whereabouts, named
 
 BROADCAST = (
     "the parameters differ between ranks when training starts, and will go on doing so. After the "
@@ -55,22 +57,22 @@ PIN = (
 Note = Mapping[str, str]
 
 
-_ACT_HERE_TOO = {"bucket_mb", "quiet"}
-"""Settings of the engine that a script in Horovod's style heeds as well."""
+_SHARED_SETTINGS = {"bucket_mb", "quiet"}
+"""Settings of the engine that a script in Horovod's style acts upon as well."""
 
-_IDLE = (config.OF_THE_ENGINE - _ACT_HERE_TOO) | {"tensor", "pipeline", "exact"}
+_ENGINE_ONLY = (config.OF_THE_ENGINE - _SHARED_SETTINGS) | {"tensor", "pipeline", "exact"}
 
 
-def without_effect(given: Mapping[str, tuple[Any, str]]) -> str:
-    """What is said of settings that only `sw.Engine` acts upon, "" where there are none.
+def idle_settings_line(given: Mapping[str, tuple[Any, str]]) -> str:
+    """The warning about settings that only `sw.Engine` acts upon, "" where there are none.
 
     `given` has values and sources by name; what is the same without an engine is left out.
     """
-    same = {name: config.FIELDS[name].default for name in _IDLE} | {"zero": 0}
+    same = {name: config.FIELDS[name].default for name in _ENGINE_ONLY} | {"zero": 0}
     idle = [
         config.as_given(name, value, source)
         for name, (value, source) in given.items()
-        if name in _IDLE and value != same[name]
+        if name in _ENGINE_ONLY and value != same[name]
     ]
     if not idle:
         return ""
@@ -81,22 +83,22 @@ def without_effect(given: Mapping[str, tuple[Any, str]]) -> str:
     )
 
 
-def warn(line: str) -> None:
-    """Say it, on stderr."""
+def write_warning(line: str) -> None:
+    """Write a warning to stderr."""
     if sys.__stderr__ is not None:
         sys.__stderr__.write(f"shardwise: {line}\n")
         sys.__stderr__.flush()
 
 
-class Comparison:
-    """What ranks tell of themselves, compared on rank 0; each finding is told once."""
+class ScriptComparison:
+    """Compares on rank 0 what ranks report of themselves, and yields each warning once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
         self._saved: dict[tuple[str, str], set[int]] = {}
 
     def compare(self, notes: Mapping[int, Note]) -> Iterator[str]:
-        """What the notes of several ranks show, made when their first gradients travel."""
+        """Warnings from the notes that ranks send with their first gradients."""
         if len(notes) < 2:
             return
         said = {key: [note.get(key, "") for note in notes.values()] for key in _KEYS}
@@ -112,8 +114,8 @@ class Comparison:
         if len(set(devices)) < len(devices):
             yield from self._once(PIN)
 
-    def see(self, rank: int, what: list[str]) -> Iterator[str]:
-        """What it shows that `rank` saves a file: its host and its path."""
+    def compare_save(self, rank: int, what: list[str]) -> Iterator[str]:
+        """Warnings from a file that `rank` saves; `what` is host, path and calling line."""
         host, path, line = what
         ranks = self._saved.setdefault((host, path), set())
         ranks.add(rank)
@@ -136,21 +138,23 @@ _KEYS = ("weights", "state", "samples", "rate", "device")
 # -- on each rank ---------------------------------------------------------------------------------
 
 
-def note(optimizer: optim.Optimizer, *, averages: bool, asked_size: bool) -> dict[str, str]:
-    """What this rank tells of itself with its first gradients."""
+def describe_rank(
+    optimizer: optim.Optimizer, *, averages: bool, asked_size: bool
+) -> dict[str, str]:
+    """The note that a rank sends with its first gradients, for `ScriptComparison.compare`."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     device = params[0].device
     return {
         "weights": _digest(params),
         "state": str(len(optimizer.state)),
-        "samples": _samples(),
+        "samples": _sample_digest(),
         "rate": "unscaled" if averages and not asked_size else "",
         "device": f"{socket.gethostname()} {device}" if device.type == "cuda" else "",
     }
 
 
 def _digest(tensors: list[Tensor]) -> str:
-    """Of a few elements of each tensor."""
+    """A digest of a few elements of each tensor."""
     found = hashlib.sha256()
     for tensor in tensors:
         few = tensor.detach().reshape(-1)
@@ -159,20 +163,21 @@ def _digest(tensors: list[Tensor]) -> str:
     return found.hexdigest()[:16]
 
 
-def _samples() -> str:
-    """Of the first and the last sample of the tensors that are read now without a sampler that
-    shards; "" where that is not known."""
+def _sample_digest() -> str:
+    """A digest of the first and last sample of a dataset that a DataLoader is reading without a
+    sharding sampler; "" where that is not known."""
     for one in gc.get_objects():
         if type(one).__mro__[-2:-1] == (_BaseDataLoaderIter,):
             sampler = getattr(getattr(one, "_index_sampler", None), "sampler", None)
             dataset = getattr(one, "_dataset", None)
             if isinstance(sampler, data.RandomSampler | data.SequentialSampler):
-                return _ends(dataset)
+                return _first_and_last(dataset)
     return ""
 
 
-def _ends(dataset: Any) -> str:
-    """Only of tensors: to read a dataset of the user's own is to run the user's code."""
+def _first_and_last(dataset: Any) -> str:
+    """A digest of the first and last sample. Only of tensors: reading the user's own dataset would
+    run the user's code."""
     tensors = dataset.tensors if type(dataset) is data.TensorDataset else (dataset,)
     if any(type(tensor) is not Tensor or tensor.layout != torch.strided for tensor in tensors):
         return ""
@@ -185,54 +190,75 @@ def _contents(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-class Eyes:
-    """What is looked at while a rank runs: steps of plain optimizers, and torch.save.
+class ScriptWatcher:
+    """Watches a rank for steps of plain optimizers and for calls of torch.save.
 
-    `told` is called with what is saved where, for rank 0; `averages` says whether this rank has
-    asked for any reduction by now.
+    `report_save` is called with host, path and calling line of a save, for rank 0; `averages`
+    returns whether this rank has requested any reduction by now.
     """
 
     def __init__(
-        self, rank: int, told: Callable[[list[str]], None], averages: Callable[[], bool]
+        self, rank: int, report_save: Callable[[list[str]], None], averages: Callable[[], bool]
     ) -> None:
         self._rank = rank
-        self._told = told
+        self._report_save = report_save
         self._averages = averages
         self._paths: set[str] = set()
         self._steps = 0
-        self._closed = False
-        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._paused = False
+        self._hook = register_optimizer_step_post_hook(self._after_step)
         self._save = torch.save
-        torch.save = self._saving
+        torch.save = self._save_and_report
 
     @contextmanager
-    def closed(self) -> Iterator[None]:
-        """Inside the block, steps are not looked at: they are ours."""
-        self._closed = True
+    def paused(self) -> Iterator[None]:
+        """Ignore steps inside the block: they are this package's own."""
+        self._paused = True
         try:
             yield
         finally:
-            self._closed = False
+            self._paused = False
 
     def close(self) -> None:
-        """Look no longer."""
+        """Stop watching."""
         self._hook.remove()
-        if torch.save == self._saving:
+        if torch.save == self._save_and_report:
             torch.save = self._save
 
-    def _stepped(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Two steps without any reduction: nobody averages by hand."""
-        if self._closed:
+    def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Warn on the second step without any reduction: the script does not average by hand."""
+        if self._paused:
             return
         self._steps += 1
         if self._steps == 2 and self._rank == 0 and not self._averages():
-            warn(WRAP)
+            write_warning(WRAP)
 
-    def _saving(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    def _save_and_report(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(f, str | os.PathLike):
             path = str(Path(f).resolve())
             if path not in self._paths:
                 self._paths.add(path)
                 caller = traceback.extract_stack(limit=2)[0]
-                self._told([socket.gethostname(), path, f"{caller.filename}:{caller.lineno}"])
+                self._report_save(
+                    [socket.gethostname(), path, f"{caller.filename}:{caller.lineno}"]
+                )
         self._save(obj, f, *args, **kwargs)
+
+
+def warn_stalled(
+    request: Request, missing: Sequence[int], seconds: float, timeout: float, lookout: Lookout
+) -> None:
+    """Warn on stderr that `missing` ranks have not requested an operation, and where they are."""
+    lines = [
+        f"shardwise: {request.kind} {request.name!r} has waited {seconds:g} s for "
+        f"{named(missing)}. It fails after {timeout:g} s (--timeout)."
+    ]
+    for rank, found in sorted(lookout.ask(list(missing), stack=True).items()):
+        if isinstance(found, Whereabouts):
+            lines.append(f"  rank {rank} is {found.place}")
+            lines += [f"    {frame}" for frame in found.stack]
+        else:
+            lines.append(f"  rank {rank} {found}")
+    if sys.__stderr__ is not None:
+        sys.__stderr__.write("\n".join(lines) + "\n")
+        sys.__stderr__.flush()
