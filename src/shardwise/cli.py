@@ -1,4 +1,4 @@
-"""The `shardwise` command. Thin: it reads the command line and calls what does the work."""
+"""The `shardwise` command: parses the command line and calls the module that does the work."""
 
 import difflib
 import json
@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import Field
 from importlib import import_module
@@ -22,84 +22,27 @@ from shardwise.config import values
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import explain as explaining
 from shardwise.launch import flags, gpus, program, srun, start, streams, system_errors
-from shardwise.launch.flags import Flag
-from shardwise.pipeline_plan import flags as splitting_flags
+from shardwise.launch.flags import Command, Flag
+from shardwise.pipeline_plan import flags as plan_flags
 from shardwise.printable import printable, shortened
-from shardwise.scaling import flags as scaling_flags
+from shardwise.scaling import flags as scale_flags
 from shardwise.timeline.commands import timeline
 
 WRONG_USE = 2
 WIDTH = 100
-
-GROUPS = {
-    "scale": "Scale",
-    "split": "Split",
-    "where": "Where",
-    "spread": "Spread",
-    "precision": "Precision",
-    "recover": "Recover",
-    "watch": "Watch",
-}
-"""The headings of the help; every setting and every flag of the launcher belongs to one."""
-
+PROGRAM_LAST = {"allow_interspersed_args": False, "max_content_width": WIDTH}
+"""How commands read their line where everything after the script is the script's."""
 
 RUN_TOP = """\
 Train on N workers as on one:   shardwise run -n 4 --zero 2 train.py --epochs 3
 
 shardwise run [flags] SCRIPT.py [its arguments]     also: -m MODULE, or any program
 """
-SCALE_TOP = """\
-What more workers bring:   shardwise scale -n 1,2,4,8 train.py --epochs 3
-
-shardwise scale [flags] SCRIPT.py [its arguments]     the script needs no change
-"""
 DOCTOR_TOP = """\
 What each host has, how fast ranks talk, what is wrong:   shardwise doctor -H node1:2,node2:2
 
 shardwise doctor [flags of the run]     also: srun shardwise doctor, mpirun -n 4 shardwise doctor
 """
-
-
-SPLIT_TOP = """\
-Where to cut a model into stages:   shardwise split --pipeline 4 train.py --epochs 3
-
-shardwise split [flags] SCRIPT.py [its arguments]     the script runs a few steps on one worker
-"""
-
-
-class Command(click.Command):
-    """A command whose help is one screen: examples in `top`, then its flags in groups."""
-
-    def __init__(self, name: str, *, top: str, **options: Any) -> None:
-        super().__init__(name, **options)
-        self.top = top
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take the arguments apart. Raises LaunchError for a list that is given twice."""
-        _, _, order = self.make_parser(ctx).parse_args(list(args))
-        flags.refuse_twice(order)
-        return super().parse_args(ctx, args)
-
-    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what `--help` shows: the flags that are not rare."""
-        self.write_help(formatter, all_flags=False)
-        formatter.write(f"\nRare flags too:   shardwise {self.name} --help-all\n")
-
-    def write_help(self, formatter: click.HelpFormatter, *, all_flags: bool) -> None:
-        """Write the examples and the flags."""
-        formatter.write(self.top)
-        flags = [
-            flag for flag in self.params if isinstance(flag, Flag) and (all_flags or not flag.rare)
-        ]
-        width = max(len(flag.shown) for flag in flags)
-        groups = {flag.group for flag in flags}
-        for group, title in GROUPS.items():
-            if group not in groups:
-                continue
-            formatter.write(f"\n{title}\n")
-            for flag in flags:
-                if flag.group == group:
-                    formatter.write(f"  {flag.shown:<{width}}  {flag.help}\n")
 
 
 class Commands(click.Group):
@@ -116,11 +59,12 @@ class Commands(click.Group):
 
     def _meant(self, args: list[str]) -> str:
         """What `args` may have been meant for."""
-        if near := difflib.get_close_matches(args[0], self.commands, n=1):
+        shown = sorted(name for name, command in self.commands.items() if not command.hidden)
+        if near := difflib.get_close_matches(args[0], shown, n=1):
             return f"Did you mean: shardwise {near[0]}"
         if program.is_script(args[0]) or shutil.which(args[0]):
             return f"Did you mean: shardwise run {' '.join(args)}"
-        return f"There are: {', '.join(sorted(self.commands))}."
+        return f"There are: {', '.join(shown)}."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -246,13 +190,7 @@ def _scale(
     **given: Any,
 ) -> int:
     """The command `scale`: `given` are the settings of the runs."""
-    settings = {name: _as_text(value) for name, value in given.items() if value is not None}
-    _check(settings)
-    if not words:
-        raise LaunchError("What shall be measured? For example: shardwise scale -n 1,2 train.py")
-    program.command(words[0], words[1:], module=module)  # raises where there is none
-    _mention_misplaced(words)
-    passed = [word for name, value in settings.items() for word in _spelled(name, value)]
+    passed = _settings_of_measured_runs(words, given, scale_flags.EMPTY, module=module)
     for name, value in (("-H", hosts), ("--hostfile", hostfile)):
         passed += [] if value is None else [name, value]
     plan = import_module("shardwise.scaling.runs").Plan(
@@ -267,20 +205,33 @@ def _scale(
     return import_module("shardwise.scaling.measure").measure(plan)  # type: ignore[no-any-return]
 
 
-def _split(
-    words: tuple[str, ...], parts: int, micros: int | None, steps: int, by: str, **given: Any
+def _pipeline_plan(
+    words: tuple[str, ...], stages: int, micros: int | None, steps: int, by: str, **given: Any
 ) -> int:
-    """The command `split`: `given` are the settings of the run that is timed."""
+    """The command `pipeline-plan`: `given` are the settings of the run whose layers are timed."""
+    passed = _settings_of_measured_runs(words, given, plan_flags.EMPTY, module=False)
+    command = import_module("shardwise.pipeline_plan.command")
+    request = command.PlanRequest(words, tuple(passed), stages, micros or 4 * stages, steps, by)
+    return command.show_plan(request)  # type: ignore[no-any-return]
+
+
+def _split(**given: Any) -> int:
+    """The old name of `pipeline-plan`."""
+    click.echo("shardwise: `shardwise split` is now called `shardwise pipeline-plan`.", err=True)
+    return _pipeline_plan(**given)
+
+
+def _settings_of_measured_runs(
+    words: tuple[str, ...], given: dict[str, Any], empty: str, *, module: bool
+) -> list[str]:
+    """The settings `given` as words of a command line. Raises LaunchError, `empty` of no words."""
     settings = {name: _as_text(value) for name, value in given.items() if value is not None}
     _check(settings)
     if not words:
-        raise LaunchError("What shall be split? For example: shardwise split --pipeline 2 train.py")
-    program.command(words[0], words[1:], module=False)  # raises where there is none
+        raise LaunchError(empty)
+    program.command(words[0], words[1:], module=module)  # raises where there is none
     _mention_misplaced(words)
-    command = import_module("shardwise.pipeline_plan.command")
-    passed = [word for name, value in settings.items() for word in _spelled(name, value)]
-    asked = command.Asked(words, tuple(passed), parts, micros or 4 * parts, steps, by)
-    return command.split(asked)  # type: ignore[no-any-return]
+    return [word for name, value in settings.items() for word in _spelled(name, value)]
 
 
 OF_THE_SIZE = {"-n", "-np", "--nproc-per-node", "--nproc_per_node"}
@@ -350,7 +301,7 @@ def _run_command() -> Command:
         top=RUN_TOP,
         callback=_run,
         params=_flags(),
-        context_settings={"allow_interspersed_args": False, "max_content_width": WIDTH},
+        context_settings=PROGRAM_LAST,
         short_help="Train on N workers as on one.",
     )
 
@@ -377,33 +328,33 @@ def _doctor_command() -> Command:
 def _scale_command() -> Command:
     """`scale` has the settings of `run`, but for those that it gives itself."""
     own = {"record", "stop_after", "batch", "trial"}
-    shared = ("words", "module", "config", "hosts", "hostfile")
-    flags = [flag for flag in _flags() if flag.name in {*shared, *config.FIELDS} - own]
+    shared = {"words", "module", "config", "hosts", "hostfile", *config.FIELDS} - own
     return Command(
         "scale",
-        top=SCALE_TOP,
+        top=scale_flags.TOP,
         callback=_scale,
-        params=[*scaling_flags.own(), _help_all(), *flags],
-        context_settings={"allow_interspersed_args": False, "max_content_width": WIDTH},
+        params=[*scale_flags.own(), _help_all(), *_flags_named(shared)],
+        context_settings=PROGRAM_LAST,
         short_help="Measure a script on 1, 2, 4, ... workers.",
     )
 
 
-def _split_command() -> Command:
-    """`split` has the settings that decide what a layer is and takes."""
-    shared = ("words", "units", "device", "precision", "activations", "micro_batch_size")
+def _pipeline_plan_command(name: str, callback: Callable[..., int], *, hidden: bool) -> Command:
+    """`pipeline-plan` has the settings that decide what a layer is and takes."""
+    shared = {"words", "units", "device", "precision", "activations", "micro_batch_size"}
     return Command(
-        "split",
-        top=SPLIT_TOP,
-        callback=_split,
-        params=[
-            *splitting_flags.own(),
-            _help_all(),
-            *(flag for flag in _flags() if flag.name in shared),
-        ],
-        context_settings={"allow_interspersed_args": False, "max_content_width": WIDTH},
-        short_help="Show where to cut a model into stages.",
+        name,
+        top=plan_flags.TOP,
+        callback=callback,
+        params=[*plan_flags.own(), _help_all(), *_flags_named(shared)],
+        context_settings=PROGRAM_LAST,
+        short_help="Show where to cut a model into pipeline stages.",
+        hidden=hidden,
     )
+
+
+def _flags_named(names: Collection[str]) -> list[click.Parameter]:
+    return [flag for flag in _flags() if flag.name in names]
 
 
 @click.group(cls=Commands, invoke_without_command=True)
@@ -415,9 +366,13 @@ def _shardwise(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-_shardwise.add_command(_run_command())
-_shardwise.add_command(_doctor_command())
-_shardwise.add_command(_scale_command())
-_shardwise.add_command(_split_command())
-_shardwise.add_command(checkpoint)
-_shardwise.add_command(timeline)
+for _command in (
+    _run_command(),
+    _doctor_command(),
+    _scale_command(),
+    _pipeline_plan_command("pipeline-plan", _pipeline_plan, hidden=False),
+    _pipeline_plan_command("split", _split, hidden=True),
+    checkpoint,
+    timeline,
+):
+    _shardwise.add_command(_command)

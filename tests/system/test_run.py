@@ -400,7 +400,7 @@ class TestRefusing:
             (["run", "--config", "bad.toml", "train.py"], "no setting 'zreo'. Did you mean zero?"),
             (["run", "--config", "none.toml", "train.py"], "none.toml cannot be read"),
             (["scale", "-n", "1,2", "trian.py"], "There is no script trian.py in"),
-            (["split", "--pipeline", "2", "trian.py"], "There is no script trian.py in"),
+            (["pipeline-plan", "--pipeline", "2", "trian.py"], "There is no script trian.py in"),
             (["train.py", "-n", "2"], "no command 'train.py'. Did you mean: shardwise run train"),
             (["env"], "no command 'env'. Did you mean: shardwise run env"),
             (["plan", "train.py"], "no command 'plan'. There are: checkpoint, doctor, run, scale"),

@@ -271,7 +271,7 @@ class Settings:
         None,
         values.file,
         "watch",
-        "write there how long each layer takes, for shardwise split",
+        "write there how long each layer takes, for shardwise pipeline-plan",
         "FILE",
         rare=True,
     )

@@ -8,6 +8,17 @@ import click
 from shardwise.config import values
 from shardwise.errors import ConfigError
 
+GROUPS = {
+    "scale": "Scale",
+    "plan": "Pipeline plan",
+    "where": "Where",
+    "spread": "Spread",
+    "precision": "Precision",
+    "recover": "Recover",
+    "watch": "Watch",
+}
+"""The headings of the help; every setting and every flag of the launcher belongs to one."""
+
 
 class Flag(click.Option):
     """A flag with its place in the help: a group, the words of its left column, and whether it is
@@ -58,6 +69,41 @@ def refuse_twice(order: Iterable[click.Parameter]) -> None:
             name = flag.shown.split()[0]
             raise ConfigError(f"{name} is given twice: give one list, with commas.")
         seen.add(flag)
+
+
+class Command(click.Command):
+    """A command whose help fits on one screen: examples in `top`, then its flags in groups."""
+
+    def __init__(self, name: str, *, top: str, **options: Any) -> None:
+        super().__init__(name, **options)
+        self.top = top
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the arguments apart. Raises LaunchError for a list that is given twice."""
+        _, _, order = self.make_parser(ctx).parse_args(list(args))
+        refuse_twice(order)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what `--help` shows: the flags that are not rare."""
+        self.write_help(formatter, all_flags=False)
+        formatter.write(f"\nRare flags too:   shardwise {self.name} --help-all\n")
+
+    def write_help(self, formatter: click.HelpFormatter, *, all_flags: bool) -> None:
+        """Write the examples and the flags."""
+        formatter.write(self.top)
+        flags = [
+            flag for flag in self.params if isinstance(flag, Flag) and (all_flags or not flag.rare)
+        ]
+        width = max(len(flag.shown) for flag in flags)
+        groups = {flag.group for flag in flags}
+        for group, title in GROUPS.items():
+            if group not in groups:
+                continue
+            formatter.write(f"\n{title}\n")
+            for flag in flags:
+                if flag.group == group:
+                    formatter.write(f"  {flag.shown:<{width}}  {flag.help}\n")
 
 
 def own() -> Iterator[Flag]:
