@@ -50,7 +50,7 @@ class Drawing(Resumable):
     def _forget_draws(self) -> None:
         """What the ranks of a replica draw in common begins anew."""
         if self._recipe.split is not None:
-            self._recipe.split.replica.forget()
+            self._recipe.split.replica.reset()
         if self._recipe.line is not None:
             coordinates = self._number, self.steps, self.world.data_rank, self._window.backwards
             self._recipe.line.begin(randomness.seed_from(self.world.seed, "line", *coordinates))

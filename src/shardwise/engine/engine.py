@@ -41,7 +41,7 @@ from shardwise.engine.user_objects import Takeover
 from shardwise.errors import ModelError, UsageError
 from shardwise.model import precision
 from shardwise.parallel.pipeline import LayerTimes
-from shardwise.parallel.tensor.plan import Plan
+from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.world import current as current_world
 
 
@@ -74,7 +74,7 @@ class Engine(Stepping):
         optimizers: optim.Optimizer | Sequence[optim.Optimizer],
         *,
         scaler: torch.amp.GradScaler | None = None,
-        tensor_plan: Plan | None = None,
+        tensor_plan: TensorPlan | None = None,
         **settings: Any,
     ) -> None:
         self.world = current_world()

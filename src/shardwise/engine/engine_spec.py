@@ -16,8 +16,8 @@ from shardwise.model import units
 from shardwise.model.precision import PRESETS, is_cast
 from shardwise.model.unit_hooks import Doors
 from shardwise.parallel.pipeline import Line, partition
-from shardwise.parallel.tensor.parameter_uses import Uses
-from shardwise.parallel.tensor.split_model import Split
+from shardwise.parallel.tensor.parameter_uses import ParameterUses
+from shardwise.parallel.tensor.split_model import TensorParallelModels
 from shardwise.placement import Placement
 from shardwise.shards import Shard
 from shardwise.states.accumulator import Summation, in_tree
@@ -43,7 +43,7 @@ class Recipe:
     """What those of the data-parallel ranks take turns in, inside forwards and backwards."""
     shards: MicroShards | None = None
     """How a step is cut in the exact mode."""
-    split: Split | None = None
+    split: TensorParallelModels | None = None
     """What each rank of a replica has of the models, where layers are split."""
     line: Line | None = None
     """Which layers each rank of a replica has, where they are shared out."""
@@ -135,9 +135,9 @@ class Recipe:
                     group.close()
 
     @cached_property
-    def uses(self) -> Uses:
+    def uses(self) -> ParameterUses:
         """What follows the user's lines where they compute with parameters that are in parts."""
-        return Uses(self.split, self.line)
+        return ParameterUses(self.split, self.line)
 
     @cached_property
     def doors(self) -> Doors:

@@ -28,7 +28,7 @@ from shardwise.model.forward_events import Forwards
 from shardwise.model.micro_shard_buffers import MicroShardBuffers
 from shardwise.model.module_hooks import Hooked
 from shardwise.parallel.pipeline import install
-from shardwise.parallel.tensor.plan import Plan
+from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.world import World
 
 
@@ -41,7 +41,11 @@ class Takeover:
     """
 
     def __init__(
-        self, world: World, recipe: Recipe, in_step: Callable[[], bool], plan: Plan | None = None
+        self,
+        world: World,
+        recipe: Recipe,
+        in_step: Callable[[], bool],
+        plan: TensorPlan | None = None,
     ) -> None:
         self.recipe = recipe
         self._world = world
@@ -55,7 +59,7 @@ class Takeover:
         self._give_memory()
         consistency.make_state_alike(recipe)
         if recipe.split is not None:
-            tensor_parallel.split(recipe, recipe.split, plan)
+            tensor_parallel.find_and_split(recipe, recipe.split, plan)
         if recipe.line is not None:
             recipe.line.split = recipe.split
         try:
@@ -169,7 +173,7 @@ class Takeover:
     def _put_together(self) -> None:
         """Give every rank the whole model and all of the optimizers' state. Collective."""
         recipe = self.recipe
-        recipe.uses.forget()
+        recipe.uses.unwatch()
         shapes: dict[nn.Parameter, tuple[int, ...]] = {}
         if recipe.line is not None:
             recipe.line.close()

@@ -16,7 +16,7 @@ from shardwise.parallel.pipeline import recomputed_layers
 from shardwise.parallel.pipeline.parameter_ownership import NoCopies, refused
 from shardwise.parallel.pipeline.pipeline_group import Line
 from shardwise.parallel.pipeline.stage_tensors import Piece, at, runs_of
-from shardwise.parallel.tensor.sequence_parallel import whole_of
+from shardwise.parallel.tensor.sequence_parallel import gather_nested
 
 
 def install(line: Line, model: nn.Module) -> None:
@@ -120,7 +120,7 @@ def run_at(
         if is_here := stage in line.run.stages:
             line.sow(drawn, "stage", stage)
             args, kwargs = pytree.tree_unflatten(values, spec)
-            result = whole_of(recomputed_layers.by_itself(plain)(*args, **kwargs))
+            result = gather_nested(recomputed_layers.by_itself(plain)(*args, **kwargs))
         else:
             likes = [leaf.like if isinstance(leaf, Piece) else leaf for leaf in leaves]
             once = plain.plain if isinstance(plain, RecomputedForward) else plain

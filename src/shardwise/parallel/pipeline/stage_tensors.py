@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from shardwise.collectives import Handle
 from shardwise.errors import UsageError
 from shardwise.parallel.pipeline import recomputed_layers
-from shardwise.parallel.tensor.metadata_calls import FORM
+from shardwise.parallel.tensor.torch_functions import FORM
 
 
 @cache

@@ -1,4 +1,5 @@
-"""How single modules are cut: which tensors along which dimension, and what they become."""
+"""Describes how modules are split: which tensors along which dimension, and the class that
+results."""
 
 from __future__ import annotations
 
@@ -9,51 +10,51 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.parallel.tensor.graph_paths import Path
+from shardwise.parallel.tensor.graph_paths import AllowedOperations
 from shardwise.parallel.tensor.split_modules import (
-    Colwise,
-    OnTokens,
-    Part,
-    Rowwise,
-    SplitEmbedding,
-    SplitModule,
+    ColwiseParallel,
+    LocalModule,
+    RowwiseParallel,
+    SequenceParallelModule,
+    TensorParallelModule,
+    VocabParallelEmbedding,
     has_columns,
 )
 from shardwise.shards import Range, Ranges, even_ranges
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How module `name` is split.
+class ModuleSplit:
+    """The split of module `name`.
 
-    `tensors` are by key the dimension and the ranges of it by rank; `local` attributes as they
-    are of each rank's part. `ranges`: by rank which outputs it has, which are put together where
-    it `gathers`.
+    `tensors` has by key the dimension and its ranges by rank; `local_attributes` the attributes of
+    each rank's part. `ranges` has the output range of each rank; `gather_output` says that outputs
+    are gathered.
     """
 
     name: str
     module: nn.Module
-    style: type[SplitModule]
+    style: type[TensorParallelModule]
     tensors: Mapping[str, tuple[int, Sequence[Ranges]]]
-    local: Sequence[Mapping[str, Any]] = ()
+    local_attributes: Sequence[Mapping[str, Any]] = ()
     ranges: Sequence[Range] | None = None
-    gathers: bool = False
-    path: Path | None = None
-    """What may stand before it, where that was tried."""
+    gather_output: bool = False
+    allowed: AllowedOperations | None = None
+    """The operations allowed before the module, if it was tried."""
 
 
 @dataclass(frozen=True)
-class Group:
-    """Modules that are split together, and what they are called in the line that tells of it."""
+class SplitGroup:
+    """Modules that are split together, with their kind and name for messages."""
 
-    what: str
+    kind: str
     name: str
-    cuts: list[Cut] = field(default_factory=list)
+    splits: list[ModuleSplit] = field(default_factory=list)
 
 
 def is_linear(module: nn.Module) -> bool:
     """Whether `module` is a linear map whose forward is known, with a weight of its own: not one
-    that is made anew for each forward, as by a parametrization."""
+    that is recomputed for each forward, as by a parametrization."""
     known = type(module).forward is nn.Linear.forward or has_columns(type(module))
     return known and module._parameters.get("weight") is not None
 
@@ -64,13 +65,15 @@ def widths(module: nn.Module) -> tuple[int, int]:
     return (rows, columns) if has_columns(type(module)) else (columns, rows)
 
 
-def length(ranges: Ranges) -> int:
-    """The elements of several ranges."""
+def range_length(ranges: Ranges) -> int:
+    """The number of elements in several ranges."""
     return sum(end - first for first, end in ranges)
 
 
-def evenly(what: str, size: int, parts: int, *, grain: int = 1, blocks: int = 1) -> list[Ranges]:
-    """As even_ranges, with an error that names what is too small."""
+def even_split(
+    what: str, size: int, parts: int, *, grain: int = 1, blocks: int = 1
+) -> list[Ranges]:
+    """Call even_ranges; the error names what is too small."""
     try:
         return even_ranges(size, parts, grain=grain, blocks=blocks)
     except ValueError as error:
@@ -80,30 +83,37 @@ def evenly(what: str, size: int, parts: int, *, grain: int = 1, blocks: int = 1)
         ) from None
 
 
-def colwise(name: str, module: nn.Module, parts: Sequence[Ranges], *, gathers: bool = False) -> Cut:
-    """The output features in `parts`; put together again where it `gathers`."""
+def colwise(
+    name: str, module: nn.Module, parts: Sequence[Ranges], *, gather_output: bool = False
+) -> ModuleSplit:
+    """Split a linear map by output features into `parts`; gathered in forward with
+    `gather_output`."""
     _check_linear(name, module)
     columns = has_columns(type(module))
     tensors = {"weight": (1 if columns else 0, parts)}
     if getattr(module, "bias", None) is not None:
         tensors["bias"] = (0, parts)
     attribute = "nf" if columns else "out_features"
-    local = [{attribute: length(part)} for part in parts]
+    local = [{attribute: range_length(part)} for part in parts]
     ranges = [part[0] for part in parts]  # of several, as queries and keys, only the first
-    return Cut(name, module, Colwise, tensors, local, ranges, gathers)
+    return ModuleSplit(name, module, ColwiseParallel, tensors, local, ranges, gather_output)
 
 
-def rowwise(name: str, module: nn.Module, parts: Sequence[Ranges]) -> Cut:
-    """The input features in `parts`."""
+def rowwise(name: str, module: nn.Module, parts: Sequence[Ranges]) -> ModuleSplit:
+    """Split a linear map by input features into `parts`."""
     _check_linear(name, module)
     columns = has_columns(type(module))
     attribute = "nx" if columns else "in_features"
-    local = [{attribute: length(part)} if hasattr(module, attribute) else {} for part in parts]
-    return Cut(name, module, Rowwise, {"weight": (0 if columns else 1, parts)}, local)
+    local = [
+        {attribute: range_length(part)} if hasattr(module, attribute) else {} for part in parts
+    ]
+    return ModuleSplit(
+        name, module, RowwiseParallel, {"weight": (0 if columns else 1, parts)}, local
+    )
 
 
-def embedding(name: str, module: nn.Module, parts: int) -> Cut:
-    """The vocabulary in as many parts."""
+def embedding(name: str, module: nn.Module, parts: int) -> ModuleSplit:
+    """Split an embedding by its vocabulary."""
     if type(module).forward is not nn.Embedding.forward:
         raise ModelError(
             f"{name} is a {type(module).__name__}: a vocabulary is split of torch.nn.Embedding."
@@ -115,29 +125,31 @@ def embedding(name: str, module: nn.Module, parts: int) -> Cut:
             f"{name} has {odd[0]}={getattr(module, odd[0])}, which looks at the whole vocabulary: "
             f'leave it whole with tensor_plan={{"{name}": "whole"}}.'
         )
-    cut = evenly(f"{name} of {module.num_embeddings} rows", module.num_embeddings, parts)
-    local = [{"num_embeddings": length(part)} for part in cut]
-    return Cut(name, module, SplitEmbedding, {"weight": (0, cut)}, local, [p[0] for p in cut])
+    cut = even_split(f"{name} of {module.num_embeddings} rows", module.num_embeddings, parts)
+    local = [{"num_embeddings": range_length(part)} for part in cut]
+    return ModuleSplit(
+        name, module, VocabParallelEmbedding, {"weight": (0, cut)}, local, [p[0] for p in cut]
+    )
 
 
-def part(
+def local_module(
     name: str,
     module: nn.Module,
     tensors: Mapping[str, tuple[int, Sequence[Ranges]]],
-    local: Sequence[Mapping[str, Any]],
-) -> Cut:
-    """A module that computes with its part as the plain one would."""
-    return Cut(name, module, Part, tensors, local)
+    local_attributes: Sequence[Mapping[str, Any]],
+) -> ModuleSplit:
+    """Split a module that computes with its part as the unsplit one would."""
+    return ModuleSplit(name, module, LocalModule, tensors, local_attributes)
 
 
-def on_tokens(name: str, module: nn.Module) -> Cut:
-    """A module without others in it that computes each token from its own values alone."""
+def sequence_parallel(name: str, module: nn.Module) -> ModuleSplit:
+    """Run a module without submodules on this rank's tokens; it must compute token by token."""
     if next(module.children(), None) is not None:
         raise ModelError(
             f"{name} is a {type(module).__name__} with modules in it: sequence_parallel is for "
             "single ones that compute token by token, such as norms; name those."
         )
-    return Cut(name, module, OnTokens, {})
+    return ModuleSplit(name, module, SequenceParallelModule, {})
 
 
 def _check_linear(name: str, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a replica draw: alike where they have the same, else each for itself."""
+"""Random numbers of a replica's ranks: equal outside tensor-parallel regions, different inside."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from shardwise.model.recompute_replay import once
 from shardwise.randomness import seed_from
 
 
-class Draws:
-    """Lets each rank draw for itself where an activation is split, and all alike elsewhere.
+class ReplicaRandomness:
+    """Seeds each rank by itself inside a region, and returns to the common state after it.
 
-    A region of split activations begins with one draw that all ranks make alike; of it and its own
-    number each makes the seed of what is drawn inside. Where the region ends, all go on from where
-    they were. So dropout has one mask in all ranks on what all have, and another in each on its
-    part of a whole.
+    A region begins with one draw that all ranks make alike; each makes its seed of that and of its
+    own number. Where the region ends, all go on from their common state. So dropout has one mask on
+    all ranks for what all have, and another on each for its part of a whole.
 
-    A recomputation is told where its forward's regions began and ended, and leaves none open: it
+    A recomputation replays where its forward's regions began and ended, and leaves none open: it
     stops at the last tensor that backward needs, which may be inside of one.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._device = device
-        self._outside: Tensor | None = None
+        self._common_state: Tensor | None = None
 
     @property
-    def is_open(self) -> bool:
-        """Whether what is computed now is this rank's own."""
-        return once(lambda: self._outside is not None)
+    def in_region(self) -> bool:
+        """Whether a region is open, where each rank computes its own."""
+        return once(lambda: self._common_state is not None)
 
     @property
     def _generator(self) -> torch.Generator:
@@ -40,40 +39,40 @@ class Draws:
             return torch.cuda.default_generators[self._device.index or 0]
         return torch.default_generator
 
-    def enter(self) -> None:
-        """What follows is this rank's own."""
-        if not self.is_open:
+    def enter_region(self) -> None:
+        """Switch to this rank's own random numbers."""
+        if not self.in_region:
             # Drawn again by a recomputation: what else draws on the host goes on from there.
             common = int(torch.randint(2**31, (), generator=torch.default_generator))
-            once(self._begin)
+            once(self._save_state)
             self._generator.manual_seed(seed_from("split", common, self._rank))
 
-    def _begin(self) -> None:
-        self._outside = self._generator.get_state()
+    def _save_state(self) -> None:
+        self._common_state = self._generator.get_state()
 
-    def leave(self) -> None:
-        """What follows is alike on all ranks."""
-        outside = once(self._end)
-        if outside is not None:
-            self._generator.set_state(outside)
+    def leave_region(self) -> None:
+        """Switch back to the numbers that are equal on all ranks."""
+        common = once(self._take_state)
+        if common is not None:
+            self._generator.set_state(common)
 
-    def _end(self) -> Tensor | None:
-        """Where all were when the region began; None outside of one."""
-        outside, self._outside = self._outside, None
-        return outside
+    def _take_state(self) -> Tensor | None:
+        """The common state at the region's beginning; None outside of a region."""
+        common, self._common_state = self._common_state, None
+        return common
 
-    def forget(self) -> None:
-        """All generators are set anew: nothing is to go on from."""
-        self._outside = None
+    def reset(self) -> None:
+        """Forget the common state, since all generators are seeded anew."""
+        self._common_state = None
 
     @contextmanager
-    def own(self) -> Iterator[None]:
-        """Inside the block a region is open: the one that is, or one of the block's own."""
-        if self.is_open:
+    def region(self) -> Iterator[None]:
+        """Run the block inside a region: the open one, or one of its own."""
+        if self.in_region:
             yield
             return
-        self.enter()
+        self.enter_region()
         try:
             yield
         finally:
-            self.leave()
+            self.leave_region()

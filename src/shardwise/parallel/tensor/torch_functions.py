@@ -1,9 +1,9 @@
-"""What asks a tensor for its form, its place or its history and never for its numbers: all ranks
-can answer, wherever it is, and nothing is sent."""
+"""Tables of torch functions by what they do with a tensor of which each rank has a part."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 FORM = {
@@ -22,7 +22,7 @@ SIZES = {
 } | {
     Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel,
 }  # fmt: skip
-"""What of it a part has otherwise than the whole."""
+"""Of FORM, those whose answer for a part differs from that for the whole."""
 
 MEMORY = {
     getattr(Tensor, name).__get__
@@ -41,4 +41,38 @@ CASTS = {
     Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type, Tensor.float, Tensor.double, Tensor.half,
     Tensor.bfloat16, Tensor.contiguous,
 }  # fmt: skip
-"""What gives the tensor itself where there is nothing to change."""
+"""Functions that return the tensor itself where there is nothing to change."""
+
+GRAPH = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf", "requires_grad")}
+"""Functions that ask for the place in the autograd graph, which is the part's."""
+
+UNTRACKED_WRITES = {Tensor.retain_grad} | {
+    getattr(Tensor, name).__set__ for name in ("data", "grad", "requires_grad")
+}
+"""Functions whose changes cannot be tracked; they are refused."""
+
+CASTS_LIKE = {Tensor.to, Tensor.type_as}
+"""Functions that take no more than dtype and device from their other arguments."""
+
+ELEMENTWISE = {
+    getattr(place, name)
+    for place in (torch, Tensor, F)
+    for name in ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg",
+                 "pow", "square", "sqrt", "rsqrt", "reciprocal", "exp", "log", "abs", "tanh",
+                 "sigmoid", "relu", "gelu", "silu", "clamp", "where", "clone", "detach",
+                 "contiguous", "float", "double", "half", "bfloat16", "dropout",
+                 "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__pow__",
+                 "__rpow__")
+    if hasattr(place, name)
+} - {torch.dropout}  # fmt: skip
+
+ELEMENTWISE_IN_PLACE = {
+    getattr(Tensor, name)
+    for name in ("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+}
+
+NORMS = {F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm}
+"""Functions over the features, if their second argument names those alone."""
+
+FEATURE_REDUCTIONS = {torch.mean, Tensor.mean, torch.sum, Tensor.sum}
+"""Functions over the features, if their arguments say so and keep the dimension."""
