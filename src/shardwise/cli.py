@@ -193,7 +193,7 @@ def _scale(
     passed = _settings_of_measured_runs(words, given, scale_flags.EMPTY, module=module)
     for name, value in (("-H", hosts), ("--hostfile", hostfile)):
         passed += [] if value is None else [name, value]
-    plan = import_module("shardwise.scaling.runs").Plan(
+    plan = import_module("shardwise.scaling.runs").ScalingPlan(
         words=words,
         flags=(*passed, *(["-m"] if module else [])),
         sizes=sizes,

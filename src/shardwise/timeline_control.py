@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.timeline import memory, recorder
-from shardwise.timeline.encoding import Encoder
+from shardwise.timeline import Row, recorder
+from shardwise.timeline.encoding import Encoder, memory_in_use
 from shardwise.timeline.file import TimelineFile, sibling
 from shardwise.timeline.recorder import Note, Recorder
-from shardwise.timeline.tracks import Row
 from shardwise.watch import clocks
 from shardwise.watch.status_server import Lookout
 
@@ -112,7 +111,7 @@ class _ToFile:
                 self._encoder.ahead = self._ahead
             if number % AT_ONCE == 0:
                 time.sleep(0)  # the interpreter is for the thread that trains
-        lines.append(self._encoder.counter(time.monotonic_ns(), memory.in_use()))
+        lines.append(self._encoder.counter(time.monotonic_ns(), memory_in_use()))
         self._file.write(lines)
 
     def close(self) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.timeline import recorder
-from shardwise.timeline.tracks import Row
+from shardwise.timeline import Row, recorder
 from tests.disk import on_a_disk
 
 WIDTH = 96

@@ -11,7 +11,7 @@ from shardwise import launch
 from shardwise.config import Settings
 from shardwise.doctor import checks, findings
 from shardwise.doctor.checks import Check
-from shardwise.doctor.speed import Speed
+from shardwise.doctor.network import Speed
 from shardwise.launch import explain
 from shardwise.placement import Tier
 
@@ -119,6 +119,6 @@ def test_which_variables_said_who_a_rank_is() -> None:
 def test_names_of_hosts_are_shown_as_they_stand():
     console = Console(width=80, file=io.StringIO(), force_terminal=True)
     console.print(findings.table({"[/x]": [Check("a", "[lr=0.1]\x1b[2J")], "b": []}))
-    told = console.file.getvalue()
-    assert "[/x]" in told
-    assert "[lr=0.1]\\x1b[2J" in told
+    exchanged = console.file.getvalue()
+    assert "[/x]" in exchanged
+    assert "[lr=0.1]\\x1b[2J" in exchanged

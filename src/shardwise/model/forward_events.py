@@ -11,9 +11,8 @@ from torch import nn
 
 from shardwise.model.module_hooks import Hooked, attach
 from shardwise.model.units import find_units
-from shardwise.timeline import recorder
+from shardwise.timeline import Row, recorder
 from shardwise.timeline.recorder import Note
-from shardwise.timeline.tracks import Row
 
 FORWARD = "forward"
 

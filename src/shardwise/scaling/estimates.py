@@ -1,4 +1,4 @@
-"""A rate and how sure it is: pure arithmetic."""
+"""Estimates a rate and its confidence interval; arithmetic only."""
 
 from __future__ import annotations
 

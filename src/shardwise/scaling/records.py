@@ -1,4 +1,4 @@
-"""What the ranks of a run recorded (step_log.py), put together."""
+"""Reads what the ranks of a run recorded (step_log.py), and computes its rate and curves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Curve = dict[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Of a run: `steps` were made, of which the first `dropped` do not count for the rate.
+    """The result of a run of `steps` steps, of which the first `dropped` do not count for the rate.
 
     `batch` is the total batch of a usual step, `seconds` the length of one. `loss` is the mean of
     each epoch, `losses` that of each step, `means` what Metrics computed last in an epoch, by name.
@@ -35,7 +35,7 @@ class Measured:
 
 
 class TooFew(Exception):
-    """A run without enough steps to measure."""
+    """Raised for a run without enough steps to measure."""
 
 
 def read(folder: Path, ranks: int, warmup: int) -> Measured:

@@ -1,4 +1,4 @@
-"""What was measured at all sizes: as numbers, a table, JSON and CSV."""
+"""Reports a measurement as numbers, a table, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -20,39 +20,40 @@ from rich.table import Table
 
 from shardwise.launch.environment import usable_cores
 from shardwise.scaling.records import Curve, Measured
-from shardwise.scaling.runs import WEAK, Plan, Run
+from shardwise.scaling.runs import WEAK, MeasuredRun, ScalingPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """A size: `speedup` and `efficiency` are against the smallest one of its kind that ran."""
+class ScalingRow:
+    """The result at one size; `speedup` and `efficiency` are against the smallest size of its
+    kind."""
 
-    run: Run
+    run: MeasuredRun
     measured: Measured
     speedup: float
     efficiency: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """All runs of a measurement, and where it was made."""
+class ScalingReport:
+    """All runs of a measurement, and the machine that made them."""
 
-    plan: Plan
-    runs: Sequence[Run]
+    plan: ScalingPlan
+    runs: Sequence[MeasuredRun]
 
     @property
     def command(self) -> str:
         """The script and its arguments, as they were given."""
         return " ".join(self.plan.words)
 
-    def rows(self, kind: str) -> list[Row]:
+    def rows(self, kind: str) -> list[ScalingRow]:
         """The runs of a kind that were measured, smallest first."""
         found = [(run, run.measured) for run in self.runs if run.kind == kind and run.measured]
         if not found:
             return []
         base = found[0][1].rate.value / found[0][0].workers
         return [
-            Row(
+            ScalingRow(
                 run=run,
                 measured=measured,
                 speedup=measured.rate.value / base,
@@ -113,7 +114,7 @@ class Report:
         return found
 
 
-def table(report: Report) -> Table:
+def table(report: ScalingReport) -> Table:
     """For the terminal, without the columns that have nothing."""
     rows = {kind: lines(report, kind) for kind in report.plan.kinds}
     filled = [any(column) for column in zip(*chain(*rows.values()), strict=True)]
@@ -147,7 +148,7 @@ COLUMNS = {
 }
 
 
-def lines(report: Report, kind: str) -> list[list[str]]:
+def lines(report: ScalingReport, kind: str) -> list[list[str]]:
     """The cells of the rows of a kind, for people; a run that failed has its row too."""
     made = {row.run.workers: row for row in report.rows(kind)}
     return [
@@ -159,7 +160,7 @@ def lines(report: Report, kind: str) -> list[list[str]]:
     ]
 
 
-def _cells(kind: str, row: Row) -> list[str]:
+def _cells(kind: str, row: ScalingRow) -> list[str]:
     rate = row.measured.rate
     half = (rate.high - rate.low) / 2
     return [
@@ -196,7 +197,7 @@ def _last(curve: Curve, form: str) -> str:
     return form.format(curve[max(curve)]) if curve else ""
 
 
-def write(report: Report, folder: Path) -> None:
+def write(report: ScalingReport, folder: Path) -> None:
     """scaling.json and scaling.csv in `folder`."""
     (folder / "scaling.json").write_text(json.dumps(as_json(report), indent=2) + "\n")
     with (folder / "scaling.csv").open("w", newline="") as file:
@@ -226,7 +227,7 @@ _FLAT = (
 )
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: ScalingReport) -> dict[str, Any]:
     """Everything, for programs; what is not known is null."""
     return {
         "command": report.command,
@@ -237,7 +238,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _result(report: Report, run: Run) -> dict[str, Any]:
+def _result(report: ScalingReport, run: MeasuredRun) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(_FLAT)
     found |= {"kind": run.kind, "workers": run.workers, "wall_seconds": run.wall}
     if run.measured is None:

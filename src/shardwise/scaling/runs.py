@@ -1,4 +1,4 @@
-"""The runs of a measurement, one after the other, each with a record and a log of its own."""
+"""Runs a script at one size after the other, each run with a record and a log of its own."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ STRONG, WEAK = "strong", "weak"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What to run: `words` are the script and its arguments, `flags` those of `shardwise run`.
+class ScalingPlan:
+    """The runs to make: `words` are the script and its arguments, `flags` those of `shardwise run`.
 
     At each size in `sizes`, and of each kind: "strong" with the same total batch, "weak" with the
     same batch per worker. The first `warmup` steps of a run are dropped, and it ends after `steps`
@@ -49,8 +49,8 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run that has ended; `measured`, or else `error` says why not."""
+class MeasuredRun:
+    """A run that has ended, with its result `measured`, or the `error` that ended it."""
 
     kind: str
     workers: int
@@ -64,7 +64,7 @@ OnStep = Callable[[int], None]
 """Told, now and then, how many steps the run has made."""
 
 
-def run(plan: Plan, kind: str, workers: int, on_step: OnStep) -> Run:
+def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> MeasuredRun:
     """Run the script once. Raises KeyboardInterrupt when that is pressed, the run ended."""
     folder = plan.out / "runs" / f"{kind}-{workers}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -80,7 +80,7 @@ def run(plan: Plan, kind: str, workers: int, on_step: OnStep) -> Run:
             env=_environment(os.environ, plan.threads),
         )
         code = _wait(process, lambda: on_step(records.steps_made(folder)))
-    ended = Run(kind=kind, workers=workers, log=log, wall=time.monotonic() - start)
+    ended = MeasuredRun(kind=kind, workers=workers, log=log, wall=time.monotonic() - start)
     if code:
         return replace(ended, error=f"exit code {code}: {_last_words(log)}")
     try:
@@ -89,7 +89,7 @@ def run(plan: Plan, kind: str, workers: int, on_step: OnStep) -> Run:
         return replace(ended, error=str(error))
 
 
-def _command(plan: Plan, kind: str, workers: int, folder: Path) -> list[str]:
+def _command(plan: ScalingPlan, kind: str, workers: int, folder: Path) -> list[str]:
     flags = ["-n", str(workers), *plan.flags, "--record", str(folder.resolve())]
     flags += ["--batch", "worker" if kind == WEAK else "total"]  # whatever else is set
     flags += ["--trial"]  # else a size would begin where the one before it has saved

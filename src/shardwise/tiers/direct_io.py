@@ -21,8 +21,7 @@ from pathlib import Path
 from shardwise.errors import TierError
 from shardwise.tiers.mounts import IN_MEMORY, mount_of
 from shardwise.tiers.staging import PAGE, Staging
-from shardwise.timeline import recorder
-from shardwise.timeline.tracks import Row
+from shardwise.timeline import Row, recorder
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What a file system says when it has no room, a user no quota, or a process a lower limit."""

@@ -1,4 +1,4 @@
-"""`shardwise timeline FILE`: where the time of a run's steps went."""
+"""`shardwise timeline FILE`: shows where the time of a run's steps went."""
 
 from __future__ import annotations
 

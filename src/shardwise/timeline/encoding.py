@@ -1,19 +1,16 @@
-"""From notes to lines of JSON, as Chrome's trace format has them.
-
-Complete events ("X") in microseconds, metadata ("M") for the names of processes and rows, counters
-("C") and flows ("s", "f") from where a collective was launched to it. See "Trace Event Format",
-Google 2016. Every rank is a process of its own.
-"""
+"""Encodes notes as JSON lines of Chrome's trace format."""
 
 from __future__ import annotations
 
 import json
+import os
+import resource
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from shardwise.timeline.recorder import Note
-from shardwise.timeline.tracks import FURTHER_STEPS, LANES, WIDEST, Row
+from shardwise.timeline.recorder import FURTHER_STEPS, LANES, WIDEST, Note, Row
 
 LONGEST = 100
 """Characters of a text, so that every line fits into a page of the file."""
@@ -133,3 +130,24 @@ def _quoted(text: str) -> str:
 
 
 _CATEGORIES = {row: _quoted(row.title) for row in Row}
+
+
+MB = 1e6
+
+
+def memory_in_use() -> dict[str, float]:
+    """Megabytes in use by name: the resident set, and the tensors on a device where there is
+    one."""
+    found = {"resident set": _resident() / MB}
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        found["device"] = torch.cuda.memory_allocated() / MB
+    return found
+
+
+def _resident() -> int:
+    try:
+        with open("/proc/self/statm", "rb") as table:
+            return int(table.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # macOS has no such table: the most that it was so far, in bytes there
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -33,7 +33,7 @@ NAME = "shardwise timeline"
 
 
 class NoTimeline(OSError):
-    """What is there already and was not written by a run of ours."""
+    """Raised for a file that exists and was not written by a run of ours."""
 
 
 class TimelineFile:

@@ -1,4 +1,4 @@
-"""Timelines, read again: one file or those of several hosts, whole or cut off."""
+"""Reads timelines: one file or those of several hosts, complete or cut off."""
 
 from __future__ import annotations
 

@@ -12,13 +12,54 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakSet
 
-from shardwise.timeline.tracks import Row
-
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Row(IntEnum):
+    """A row of a timeline, by the number that its thread has in the file.
+
+    Events that overlap on a row of `LANES` go to further rows, numbered from its own on.
+    """
+
+    STEPS = 1
+    COMPUTE = 2
+    DATA = 3
+    CHECKPOINT = 4
+    BACKGROUND = 5
+    BESIDE = 6
+    COMMUNICATION = 10
+    TIERS = 40
+
+    @property
+    def title(self) -> str:
+        """The title of the row."""
+        return _TITLES[self]
+
+
+_TITLES = {
+    Row.STEPS: "steps",
+    Row.COMPUTE: "compute",
+    Row.DATA: "data",
+    Row.CHECKPOINT: "checkpoint",
+    Row.BACKGROUND: "checkpoint, in the background",
+    Row.BESIDE: "waits beside",
+    Row.COMMUNICATION: "communication",
+    Row.TIERS: "tiers",
+}
+
+LANES = (Row.COMMUNICATION, Row.TIERS)
+"""Rows of events that overlap each other."""
+
+WIDEST = 30
+"""Rows that one of `LANES` may take; what overlaps more stands on the last of them."""
+
+FURTHER_STEPS = 70
+"""The row of the second engine's steps, on which those of further ones follow, `WIDEST` in all."""
 
 PERIOD = 0.25
 """Seconds between two writes: what a kill takes away at most."""
@@ -38,7 +79,7 @@ WAIT_BESIDE = "wait beside"
 
 
 class Note(NamedTuple):
-    """Something that began and ended, in ns of the monotonic clock of this host."""
+    """An event with begin and end, in ns of the monotonic clock of this host."""
 
     row: Row
     name: str
@@ -48,33 +89,33 @@ class Note(NamedTuple):
     category: str | None = None
 
 
-class Sink(Protocol):
-    """Where notes go."""
+class NoteSink(Protocol):
+    """Writes notes."""
 
     def write(self, notes: list[Note]) -> None:
-        """Write them, and how much memory is in use. Raises OSError."""
+        """Write notes, and how much memory is in use. Raises OSError."""
 
     def close(self) -> None:
-        """Nothing more will come. Raises OSError."""
+        """Finish writing. Raises OSError."""
 
 
 class Watcher(Protocol):
-    """Something that has hooks while a timeline is recorded, and none else."""
+    """An object with hooks that exist only while a timeline is recorded."""
 
     def attach(self) -> None:
-        """Hook on."""
+        """Register the hooks."""
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
 
 
 class Recorder:
-    """Keeps the notes of this process until its thread has written them to `sink`.
+    """Queues the notes of this process, which a thread writes to `sink`.
 
-    `on_failure` is told once why a write failed; nothing is recorded from then on.
+    `on_failure` is called once with the error of a write; nothing is recorded from then on.
     """
 
-    def __init__(self, sink: Sink, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(self, sink: NoteSink, on_failure: Callable[[Exception], None]) -> None:
         self.notes: deque[Note] = deque()
         self._sink = sink
         self._on_failure = on_failure

@@ -1,4 +1,4 @@
-"""What `shardwise timeline` shows, as tables and as JSON."""
+"""Formats what `shardwise timeline` shows, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from shardwise.timeline.slowest import means, slowest
-from shardwise.timeline.steps import EXPOSED, KINDS, Step
+from shardwise.timeline.steps import EXPOSED, KINDS, StepTimes
 
-Steps = Mapping[int, Sequence[Step]]
+Steps = Mapping[int, Sequence[StepTimes]]
 
 _HEADINGS = {EXPOSED: "exposed", "checkpoint": "save", "other": "script"}
 
@@ -41,15 +41,15 @@ def per_rank(steps: Steps) -> Table:
     return table
 
 
-def per_step(steps: Iterable[Step]) -> Table:
+def per_step(steps: Iterable[StepTimes]) -> Table:
     """A row for each step of each rank."""
-    table = _table("Step by step", ["step", "rank"])
+    table = _table("StepTimes by step", ["step", "rank"])
     for step in sorted(steps, key=lambda step: (step.number, step.rank)):
         table.add_row(str(step.number), str(step.rank), *_cells([step]))
     return table
 
 
-def longest(steps: Steps, count: int) -> list[Step]:
+def longest(steps: Steps, count: int) -> list[StepTimes]:
     """All ranks' steps of those `count` numbers that took longest."""
     worst: dict[int, float] = {}
     for step in (step for own in steps.values() for step in own):
@@ -116,7 +116,7 @@ def _table(title: str, first: Sequence[str]) -> Table:
     return table
 
 
-def _cells(steps: Sequence[Step]) -> list[str]:
+def _cells(steps: Sequence[StepTimes]) -> list[str]:
     spent = means(steps)
     figures = [mean(step.seconds for step in steps), *(spent[kind] for kind in KINDS)]
     figures += [mean(step.waited for step in steps), mean(step.hidden for step in steps)]
