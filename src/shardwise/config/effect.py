@@ -36,7 +36,7 @@ def _is_sharded(settings: Settings) -> bool:
     return settings.placement.level > 0
 
 
-_PIPELINE = ("without --pipeline P, the workers that share out the layers", "--pipeline P")
+_PIPELINE = ("without --pipeline P, the number of pipeline stages", "--pipeline P")
 _ALL = (
     Need("sequence_parallel", _is_split, ("tensor",), "without --tensor T", "--tensor T"),
     Need("schedule", _is_shared_out, ("pipeline",), *_PIPELINE),
