@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from shardwise import randomness
 from shardwise.current_batch import Batch
-from shardwise.engine import pipeline_runner, start_lines, usage_checks
+from shardwise.engine import start_lines, usage_checks
 from shardwise.engine.accumulation import Totals
 from shardwise.engine.build import States
 from shardwise.engine.drawing import Drawing
 from shardwise.engine.exact_mean import Seeds, Share, is_summed, share_of
-from shardwise.engine.pipeline_runner import Pipelining
 from shardwise.engine.user_objects import Takeover
 from shardwise.errors import CollectiveError
-from shardwise.parallel.pipeline import LayerTimes, Piece
+from shardwise.parallel.pipeline import LayerTimes, StageTensor, runner
+from shardwise.parallel.pipeline.runner import PipelineRunner
 from shardwise.timeline import span
 
 living: WeakSet[Backwards] = WeakSet()
@@ -36,7 +36,7 @@ class Backwards(Drawing):
     _seeds: Seeds
     _totals: Totals | None
     """What all ranks know of this step, once its gradients are reduced."""
-    _pipelining: Pipelining | None
+    _pipelining: PipelineRunner | None
     _timing: LayerTimes | None
     _announced: bool
     _averaged: bool
@@ -87,7 +87,7 @@ class Backwards(Drawing):
         if last is None:
             last = batch.last if batch is not None else True
         factor = share.factor
-        if isinstance(loss, Piece):
+        if isinstance(loss, StageTensor):
             loss = self._backward_in_turn(loss, float(factor), last=last, keep_graph=retain_graph)
         else:
             seed, rest = self._seeds.seed(loss, factor)
@@ -121,8 +121,8 @@ class Backwards(Drawing):
         self.world.draws.begin()
         given, summed = weight is not None, is_summed(reduction, weighted=weight is not None)
         of = self._begin_backward(weighted=given or summed, anew=given and not same_items)
-        count = pipeline_runner.count_of(self.settings, batch, self._recipe.group)
-        cut = pipeline_runner.parts_of(batch, count)
+        count = runner.microbatch_count(self.settings, batch, self._recipe.group)
+        cut = runner.split_batch(batch, count)
         empty = of is not None and of.samples == 0
         items = [
             0.0 if empty or not count else float(weight(*part) if weight else count)
@@ -176,8 +176,8 @@ class Backwards(Drawing):
             last=last,
             buckets=self._states.buckets_by,
             inputs=self._inputs(),
-            telling=self._tell_stage,
-            collecting=self._collecting,
+            on_stage=self._tell_stage,
+            collect=self._collecting,
         )
 
     def _tell_stage(self, stage: int | None) -> None:
@@ -186,7 +186,7 @@ class Backwards(Drawing):
             self._states.shown.residency.part = stage
 
     def _backward_in_turn(
-        self, loss: Piece, weight: float, *, last: bool, keep_graph: bool
+        self, loss: StageTensor, weight: float, *, last: bool, keep_graph: bool
     ) -> Tensor:
         """Backward of a loss whose layers are on several ranks, one after the other."""
         assert self._pipelining is not None
@@ -197,7 +197,7 @@ class Backwards(Drawing):
             keep_graph=keep_graph,
             buckets=self._states.buckets_by,
             inputs=self._inputs(),
-            collecting=self._collecting,
+            collect=self._collecting,
         )
 
     def _begin_backward(self, *, weighted: bool, anew: bool) -> Batch | None:
@@ -319,7 +319,7 @@ class Backwards(Drawing):
         """A backward failed: forget this step."""
         if self._pipelining is not None:
             self._tell_stage(None)
-            self._pipelining.abandon()
+            self._pipelining.reset()
         if self._states.shown is not None:
             self._states.shown.residency.reset()
         self._states.gradients.abandon()

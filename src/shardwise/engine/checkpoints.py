@@ -288,7 +288,7 @@ class Checkpoints:
             loading.fill_model(lending, source)
             self._held.buffers.remember()
             if self._held.recipe.line is not None:
-                self._held.recipe.line.loans.changed()
+                self._held.recipe.line.tied_weights.invalidate()
             if beside is None:
                 return None
             loading.fill_optimizers(lending, source, beside.optimizers)

@@ -53,7 +53,9 @@ class Drawing(Resumable):
             self._recipe.split.replica.reset()
         if self._recipe.line is not None:
             coordinates = self._number, self.steps, self.world.data_rank, self._window.backwards
-            self._recipe.line.begin(randomness.seed_from(self.world.seed, "line", *coordinates))
+            self._recipe.line.seed_forward(
+                randomness.seed_from(self.world.seed, "line", *coordinates)
+            )
 
     def _reseed(self) -> None:
         """Let what is drawn from now on be a pure function of what it is drawn for."""

@@ -34,13 +34,13 @@ from shardwise.engine.checkpoints import Checkpoints
 from shardwise.engine.engine_spec import Recipe
 from shardwise.engine.exact_mean import Seeds
 from shardwise.engine.optimizer_options import Options
-from shardwise.engine.pipeline_runner import Pipelining
 from shardwise.engine.step import Stepping
 from shardwise.engine.step_statistics import ExactParts, Parts
 from shardwise.engine.user_objects import Takeover
 from shardwise.errors import ModelError, UsageError
 from shardwise.model import precision
 from shardwise.parallel.pipeline import LayerTimes
+from shardwise.parallel.pipeline.runner import PipelineRunner
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.world import current as current_world
 
@@ -113,7 +113,9 @@ class Engine(Stepping):
         self._scale = precision.LossScale(scaler, active=scaled)
         self._seeds = Seeds(self._scale, self._recipe.group, self._parts)
         line = self._recipe.line
-        self._pipelining = None if line is None else Pipelining(line, self.settings, self._seeds)
+        self._pipelining = (
+            None if line is None else PipelineRunner(line, self.settings, self._seeds)
+        )
         self._checkpoints = Checkpoints(
             self.world, self._held, self._scale, self._seeds, self._number
         )
@@ -154,7 +156,7 @@ class Engine(Stepping):
 
     def _tell_line(self) -> None:
         if self._recipe.line is not None:
-            self._recipe.line.loans.changed()
+            self._recipe.line.tied_weights.invalidate()
 
     # -- whole tensors --------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError
 from shardwise.model import units
 from shardwise.model.precision import PRESETS, is_cast
 from shardwise.model.unit_hooks import Doors
-from shardwise.parallel.pipeline import Line, partition
+from shardwise.parallel.pipeline import PipelineGroup, partition
 from shardwise.parallel.tensor.parameter_uses import ParameterUses
 from shardwise.parallel.tensor.split_model import TensorParallelModels
 from shardwise.placement import Placement
@@ -45,7 +45,7 @@ class Recipe:
     """How a step is cut in the exact mode."""
     split: TensorParallelModels | None = None
     """What each rank of a replica has of the models, where layers are split."""
-    line: Line | None = None
+    line: PipelineGroup | None = None
     """Which layers each rank of a replica has, where they are shared out."""
     stage: Collectives = field(default_factory=Solo)
     """The ranks of all replicas that have these layers, or parts of them."""
@@ -60,11 +60,11 @@ class Recipe:
 
     def is_here(self, parameter: Tensor) -> bool:
         """Whether this rank trains `parameter`, or a part of it."""
-        return self.line is None or self.line.has(parameter)
+        return self.line is None or self.line.owns(parameter)
 
     def stage_of(self, parameter: Tensor) -> int:
         """The stage that trains `parameter`."""
-        return 0 if self.line is None else self.line.cut.owners.get(parameter, 0)  # type: ignore[call-overload]
+        return 0 if self.line is None else self.line.partition.owners.get(parameter, 0)  # type: ignore[call-overload]
 
     @property
     def is_whole(self) -> bool:

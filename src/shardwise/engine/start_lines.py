@@ -71,7 +71,7 @@ def announce_batch(world: World, recipe: Recipe, parts: int | None) -> None:
     world.print(_batch_line(world))
     if recipe.line is not None and parts is not None:
         world.print(f"  it goes through the stages in {many(parts, 'part')}")
-    elif recipe.line is not None and recipe.line.cut.stages == recipe.line.group.size:
+    elif recipe.line is not None and recipe.line.partition.stages == recipe.line.group.size:
         world.print(_in_turn_line(recipe))
     outside = outside_promise(recipe) if recipe.shards is None else []
     if outside:
@@ -125,9 +125,9 @@ _DTYPES = {
 
 def _stages_line(recipe: Recipe) -> str:
     assert recipe.line is not None
-    cut = recipe.line.cut
+    cut = recipe.line.partition
     stages = many(cut.stages, "stage")
-    return f"  {stages} ({recipe.settings.schedule}): {pipeline_parallel.in_words(cut)}"
+    return f"  {stages} ({recipe.settings.schedule}): {pipeline_parallel.describe_stages(cut)}"
 
 
 def _exact_line(shards: MicroShards) -> str:

@@ -55,13 +55,13 @@ class Takeover:
         usage_checks.check_embeddings(recipe.models, recipe.placement, workers=world.data_size)
         consistency.check_same_model(recipe)
         if recipe.line is not None:
-            pipeline_parallel.share_out(recipe, recipe.line)
+            pipeline_parallel.assign_layers(recipe, recipe.line)
         self._give_memory()
         consistency.make_state_alike(recipe)
         if recipe.split is not None:
             tensor_parallel.find_and_split(recipe, recipe.split, plan)
         if recipe.line is not None:
-            recipe.line.split = recipe.split
+            recipe.line.tensor_parallel = recipe.split
         try:
             self._prepare_modules()
             self.buffers = self._all_buffers()
@@ -130,8 +130,8 @@ class Takeover:
         recipe, located = self.recipe, self.recipe.located()
         real, line = consistency.everything(recipe), recipe.line
         if line is not None and recipe.split is None:
-            line.custody.leave_unbuilt()
-            here = [tracked for tracked in located if line.has(tracked.parameter)]
+            line.ownership.replace_meta()
+            here = [tracked for tracked in located if line.owns(tracked.parameter)]
             fresh = [tracked.parameter for tracked in here if tracked.parameter.is_meta]
             initial_values.make_all_real(here, recipe.device)
             initial_values.make_alike(fresh, recipe.stage)
@@ -164,10 +164,10 @@ class Takeover:
         """Let go of what other ranks of the replica have: layers, and the state of these."""
         if (line := self.recipe.line) is None:
             return
-        line.custody.let_go()
-        self._fresh = {p: value for p, value in self._fresh.items() if line.has(p)}
+        line.ownership.free_others()
+        self._fresh = {p: value for p, value in self._fresh.items() if line.owns(p)}
         for optimizer in self.recipe.optimizers:
-            for parameter in [p for p in optimizer.state if not line.has(p)]:
+            for parameter in [p for p in optimizer.state if not line.owns(p)]:
                 del optimizer.state[parameter]
 
     def _put_together(self) -> None:
@@ -181,7 +181,7 @@ class Takeover:
             shapes = {p: shard.shape for p, shard in recipe.split.shards.items()}
             recipe.split.undo(recipe.optimizers, recipe.is_here)
         if recipe.line is not None:
-            recipe.line.custody.undo(recipe.models[0], recipe.optimizers, shapes)
+            recipe.line.ownership.undo(recipe.models[0], recipe.optimizers, shapes)
 
     @property
     def _synchronised(self) -> set[nn.Module]:

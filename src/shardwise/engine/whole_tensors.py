@@ -89,7 +89,7 @@ def _joined(
         if line is not None:
             shapes = {p: s.shape for p in parameters if (s := recipe.shard_of(p)) is not None}
             stack.enter_context(
-                line.custody.wholes(recipe.models[0], parameters, shapes, write=write)
+                line.ownership.wholes(recipe.models[0], parameters, shapes, write=write)
             )
         yield
         if write and line is not None:
@@ -162,7 +162,7 @@ def optimizer_state_dict(
     held: dict[Any, Any] = dict(optimizer.state)
     held |= states.gathering.optimizer_state()
     if recipe.line is not None:
-        held |= recipe.line.custody.states_elsewhere(held, recipe.optimizers)
+        held |= recipe.line.ownership.states_of_others(held, recipe.optimizers)
     if recipe.split is not None:
         order = [p for group in optimizer.param_groups for p in group["params"] if p in held]
         held = {p: recipe.split.whole_state(p, held[p]) for p in order}

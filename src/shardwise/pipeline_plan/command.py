@@ -105,7 +105,7 @@ def _time_layers(request: PlanRequest) -> list[TimedLayer]:
             each["forward"],
             each["backward"],
             each["bytes"],
-            each["fresh"],
+            each["adds_parameters"],
         )
         for each in report["layers"]
     ]
@@ -121,9 +121,9 @@ def assign_layers(
             f"write --pipeline {len(layers)} or less, or name finer ones with --units."
         )
     sizes = [each.time if request.by == "time" else float(each.parameters) for each in layers]
-    starts = partition.balanced(sizes, stages)
-    starts = partition.with_something_to_train(starts, [each.adds_parameters for each in layers])
-    return [[layers[n] for n in each] for each in partition.rows_of(starts, len(layers))]
+    starts = partition.balanced_starts(sizes, stages)
+    starts = partition.with_trainable_stages(starts, [each.adds_parameters for each in layers])
+    return [[layers[n] for n in each] for each in partition.ranges_of(starts, len(layers))]
 
 
 def tables(layers: Sequence[TimedLayer], request: PlanRequest) -> list[Table]:
@@ -181,7 +181,7 @@ def idle_times(
     backward = [sum(each.backward for each in stage) for stage in assigned]
     alike = [sum(forward) / stages] * stages, [sum(backward) / stages] * stages
     here, best = (
-        schedule.bubble(
+        schedule.idle_fraction(
             name,
             request.pipeline,
             stages,

@@ -24,8 +24,8 @@ from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import UsageError
-from shardwise.parallel.pipeline import Line, parameter_ownership
-from shardwise.parallel.pipeline.stage_tensors import use
+from shardwise.parallel.pipeline import PipelineGroup, parameter_ownership
+from shardwise.parallel.pipeline.stage_tensors import apply_to_parameters
 from shardwise.parallel.tensor.split_model import TensorParallelModels
 from shardwise.parallel.tensor.torch_functions import CASTS, FORM, MEMORY, SIZES
 
@@ -45,15 +45,15 @@ _SHARD_WISE_WRITES = {getattr(Tensor, name) for name in _SHARD_WISE_NAMES}
 class ParameterUses:
     """Follows the user's uses of parameters that are split, or owned by one pipeline stage."""
 
-    def __init__(self, split: TensorParallelModels | None, line: Line | None) -> None:
+    def __init__(self, split: TensorParallelModels | None, pipeline: PipelineGroup | None) -> None:
         self._split = split
-        self._line = line
+        self._pipeline = pipeline
         self._watched: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
         self._classes: dict[tuple[type[nn.Parameter], bool], type[nn.Parameter]] = {}
 
     def watch(self) -> None:
         """Change the classes of these parameters, so that torch reports every use."""
-        owners = () if self._line is None else self._line.cut.owners
+        owners = () if self._pipeline is None else self._pipeline.partition.owners
         shards = () if self._split is None else self._split.shards
         for parameter in dict.fromkeys([*owners, *shards]):
             own = type(parameter)
@@ -101,8 +101,8 @@ class ParameterUses:
         return self._classes[own, is_split]
 
     def _refuse_copy(self, *_: Any) -> Any:
-        if self._line is not None:
-            raise parameter_ownership.refused("A copy", "to copy it")
+        if self._pipeline is not None:
+            raise parameter_ownership.copy_error("A copy", "to copy it")
         raise UsageError(
             "A copy of a split parameter: this rank has a part of it only. Make it inside with "
             "engine.full_parameters(); p.detach().clone() gives the values alone."
@@ -111,10 +111,10 @@ class ParameterUses:
     def _torch_function(
         self, func: Callable[..., Any], types: Sequence[type], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        line = self._line
+        pipeline = self._pipeline
         # A layer that is run again in backward runs where it is.
-        inside = line is not None and (
-            line.inside_of > 0 or torch._C._current_graph_task_id() != -1
+        inside = pipeline is not None and (
+            pipeline.within_stage_depth > 0 or torch._C._current_graph_task_id() != -1
         )
         if func in MEMORY or (inside and all(map(_is_watched_unsplit, types))):
             return _call_plain(func, args, kwargs)
@@ -133,9 +133,11 @@ class ParameterUses:
             return self._write_list(func, written, args, kwargs)
         if self._is_split(written):
             return self._write(func, args, kwargs)
-        if line is not None and not inside:
-            line.renew()
-            return use(line, Tensor.detach if func == _GET_DATA else func, args, kwargs)
+        if pipeline is not None and not inside:
+            pipeline.renew_run()
+            return apply_to_parameters(
+                pipeline, Tensor.detach if func == _GET_DATA else func, args, kwargs
+            )
         return self._call_on_full(func, args, kwargs)
 
     def _is_split(self, value: Any) -> bool:
@@ -190,7 +192,7 @@ class ParameterUses:
         those of the whole."""
         leaves = pytree.tree_leaves((args[1:], kwargs))
         if func in _SHARD_WISE_WRITES and not any(isinstance(e, Tensor) and e.ndim for e in leaves):
-            is_here = self._line is None or self._line.has(args[0])
+            is_here = self._pipeline is None or self._pipeline.owns(args[0])
             return _call_plain(func, args, kwargs) if is_here else args[0]
         name = getattr(func, "__name__", func)
         raise _refused(f"{name} writes into", args[0])
@@ -202,7 +204,7 @@ class ParameterUses:
         owned by other stages: those have no values here."""
         leaves = pytree.tree_leaves((args[1:], kwargs))
         alike = func.__name__.removeprefix("_foreach_") in _SHARD_WISE_NAMES
-        if alike and self._line is None and not any(isinstance(e, Tensor) for e in leaves):
+        if alike and self._pipeline is None and not any(isinstance(e, Tensor) for e in leaves):
             return _call_plain(func, args, kwargs)
         first = next(each for each in written if _is_watched(type(each)))
         raise _refused(f"{func.__name__} writes into", first)
