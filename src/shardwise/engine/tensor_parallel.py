@@ -25,8 +25,8 @@ def begin(world: World, settings: Settings, plan: TensorPlan | None) -> TensorPa
         return None
     if settings.compile:
         raise ConfigError(
-            f"--tensor {world.tensor_size} and --compile cannot be had together: what ranks tell "
-            "each other inside a layer cannot be compiled. Leave one of them out."
+            f"--tensor {world.tensor_size} and --compile cannot be had together: what ranks "
+            "send each other inside a layer cannot be compiled. Leave one of them out."
         )
     sequence_parallel = settings.sequence_parallel or plans.uses_sequence_parallel(plan or {})
     return TensorParallelModels(world.tensor, world.device, sequence_parallel=sequence_parallel)

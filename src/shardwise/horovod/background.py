@@ -89,7 +89,7 @@ class BackgroundThread:
         # A daemon, since the end of a process must not wait for ranks that never come.
         self._thread = threading.Thread(target=self._run, name="shardwise-horovod", daemon=True)
         for rank, link in links.items():
-            self._inbox.put(partial(self._receive, rank, link))  # what has come with the hello
+            self._inbox.put(partial(self._receive, rank, link))  # requests read with the hello
         self._post(lambda: None)
         self._thread.start()
 
@@ -104,8 +104,8 @@ class BackgroundThread:
                 raise HorovodInternalError(self._failure)
             if key in self._handles:
                 raise BadCall(
-                    f"{handle.request.kind} {handle.request.name!r} was asked for while another "
-                    "operation of this name is on its way: wait for that one first, or give "
+                    f"{handle.request.kind} {handle.request.name!r} was requested while another "
+                    "operation of this name is in flight: wait for that one first, or give "
                     "another name."
                 )
             self._handles[key] = handle
@@ -123,7 +123,7 @@ class BackgroundThread:
                 return
             try:
                 future.set_result(function())
-            except Exception as error:  # raised again where it was asked for
+            except Exception as error:  # raised again in the caller
                 future.set_exception(error)
 
         with self._lock:
@@ -236,10 +236,10 @@ class BackgroundThread:
         else:
             try:
                 self._links[0].send({"request": request.as_json()})
-            except (TypeError, ValueError) as error:  # not JSON: nobody else need know of it
+            except (TypeError, ValueError) as error:  # not JSON: fails here alone
                 with self._lock:
                     handle = self._handles.pop(request.key)
-                handle.fail(f"{request.kind} {request.name!r} cannot be asked for: {error}")
+                handle.fail(f"{request.kind} {request.name!r} cannot be requested: {error}")
 
     def _compare_save(self, rank: int, what: list[str]) -> None:
         for line in self._script_comparison.compare_save(rank, what):
@@ -258,11 +258,13 @@ class BackgroundThread:
                     (response, {rank: self._links[rank].queued_bytes for rank in others})
                 )
 
-    # -- doing it -------------------------------------------------------------------------
+    # -- execution ------------------------------------------------------------------------
 
     def _execute_all(self) -> None:
         while self._responses:
             what, upto = self._responses.popleft()
+            # The other members must have this response before rank 0 enters the collective: inside
+            # it this thread sends nothing, and they would never come.
             send_up_to(upto, self._links)
             self._execute(what)
 
@@ -284,7 +286,7 @@ class BackgroundThread:
             self._change_process_sets(response)
             handle.succeed(response.number, StreamEvent())
         else:
-            assert handle is not None or has_joined  # zeros are for those alone
+            assert handle is not None or has_joined  # only ranks that joined take part unasked
             self._communicate(response, handle)
 
     def _communicate(self, response: Response, handle: OperationHandle | None) -> None:
@@ -305,7 +307,9 @@ class BackgroundThread:
                     in_place=handle is None or handle.in_place,
                 )
                 results = execute(operation)
-                for sent in operation.sent:  # who waits may write to what was given, or has come
+                # The caller may write to inputs and results once its wait returns: not before the
+                # other ranks have read them.
+                for sent in operation.sent:
                     sent.reusable()
                 if handle is not None:
                     handle.succeed(results, StreamEvent.record(results))

@@ -142,7 +142,7 @@ class FlatBucket(GradientBucket):
             return buffer, StreamEvent.record([buffer])
 
         self._buffer, zeroed = background.call(made)
-        zeroed.wait()  # on another stream than the one that gradients are moved on
+        zeroed.wait()  # zeroed on the thread's stream, filled on this one
         record_use([self._buffer])
         starts = [slot.start for slot in found.slots]
         pairs = list(zip(tracked, starts, strict=True))

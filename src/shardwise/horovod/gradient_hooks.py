@@ -79,6 +79,8 @@ class GradientHooks:
                 "A newer hvd.DistributedOptimizer has parameters of this one, and reduces their "
                 "gradients: call step() of that one only, or give each parameter to one optimizer."
             )
+        # All are requested before any is waited for: a rank whose backward skipped a bucket
+        # requests it here, and the others may be waiting for just that one.
         for bucket in self._buckets:
             if not bucket.launched:
                 self._launch(bucket)

@@ -148,7 +148,7 @@ def submit(
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
         device=tensors[0].device.type if tensors else "cpu",
         note=note or {},
-        scale=(float(scale[0]), float(scale[1])),  # a number of numpy's cannot travel as it is
+        scale=(float(scale[0]), float(scale[1])),  # numpy's numbers are not JSON
         root=int(root),
         **more,
     )

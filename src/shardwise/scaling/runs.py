@@ -61,7 +61,7 @@ class MeasuredRun:
 
 
 OnStep = Callable[[int], None]
-"""Told, now and then, how many steps the run has made."""
+"""Called now and then with the number of steps that the run has made."""
 
 
 def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> MeasuredRun:

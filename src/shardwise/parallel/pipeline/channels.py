@@ -40,6 +40,8 @@ class Channels:
         if a == b:
             self._local[kind, source, target] = deque()
         else:
+            # A pair for each kind, since two stages may reach messages of different kinds in
+            # different orders.
             self._pairs[kind, source, target] = self._group.split([sorted((a, b))])
 
     def are_open(self, source: int, target: int) -> bool:
@@ -49,6 +51,7 @@ class Channels:
 
     def send(self, kind: ChannelKind, source: int, target: int, value: Tensor) -> Handle:
         """Send a copy of `value`."""
+        # The transport reads the copy until it is received; the caller may write to `value` now.
         copy = value.detach().clone(memory_format=torch.contiguous_format)
         if (local := self._local.get((kind, source, target))) is not None:
             local.append(copy)

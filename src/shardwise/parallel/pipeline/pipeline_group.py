@@ -80,7 +80,7 @@ class PipelineGroup(Stages):
         for forward in reversed(self.replaced_forwards):
             forward.undo()
         self.replaced_forwards.clear()
-        self.group.barrier()  # nobody waits for a message any more
+        self.group.barrier()  # no rank waits for a message of a channel that closes now
         self.channels.close()
 
     # -- runs -------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ class PipelineRunner:
         rank, ranks = pipeline.group.rank, pipeline.group.size
         order = actions_of(self._settings.schedule, ranks, partition.stages, len(parts), rank)
         batch = _PipelineBatch(loss_of, parts, seed, last, collect, inputs=inputs)
-        pipeline.tied_weights.invalidate()  # whatever user code has written since
+        pipeline.tied_weights.invalidate()  # user code may have written to weights since
         self._weighting.begin(sum(weight for weight, _ in parts))
         self._run_trial(batch)
         ends = {a.stage: n for n, a in enumerate(order) if a.kind in "BW"}
@@ -176,7 +176,7 @@ class PipelineRunner:
         for stage in sorted(pipeline.stages):
             self._receive_tied_gradients(batch, stage, buckets)
         mean = self._mean_loss(batch)
-        pipeline.settle()
+        pipeline.settle()  # the next batch may not overtake messages of this one
         return mean
 
     def reset(self) -> None:
@@ -278,6 +278,7 @@ class PipelineRunner:
         for source, target, value in micro.run.sent:
             roots.append(value)
             grads.append(self._pipeline.receive_gradient(source, target, value))
+        # Their gradients have come, so the values were received: the send buffers are free.
         self._pipeline.release_sent(micro.run)
         leaves = [leaf for _, _, leaf in micro.run.received]
         inputs = None if batch.inputs is None else [*batch.inputs, *leaves]
@@ -305,7 +306,7 @@ class PipelineRunner:
             if (grad := parameter.grad) is not None:
                 parameter.grad = None
                 if not weight:
-                    continue  # whatever it is, it counts for nothing
+                    continue  # a micro-batch of weight 0 counts for nothing, even if it is NaN
                 grad = (grad.float() if grad.dtype in NARROW else grad) * factor
                 held = batch.tied_gradients.get(parameter)
                 batch.tied_gradients[parameter] = grad if held is None else held.add_(grad)

@@ -329,6 +329,8 @@ def value_at(exchange: StageExchange, leaf: Any, stage: int) -> Any:
         leaf.known_stages.add(stage)
         exchange.open_channels(leaf.stage, stage)
         run = leaf.runs[-1]
+        # Every rank comes here at the same place of the program: sender and receiver need no name
+        # for the message, and its order on the channel is the order of the program.
         here, there = leaf.stage in exchange.run.stages, stage in exchange.run.stages
         if here and not there:
             assert leaf.value is not None

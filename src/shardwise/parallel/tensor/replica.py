@@ -97,6 +97,8 @@ class Replica:
         if not recorded and not isinstance(value, SequenceShard):
             return self._record_start(layer(value))  # no gradient is to be summed
         local = value.local if isinstance(value, SequenceShard) else value
+        # A tensor that was written to since is another value, so its version is part of the key;
+        # `_inputs` holds the tensor, so that no other one gets its id.
         key = id(local), 0 if local.is_inference() else local._version, recorded
         if key not in self._inputs:
             self._inputs[key] = local, self.region_input(value)

@@ -60,7 +60,7 @@ class RegatheredInput:
         if backward != self._backward:
             self._backward, self._served, self._gathered = backward, 0, None
         whole = self._gathered
-        if whole is None:
+        if whole is None:  # ranks run the same graph, so they gather in the same order
             whole = all_gathered(self._hooks[1](self._saved), self._group, self._sharded)
         self._served += 1
         self._gathered = whole if self._served < self._uses else None
