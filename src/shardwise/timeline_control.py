@@ -11,7 +11,7 @@ from shardwise.errors import ConfigError
 from shardwise.timeline import Row, recorder
 from shardwise.timeline.encoding import Encoder, memory_in_use
 from shardwise.timeline.file import TimelineFile, sibling
-from shardwise.timeline.recorder import Note, Recorder
+from shardwise.timeline.recorder import TimelineEvent, TimelineRecorder
 from shardwise.watch import clocks
 from shardwise.watch.status_server import Lookout
 
@@ -43,7 +43,7 @@ def start(path: Path, lookout: Lookout) -> None:
         why = error.strerror or error
         raise ConfigError(f"The timeline {path} cannot be written: {why}.") from error
     sink = _ToFile(file, encoder, None if at_home else lookout)
-    recorder.start(Recorder(sink, lambda error: _give_up(lookout.rank, path, error)))
+    recorder.start(TimelineRecorder(sink, lambda error: _give_up(lookout.rank, path, error)))
 
 
 def stop() -> None:
@@ -86,13 +86,13 @@ class _ToFile:
         self._file = file
         self._encoder = encoder
         self._distant = distant
-        self._held: list[Note] = []
+        self._held: list[TimelineEvent] = []
         self._ahead: int | None = 0 if distant is None else None
         self._measured = 0.0
         self._measure()
         encoder.ahead = self._ahead or 0
 
-    def write(self, notes: list[Note]) -> None:
+    def write(self, notes: list[TimelineEvent]) -> None:
         """Write them, and how much memory is in use. Raises OSError."""
         first = self._ahead is None
         self._measure()

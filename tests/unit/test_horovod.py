@@ -29,7 +29,7 @@ from shardwise.horovod.coordinator import (
     JOIN,
     REMOVE_PROCESS_SET,
     Coordinator,
-    Request,
+    OperationRequest,
     Response,
 )
 from shardwise.horovod.execution import AgreedOperation, adasum_pair, execute, row_counts
@@ -40,7 +40,7 @@ from shardwise.horovod.streams import StreamEvent
 
 
 def reduction(name, process_set=0, **more):
-    return Request(
+    return OperationRequest(
         name=name,
         kind="allreduce",
         process_set=process_set,
@@ -66,30 +66,32 @@ def test_what_all_have_asked_for_is_done_in_the_order_of_that():
 def test_joined_ranks_need_not_ask():
     table = Coordinator(3)
     table.add_request(0, reduction("a"), 0.0)
-    assert table.add_request(1, Request(name=JOIN, kind=JOIN), 0.0) == []
+    assert table.add_request(1, OperationRequest(name=JOIN, kind=JOIN), 0.0) == []
     assert said(table.add_request(2, reduction("a"), 0.0)) == [("a", (0, 1, 2), "")]
-    gather = Request(name="g", kind="allgather", shapes=((2,),), dtypes=("float32",))
+    gather = OperationRequest(name="g", kind="allgather", shapes=((2,),), dtypes=("float32",))
     table.add_request(0, gather, 0.0)
     (response,) = table.add_request(2, gather, 0.0)
     assert response.ranks == (0, 2)
     assert "cannot be done while rank 1 has joined" in response.error
     assert table.waiting_since is None  # who has joined may wait for as long as others have data
     table.add_request(0, reduction("b"), 0.0)
-    assert said(table.add_request(2, Request(name=JOIN, kind=JOIN), 0.0)) == [("b", (0, 1, 2), "")]
-    (last,) = table.add_request(0, Request(name=JOIN, kind=JOIN), 0.0)
+    assert said(table.add_request(2, OperationRequest(name=JOIN, kind=JOIN), 0.0)) == [
+        ("b", (0, 1, 2), "")
+    ]
+    (last,) = table.add_request(0, OperationRequest(name=JOIN, kind=JOIN), 0.0)
     assert (last.number, last.ranks) == (0, (0, 1, 2))
     assert table.add_request(0, reduction("c"), 0.0) == []  # nobody has joined any more
 
 
 def test_process_sets_have_tables_of_their_own():
     table = Coordinator(3)
-    add = Request(name=ADD_PROCESS_SET, kind=ADD_PROCESS_SET, splits=(0, 2))
+    add = OperationRequest(name=ADD_PROCESS_SET, kind=ADD_PROCESS_SET, splits=(0, 2))
     made = [response for rank in range(3) for response in table.add_request(rank, add, 0.0)]
     assert [response.number for response in made] == [1]
     table.add_request(0, reduction("a", 1), 0.0)
     assert table.add_request(1, reduction("a"), 0.0) == []
     assert said(table.add_request(2, reduction("a", 1), 0.0)) == [("a", (0, 2), "")]
-    remove = Request(name=REMOVE_PROCESS_SET, kind=REMOVE_PROCESS_SET, root=1)
+    remove = OperationRequest(name=REMOVE_PROCESS_SET, kind=REMOVE_PROCESS_SET, root=1)
     for rank in range(3):
         responses = table.add_request(rank, remove, 0.0)
     assert (responses[0].number, responses[0].error) == (1, "")
@@ -100,12 +102,12 @@ def test_what_waits_in_a_process_set_ends_with_it():
     table = Coordinator(3)
     for rank in range(3):
         table.add_request(
-            rank, Request(name=ADD_PROCESS_SET, kind=ADD_PROCESS_SET, splits=(0, 1)), 0.0
+            rank, OperationRequest(name=ADD_PROCESS_SET, kind=ADD_PROCESS_SET, splits=(0, 1)), 0.0
         )
     table.add_request(0, reduction("a", 1), 0.0)
     for rank in range(3):
         responses = table.add_request(
-            rank, Request(name=REMOVE_PROCESS_SET, kind=REMOVE_PROCESS_SET, root=1), 0.0
+            rank, OperationRequest(name=REMOVE_PROCESS_SET, kind=REMOVE_PROCESS_SET, root=1), 0.0
         )
     assert not responses[0].is_bad_call
     ended = ("a", (0,), "allreduce 'a' cannot be done: process set 1 was removed.")
@@ -117,9 +119,11 @@ def test_what_waits_in_a_process_set_ends_with_it():
 
 def test_a_tensor_may_have_any_name():
     table = Coordinator(2)
-    table.add_request(0, Request(name=JOIN, kind=JOIN), 0.0)
+    table.add_request(0, OperationRequest(name=JOIN, kind=JOIN), 0.0)
     assert said(table.add_request(1, reduction(JOIN), 0.0)) == [(JOIN, (0, 1), "")]
-    assert said(table.add_request(1, Request(name=JOIN, kind=JOIN), 0.0)) == [(JOIN, (0, 1), "")]
+    assert said(table.add_request(1, OperationRequest(name=JOIN, kind=JOIN), 0.0)) == [
+        (JOIN, (0, 1), "")
+    ]
 
 
 def test_ranks_that_have_left_and_those_that_do_not_come():
@@ -150,7 +154,7 @@ def test_a_process_set_that_there_is_can_never_be_added():
     table = Coordinator(2)
     for rank in range(2):
         responses = table.add_request(
-            rank, Request(name=ADD_PROCESS_SET, kind=ADD_PROCESS_SET, splits=(0, 1)), 0.0
+            rank, OperationRequest(name=ADD_PROCESS_SET, kind=ADD_PROCESS_SET, splits=(0, 1)), 0.0
         )
     assert responses[0].is_bad_call
     assert Response.from_json(responses[0].as_json()) == responses[0]

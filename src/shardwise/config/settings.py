@@ -98,7 +98,7 @@ class Settings:
         1,
         values.whole(1, values.MOST_RANKS),
         "spread",
-        "split every layer over T neighbouring workers",
+        "tensor parallel: split every layer over T workers",
         "T",
     )
     sequence_parallel: bool = _setting(
@@ -112,14 +112,14 @@ class Settings:
         1,
         values.whole(1, values.MOST_RANKS),
         "spread",
-        "share layers out over P workers, in stages",
+        "pipeline parallel: the layers in stages on P workers",
         "P",
     )
     microbatches: int | None = _setting(
         None,
         values.whole(1),
         "spread",
-        "parts of a batch that follow each other through the stages",
+        "micro-batches that follow each other through the stages",
         "M",
         rare=True,
     )

@@ -35,9 +35,8 @@ def announce_engine(world: World, recipe: Recipe, states: States) -> None:
     world.print(_run_line(world, recipe))
     world.print(_model_line(recipe, states))
     if recipe.split is not None:
-        world.print(
-            f"  split over {world.tensor_size}: {tensor_parallel.describe_split(recipe.split)}"
-        )
+        split = tensor_parallel.describe_split(recipe.split)
+        world.print(f"  tensor parallel over {world.tensor_size}: {split}")
         for words in tensor_parallel.describe_unsplit(recipe.split):
             world.print(f"  whole, not split: {words}")
     if recipe.line is not None:

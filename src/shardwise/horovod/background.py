@@ -31,7 +31,7 @@ from shardwise.horovod.coordinator import (
     REMOVE_PROCESS_SET,
     Coordinator,
     OperationKey,
-    Request,
+    OperationRequest,
     Response,
 )
 from shardwise.horovod.execution import AgreedOperation, execute, joined_zeros
@@ -214,7 +214,7 @@ class BackgroundThread:
     def _handle_message(self, rank: int, message: NegotiationMessage) -> None:
         if "request" in message:
             assert self._coordinator is not None
-            request = Request.from_json(message["request"])
+            request = OperationRequest.from_json(message["request"])
             self._send_responses(self._coordinator.add_request(rank, request, time.monotonic()))
         elif "response" in message:
             self._responses.append((Response.from_json(message["response"]), {}))
@@ -230,7 +230,7 @@ class BackgroundThread:
         else:
             self._responses.append((why, {}))
 
-    def _request(self, request: Request) -> None:
+    def _request(self, request: OperationRequest) -> None:
         if self._coordinator is not None:
             self._send_responses(self._coordinator.add_request(0, request, time.monotonic()))
         else:

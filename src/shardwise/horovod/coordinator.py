@@ -30,7 +30,7 @@ JOIN_KEY: OperationKey = (0, JOIN, JOIN)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class OperationRequest:
     """One operation as a rank requests it.
 
     `kind` names the operation on tensors of `shapes` and `dtypes`, one or a group; `process_set` is
@@ -70,7 +70,7 @@ class Request:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Request:
+    def from_json(cls, said: Mapping[str, Any]) -> OperationRequest:
         """The request that `as_json` wrote."""
         shapes = tuple(tuple(shape) for shape in said["shapes"])
         lists = {name: tuple(said[name]) for name in ("dtypes", "scale", "splits")}
@@ -81,7 +81,7 @@ UNEVEN_ROWS = ("allgather", "alltoall", "sparse_allreduce")
 """Kinds for which ranks may have different numbers of rows."""
 
 
-def difference(requests: Mapping[int, Request]) -> str:
+def difference(requests: Mapping[int, OperationRequest]) -> str:
     """The error for requests of one name that do not match; "" where they do."""
     for words in (_kind, _tensors, _op, _root, _splits, _layout):
         said = {rank: words(requests[rank]) for rank in sorted(requests)}
@@ -97,12 +97,12 @@ def _by_rank(said: Mapping[int, str]) -> str:
     return " and ".join(parts)
 
 
-def _kind(request: Request) -> str:
+def _kind(request: OperationRequest) -> str:
     count = len(request.shapes)
     return f"{request.kind} of {count} tensors" if count > 1 else request.kind
 
 
-def _tensors(request: Request) -> str:
+def _tensors(request: OperationRequest) -> str:
     free = request.kind in UNEVEN_ROWS
     tensors = zip(request.shapes, request.dtypes, strict=True)
     said = ", ".join(f"{dtype} of shape {_shape(shape, free)}" for shape, dtype in tensors)
@@ -114,22 +114,22 @@ def _shape(shape: tuple[int, ...], free: bool) -> str:
     return f"({', '.join(sizes)})"
 
 
-def _op(request: Request) -> str:
+def _op(request: OperationRequest) -> str:
     before, after = request.scale
     if (before, after) == (1.0, 1.0):
         return f"{request.kind} with op {request.op}"
     return f"{request.kind} with op {request.op}, scaled by {before:g} before and {after:g} after"
 
 
-def _root(request: Request) -> str:
+def _root(request: OperationRequest) -> str:
     return f"{request.kind} from rank {request.root}"
 
 
-def _splits(request: Request) -> str:
+def _splits(request: OperationRequest) -> str:
     return "" if request.kind == "alltoall" else f"{request.kind} {list(request.splits)}"
 
 
-def _layout(request: Request) -> str:
+def _layout(request: OperationRequest) -> str:
     return f"{request.kind} of {request.layout}"
 
 
@@ -144,14 +144,14 @@ REDUCTIONS = ("allreduce", "sparse_allreduce")
 class Response:
     """What members of a process set execute next: `request`, as one of them made it; or an `error`.
 
-    `ranks` are those it is sent to. `rows` has `Request.rows()` of each member (zeros for ranks
-    that joined). `number` is the new process set's, or the rank that joined last. `is_bad_call`
-    marks errors that no retry can mend. `notes` are those of the requesting ranks; they stay with
-    rank 0.
+    `ranks` are those it is sent to. `rows` has `OperationRequest.rows()` of each member (zeros for
+    ranks that joined). `number` is the new process set's, or the rank that joined last.
+    `is_bad_call` marks errors that no retry can mend. `notes` are those of the requesting ranks;
+    they stay with rank 0.
     """
 
     ranks: tuple[int, ...]
-    request: Request
+    request: OperationRequest
     rows: Sequence[Sequence[int]] = ()
     number: int = 0
     error: str = ""
@@ -169,7 +169,7 @@ class Response:
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> Response:
         """The response that `as_json` wrote."""
-        request = Request.from_json(said["request"])
+        request = OperationRequest.from_json(said["request"])
         return cls(**{**said, "request": request, "ranks": tuple(said["ranks"])})
 
 
@@ -178,7 +178,7 @@ class _Pending:
     """An operation with the requests so far, the first of them at time `since` (seconds)."""
 
     since: float
-    requests: dict[int, Request] = field(default_factory=dict)
+    requests: dict[int, OperationRequest] = field(default_factory=dict)
     warned: bool = False
 
 
@@ -193,7 +193,7 @@ class Coordinator:
         self._joined: list[int] = []
         self._gone: dict[int, str] = {}
 
-    def add_request(self, rank: int, request: Request, now: float) -> list[Response]:
+    def add_request(self, rank: int, request: OperationRequest, now: float) -> list[Response]:
         """Record a request of `rank`; returns the responses that it makes ready."""
         if request.process_set not in self.members:
             why = f"there is no process set {request.process_set}: it was removed."
@@ -224,7 +224,7 @@ class Coordinator:
             for key in late
         ]
 
-    def stalled(self, now: float, after: float) -> list[tuple[Request, list[int]]]:
+    def stalled(self, now: float, after: float) -> list[tuple[OperationRequest, list[int]]]:
         """Operations that have waited for longer than `after` seconds, with the missing ranks; each
         once."""
         found = []
@@ -300,7 +300,7 @@ class Coordinator:
         for key in [key for key in self._pending if key[0] == number]:
             yield self._fail(key, f"cannot be done: process set {number} was removed.")
 
-    def _change_process_sets(self, request: Request) -> int:
+    def _change_process_sets(self, request: OperationRequest) -> int:
         """Add or remove a process set; returns its number."""
         if request.kind == REMOVE_PROCESS_SET:
             del self.members[request.root]
@@ -311,7 +311,7 @@ class Coordinator:
             return self._next_number - 1
         return 0
 
-    def _why_refused(self, request: Request) -> str:
+    def _why_refused(self, request: OperationRequest) -> str:
         if request.kind == REMOVE_PROCESS_SET and request.root not in self.members:
             return f"there is no process set {request.root}."
         same = [number for number, ranks in self.members.items() if ranks == request.splits]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise import sum_tree
 from shardwise.collectives import Collectives, Handle, Sum
-from shardwise.horovod.coordinator import UNEVEN_ROWS, Request
+from shardwise.horovod.coordinator import UNEVEN_ROWS, OperationRequest
 
 CHUNK = 1 << 20
 """Elements of every rank that are gathered at once, for ops that the transport cannot reduce."""
@@ -28,7 +28,7 @@ class AgreedOperation:
     transport's handles: other ranks may read the given tensors until these are reusable.
     """
 
-    request: Request
+    request: OperationRequest
     tensors: Sequence[Tensor]
     group: Collectives
     members: Sequence[int]
@@ -70,7 +70,7 @@ def execute(operation: AgreedOperation) -> list[Tensor]:
     return [result.to(home) for result, home in zip(results, homes, strict=False)]
 
 
-def joined_zeros(request: Request, device: torch.device) -> list[Tensor]:
+def joined_zeros(request: OperationRequest, device: torch.device) -> list[Tensor]:
     """The zeros with which a rank that has joined takes part; without rows, where rows may
     differ."""
     shapes = request.shapes

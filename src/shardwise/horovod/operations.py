@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.errors import BadCall, HorovodInternalError
 from shardwise.horovod.context import current
-from shardwise.horovod.coordinator import JOIN, Request
+from shardwise.horovod.coordinator import JOIN, OperationRequest
 from shardwise.horovod.streams import StreamEvent, record_use
 
 if TYPE_CHECKING:  # process sets are made by operations themselves
@@ -44,7 +44,7 @@ class OperationHandle:
 
     def __init__(
         self,
-        request: Request,
+        request: OperationRequest,
         tensors: Sequence[Tensor] = (),
         *,
         in_place: bool = False,
@@ -140,7 +140,7 @@ def submit(
         counted = f"{kind}.noname.{number}"
         name = f"{counted}.{context.counters[counted]}"
         context.counters[counted] += 1
-    request = Request(
+    request = OperationRequest(
         name=str(name),
         kind=kind,
         process_set=number,

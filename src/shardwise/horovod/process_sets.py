@@ -7,7 +7,7 @@ from weakref import ref
 
 from shardwise.errors import BadCall
 from shardwise.horovod.context import Context, current, is_initialized
-from shardwise.horovod.coordinator import ADD_PROCESS_SET, REMOVE_PROCESS_SET, Request
+from shardwise.horovod.coordinator import ADD_PROCESS_SET, REMOVE_PROCESS_SET, OperationRequest
 from shardwise.horovod.operations import OperationHandle
 
 
@@ -101,7 +101,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     if not made.ranks or made.ranks[0] < 0 or made.ranks[-1] >= size:
         raise BadCall(f"{made}: a process set has ranks from 0 to {size - 1}, one at least.")
     made.known_as(
-        _change(Request(name=ADD_PROCESS_SET, kind=ADD_PROCESS_SET, splits=tuple(made.ranks)))
+        _change(
+            OperationRequest(name=ADD_PROCESS_SET, kind=ADD_PROCESS_SET, splits=tuple(made.ranks))
+        )
     )
     return made
 
@@ -111,13 +113,15 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
     _change(
-        Request(name=REMOVE_PROCESS_SET, kind=REMOVE_PROCESS_SET, root=process_set.process_set_id)
+        OperationRequest(
+            name=REMOVE_PROCESS_SET, kind=REMOVE_PROCESS_SET, root=process_set.process_set_id
+        )
     )
     process_set.known_as(None)
     return True
 
 
-def _change(request: Request) -> int:
+def _change(request: OperationRequest) -> int:
     background = current().background
     handle = background.submit(OperationHandle(request))
     return int(handle.wait(background.timeout))

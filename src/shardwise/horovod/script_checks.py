@@ -24,7 +24,7 @@ from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shardwise import config
-from shardwise.horovod.coordinator import Request
+from shardwise.horovod.coordinator import OperationRequest
 from shardwise.watch.status_server import Lookout
 from shardwise.watch.wait_graph import Whereabouts, named
 
@@ -246,7 +246,11 @@ class ScriptWatcher:
 
 
 def warn_stalled(
-    request: Request, missing: Sequence[int], seconds: float, timeout: float, lookout: Lookout
+    request: OperationRequest,
+    missing: Sequence[int],
+    seconds: float,
+    timeout: float,
+    lookout: Lookout,
 ) -> None:
     """Warn on stderr that `missing` ranks have not requested an operation, and where they are."""
     lines = [

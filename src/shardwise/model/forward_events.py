@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.model.module_hooks import Hooked, attach
 from shardwise.model.units import find_units
 from shardwise.timeline import Row, recorder
-from shardwise.timeline.recorder import Note
+from shardwise.timeline.recorder import TimelineEvent
 
 FORWARD = "forward"
 
@@ -30,7 +30,7 @@ class Forwards:
         recorder.watch(self)
 
     def attach(self) -> None:
-        """Note forwards from now on."""
+        """TimelineEvent forwards from now on."""
         self.detach()
         for model in self._models:
             for name, module in self._noted(model):
@@ -53,7 +53,7 @@ class Forwards:
         self.detach()
 
     def detach(self) -> None:
-        """Note no more."""
+        """TimelineEvent no more."""
         _remove(self._handles)
 
 
@@ -80,7 +80,7 @@ class _Noted:
         recording = recorder.active
         began = self._open.pop() if self._open else None  # hooked on inside a forward
         if recording is not None and began is not None:
-            note = Note(Row.COMPUTE, self._name, began, time.monotonic_ns())
+            note = TimelineEvent(Row.COMPUTE, self._name, began, time.monotonic_ns())
             recording.notes.append(note)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Noted:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from shardwise.timeline.recorder import FURTHER_STEPS, LANES, WIDEST, Note, Row
+from shardwise.timeline.recorder import FURTHER_STEPS, LANES, WIDEST, Row, TimelineEvent
 
 LONGEST = 100
 """Characters of a text, so that every line fits into a page of the file."""
@@ -40,7 +40,7 @@ class Encoder:
             self._metadata("process_sort_index", 0, {"sort_index": self._rank}),
         ]
 
-    def lines(self, notes: Iterable[Note]) -> Iterator[str]:
+    def lines(self, notes: Iterable[TimelineEvent]) -> Iterator[str]:
         """Each note as a line, or some."""
         for note in notes:
             row = note.row
@@ -59,7 +59,7 @@ class Encoder:
         event = {"name": "memory (MB)", "cat": "memory", "ph": "C", "ts": (now - self.ahead) / 1000}
         return _line(event | {"pid": self._rank, "tid": 0, "args": rounded})
 
-    def _complete(self, note: Note, category: str, thread: int) -> str:
+    def _complete(self, note: TimelineEvent, category: str, thread: int) -> str:
         """By hand: a library takes ten times as long, and there are thousands a second."""
         begin, lasted = (note.began - self.ahead) / 1000, (note.ended - note.began) / 1000
         about = f',"args":{_object(note.about)}' if note.about else ""
@@ -68,12 +68,12 @@ class Encoder:
             f'"dur":{lasted:.3f},"pid":{self._rank},"tid":{thread}{about}}}'
         )
 
-    def _thread(self, note: Note) -> int:
+    def _thread(self, note: TimelineEvent) -> int:
         if note.row in self._ends:
             return self._lane(note)
         return self._of_engine(note) if note.row is Row.STEPS else int(note.row)
 
-    def _of_engine(self, note: Note) -> int:
+    def _of_engine(self, note: TimelineEvent) -> int:
         """Engines that take turns are in each other's steps, so each has a row."""
         engine = (note.about or {}).get("engine", 0)
         if engine not in self._engines:
@@ -81,7 +81,7 @@ class Encoder:
         number = min(self._engines.index(engine), WIDEST)
         return int(Row.STEPS) if number == 0 else FURTHER_STEPS + number - 1
 
-    def _lane(self, note: Note) -> int:
+    def _lane(self, note: TimelineEvent) -> int:
         """The first thread of the row on which nothing overlaps it; notes come as they end."""
         ends = self._ends[note.row]
         free = (lane for lane, end in enumerate(ends) if end <= note.began)
@@ -99,7 +99,7 @@ class Encoder:
         yield self._metadata("thread_name", thread, {"name": title})
         yield self._metadata("thread_sort_index", thread, {"sort_index": order})
 
-    def _flow(self, note: Note, thread: int) -> Iterator[str]:
+    def _flow(self, note: TimelineEvent, thread: int) -> Iterator[str]:
         self._flows += 1
         begin = (note.began - self.ahead) / 1000
         about = (

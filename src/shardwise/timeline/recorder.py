@@ -78,7 +78,7 @@ WAIT_BESIDE = "wait beside"
 """The category of what a thread waits for that communicates beside the one that computes."""
 
 
-class Note(NamedTuple):
+class TimelineEvent(NamedTuple):
     """An event with begin and end, in ns of the monotonic clock of this host."""
 
     row: Row
@@ -92,7 +92,7 @@ class Note(NamedTuple):
 class NoteSink(Protocol):
     """Writes notes."""
 
-    def write(self, notes: list[Note]) -> None:
+    def write(self, notes: list[TimelineEvent]) -> None:
         """Write notes, and how much memory is in use. Raises OSError."""
 
     def close(self) -> None:
@@ -109,14 +109,14 @@ class Watcher(Protocol):
         """Remove the hooks."""
 
 
-class Recorder:
+class TimelineRecorder:
     """Queues the notes of this process, which a thread writes to `sink`.
 
     `on_failure` is called once with the error of a write; nothing is recorded from then on.
     """
 
     def __init__(self, sink: NoteSink, on_failure: Callable[[Exception], None]) -> None:
-        self.notes: deque[Note] = deque()
+        self.notes: deque[TimelineEvent] = deque()
         self._sink = sink
         self._on_failure = on_failure
         self._stepped: dict[int, int] = {}
@@ -133,7 +133,7 @@ class Recorder:
         about = {"step": number, "engine": engine}
         began = self._stepped.get(engine, max(self._stepped.values(), default=self._began))
         self._stepped[engine] = now
-        self.notes.append(Note(Row.STEPS, f"step {number}", began, now, about))
+        self.notes.append(TimelineEvent(Row.STEPS, f"step {number}", began, now, about))
 
     def waited(
         self, call: str, since: float, missing: tuple[int, ...], beside: bool = False
@@ -143,7 +143,7 @@ class Recorder:
         began, now = int(since * 1e9), time.monotonic_ns()
         about = {"for": _listed(missing)} if missing else None
         row, category = (Row.BESIDE, WAIT_BESIDE) if beside else (Row.COMPUTE, WAIT)
-        self.notes.append(Note(row, f"wait: {call}", began, now, about, category))
+        self.notes.append(TimelineEvent(row, f"wait: {call}", began, now, about, category))
 
     def stop(self) -> None:
         """Write what is left, and end."""
@@ -160,7 +160,7 @@ class Recorder:
             _leave(self)  # hooks stay, and do nothing: a forward may be going through them
             self._on_failure(error)
 
-    def _taken(self) -> list[Note]:
+    def _taken(self) -> list[TimelineEvent]:
         return [self.notes.popleft() for _ in range(len(self.notes))]
 
 
@@ -177,7 +177,7 @@ class Span:
     __slots__ = ("_about", "_began", "_name", "_recorder", "_row")
 
     def __init__(
-        self, recorder: Recorder, name: str, row: Row, about: Mapping[str, int | str] | None
+        self, recorder: TimelineRecorder, name: str, row: Row, about: Mapping[str, int | str] | None
     ) -> None:
         self._recorder = recorder
         self._name = name
@@ -188,7 +188,7 @@ class Span:
         self._began = time.monotonic_ns()
 
     def __exit__(self, *_: object) -> None:
-        note = Note(self._row, self._name, self._began, time.monotonic_ns(), self._about)
+        note = TimelineEvent(self._row, self._name, self._began, time.monotonic_ns(), self._about)
         self._recorder.notes.append(note)
 
 
@@ -197,8 +197,10 @@ class Launched:
 
     __slots__ = ("_about", "_began", "_name", "_recorder")
 
-    def __init__(self, recorder: Recorder, name: str, about: Mapping[str, int | str]) -> None:
-        self._recorder: Recorder | None = recorder
+    def __init__(
+        self, recorder: TimelineRecorder, name: str, about: Mapping[str, int | str]
+    ) -> None:
+        self._recorder: TimelineRecorder | None = recorder
         self._name = name
         self._about = about
         self._began = time.monotonic_ns()
@@ -209,11 +211,11 @@ class Launched:
         if recorder is not None:
             now = time.monotonic_ns()
             recorder.notes.append(
-                Note(Row.COMMUNICATION, self._name, self._began, now, self._about)
+                TimelineEvent(Row.COMMUNICATION, self._name, self._began, now, self._about)
             )
 
 
-active: Recorder | None = None
+active: TimelineRecorder | None = None
 """What records at the moment."""
 
 _watchers: WeakSet[Watcher] = WeakSet()
@@ -250,7 +252,7 @@ def unwatch(watcher: Watcher) -> None:
     _watchers.discard(watcher)
 
 
-def start(recorder: Recorder) -> None:
+def start(recorder: TimelineRecorder) -> None:
     """Record by `recorder` from now on."""
     global active
     active = recorder
@@ -258,14 +260,14 @@ def start(recorder: Recorder) -> None:
         watcher.attach()
 
 
-def stop(recorder: Recorder) -> None:
+def stop(recorder: TimelineRecorder) -> None:
     """Record by it no longer; what it has is still written."""
     _leave(recorder)
     for watcher in list(_watchers):
         watcher.detach()
 
 
-def _leave(recorder: Recorder) -> None:
+def _leave(recorder: TimelineRecorder) -> None:
     global active
     if active is recorder:
         active = None
