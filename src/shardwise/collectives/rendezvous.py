@@ -26,7 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from shardwise import authentication
 from shardwise.collectives.store import Hosted, Reaching
 from shardwise.errors import LaunchError
-from shardwise.launch import ancestors, interface, notes, rendezvous, secret
+from shardwise.launch import ancestors, departed, interface, notes, rendezvous, secret
 from shardwise.launch.identity import Identity
 from shardwise.launch.notes import Note
 
@@ -195,13 +195,25 @@ def _await_all(terms: _Terms, hosted: Hosted) -> None:
     keys = {here(rank): rank for rank in range(1, identity.size)}
     while absent := hosted.absent(list(keys), 5 * POLL):
         now, ended = time.monotonic(), beside.have_ended()
+        missing = [keys[key] for key in absent]
+        _check_departed(terms, missing)
         if ended or now > min(terms.deadline, warning):
-            missing = [keys[key] for key in absent]
             said = _missing(terms, missing, ended=ended)
             if ended or not terms.left:
                 raise LaunchError(said).blaming(missing)
             print(f"shardwise: {said} Waiting on.", file=sys.stderr, flush=True)
             warning = terms.deadline
+
+
+def _check_departed(terms: _Terms, missing: Sequence[int]) -> None:
+    """Raise LaunchError where one of the `missing` ranks has ended in peace: it will not come."""
+    if terms.identity.launcher != "shardwise run":  # one inside of it counts ranks of its own
+        return
+    if gone := departed.among(missing):
+        raise LaunchError(
+            f"{_ranks(gone)} of {terms.identity.size} ended with exit code 0 before sw.init, where "
+            "the others wait: let all ranks call it, or none."
+        ).blaming(gone)
 
 
 class Beside:
@@ -256,6 +268,7 @@ def _go(terms: _Terms) -> Met:
     """The store of rank 0, when all have come to it."""
     trouble, refused_since = "", None
     while terms.left:
+        _check_departed(terms, [0])
         note = terms.found()
         for name in note.addresses if note else ():
             assert note is not None

@@ -200,7 +200,7 @@ class Flights:
                 continue
             missing = self._unheard(flight)
             if lost := missing & self._mesh.gone:
-                raise self._failed(PeerLost, self._lost(flight, lost))
+                raise self._lost(flight, lost)
             waited = time.monotonic() - begun
             if waited > self._timeout:
                 raise self._late(flight, missing)
@@ -289,11 +289,13 @@ class Flights:
     def _name(self, *places: int) -> str:
         return self._roster.named(places)
 
-    def _lost(self, flight: Flight, lost: set[int]) -> str:
-        return (
+    def _lost(self, flight: Flight, lost: set[int]) -> CollectiveError:
+        return self._failed(
+            PeerLost,
             f"{self._roster.speaker(self._rank)} lost {self._name(*lost)} in {flight.name}: gone "
             "before it had done its part. The cause is on the rank that went away; see its own "
-            "output."
+            "output.",
+            tuple(self._roster.ranks[place] for place in sorted(lost)),
         )
 
     def _late(self, flight: Flight, missing: set[int]) -> CollectiveError:
@@ -306,7 +308,7 @@ class Flights:
     def _cut_off(self, flight: Flight, error: Exception) -> Exception:
         """The error of messages between hosts; where a rank of this host is gone, that is why."""
         if isinstance(error, PeerLost) and self._mesh.gone:
-            return self._failed(PeerLost, self._lost(flight, self._mesh.gone))
+            return self._lost(flight, self._mesh.gone)
         if isinstance(error, CollectiveError):
             return self._failed(type(error), str(error), error.at_fault)
         return error

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from shardwise.launch import cause, environment, progress, report
+from shardwise.launch import cause, departed, environment, progress, report
 from shardwise.launch.child import Child, Outlet, Source
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import Progress
@@ -126,6 +126,8 @@ class Crew:
                 for source in child.sources:
                     self._ignore(source)
                     source.drain()
+                if child.end is not None and child.end.code == 0 and child.is_gone():
+                    departed.tell(self._folder, child.rank)
                 self._left(self._departure(child))
 
     def send(self, number: signal.Signals) -> None:

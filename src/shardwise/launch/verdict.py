@@ -69,12 +69,15 @@ def _late(
     ends: Sequence[End], failures: Sequence[End], reports: Mapping[int, Report]
 ) -> Verdict | None:
     """That one is to blame which the first of those that waited names, and which had to be ended
-    before it said anything."""
+    before it said anything; where none is named, the only one that said nothing."""
     silent = {end.rank for end in ends} - {end.rank for end in failures}
-    for end in sorted(failures, key=lambda end: _moment(end, reports)):
+    waited = sorted(failures, key=lambda end: _moment(end, reports))
+    for end in waited:
         for rank in reports[end.rank].at_fault if end.rank in reports else ():
             if rank in silent:
                 return Verdict(rank=rank, exit_code=1, waiting=end.rank, late=True)
+    if len(silent) == 1:
+        return Verdict(rank=silent.pop(), exit_code=1, waiting=waited[0].rank, late=True)
     return None
 
 
