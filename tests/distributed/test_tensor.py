@@ -528,7 +528,7 @@ def looks_first(world, looks):
     if looks:
         with torch.no_grad():
             model.head(hidden)
-            assert not model.head._replica._taken, "a forward without gradients holds its input"
+            assert not model.head._replica._inputs, "a forward without gradients holds its input"
     engine.backward(sw.cross_entropy(model.head(hidden), y, model.head))
     norm = engine.step(max_norm=1e9).grad_norm
     engine.close()

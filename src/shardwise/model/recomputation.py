@@ -63,15 +63,15 @@ class RecomputedForward:
 
 
 class StandsForPart(Tensor):
-    """A tensor that computes nothing itself: what it is made of, graph and all, is its `part`."""
+    """A tensor that stands for a whole: this rank's part, with its graph, is its `local`."""
 
     @property
-    def part(self) -> Tensor:
-        """What it is made of."""
+    def local(self) -> Tensor:
+        """This rank's part."""
         raise NotImplementedError
 
-    def form(self) -> Callable[[Tensor], Tensor]:
-        """What makes such a tensor of another part, and holds none."""
+    def constructor(self) -> Callable[[Tensor], Tensor]:
+        """A function from another part to such a tensor; it holds no part."""
         raise NotImplementedError
 
 
@@ -102,7 +102,7 @@ class _Call:
             _form_of(leaf, places[id(leaf)]) if isinstance(leaf, Tensor) else leaf
             for leaf in self._leaves
         ]
-        return [leaf.part if isinstance(leaf, StandsForPart) else leaf for leaf in found.values()]
+        return [leaf.local if isinstance(leaf, StandsForPart) else leaf for leaf in found.values()]
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self._given is None:
@@ -139,7 +139,7 @@ class _Form:
 
 
 def _form_of(leaf: Tensor, place: int) -> _Form:
-    return _Form(place, leaf.form() if isinstance(leaf, StandsForPart) else lambda saved: saved)
+    return _Form(place, leaf.constructor() if isinstance(leaf, StandsForPart) else lambda saved: saved)
 
 
 class UnitBuffers:

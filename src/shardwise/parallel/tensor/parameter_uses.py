@@ -305,5 +305,5 @@ def _repr(parameter: nn.Parameter) -> str:
     with _without_torch_function():
         return (
             f"<parameter of shape {tuple(parameter.shape)}, {parameter.dtype}, with its values on "
-            "parameters workers: whole inside of engine.full_parameters()>"
+            "several workers: whole inside of engine.full_parameters()>"
         )
