@@ -108,7 +108,7 @@ class ReducingOptimizer(optim.Optimizer):
         if self._started:
             raise HookOrder(
                 "optimizer.zero_grad() was called after loss.backward() but before "
-                "optimizer.step() or optimizer.synchronize(), while gradients are on their options."
+                "optimizer.step() or optimizer.synchronize(), while gradients are in flight."
             )
         self._synchronized = False
         super().zero_grad(*args, **kwargs)

@@ -43,7 +43,7 @@ def per_rank(steps: Steps) -> Table:
 
 def per_step(steps: Iterable[StepTimes]) -> Table:
     """A row for each step of each rank."""
-    table = _table("StepTimes by step", ["step", "rank"])
+    table = _table("Step by step", ["step", "rank"])
     for step in sorted(steps, key=lambda step: (step.number, step.rank)):
         table.add_row(str(step.number), str(step.rank), *_cells([step]))
     return table
