@@ -46,7 +46,7 @@ shardwise doctor [flags of the run]     also: srun shardwise doctor, mpirun -n 4
 
 
 class Commands(click.Group):
-    """The group of commands, which guesses what was meant by a word that is none of them."""
+    """The group of commands, with a suggestion for an unknown word."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -58,7 +58,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def _meant(self, args: list[str]) -> str:
-        """What `args` may have been meant for."""
+        """A suggestion for what `args` were meant to be."""
         shown = sorted(name for name, command in self.commands.items() if not command.hidden)
         if near := difflib.get_close_matches(args[0], shown, n=1):
             return f"Did you mean: shardwise {near[0]}"
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _refuse(message: str) -> int:
-    """Say what is wrong, as a terminal may be given it; the exit code."""
+    """Print the error, safe for a terminal; returns the exit code."""
     if sys.stderr is not None:
         with suppress(OSError):  # where nobody listens, the code says it
             print(f"shardwise: {shortened(printable(message))}", file=sys.stderr, flush=True)
@@ -121,8 +121,8 @@ def _run(words: tuple[str, ...], **given: Any) -> int:
 
 
 def _mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
-    """Say, in case it was not meant, which of our flags stand among the script's arguments: those
-    of settings, and `more`, but for options that the script itself names."""
+    """Warn of our flags among the script's arguments: those of settings, and `more`, but for
+    options that the script itself names."""
     ours = {*(config.flag(name) for name in config.FIELDS), *more}
     text = program.text_of(words[0])
     misplaced = [
@@ -140,7 +140,7 @@ def _mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None
 
 
 def _mention_copies(script: str, size: int | None) -> None:
-    """Say of a script that names neither us nor Horovod what it will do on several workers."""
+    """Warn that a script which names neither us nor Horovod runs as independent copies."""
     text = program.text_of(script)
     if program.joins_itself(script) or program.names_us(text):
         return
@@ -153,7 +153,8 @@ def _mention_copies(script: str, size: int | None) -> None:
 
 
 def _check(flags: dict[str, str]) -> None:
-    """Refuse here, once and before any rank starts, what every rank would refuse."""
+    """Raise here, once and before any rank starts, the errors in settings that every rank would
+    raise."""
     if system_errors.folder_of_this_process() is None:
         raise LaunchError(
             "The folder that this was started in does not exist any more: go to another one (cd)."
@@ -235,7 +236,7 @@ def _settings_of_measured_runs(
 
 
 OF_THE_SIZE = {"-n", "-np", "--nproc-per-node", "--nproc_per_node"}
-"""How many ranks there are to be; where that is not said, it may stand in the wrong place."""
+"""Flags for the number of ranks; looked for behind the script where it is not set before it."""
 
 KINDS = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
 
@@ -253,7 +254,7 @@ def _as_text(value: str | bool) -> str:
 
 
 def _setting_flag(field: "Field[Any]") -> Flag:
-    """The flag that a field of Settings asks for."""
+    """The flag of a field of Settings."""
     name, about = config.flag(field.name), field.metadata
     common = {"group": about["group"], "rare": about["rare"], "default": None}
     common["listed"] = about["parse"] in values.OF_SEVERAL
@@ -266,7 +267,7 @@ def _setting_flag(field: "Field[Any]") -> Flag:
 
 
 def _default(field: "Field[Any]") -> str:
-    """The default of a setting, where the help does not say it already."""
+    """The default of a setting, unless the help says it already."""
     if field.default is None or field.default == "auto":
         return ""
     value = f"{field.default:g}" if isinstance(field.default, float) else field.default
@@ -280,7 +281,7 @@ def _flags() -> list[click.Parameter]:
 
 
 def _help_all() -> click.Option:
-    """The flag that shows every flag, as soon as it is met."""
+    """The flag --help-all, which acts as soon as it is parsed."""
 
     def show(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
         if wanted and isinstance(ctx.command, Command):

@@ -310,7 +310,11 @@ def gives(world):
     with pytest.raises(ZeroDivisionError):
         model(some(ROWS, LENGTH, WIDTH))
     replica = model.blocks[0].up._replica
-    assert (replica.running_forwards, replica._inputs, replica.randomness.in_region) == (0, {}, False)
+    assert (replica.running_forwards, replica._inputs, replica.randomness.in_region) == (
+        0,
+        {},
+        False,
+    )
     engine.close()
     return True
 

@@ -7,7 +7,7 @@ execution.py        executes agreed operations on a transport; streams.py  order
 basics.py           init, shutdown, rank, size, join, barrier; context.py  the state between
 process_sets.py     groups of ranks
 operations.py       requests an operation, and waits on its handle
-allreduce.py        dense; sparse_allreduce.py  sparse COO tensors
+allreduce.py        dense tensors; sparse_allreduce.py  sparse COO tensors
 gather_scatter.py   allgather, alltoall, broadcast, reducescatter
 
 optimizer.py        DistributedOptimizer; gradient_hooks.py and buckets.py reduce its gradients

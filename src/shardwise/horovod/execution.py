@@ -197,7 +197,7 @@ _JOINED_BY_GATHER: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _allgather(operation: AgreedOperation) -> list[Tensor]:
-    """(rows of this rank, ...) becomes (rows of all ranks, ...)."""
+    """Gather (rows of this rank, ...) into (rows of all ranks, ...)."""
     found = []
     for number, tensor in enumerate(operation.tensors):
         rows = [of_rank[number] for of_rank in operation.rows]
@@ -240,7 +240,7 @@ def _alltoall(operation: AgreedOperation) -> list[Tensor]:
 
 
 def _reducescatter(operation: AgreedOperation) -> list[Tensor]:
-    """(rows, ...) becomes this rank's rows of the sum; the first ranks have one more."""
+    """Reduce (rows, ...) to this rank's rows of the sum; the first ranks have one more."""
     found = []
     for tensor in operation.tensors:
         rows = row_counts(tensor.shape[0], operation.size)

@@ -74,7 +74,8 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Rank `root_rank`'s `obj`, on every rank. Raises BadCall for what cannot be pickled."""
+    """Broadcast rank `root_rank`'s `obj` to every rank. Raises BadCall for what cannot be
+    pickled."""
     name = name or "broadcast_object"
     is_root = current().world.rank == root_rank
     data = _pickled(obj) if is_root else None
@@ -100,7 +101,7 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's `obj`, in rank order, on every rank. Raises BadCall for what cannot be
+    """Gather every rank's `obj`, in rank order, on every rank. Raises BadCall for what cannot be
     pickled."""
     name = name or "allgather_object"
     data = _pickled(obj)

@@ -97,7 +97,7 @@ class Link:
 
 
 def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) -> dict[int, Link]:
-    """Rank 0's side: the link of every other rank. Raises LaunchError when one does not come."""
+    """Accept the links of all other ranks, on rank 0. Raises LaunchError when one does not come."""
     found: dict[int, Link] = {}
     until = time.monotonic() + timeout
     with authentication.Acceptor(listener, secret) as acceptor:
@@ -118,7 +118,7 @@ def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) ->
 
 
 def connect(address: str, port: int, secret: bytes, rank: int, timeout: float) -> Link:
-    """The others' side. Raises LaunchError where rank 0 cannot be reached."""
+    """Connect to rank 0. Raises LaunchError where it cannot be reached."""
     until = time.monotonic() + timeout
     while True:
         try:

@@ -30,7 +30,7 @@ class Forwards:
         recorder.watch(self)
 
     def attach(self) -> None:
-        """TimelineEvent forwards from now on."""
+        """Record forwards from now on."""
         self.detach()
         for model in self._models:
             for name, module in self._noted(model):
@@ -53,7 +53,7 @@ class Forwards:
         self.detach()
 
     def detach(self) -> None:
-        """TimelineEvent no more."""
+        """Stop recording forwards."""
         _remove(self._handles)
 
 

@@ -139,7 +139,9 @@ class _Form:
 
 
 def _form_of(leaf: Tensor, place: int) -> _Form:
-    return _Form(place, leaf.constructor() if isinstance(leaf, StandsForPart) else lambda saved: saved)
+    return _Form(
+        place, leaf.constructor() if isinstance(leaf, StandsForPart) else lambda saved: saved
+    )
 
 
 class UnitBuffers:

@@ -49,7 +49,7 @@ def measure(plan: ScalingPlan) -> int:
 
 
 def _tell(report: ScalingReport, console: Console) -> None:
-    """Write what was measured, and show the table."""
+    """Write the results, and show the table."""
     plan = report.plan
     reports.write(report, plan.out)
     from shardwise.scaling import plots  # half a second, which nobody waits for before
@@ -63,12 +63,12 @@ def _tell(report: ScalingReport, console: Console) -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """Asked to end: the run that is under way ends first."""
+    """Handle a request to end: the present run ends first."""
     raise SystemExit(128 + number)
 
 
 def _all(plan: ScalingPlan, console: Console) -> Iterator[MeasuredRun]:
-    """The runs, one after the other; a failure is said at once, and the others go on."""
+    """Yield the runs, one after the other; a failure is printed at once, and the others go on."""
     asked = [(kind, size) for kind in plan.kinds for size in plan.sizes]
     alone: MeasuredRun | None = None
     with _bar(console) as bar:

@@ -55,7 +55,7 @@ Draw = Callable[[Any, ScalingReport], None]
 
 
 def draw(report: ScalingReport, folder: Path) -> dict[str, str]:
-    """Save every plot that there is something for in `folder`; their SVG, by name."""
+    """Save the plots that have data in `folder`; returns their SVG, by name."""
     found = {}
     for name, on in _plots(report):
         with plt.rc_context(STYLE | {"svg.hashsalt": name}):
@@ -83,7 +83,7 @@ def _plots(report: ScalingReport) -> Iterator[tuple[str, Draw]]:
 
 
 def _throughput(axes: Any, report: ScalingReport) -> None:
-    """Samples a second with their intervals, and the line of the first size times N."""
+    """Plot samples a second with their intervals, and the line of the first size times N."""
     for kind in report.plan.kinds:
         rows = report.rows(kind)
         if not rows:
@@ -115,7 +115,7 @@ def _throughput(axes: Any, report: ScalingReport) -> None:
 
 
 def _efficiency(axes: Any, report: ScalingReport) -> None:
-    """The rate of a worker, against that of one at the smallest size."""
+    """Plot the rate of a worker, against that of one at the smallest size."""
     for kind in report.plan.kinds:
         rows = report.rows(kind)
         counts = [row.run.workers for row in rows]
@@ -130,7 +130,7 @@ def _efficiency(axes: Any, report: ScalingReport) -> None:
 
 
 def _loss(axes: Any, report: ScalingReport) -> None:
-    """By epoch; by step where no run has come to a second epoch."""
+    """Plot losses by epoch; by step where no run has reached a second epoch."""
     if any(run.measured and len(run.measured.loss) > 1 for run in report.runs):
         _curves(axes, report, lambda measured: measured.loss, "training loss", "epoch")
     else:
@@ -145,8 +145,8 @@ def _accuracy(axes: Any, report: ScalingReport) -> None:
 def _curves(
     axes: Any, report: ScalingReport, of: Callable[[Measured], Curve], label: str, unit: str
 ) -> None:
-    """A line for each size, by epoch or step, the `unit`; the first is the widest, since the others
-    may well lie on it."""
+    """Plot a line for each size, by epoch or step, the `unit`; the first is the widest, since
+    others may lie on it."""
     sizes = sorted(report.plan.sizes)
     wider = min(1.6, 6 / len(sizes))
     for style, kind in zip(STYLES, report.plan.kinds, strict=False):
@@ -175,14 +175,14 @@ def _curves(
 
 
 def _workers(axes: Any, report: ScalingReport) -> None:
-    """The axis of the numbers of workers, on which what is ideal is straight."""
+    """Scale the axis of the numbers of workers, on which ideal scaling is straight."""
     axes.set_xlim(left=0)
     axes.set_xticks(sorted(report.plan.sizes))
     axes.set_xlabel("workers")
 
 
 def _themed(svg: str, name: str) -> str:
-    """An SVG to stand in a page: ids of its own, colors by name, as wide as its place."""
+    """An SVG for a page: with ids of its own, named colors, and the width of its place."""
     svg = svg[svg.index("<svg") :]
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, f"var(--{variable})")

@@ -39,7 +39,7 @@ class TooFew(Exception):
 
 
 def read(folder: Path, ranks: int, warmup: int) -> Measured:
-    """What `ranks` ranks recorded in `folder`. Raises TooFew."""
+    """Read the records of `ranks` ranks in `folder`. Raises TooFew."""
     paths = [folder / f"rank-{rank}.jsonl" for rank in range(ranks)]
     if missing := [str(rank) for rank, path in enumerate(paths) if not path.exists()]:
         raise TooFew(
@@ -81,7 +81,7 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
 
 
 def steps_made(folder: Path) -> int:
-    """How many steps rank 0 of a run has recorded so far."""
+    """The number of steps that rank 0 of a run has recorded so far."""
     try:
         return (folder / "rank-0.jsonl").read_bytes().count(b'{"step"')
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def _seconds(step: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines; one that a crash has cut is left out."""
+    """The complete lines of a record; one that a crash has cut is left out."""
     for line in path.read_text().splitlines():
         try:
             yield json.loads(line)
@@ -126,7 +126,7 @@ def _is_loss(row: Mapping[str, Any]) -> bool:
 
 
 def _means(rows: Iterator[dict[str, Any]]) -> dict[str, Curve]:
-    """By name, with what it is of: training, or an evaluation."""
+    """The means by name, of training or of an evaluation."""
     found: dict[str, Curve] = {}
     for row in rows:
         of = "training" if row["training"] else "evaluation"

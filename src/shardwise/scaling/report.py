@@ -64,12 +64,13 @@ class ScalingReport:
 
     @property
     def accuracies(self) -> str:
-        """What is shown as accuracy, such as "evaluation accuracy"; "" where nothing is."""
+        """The name of the mean that is shown as accuracy, such as "evaluation accuracy"; "" without
+        one."""
         made = [run.measured for run in self.runs if run.measured]
         return " or ".join(sorted({name for each in made if (name := accuracy_name(each))}))
 
     def machine(self) -> dict[str, str]:
-        """Where it was measured."""
+        """The machine of the measurement."""
         threads = os.environ.get("OMP_NUM_THREADS", str(self.plan.threads))
         return {
             "machine": f"{platform.node()}, {_processor()}",
@@ -81,7 +82,7 @@ class ScalingReport:
         }
 
     def notes(self) -> list[str]:
-        """What a reader of the figures should know."""
+        """Notes for the reader of the figures."""
         cores, most = usable_cores(), max(self.plan.sizes)
         found = [
             "engine.resume, save and export do nothing meanwhile (--trial): every size begins with "
@@ -115,7 +116,7 @@ class ScalingReport:
 
 
 def table(report: ScalingReport) -> Table:
-    """For the terminal, without the columns that have nothing."""
+    """The table for the terminal, without empty columns."""
     rows = {kind: lines(report, kind) for kind in report.plan.kinds}
     filled = [any(column) for column in zip(*chain(*rows.values()), strict=True)]
     made = Table(
@@ -149,7 +150,7 @@ COLUMNS = {
 
 
 def lines(report: ScalingReport, kind: str) -> list[list[str]]:
-    """The cells of the rows of a kind, for people; a run that failed has its row too."""
+    """The cells of the rows of a kind, as text; a run that failed has its row too."""
     made = {row.run.workers: row for row in report.rows(kind)}
     return [
         _cells(kind, made[run.workers])
@@ -177,18 +178,18 @@ def _cells(kind: str, row: ScalingRow) -> list[str]:
 
 
 def figure(value: float) -> str:
-    """A rate with as many digits as are of use."""
+    """A rate with as many digits as are significant."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def accuracy_name(measured: Measured) -> str:
-    """Which of the means is called accuracy: one of evaluations, if there are any; "" if none."""
+    """The mean that is called accuracy: one of evaluations, if there are any; "" if none."""
     named = [name for name in measured.means if "acc" in name.split(" ", 1)[1].lower()]
     return min(named, default="")  # "evaluation ..." before "training ..."
 
 
 def accuracy(measured: Measured) -> Curve:
-    """The curve of what is called accuracy."""
+    """The curve of the mean that is called accuracy."""
     name = accuracy_name(measured)
     return dict(measured.means[name]) if name else {}
 
@@ -198,7 +199,7 @@ def _last(curve: Curve, form: str) -> str:
 
 
 def write(report: ScalingReport, folder: Path) -> None:
-    """scaling.json and scaling.csv in `folder`."""
+    """Write scaling.json and scaling.csv to `folder`."""
     (folder / "scaling.json").write_text(json.dumps(as_json(report), indent=2) + "\n")
     with (folder / "scaling.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(_FLAT))
@@ -228,7 +229,7 @@ _FLAT = (
 
 
 def as_json(report: ScalingReport) -> dict[str, Any]:
-    """Everything, for programs; what is not known is null."""
+    """All results, for programs; unknown ones are null."""
     return {
         "command": report.command,
         "flags": list(report.plan.flags),

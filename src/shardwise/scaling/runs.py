@@ -38,13 +38,13 @@ class ScalingPlan:
 
     @property
     def threads(self) -> int:
-        """Threads of a rank where the user does not say: alike at every size, so that a worker is
-        the same everywhere."""
+        """Threads of a rank where the user does not say: equal at every size, so that workers
+        compare."""
         return max(1, usable_cores() // max(self.sizes))
 
     @property
     def limit(self) -> int | None:
-        """After how many steps a run ends."""
+        """The number of steps after which a run ends."""
         return None if self.steps is None else self.steps + self.warmup
 
 
@@ -65,7 +65,7 @@ OnStep = Callable[[int], None]
 
 
 def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> MeasuredRun:
-    """Run the script once. Raises KeyboardInterrupt when that is pressed, the run ended."""
+    """Run the script once. Raises KeyboardInterrupt after ending the run, if that is pressed."""
     folder = plan.out / "runs" / f"{kind}-{workers}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -116,6 +116,6 @@ def _wait(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> int:
 
 
 def _last_words(log: Path) -> str:
-    """The last line of a log: the launcher shows the error that ended a run last."""
+    """The last line of a log, which is the error that ended the run."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     return next((line for line in reversed(lines) if line), "it said nothing")

@@ -33,7 +33,7 @@ class Encoder:
         self._flows = 0
 
     def opening(self) -> list[str]:
-        """The lines that say whose events follow."""
+        """The lines that name the process and its rows."""
         return [
             self._metadata("process_name", 0, {"name": f"rank {self._rank}"}),
             self._metadata("process_labels", 0, {"labels": self._host[:LONGEST]}),
@@ -41,7 +41,7 @@ class Encoder:
         ]
 
     def lines(self, notes: Iterable[TimelineEvent]) -> Iterator[str]:
-        """Each note as a line, or some."""
+        """Encode each event as one line, or as several."""
         for note in notes:
             row = note.row
             thread = self._thread(note)
@@ -54,13 +54,14 @@ class Encoder:
                 yield from self._flow(note, thread)
 
     def counter(self, now: int, values: Mapping[str, float]) -> str:
-        """Megabytes of memory in use."""
+        """The line with the megabytes of memory in use."""
         rounded = {name: round(value, 1) for name, value in values.items()}
         event = {"name": "memory (MB)", "cat": "memory", "ph": "C", "ts": (now - self.ahead) / 1000}
         return _line(event | {"pid": self._rank, "tid": 0, "args": rounded})
 
     def _complete(self, note: TimelineEvent, category: str, thread: int) -> str:
-        """By hand: a library takes ten times as long, and there are thousands a second."""
+        """Format an event by hand: a JSON library takes ten times as long, and there are thousands
+        a second."""
         begin, lasted = (note.began - self.ahead) / 1000, (note.ended - note.began) / 1000
         about = f',"args":{_object(note.about)}' if note.about else ""
         return (
@@ -74,7 +75,8 @@ class Encoder:
         return self._of_engine(note) if note.row is Row.STEPS else int(note.row)
 
     def _of_engine(self, note: TimelineEvent) -> int:
-        """Engines that take turns are in each other's steps, so each has a row."""
+        """The row of an engine's steps. Engines that take turns are in each other's steps, so each
+        has a row."""
         engine = (note.about or {}).get("engine", 0)
         if engine not in self._engines:
             self._engines.append(engine)
@@ -82,7 +84,8 @@ class Encoder:
         return int(Row.STEPS) if number == 0 else FURTHER_STEPS + number - 1
 
     def _lane(self, note: TimelineEvent) -> int:
-        """The first thread of the row on which nothing overlaps it; notes come as they end."""
+        """The first thread of the row on which nothing overlaps the event; events come as they
+        end."""
         ends = self._ends[note.row]
         free = (lane for lane, end in enumerate(ends) if end <= note.began)
         lane = next(free, min(len(ends), WIDEST - 1))

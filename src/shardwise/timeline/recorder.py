@@ -1,7 +1,7 @@
-"""What is going on in this process: noted where it happens, written by a thread.
+"""Records events of this process; a thread writes them.
 
-A note is a few numbers put on a queue; turning it into text and writing that is the thread's work,
-a few times a second, so that a step pays a microsecond per event.
+An event is a few numbers put on a queue; the thread turns it into text and writes that, a few times
+a second, so that a step pays a microsecond per event.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ _TITLES = {
 }
 
 LANES = (Row.COMMUNICATION, Row.TIERS)
-"""Rows of events that overlap each other."""
+"""Rows whose events may overlap."""
 
 WIDEST = 30
-"""Rows that one of `LANES` may take; what overlaps more stands on the last of them."""
+"""The number of rows that one of `LANES` may take; further overlaps stand on the last of them."""
 
 FURTHER_STEPS = 70
-"""The row of the second engine's steps, on which those of further ones follow, `WIDEST` in all."""
+"""The row of the second engine's steps, followed by those of further ones, `WIDEST` in all."""
 
 PERIOD = 0.25
-"""Seconds between two writes: what a kill takes away at most."""
+"""Seconds between two writes: the most that a kill loses."""
 
 MANY = 8
-"""Ranks that are listed one by one."""
+"""The number of ranks that are listed one by one."""
 
 PATIENCE = 5.0
-"""Seconds that the last write gets."""
+"""Seconds that `stop` waits for the last write."""
 
 WAIT = "wait"
-"""The category of what a rank waits for others; else a category is the title of the row."""
+"""The category of waits for other ranks; other events have the title of their row as category."""
 
 
 WAIT_BESIDE = "wait beside"
-"""The category of what a thread waits for that communicates beside the one that computes."""
+"""The category of waits on a thread that communicates beside the one that computes."""
 
 
 class TimelineEvent(NamedTuple):
@@ -89,11 +89,11 @@ class TimelineEvent(NamedTuple):
     category: str | None = None
 
 
-class NoteSink(Protocol):
-    """Writes notes."""
+class EventSink(Protocol):
+    """Writes events."""
 
     def write(self, notes: list[TimelineEvent]) -> None:
-        """Write notes, and how much memory is in use. Raises OSError."""
+        """Write events, and how much memory is in use. Raises OSError."""
 
     def close(self) -> None:
         """Finish writing. Raises OSError."""
@@ -110,12 +110,12 @@ class Watcher(Protocol):
 
 
 class TimelineRecorder:
-    """Queues the notes of this process, which a thread writes to `sink`.
+    """Queues the events of this process, which a thread writes to `sink`.
 
     `on_failure` is called once with the error of a write; nothing is recorded from then on.
     """
 
-    def __init__(self, sink: NoteSink, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(self, sink: EventSink, on_failure: Callable[[Exception], None]) -> None:
         self.notes: deque[TimelineEvent] = deque()
         self._sink = sink
         self._on_failure = on_failure
@@ -127,8 +127,8 @@ class TimelineRecorder:
         self._thread.start()
 
     def stepped(self, engine: int, number: int) -> None:
-        """Step `number` of an engine is over; it began when the one before was over, an engine's
-        first one when another engine's last."""
+        """Record step `number` of an engine, which began when its step before ended; the first one
+        of an engine when another engine's last step ended."""
         now = time.monotonic_ns()
         about = {"step": number, "engine": engine}
         began = self._stepped.get(engine, max(self._stepped.values(), default=self._began))
@@ -138,15 +138,16 @@ class TimelineRecorder:
     def waited(
         self, call: str, since: float, missing: tuple[int, ...], beside: bool = False
     ) -> None:
-        """A thread, the one that computes or one `beside` it, has waited in `call`, `since` seconds
-        of the monotonic clock; the ranks `missing` had not come when it began."""
+        """Record a wait in `call` of a thread, the one that computes or one `beside` it, from
+        `since` in seconds of the monotonic clock; the ranks `missing` had not come when it
+        began."""
         began, now = int(since * 1e9), time.monotonic_ns()
         about = {"for": _listed(missing)} if missing else None
         row, category = (Row.BESIDE, WAIT_BESIDE) if beside else (Row.COMPUTE, WAIT)
         self.notes.append(TimelineEvent(row, f"wait: {call}", began, now, about, category))
 
     def stop(self) -> None:
-        """Write what is left, and end."""
+        """Write the remaining events, and end the thread."""
         self._ends.set()
         self._thread.join(PATIENCE)
 
@@ -165,14 +166,14 @@ class TimelineRecorder:
 
 
 def _listed(ranks: tuple[int, ...]) -> str:
-    """Ranks in words; of many the first."""
+    """Ranks as text; of many the first ones."""
     shown = ", ".join(map(str, ranks[:MANY]))
     more = f" and {len(ranks) - MANY} more" if len(ranks) > MANY else ""
     return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
 
 
 class Span:
-    """A context that is noted with its name when it ends."""
+    """A context that is recorded with its name when it ends."""
 
     __slots__ = ("_about", "_began", "_name", "_recorder", "_row")
 
@@ -193,7 +194,7 @@ class Span:
 
 
 class Launched:
-    """A collective on its way, noted when it is `done` for the first time."""
+    """A collective in flight, recorded when `done` is called first."""
 
     __slots__ = ("_about", "_began", "_name", "_recorder")
 
@@ -206,7 +207,7 @@ class Launched:
         self._began = time.monotonic_ns()
 
     def done(self) -> None:
-        """Its result is there."""
+        """Record the collective: its result is there."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             now = time.monotonic_ns()
@@ -225,7 +226,7 @@ _OFF = nullcontext()
 def span(
     name: str, row: Row = Row.COMPUTE, about: Mapping[str, int | str] | None = None
 ) -> AbstractContextManager[None]:
-    """A context that is noted as `name` on a row; `about` is shown beside it."""
+    """A context that is recorded as `name` on a row; `about` is shown beside it."""
     recorder = active  # read once: the thread that writes may end it at any moment
     return _OFF if recorder is None else Span(recorder, name, row, about)
 
@@ -241,19 +242,19 @@ def launched(what: str, buffer: Tensor, bucket: int | None = None) -> Launched |
 
 
 def watch(watcher: Watcher) -> None:
-    """Let it hook on whenever recording begins; now, where it has begun."""
+    """Attach the hooks of `watcher` whenever recording begins; now, where it has begun."""
     _watchers.add(watcher)
     if active is not None:
         watcher.attach()
 
 
 def unwatch(watcher: Watcher) -> None:
-    """It hooks on no more."""
+    """Detach the hooks, and do not attach them again."""
     _watchers.discard(watcher)
 
 
 def start(recorder: TimelineRecorder) -> None:
-    """Record by `recorder` from now on."""
+    """Record with `recorder` from now on."""
     global active
     active = recorder
     for watcher in list(_watchers):
@@ -261,7 +262,7 @@ def start(recorder: TimelineRecorder) -> None:
 
 
 def stop(recorder: TimelineRecorder) -> None:
-    """Record by it no longer; what it has is still written."""
+    """Stop recording with the recorder; what it has is still written."""
     _leave(recorder)
     for watcher in list(_watchers):
         watcher.detach()
@@ -274,7 +275,7 @@ def _leave(recorder: TimelineRecorder) -> None:
 
 
 def _in_forked_child() -> None:
-    """The thread is not in it, and its work is not a rank's."""
+    """Stop recording in a forked child: it has no thread, and its work is not a rank's."""
     global active
     active = None
 

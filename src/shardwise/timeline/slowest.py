@@ -24,8 +24,8 @@ _WHERE = {
 
 @dataclass(frozen=True)
 class Slowest:
-    """Rank `rank` had `seconds` more to do per step than the others (their median), most of it,
-    `more`, in `kind`. It was the last in `times` of `steps` steps."""
+    """The slowest rank: it had `seconds` more to do per step than the others (their median), most
+    of it, `more`, in `kind`. It was the last in `times` of `steps` steps."""
 
     rank: int
     seconds: float
@@ -43,8 +43,8 @@ class Slowest:
 
 
 def counted(steps: Mapping[int, Sequence[StepTimes]]) -> dict[int, list[StepTimes]]:
-    """The steps that figures are taken from: without each rank's first, which has the start of a
-    run in it, where there are more."""
+    """The steps that figures are taken from: without each rank's first, which includes the start of
+    a run, where there are more."""
     return {rank: list(own[1:] if len(own) > 1 else own) for rank, own in steps.items() if own}
 
 
@@ -83,7 +83,7 @@ def _work(steps: Sequence[StepTimes]) -> dict[str, float]:
 
 
 def _by_step(steps: Mapping[int, Sequence[StepTimes]]) -> list[dict[int, StepTimes]]:
-    """The steps that all ranks have, each by rank."""
+    """The steps that all ranks have, with each rank's times."""
     by_number = [{step.number: step for step in own} for own in steps.values() if own]
     common = set.intersection(*map(set, by_number))
     return [{own[number].rank: own[number] for own in by_number} for number in sorted(common)]

@@ -52,12 +52,12 @@ class StepTimes:
 
     @property
     def busy(self) -> float:
-        """Seconds in which it waited for nobody."""
+        """Seconds in which the rank did not wait for others."""
         return self.seconds - self.waited
 
 
 def steps_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[StepTimes]]:
-    """The steps by rank, in order; of several engines those of the first."""
+    """The steps of each rank, in order; of several engines those of the first."""
     complete: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         if event.get("ph") == "X" and "cat" in event:
@@ -97,7 +97,7 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
 
 
 def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """When a rank was in what; no moment is in two."""
+    """The intervals of each kind of work on a rank; none overlap."""
     covered: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         if (kind := _kind(event)) is not None:
@@ -112,8 +112,8 @@ def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, f
 
 
 def _waits(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """When a rank slept until others came; what a thread waits beside it counts where the rank
-    waits for that thread."""
+    """The intervals in which a rank waited for others. A wait of a thread beside it counts where
+    the rank waits for that thread."""
     found = [_ends(event) for event in events if event["cat"] == WAIT]
     beside = union(_ends(event) for event in events if event["cat"] == WAIT_BESIDE)
     for event in events:

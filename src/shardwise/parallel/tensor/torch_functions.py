@@ -35,7 +35,7 @@ MEMORY = {
     Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_, Tensor.retain_grad,
     Tensor.is_shared, Tensor.is_inference,
 }  # fmt: skip
-"""What looks at a leaf of the graph as such, and computes nothing."""
+"""Functions that ask for a leaf of the graph, or change its flags, and compute nothing."""
 
 CASTS = {
     Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type, Tensor.float, Tensor.double, Tensor.half,
