@@ -23,7 +23,7 @@ FORWARD = 0
 """The call of every forward; those of its backward are told apart by a number."""
 
 
-class Rows(Protocol):
+class StatisticsRows(Protocol):
     """What a BatchNorm needs of the other ranks."""
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:

@@ -18,7 +18,7 @@ from shardwise.timeline.tracks import Row
 FORWARD = "forward"
 
 
-class Forwards:
+class ForwardEvents:
     """Hooks on `models` and on their blocks (`patterns` as for `find_units`), which are there while
     a timeline is recorded and none else. What is compiled is left as it is."""
 

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.collectives import GatherOrder
 from shardwise.current_batch import Feed
-from shardwise.model import recompute_replay
-from shardwise.model.batch_norm_statistics import Exchange, Exchanges, Rows
+from shardwise.model.batch_norm_statistics import Exchange, Exchanges, StatisticsRows
 from shardwise.model.precision import NARROW
+from shardwise.model.recomputation import once
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        ranks: Rows,
+        ranks: StatisticsRows,
         of_all: _Statistics,
     ) -> Tensor:
         wide = _wide(x)
@@ -93,7 +93,7 @@ class _Summed(torch.autograd.Function):
     the same way."""
 
     @staticmethod
-    def forward(ctx: Any, row: Tensor, ranks: Rows, call: int) -> Tensor:
+    def forward(ctx: Any, row: Tensor, ranks: StatisticsRows, call: int) -> Tensor:
         ctx.ranks, ctx.call = ranks, call
         return ranks.of_backward(row, call).sum(0)
 
@@ -129,7 +129,7 @@ def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
 
 
 @torch.no_grad()
-def _joined(x: Tensor, ranks: Rows, counts: bool) -> _Statistics:
+def _joined(x: Tensor, ranks: StatisticsRows, counts: bool) -> _Statistics:
     """The statistics over all ranks; collective."""
     x, dims = _wide(x), _dims(x)
     variance, mean = torch.var_mean(x, dims, correction=0)
@@ -169,7 +169,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """
 
     _plain: type[nn.Module]
-    _ranks: Rows
+    _ranks: StatisticsRows
     _feed: Feed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         batch = self._feed.batch_of_forward(training=torch.is_grad_enabled())
         counts = batch is None or batch.samples > 0
         # A recomputation neither speaks with the other ranks nor asks what the batch is by then.
-        of_all = recompute_replay.once(lambda: _joined(x, self._ranks, counts))
+        of_all = once(lambda: _joined(x, self._ranks, counts))
         out = _Normalise.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, self.eps, self._ranks, of_all
         )

@@ -15,7 +15,7 @@ from shardwise.states.optimizer_state import OptimizerState
 from shardwise.states.parameters import Parameters
 
 
-class Gathering:
+class IntervalGather:
     """Puts together what the ranks hold in parts; every call is collective."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Gathering:
         }
 
     def _bucket(self, index: int, part: Tensor) -> dict[nn.Parameter, Tensor]:
-        bucket, own = self._parameters.buckets[index], self._optimizer.parts[index].own
+        bucket, own = self._parameters.buckets[index], self._optimizer.intervals[index].own
         _, device = self._parameters.kind(index)
         flat = torch.zeros(bucket.numel, dtype=part.dtype, device=device)
         flat[own[0] : own[1]] = part
@@ -55,7 +55,7 @@ class Gathering:
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """By parameter, its value in the master dtype."""
-        return self.tensors([part.master.loaded() for part in self._optimizer.parts])
+        return self.tensors([part.master.loaded() for part in self._optimizer.intervals])
 
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """By parameter, its state as the user's optimizer would hold it."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from shardwise.collectives import Collectives, Handle
 from shardwise.errors import BrokenView
 from shardwise.layout import Bucket
-from shardwise.states.sharded_bucket import Slab
-from shardwise.states.storage import Held, InMemory
+from shardwise.states.sharded_bucket import ShardedBucket
+from shardwise.states.storage import MemoryStorage, Storage
 from shardwise.states.tracked import Tracked
 from shardwise.timeline import recorder
 
@@ -34,7 +34,7 @@ class Parameters(ABC):
         """By bucket, starting values of this rank's interval in a wider dtype, to be taken."""
 
     @property
-    def frozen(self) -> Sequence[Slab]:
+    def frozen(self) -> Sequence[ShardedBucket]:
         """The buckets of frozen parameters, where those are laid out too."""
         return ()
 
@@ -44,7 +44,7 @@ class Parameters(ABC):
         return first.dtype, first.device
 
     @abstractmethod
-    def part(self, index: int, own: tuple[int, int]) -> Held:
+    def part(self, index: int, own: tuple[int, int]) -> Storage:
         """The elements `own` of bucket `index`, which this rank holds between steps."""
 
     @abstractmethod
@@ -126,9 +126,9 @@ class ReplicatedParameters(Parameters):
             tracked.parameter.data = view
         return flat
 
-    def part(self, index: int, own: tuple[int, int]) -> Held:
+    def part(self, index: int, own: tuple[int, int]) -> Storage:
         """A part of the flat buffer of bucket `index`."""
-        return InMemory(self._flats[index][own[0] : own[1]])
+        return MemoryStorage(self._flats[index][own[0] : own[1]])
 
     def publish(self, index: int) -> Handle:
         """Send each rank's updated interval of bucket `index` to all."""

@@ -32,9 +32,9 @@ from shardwise.states.bucket_gathers import (
     there,
     whole_of,
 )
-from shardwise.states.lost_writes import PassingWrites
-from shardwise.states.saved_references import Place, Places
-from shardwise.states.sharded_bucket import Slab
+from shardwise.states.lost_writes import LostWrites
+from shardwise.states.saved_references import BucketAddresses, BucketReference
+from shardwise.states.sharded_bucket import ShardedBucket
 from shardwise.states.sharded_parameters import ShardedParameters
 from shardwise.states.tracked import Tracked
 from shardwise.timeline import span
@@ -49,7 +49,7 @@ class Unit:
     """
 
     name: str
-    slabs: list[Slab]
+    buckets: list[ShardedBucket]
     lasting: bool = False
     always: bool = False
     gather: Gather | None = field(default=None, repr=False)
@@ -60,7 +60,7 @@ class Unit:
     @property
     def tracked(self) -> list[Tracked]:
         """Its parameters."""
-        return [tracked for slab in self.slabs for tracked in slab.tracked]
+        return [tracked for bucket in self.buckets for tracked in bucket.tracked]
 
 
 class Residency:
@@ -77,7 +77,7 @@ class Residency:
         """`inside` tells which units a module holds, in their order."""
         self._parameters = parameters
         self.units = units
-        shared = all(slab.common is not None for unit in units for slab in unit.slabs)
+        shared = all(bucket.common is not None for unit in units for bucket in unit.buckets)
         self._gathers = InPlace() if shared else ByAllGather(group)
         self._order = order
         self._first = self._join() if self._gathers.collective else 0
@@ -91,8 +91,8 @@ class Residency:
         self._depth = 0
         self._tape: list[Hashable] = []
         self._backwards = 0
-        self._places = Places()
-        self._writes = PassingWrites(parameters.note_written)
+        self._addresses = BucketAddresses()
+        self._writes = LostWrites(parameters.note_written)
         self._whole: dict[Unit, None] = {}
         self.settled()
         parameters.watch(self.settled)
@@ -119,12 +119,12 @@ class Residency:
 
     # -- forward --------------------------------------------------------------------------
 
-    def enter(self, number: int, door: int, module: nn.Module) -> None:
+    def enter(self, number: int, hook: int, module: nn.Module) -> None:
         """A module of unit `number` begins its forward; `door` is the module's number."""
         self._end_dead_passes()
         if self._depth == 0 and self._pass is None:
             self._let_go_of_all(but_lasting=self.is_awaited)
-            kind = ("forward", door, torch.is_grad_enabled(), self.part)
+            kind = ("forward", hook, torch.is_grad_enabled(), self.part)
             if kind not in self._expected:
                 self._expected[kind] = self._inside(module)
             self._open(kind)
@@ -219,28 +219,28 @@ class Residency:
     # -- what autograd saves --------------------------------------------------------------
 
     @property
-    def note_of(self) -> Callable[[Tensor], Place | None]:
+    def reference_of(self) -> Callable[[Tensor], BucketReference | None]:
         """What tells what to keep instead of a tensor, if its memory is a shown unit's."""
-        return self._places.find
+        return self._addresses.find
 
-    def fetch(self, place: Place) -> Tensor:
+    def fetch(self, reference: BucketReference) -> Tensor:
         """What lies at `place`, its unit shown. Raises UsageError after a step in between."""
-        if place.generation != self._places.generation:
+        if reference.generation != self._addresses.generation:
             raise UsageError(
-                f"A backward came to {self.units[place.unit].name} through a forward from before "
-                "the last change of its parameters (engine.step, or full_parameters with "
+                f"A backward came to {self.units[reference.unit].name} through a forward from "
+                "before the last change of its parameters (engine.step, or full_parameters with "
                 "write=True). Compute the loss again after it."
             )
-        unit = self.units[place.unit]
+        unit = self.units[reference.unit]
         if unit.gather is None or self._pass is None:
-            self.touch(place.unit)
-        return unit.wholes[place.index].in_form(place.form)
+            self.touch(reference.unit)
+        return unit.wholes[reference.index].in_form(reference.form)
 
     # -- between steps --------------------------------------------------------------------
 
     def settled(self) -> None:
         """Parameters have changed: show those that are always shown anew. Collective."""
-        self._places.generation += 1
+        self._addresses.generation += 1
         self._writes.forget()
         while self._flying:  # of a pass that was abandoned: the values of before
             self._take_part(next(iter(self._flying)))
@@ -250,11 +250,13 @@ class Residency:
         for number, unit in enumerate(self.units):
             if unit.always:
                 self._put_to_rest(unit)
-                self._show(number, self._gathers.start(unit.slabs))
+                self._show(number, self._gathers.start(unit.buckets))
         self._allow_writes(False)
 
     @contextmanager
-    def whole(self, numbers: Sequence[int], *, here: bool = True) -> Iterator[dict[Slab, Tensor]]:
+    def whole(
+        self, numbers: Sequence[int], *, here: bool = True
+    ) -> Iterator[dict[ShardedBucket, Tensor]]:
         """Inside the block the units `numbers` are whole, in memory of their own. Collective.
 
         Yields their buckets. A rank that is not `here` takes part and keeps nothing.
@@ -265,7 +267,7 @@ class Residency:
             )
         self._parameters.check()
         self._let_go_of_all()
-        shown: dict[Slab, Tensor] = {}
+        shown: dict[ShardedBucket, Tensor] = {}
         for number in numbers:
             shown |= self._make_whole(number, here)
         try:
@@ -276,21 +278,21 @@ class Residency:
                 self._end_whole(number, here)
             self._allow_writes(False)
 
-    def check_unwritten(self, shown: Mapping[Slab, Tensor]) -> None:
+    def check_unwritten(self, shown: Mapping[ShardedBucket, Tensor]) -> None:
         """Raise BrokenView if one of `shown`, which `whole` gave to be read, was written to."""
         self._parameters.check_unwritten(shown)
 
-    def _make_whole(self, number: int, here: bool) -> dict[Slab, Tensor]:
+    def _make_whole(self, number: int, here: bool) -> dict[ShardedBucket, Tensor]:
         unit = self.units[number]
         self._put_to_rest(unit)
-        flats = {slab: self._parameters.gathered(slab, here=here) for slab in unit.slabs}
-        found = {slab: flat for slab, flat in flats.items() if flat is not None}
+        flats = {bucket: self._parameters.gathered(bucket, here=here) for bucket in unit.buckets}
+        found = {bucket: flat for bucket, flat in flats.items() if flat is not None}
         if here:
-            wholes = [whole_of(slab, flat) for slab, flat in found.items()]
+            wholes = [whole_of(bucket, flat) for bucket, flat in found.items()]
             self._show(number, there(wholes))
             unit.depth += 1
-            for slab in unit.slabs:
-                self._parameters.allow_copies(slab)
+            for bucket in unit.buckets:
+                self._parameters.allow_copies(bucket)
         return found
 
     def _end_whole(self, number: int, here: bool) -> None:
@@ -298,10 +300,10 @@ class Residency:
         if here:
             unit.depth -= 1
             self._put_to_rest(unit)
-            for slab in unit.slabs:
-                self._parameters.refuse_copies(slab)
+            for bucket in unit.buckets:
+                self._parameters.refuse_copies(bucket)
         if unit.always:
-            self._show(number, self._gathers.start(unit.slabs))
+            self._show(number, self._gathers.start(unit.buckets))
 
     def resting(self) -> list[Tensor]:
         """The parameters that are not whole."""
@@ -387,19 +389,19 @@ class Residency:
 
     def _acquire(self, number: int) -> None:
         if not self._gathers.collective:
-            self._show(number, self._gathers.start(self.units[number].slabs))
+            self._show(number, self._gathers.start(self.units[number].buckets))
             return
         with span("gather"):
             self._order.reach(self._first + number)
 
     def _arrival(self, turn: int) -> Gather:
         flying = self._flying.pop(turn, None)
-        return flying if flying is not None else self._gathers.start(self.units[turn].slabs)
+        return flying if flying is not None else self._gathers.start(self.units[turn].buckets)
 
     def start_ahead(self, number: int) -> None:
         """Start the gather of unit `number`, whose turn comes next."""
         if number not in self._flying:
-            self._flying[number] = self._gathers.start(self.units[number].slabs)
+            self._flying[number] = self._gathers.start(self.units[number].buckets)
 
     def _show(self, number: int, gather: Gather) -> None:
         """Let the parameters of a unit be what was gathered."""
@@ -407,10 +409,10 @@ class Residency:
         assert unit.gather is None
         unit.wholes, unit.gather = gather.wait(), gather
         self._whole[unit] = None
-        for index, (slab, whole) in enumerate(zip(unit.slabs, unit.wholes, strict=True)):
-            self._parameters.show(slab, whole.views, whole.addresses)
-            self._places.add(whole.flat, number, index)
-            self._writes.begin(slab, whole.flat)
+        for index, (bucket, whole) in enumerate(zip(unit.buckets, unit.wholes, strict=True)):
+            self._parameters.show(bucket, whole.views, whole.addresses)
+            self._addresses.add(whole.flat, number, index)
+            self._writes.begin(bucket, whole.flat)
 
     def _let_go(self, unit: Unit) -> None:
         """Put a unit to rest, unless it is needed: always, or in a forward under way."""
@@ -425,16 +427,16 @@ class Residency:
     def _allow_writes(self, allowed: bool) -> None:
         """Between passes what stays whole may be read and not written: it is a passing copy."""
         for unit in self._whole:
-            for slab in unit.slabs if not unit.depth else ():
-                self._parameters.allow_writes(slab, allowed=allowed)
+            for bucket in unit.buckets if not unit.depth else ():
+                self._parameters.allow_writes(bucket, allowed=allowed)
 
     def _put_to_rest(self, unit: Unit) -> None:
         if unit.gather is None:
             return
         del self._whole[unit]
-        for slab, whole in zip(unit.slabs, unit.wholes, strict=True):
-            self._writes.end(slab, whole.flat)
-            self._parameters.rest(slab)
-            self._places.remove(whole.flat)
+        for bucket, whole in zip(unit.buckets, unit.wholes, strict=True):
+            self._writes.end(bucket, whole.flat)
+            self._parameters.rest(bucket)
+            self._addresses.remove(whole.flat)
         gather, unit.gather, unit.wholes = unit.gather, None, []
         self._gathers.give_back(gather)

@@ -8,13 +8,13 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from shardwise.model.unit_hooks import Note
+from shardwise.model.unit_hooks import SavedReference
 
 Form = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 """A tensor as it lies in a bucket: offset in elements of its dtype, shape, strides, dtype."""
 
 
-class Place(Note):
+class BucketReference(SavedReference):
     """A tensor in bucket `index` of unit `unit`, as it was in a `generation` of its values."""
 
     __slots__ = ("form", "generation", "index", "unit")
@@ -37,7 +37,7 @@ _Range = tuple[int, int, int, int]
 """First address, end, unit, index."""
 
 
-class Places:
+class BucketAddresses:
     """The whole buckets that are in memory now, found by address; `generation` counts up when
     their values change."""
 
@@ -59,7 +59,7 @@ class Places:
             place = bisect(self._firsts, flat.data_ptr()) - 1
             del self._ranges[place], self._firsts[place]
 
-    def find(self, tensor: Tensor) -> Place | None:
+    def find(self, tensor: Tensor) -> BucketReference | None:
         """Where `tensor` lies; None for any other memory. Called for all that autograd saves."""
         try:
             address = tensor.data_ptr()
@@ -73,4 +73,4 @@ class Places:
             return None
         offset = (address - first) // tensor.element_size()
         form = offset, tensor.shape, tensor.stride(), tensor.dtype
-        return Place(unit, index, form, self.generation)
+        return BucketReference(unit, index, form, self.generation)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 
-class Beside:
+class CopyStream:
     """A side stream of `device`, which is an accelerator.
 
     The CPU does in its place, in tests: its streams do everything at once, and nothing is pinned.

@@ -20,13 +20,11 @@ from torch import Tensor
 
 from shardwise.errors import TierError
 from shardwise.extents import Extents
-from shardwise.tiers.direct_io import DirectFile
-from shardwise.tiers.heap import mapped
-from shardwise.tiers.staging import Staging, padded
-from shardwise.tiers.transfers import CHUNK, Transfers
+from shardwise.tiers.direct_io import CHUNK, DirectFile, Transfers
+from shardwise.tiers.host_memory import Staging, mapped, padded
 
 
-class Record:
+class SpoolRecord:
     """A range of the file, and what is under way there. Freed when nobody holds it any more.
 
     `last` is the request that was made last, a write or a read; those before it have ended.
@@ -77,7 +75,7 @@ class Spool:
         self._file = DirectFile(folder, label, rank)
         self._transfers = Transfers(label)
 
-    def write(self, data: Tensor, ready: Callable[[], None] | None = None) -> Record:
+    def write(self, data: Tensor, ready: Callable[[], None] | None = None) -> SpoolRecord:
         """Start writing `data` (1-D, uint8, contiguous, CPU), which must stay as it is until that
         has ended. `ready` is waited for first, beside the work.
 
@@ -89,9 +87,9 @@ class Spool:
                 self._extents.give(*self.freed.popleft())
             start = self._extents.take(padded(data.numel()))
         written = self._transfers.start(self._write, start, data, ready)
-        return Record(self, start, data.numel(), written)
+        return SpoolRecord(self, start, data.numel(), written)
 
-    def read(self, record: Record) -> Tensor:
+    def read(self, record: SpoolRecord) -> Tensor:
         """Start reading a record whose last request has ended, into memory (1-D, uint8) that holds
         it when `record.wait` returns.
 

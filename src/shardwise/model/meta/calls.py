@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from shardwise.errors import ModelError
 from shardwise.model.meta.storage_records import (
-    Record,
+    StorageRecord,
     deferred_record,
     record_of,
     set_record,
@@ -22,10 +22,10 @@ from shardwise.model.meta.tape import (
     Content,
     Layout,
     Made,
-    Memory,
     Operation,
+    RecordedDraws,
+    RecordedMemory,
     Seen,
-    Stream,
     default_generator,
     exchanged,
     kept,
@@ -56,7 +56,7 @@ _EMPTY = frozenset((_aten.empty.memory_format, _aten.empty_strided.default))
 
 
 @dataclass(frozen=True)
-class Kind:
+class CallSchema:
     """What the schema of an operation says."""
 
     written: frozenset[int | str]  # positions and keywords
@@ -67,10 +67,10 @@ class Kind:
 
     @staticmethod
     @cache
-    def of(function: OpOverload) -> Kind:
+    def of(function: OpOverload) -> CallSchema:
         schema, tags = function._schema, function.tags
         tensors = [result for result in schema.returns if "Tensor" in str(result.type)]
-        return Kind(
+        return CallSchema(
             frozenset(
                 argument.name if argument.kwarg_only else position
                 for position, argument in enumerate(schema.arguments)
@@ -90,7 +90,7 @@ class Call:
 
     def __init__(self, function: OpOverload, args: Any, kwargs: Any) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
-        self.kind = Kind.of(function)
+        self.kind = CallSchema.of(function)
         self.leaves = leaves((args, kwargs))
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         written = [args[k] for k in self.kind.written if isinstance(k, int) and k < len(args)]
@@ -156,13 +156,13 @@ class Entry:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._records: list[Record | None] = []
-        self._memories: list[Memory] = []
+        self._records: list[StorageRecord | None] = []
+        self._memories: list[RecordedMemory] = []
         self._places: dict[int, int] = {}
         seed = None
         if call.kind.random:
             generator = call.generator()
-            seed = Stream(generator.device, generator.get_state())
+            seed = RecordedDraws(generator.device, generator.get_state())
         if not call.can_be_recorded():
             raise ModelError(
                 f"on_meta cannot record {call.function} of a parameter and a tensor that is "
@@ -183,17 +183,17 @@ class Entry:
         record = record_of(leaf)
         if record is None:
             content, layout = kept(leaf)
-            self._memories.append(Memory(content, layout.bytes(), leaf.device, written))
+            self._memories.append(RecordedMemory(content, layout.bytes(), leaf.device, written))
             self._records.append(None)
             return Seen(len(self._memories) - 1, layout)
         place = self._places.setdefault(id(record), len(self._memories))
         if place == len(self._memories):
             size = leaf.untyped_storage().nbytes()
-            self._memories.append(Memory(record.content, size, record.device, written))
+            self._memories.append(RecordedMemory(record.content, size, record.device, written))
             self._records.append(record)
         elif written:
             old = self._memories[place]
-            self._memories[place] = Memory(old.content, old.size, old.device, True)
+            self._memories[place] = RecordedMemory(old.content, old.size, old.device, True)
         return Seen(place, Layout.of(leaf))
 
     def _forget_overwritten(self, arguments: Sequence[Any]) -> None:
@@ -204,7 +204,7 @@ class Entry:
         alone = sum(isinstance(a, Seen) and a.memory == target.memory for a in arguments) == 1
         old = self._memories[target.memory]
         if alone and target.layout.fills(old.size):
-            self._memories[target.memory] = Memory(None, old.size, old.device, True)
+            self._memories[target.memory] = RecordedMemory(None, old.size, old.device, True)
 
     def finish(self, results: Any, *, device: torch.device | None = None) -> None:
         """Hang the contents that the operation made on what it wrote and on its results.
@@ -232,7 +232,7 @@ class Entry:
             slot = len(written) + len(self.operation.made) - 1
             content = Content(self.operation, slot)
             present = None if result.is_meta else content
-            set_record(result, Record(content, device or result.device, present))
+            set_record(result, StorageRecord(content, device or result.device, present))
 
 
 def _address(tensor: Tensor) -> int:

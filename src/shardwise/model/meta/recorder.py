@@ -13,21 +13,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ModelError
 from shardwise.model.meta.calls import Call, Entry
-from shardwise.model.meta.scratch import give_back, new_storage
 from shardwise.model.meta.storage_records import (
-    Record,
+    StorageRecord,
     deferred_record,
     keep_present,
     record_of,
     set_record,
     value_of,
 )
-from shardwise.model.meta.tape import Layout, exchanged, kept, perform, replay
+from shardwise.model.meta.tape import (
+    Layout,
+    exchanged,
+    give_back,
+    kept,
+    new_storage,
+    perform,
+    replay,
+)
 
 _META = torch.device("meta")
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The mode that sees every operation inside the block."""
 
     def __init__(self) -> None:
@@ -58,7 +65,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         layout, size = Layout.of(tensor), tensor.untyped_storage().nbytes()
         if record is None:
             content, layout = kept(tensor)
-            record, size = Record(content, tensor.device), layout.bytes()
+            record, size = StorageRecord(content, tensor.device), layout.bytes()
         twin = layout.view(new_storage(size, _META))
         set_record(twin, record)
         give_back(size)

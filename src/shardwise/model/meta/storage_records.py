@@ -16,7 +16,7 @@ from shardwise.model.meta.tape import Content, Layout, kept, replay
 
 
 @dataclass
-class Record:
+class StorageRecord:
     """What a storage holds.
 
     `device` is where a plain build would have it. A real storage that shares its record with a
@@ -30,15 +30,15 @@ class Record:
     versions: set[int] = field(default_factory=set)
 
 
-def record_of(tensor: Tensor) -> Record | None:
+def record_of(tensor: Tensor) -> StorageRecord | None:
     """The record of the memory of `tensor`, if it has one."""
     if tensor.layout is not torch.strided:
         return None
-    found: Record | None = getattr(tensor.untyped_storage(), "_shardwise_record", None)
+    found: StorageRecord | None = getattr(tensor.untyped_storage(), "_shardwise_record", None)
     return found
 
 
-def set_record(tensor: Tensor, record: Record | None) -> None:
+def set_record(tensor: Tensor, record: StorageRecord | None) -> None:
     """Hang `record` on the memory of `tensor`: it lives as long as that does."""
     tensor.untyped_storage()._shardwise_record = record  # type: ignore[attr-defined]
 
@@ -52,12 +52,12 @@ def keep_present(tensor: Tensor) -> None:
         record.content = record.present = kept(whole)[0]
 
 
-def deferred_record(tensor: object) -> Record | None:
+def deferred_record(tensor: object) -> StorageRecord | None:
     """The record of `tensor` if it is a deferred one."""
     return record_of(tensor) if isinstance(tensor, Tensor) and tensor.is_meta else None
 
 
-def value_of(tensor: Tensor, record: Record) -> Tensor:
+def value_of(tensor: Tensor, record: StorageRecord) -> Tensor:
     """The real tensor for a deferred one: made again, in memory of its own."""
     layout = Layout.of(tensor)
     whole = layout.view(replay(record.content))

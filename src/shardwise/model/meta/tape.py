@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from shardwise.errors import ModelError
-from shardwise.model.meta.scratch import give_back, new_storage
+from shardwise.tiers.host_memory import mapped, trim
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Memory:
+class RecordedMemory:
     """A storage as an operation finds it; without content, what it held does not matter."""
 
     content: Content | None
@@ -84,7 +84,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Stream:
+class RecordedDraws:
     """The state of the generator that an operation drew from, before it did."""
 
     device: torch.device
@@ -107,8 +107,8 @@ class Operation:
     function: Callable[..., Any]
     args: Sequence[Any]  # tensors as Seen, generators as None
     kwargs: dict[str, Any]
-    memories: Sequence[Memory]
-    seed: Stream | None  # where it is random
+    memories: Sequence[RecordedMemory]
+    seed: RecordedDraws | None  # where it is random
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     made: list[Made] = field(default_factory=list)
 
@@ -245,7 +245,7 @@ def _order(targets: Sequence[Content]) -> list[Operation]:
 
 
 def _taken(
-    memory: Memory, held: dict[Content, UntypedStorage], uses: Counter[Content]
+    memory: RecordedMemory, held: dict[Content, UntypedStorage], uses: Counter[Content]
 ) -> UntypedStorage:
     """The storage for `memory`: a copy where it will be written and others need it too."""
     if memory.content is None:
@@ -272,7 +272,7 @@ def _laid_out(tensor: Tensor, made: Made) -> UntypedStorage:
 
 @contextmanager
 def _ambience(
-    seed: Stream | None, dtype: torch.dtype, advance: torch.Generator | None
+    seed: RecordedDraws | None, dtype: torch.dtype, advance: torch.Generator | None
 ) -> Iterator[None]:
     """The default dtype and generator as an operation found them.
 
@@ -294,3 +294,26 @@ def _ambience(
         torch.set_default_dtype(present)
         if generator and before is not None:
             generator.set_state(before)
+
+
+_MAPPED = 2**20  # bytes from which a storage is worth a mapping of its own
+_TRIMMED = 2**26  # bytes freed after which looking for them is worth the while
+
+_freed = 0
+
+
+def new_storage(size: int, device: torch.device) -> UntypedStorage:
+    """A storage of `size` bytes, not initialised; a large one leaves no hole when it is freed."""
+    if device.type == "cpu" and size >= _MAPPED:
+        return mapped(size).untyped_storage()
+    storage: UntypedStorage = UntypedStorage(size, device=device)  # type: ignore[no-untyped-call]
+    return storage
+
+
+def give_back(size: int) -> None:
+    """Tell that `size` bytes of tensors were or will soon be freed; now and then, trim the heap."""
+    global _freed
+    _freed += size
+    if _freed >= _TRIMMED:
+        _freed = 0
+        trim()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
-from shardwise.model.recompute_replay import once
+from shardwise.model.recomputation import once
 from shardwise.parallel.tensor.regions import apart, is_stand_in, scattered, spread, together
 from shardwise.parallel.tensor.replica_draws import Draws
 from shardwise.parallel.tensor.sequence_parallel import Tokens, parts_of, whole_of

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.layout import Spec, lay_out
-from shardwise.states.bucket_views import Landing
+from shardwise.states.bucket_reducer import BucketViews
 from shardwise.states.tracked import Tracked
 
 
@@ -37,7 +37,7 @@ def test_gradients_land_where_they_belong(shapes, ranks, data):
     tracked = [tracked[slot.parameter] for slot in bucket.slots]
     apart = bucket.interval(data.draw(st.integers(0, ranks - 1)))
     buffer, own = torch.full((bucket.numel,), -1.0), torch.full((apart[1] - apart[0],), -1.0)
-    landing = Landing(bucket, tracked, buffer, apart, own)
+    landing = BucketViews(bucket, tracked, buffer, apart, own)
 
     expected = torch.full((bucket.numel,), -2.0)
     for place, (slot, each) in enumerate(zip(bucket.slots, tracked, strict=True)):
