@@ -18,9 +18,10 @@ from shardwise.collectives import Collectives, GatherOrder
 from shardwise.engine import usage_checks
 from shardwise.model import module_hooks, unit_hooks
 from shardwise.model.units import find_units
-from shardwise.states.residency import Residency, Unit
+from shardwise.states.residency import Residency
 from shardwise.states.sharded_parameters import ShardedParameters
 from shardwise.states.tracked import Tracked
+from shardwise.states.whole_units import Unit
 
 
 @dataclass

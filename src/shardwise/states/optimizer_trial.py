@@ -58,8 +58,8 @@ def examine(
     first = bench.attempt(short)
     if first is None:
         raise ModelError(
-            f"{type(optimizer).__name__} cannot update a float32 tensor of shape {short.shape} that "
-            f"is not one of its own parameters: {bench.why}. The engine lets a copy of it update "
+            f"{type(optimizer).__name__} cannot update a float32 tensor of shape {short.shape} "
+            f"that is not one of its own parameters: {bench.why}. The engine lets a copy of it update "
             "others. Choose another optimizer."
         )
     if type(optimizer) in (*ELEMENTWISE, *BY_TENSOR):
