@@ -59,8 +59,8 @@ def examine(
     if first is None:
         raise ModelError(
             f"{type(optimizer).__name__} cannot update a float32 tensor of shape {short.shape} "
-            f"that is not one of its own parameters: {bench.why}. The engine lets a copy of it update "
-            "others. Choose another optimizer."
+            f"that is not one of its own parameters: {bench.why}. The engine lets a copy of it "
+            "update others. Choose another optimizer."
         )
     if type(optimizer) in (*ELEMENTWISE, *BY_TENSOR):
         elementwise = type(optimizer) in ELEMENTWISE
