@@ -1,4 +1,4 @@
-"""The fourth state: what forward keeps for backward. *Kept* or *recomputed*, resting on a tier.
+"""Activations, the fourth state: keeps, recomputes or offloads what forward saves for backward.
 
 Recomputation is per unit (units.py; a model without any is one). Moving takes what autograd saves
 inside the forward of a model; with recomputation, that is what goes into the units.
@@ -25,7 +25,7 @@ from shardwise.tiers.spool import Spool
 
 
 class Activations:
-    """Has `models` do with their activations what `settings` say, until `close`.
+    """Lets `models` keep, recompute or offload their activations as `settings` say, until `close`.
 
     `rank` stands in the messages of a tier.
 
@@ -76,7 +76,7 @@ class Activations:
 
 
 class OffloadScope:
-    """Hooks on models inside whose forward `saved` is on. Copies of a model have it off."""
+    """Hooks on models that offload what autograd saves in their forward. Copies do not."""
 
     def __init__(self, models: Sequence[nn.Module] = (), saved: SavedTensors | None = None) -> None:
         self._models = models

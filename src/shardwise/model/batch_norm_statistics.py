@@ -1,4 +1,4 @@
-"""The exchange of a BatchNorm's statistics between ranks, in its turn of the gather order.
+"""Exchanges a BatchNorm's statistics between ranks, in its turn of the gather order.
 
 Where ranks gather units together, one that waits for the statistics would wait for ranks that wait
 for it in a gather. So an exchange takes a turn as a unit does: a rank that skips it takes part with
@@ -20,7 +20,7 @@ from shardwise.collectives import GatherOrder
 from shardwise.errors import ModelError, OrderError
 
 FORWARD = 0
-"""The call of every forward; those of its backward are told apart by a number."""
+"""The call of every forward; those of its backward differ by a number."""
 
 
 class StatisticsRows(Protocol):
@@ -95,17 +95,17 @@ class Exchange:
                 "which synchronised BatchNorm cannot have: build it for those that it gets."
             )
 
-    def _check(self, told: list[list[float]]) -> int | None:
+    def _check(self, rows: list[list[float]]) -> int | None:
         """Which call rows have met in, if any rank is here; raises OrderError, on all ranks alike,
         where they are of different uses."""
-        calls = {int(call) for here, call, _ in told if here}
+        calls = {int(call) for here, call, _ in rows if here}
         if not calls:
             return None
         call = calls.pop()
         apart = bool(calls) or call in self._done
         if call == FORWARD:
             self._forwards += 1
-            apart |= any(used != (self._uses if here else 0) for here, _, used in told)
+            apart |= any(used != (self._uses if here else 0) for here, _, used in rows)
             self._uses += 1
         elif is_backward(call):
             self._done.add(call)

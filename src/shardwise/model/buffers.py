@@ -1,4 +1,4 @@
-"""Buffers: alike at the start, and kept in step.
+"""Keeps buffers alike on all ranks: broadcast at the start, averaged at each step.
 
 Buffers are not trained, but forward may change them (running statistics). At the start all ranks
 take rank 0's. After that, those that forward is seen to change are averaged over the ranks at
@@ -91,7 +91,7 @@ class Buffers:
         return self._group.size == 1
 
     def remember(self) -> None:
-        """Take the present values as those of which changes are told."""
+        """Take the present values as those that changes are looked for against."""
         self._seen = [self._mark(index) for index in range(len(self._places))]
 
     def news(self) -> list[tuple[int, tuple[int, ...]]]:

@@ -1,4 +1,4 @@
-"""Forwards in the timeline: those of models, and inside them those of their repeated blocks."""
+"""Records forwards in the timeline: those of models, and inside them those of repeated blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ForwardEvents:
         recorder.watch(self)
 
     def attach(self) -> None:
-        """Note forwards from now on."""
+        """Record forwards from now on."""
         self.detach()
         for model in self._models:
             for name, module in self._noted(model):
@@ -49,12 +49,12 @@ class ForwardEvents:
             yield f"{FORWARD} {name}", unit
 
     def close(self) -> None:
-        """Never again."""
+        """Stop recording for good."""
         recorder.unwatch(self)
         self.detach()
 
     def detach(self) -> None:
-        """Note no more."""
+        """Stop recording."""
         _remove(self._handles)
 
 
@@ -64,7 +64,7 @@ def _remove(handles: list[Hooked]) -> None:
 
 
 class _Noted:
-    """The hooks on one module. Those of a copy note as well, until recording ends."""
+    """The hooks on one module. Those of a copy record as well, until recording ends."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""How the bytes of one saved tensor leave the device and come back: to memory, to a file, or both.
+"""Offloads one saved tensor and brings it back: to the host's memory, to a file, or by both.
 
 accelerator, cpu      device -> pinned memory, and back, on a stream beside the work
 accelerator, nvme     device -> pinned memory -> file; pinned memory is read ahead of need
@@ -37,10 +37,10 @@ class Offload(Protocol):
 
 
 class OffloadTarget(Protocol):
-    """Where parcels go."""
+    """Where saved tensors are offloaded to."""
 
     def send(self, data: Tensor) -> Offload:
-        """Start moving `data` (1-D, uint8) off; it stays as it is until the parcel has settled."""
+        """Start to offload `data` (1-D, uint8), which must stay as it is until that has settled."""
 
 
 class DiskTarget:

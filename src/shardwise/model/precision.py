@@ -1,4 +1,4 @@
-"""The precision presets, and the loss scale that fp16 needs.
+"""Runs forwards in a precision preset, and keeps the loss scale that fp16 needs.
 
     preset       parameters   forward          masters   loss scale
     fp32         as built     as built         -         -

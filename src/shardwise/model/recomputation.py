@@ -1,4 +1,4 @@
-"""A unit's forward, run again in backward instead of being kept (Chen et al., 2016).
+"""Recomputes a unit's forward in backward, instead of keeping activations (Chen et al., 2016).
 
 torch.utils.checkpoint reproduces dropout and autocast. What it leaves to others is here: buffers
 that forward changes (BatchNorm's running statistics) are changed once, and so are attributes
@@ -149,7 +149,7 @@ def _form_of(leaf: Tensor, place: int) -> _SavedForm:
 class UnitBuffers:
     """Which buffers of a unit its forward changes, as its forwards show.
 
-    Told by module and mode: torch's batch_norm writes running statistics without raising their
+    Known by module and mode: torch's batch_norm writes running statistics without raising their
     version, as it does that of the count beside them.
     """
 
@@ -214,7 +214,11 @@ T = TypeVar("T")
 
 
 class Tape:
-    """The results of one forward, in order. Recomputation runs in the thread of backward."""
+    """Records results of one forward that its recomputation must not make again, in order.
+
+    Statistics that came from other ranks are such: nobody answers a second time. Recomputation runs
+    in the thread of backward.
+    """
 
     def __init__(self) -> None:
         self._values: list[Any] = []

@@ -1,4 +1,4 @@
-"""What forward saves for backward, moved away beside forward and fetched ahead beside backward.
+"""Offloads what autograd saves for backward, beside forward, and fetches it ahead of backward.
 
 `pack` and `unpack` are for torch.autograd.graph.saved_tensors_hooks. What is moved is memory, not
 tensors: views of one storage (query, key and value) travel once. Backward goes through what was
@@ -67,7 +67,7 @@ class _Piece:
         self.storage = _StorageWeakRef(source.untyped_storage())  # its address is not used anew
         self.version, self.first, self.nbytes = key[1:]
         self.source: Tensor | None = source
-        """Keeps the memory until the parcel has settled."""
+        """Keeps the memory until the offload has settled."""
         self.offload = offload
         self.is_back = self.was_used = self.was_changed = False
 

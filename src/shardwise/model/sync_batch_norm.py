@@ -1,4 +1,4 @@
-"""BatchNorm over the micro-batches of all ranks, with weighted counts, on CPU and CUDA.
+"""Synchronises BatchNorm over all ranks, with weighted counts, on CPU and accelerators.
 
 Each rank sends the count, mean and sum of squared deviations of its rows; the pairwise formula of
 Chan, Golub and LeVeque (1983) joins them in fp64. A rank that was given a stand-in counts nothing.

@@ -1,8 +1,8 @@
-"""Hooks that say when forward and backward need the parameters of a unit.
+"""Unit hooks: report when forward and backward need the parameters of a unit.
 
-Each unit's modules are *doors*: a forward that enters one needs the unit until it leaves. For
-backward, a hook on the outputs says that it comes to the unit, and what autograd saves of the
-unit's parameters is replaced by a note of where they are.
+A forward that enters a hooked module needs its unit until it leaves. For backward, a hook on the
+outputs reports that it comes to the unit, and what autograd saves of the unit's parameters is
+replaced by a reference to where they are.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def _untraced(function: Any) -> Any:
 
 
 class SavedReference:
-    """What stands in for a saved tensor."""
+    """Stands in for a saved tensor."""
 
     __slots__ = ()
 
 
 class UnitManager(Protocol):
-    """Who shows units; see states/residency.py."""
+    """What unit hooks report to; see states/residency.py."""
 
     @property
     def is_idle(self) -> bool:
@@ -51,21 +51,21 @@ class UnitManager(Protocol):
         """Unit `number` is needed from now on, by `module`."""
 
     def leave(self, number: int, *, failed: bool) -> None:
-        """It is needed no longer."""
+        """Unit `number` is needed no longer."""
 
     def touch(self, number: int) -> None:
-        """It is needed in a backward."""
+        """Unit `number` is needed in a backward."""
 
     @property
     def reference_of(self) -> Callable[[Tensor], SavedReference | None]:
-        """What makes a note of where the memory of a tensor is, if it is a unit's."""
+        """Makes the reference to save instead of a tensor, if its memory is a unit's."""
 
     def fetch(self, reference: Any) -> Tensor:
-        """The tensor that a note was made of, its unit shown."""
+        """The tensor that a reference was made of, its unit shown."""
 
 
 class UnitHooks:
-    """The doors of some models. They stay when units are laid out anew; `keeper` is replaced.
+    """The hooks of some models. They stay when units are laid out anew; `manager` is replaced.
 
     `before` is called before a forward that may be trained from begins.
     """
@@ -77,7 +77,7 @@ class UnitHooks:
         self._made = 0
 
     def attach(self, wanted: Sequence[tuple[nn.Module, int]]) -> None:
-        """Let the doors be `wanted`, modules with the number of the unit that they need."""
+        """Hook the `wanted`, modules with the number of the unit that they need."""
         for place in [place for place in self._handles if place not in wanted]:
             for handle in self._handles.pop(place):
                 handle.remove()
@@ -88,7 +88,7 @@ class UnitHooks:
                 self._handles[place] = hook.attach(place[0])
 
     def remove(self) -> None:
-        """Take all doors off."""
+        """Take all hooks off."""
         self.attach([])
         self.manager = None
 
@@ -104,7 +104,7 @@ class _OpenForward:
 
 
 class ModuleHook:
-    """The hooks on one module. A copy of the model has doors that do nothing."""
+    """The hooks on one module for one unit. A copy of the model has some that do nothing."""
 
     def __init__(self, hooks: UnitHooks | None, number: int, index: int) -> None:
         self._hooks = hooks
@@ -171,7 +171,7 @@ class ModuleHook:
 
 
 class _ReferenceHooks:
-    """Saves notes instead of what `keeper` shows; other tensors as hooks further out say."""
+    """Saves references instead of what `manager` shows; other tensors as hooks further out say."""
 
     def __init__(self, manager: UnitManager, outer: Any) -> None:
         self.manager = manager
@@ -199,7 +199,7 @@ class _ReferenceHooks:
 
 
 def _saving(manager: UnitManager) -> saved_tensors_hooks | None:
-    """The hooks that save notes; None inside a door of the same `keeper`, whose hooks do."""
+    """The hooks that save references; None where those of the same `manager` are on already."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     around = getattr(outer[0], "__self__", None) if outer is not None else None
     if isinstance(around, _ReferenceHooks) and around.manager is manager:

@@ -82,7 +82,7 @@ class Accumulator:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all parts of a step have come, as far as can be told."""
+        """Whether all parts of a step have come, as far as is known."""
         return not self._fan_ins or self._counts[-1] == self._fan_ins[-1]
 
     def add(self, part: Tensor) -> tuple[Tensor | None, Handle]:

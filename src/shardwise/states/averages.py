@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, on the intervals that a rank updates."""
+"""Keeps an exponential moving average of the weights (EMA) on the intervals that a rank updates."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Averages:
         scattered: bool,
         start: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        """They rest on `shelf`, by spans as the optimizer's state. `start` gives averages to go on
-        with, by parameter; without it they are the weights."""
+        """`factory` makes their storage, by spans as the optimizer's state. `start` gives averages to
+        go on with, by parameter; without it they are the weights."""
         self._parameters = parameters
         self._optimizer = optimizer
         self._decay = decay
@@ -107,14 +107,14 @@ class Averages:
         They change places, span by span. A parameter of another dtype has a master, which it is
         taken from again.
         """
-        self._let_be(_exchanged, _rounded)
+        self._exchange(_exchanged, _rounded)
         try:
             yield
         finally:
             with torch.no_grad():
-                self._let_be(_exchanged, _restored)
+                self._exchange(_exchanged, _restored)
 
-    def _let_be(self, alike: _Move, unlike: _Move) -> None:
+    def _exchange(self, alike: _Move, unlike: _Move) -> None:
         """Change every parameter, those of the average's dtype by `alike`. Collective."""
         self._parameters.meet()
         for interval, average in self._each():

@@ -1,4 +1,4 @@
-"""Whole buckets out of intervals, for as long as a unit needs them.
+"""Gathers whole buckets out of the ranks' intervals, for as long as a unit needs them.
 
 Where ranks share memory a bucket is there already. Elsewhere it is gathered into a buffer that is
 borrowed and goes back, so that no pass allocates. A buffer that somebody still sees when its turn
@@ -24,32 +24,32 @@ from shardwise.states.saved_references import Form, shaped
 from shardwise.states.sharded_bucket import ShardedBucket
 from shardwise.timeline import recorder
 
-NOTED = 256
-"""Forms of what autograd's notes asked for that a bucket remembers."""
+SAVED_VIEWS = 256
+"""Views for saved-tensor references that a bucket remembers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Whole:
     """A whole bucket in `flat`, and its parameters' views of it, by slot, with their addresses;
-    `noted` are what autograd's notes asked for."""
+    `saved_views` are those that saved-tensor references asked for."""
 
     flat: Tensor
     views: list[Tensor]
     addresses: list[int]
-    noted: dict[Form, Tensor] = field(default_factory=dict)
+    saved_views: dict[Form, Tensor] = field(default_factory=dict)
 
     def in_form(self, form: Form) -> Tensor:
         """What lies here in `form`, mostly made before."""
-        if form not in self.noted:
-            if len(self.noted) == NOTED:
-                self.noted.clear()
+        if form not in self.saved_views:
+            if len(self.saved_views) == SAVED_VIEWS:
+                self.saved_views.clear()
             with outside_of_inference():
-                self.noted[form] = shaped(self.flat, form)
-        return self.noted[form]
+                self.saved_views[form] = shaped(self.flat, form)
+        return self.saved_views[form]
 
 
 def whole_of(bucket: ShardedBucket, flat: Tensor) -> Whole:
-    """The bucket of `slab`, which is in `flat`."""
+    """The views of `bucket`, which is whole in `flat`."""
     with outside_of_inference():
         views = bucket.views(flat)
     return Whole(flat, views, [view.data_ptr() for view in views])
@@ -66,7 +66,7 @@ class Gather:
     handles: list[Handle]
 
     def wait(self) -> list[Whole]:
-        """The whole buckets, by slab."""
+        """Return when the buckets are whole: these, in order."""
         for index, load in enumerate(self.loads):
             load.result()
             self.handles.append(self.send(index))
@@ -83,14 +83,14 @@ def there(wholes: list[Whole]) -> Gather:
 
 
 class Gathers(ABC):
-    """Where a unit's whole buckets come from."""
+    """A way to make a unit's buckets whole."""
 
     collective: bool
-    """Whether all ranks must gather the same slabs in the same order."""
+    """Whether all ranks must gather the same buckets in the same order."""
 
     @abstractmethod
     def start(self, buckets: Sequence[ShardedBucket]) -> Gather:
-        """Start to gather `slabs`."""
+        """Start to gather `buckets`."""
 
     @abstractmethod
     def give_back(self, gather: Gather) -> None:
@@ -128,7 +128,7 @@ class InPlace(Gathers):
 
 @dataclass(eq=False)
 class _Buffer:
-    """Memory for one bucket at a time; `wholes` by the slabs that it has held."""
+    """Memory for one bucket at a time; `wholes` by the buckets that were in it."""
 
     flat: Tensor
     unseen: int
@@ -141,7 +141,7 @@ class _Buffer:
         """Whether anybody else still sees this memory, where it is not a part of other memory."""
         if self.flat.untyped_storage().nbytes() > self.flat.numel() * self.flat.element_size():
             return False
-        ours = sum(len(whole.views) + len(whole.noted) for whole in self.wholes.values())
+        ours = sum(len(whole.views) + len(whole.saved_views) for whole in self.wholes.values())
         return _references(self.flat) > self.unseen + ours
 
 
@@ -159,7 +159,7 @@ class ByAllGather(Gathers):
         self._reader: ThreadPoolExecutor | None = None
 
     def start(self, buckets: Sequence[ShardedBucket]) -> Gather:
-        """Start an all-gather for each slab, or what must come before it."""
+        """Start an all-gather for each bucket, or what must come before it."""
         buffers = [self._borrow(bucket) for bucket in buckets]
         for bucket, buffer in zip(buckets, buffers, strict=True):
             if bucket not in buffer.wholes:
@@ -169,6 +169,7 @@ class ByAllGather(Gathers):
         def send(index: int) -> Handle:
             flat = wholes[index].flat
             launched = recorder.launched("all-gather", flat)
+            # Remembered: other ranks may read this buffer after our own wait has ended.
             buffers[index].last = self._group.all_gather(flat, buckets[index].layout.cuts)
             return buffers[index].last.noted(launched)
 

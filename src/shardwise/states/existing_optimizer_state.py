@@ -1,4 +1,4 @@
-"""Takes over existing optimizer state: what the user's optimizer has, or a checkpoint will fill in.
+"""Takes over existing optimizer state: what the user's optimizer has, or what a checkpoint fills.
 
 A bucket's interval is cut into segments where the existing state of neighbours differs (one has
 none, or another step count); each segment gets the state of its parameters as one flat tensor.

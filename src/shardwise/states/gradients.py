@@ -1,4 +1,4 @@
-"""Gradients: collected per bucket as backward makes them, and reduced beside the rest of it.
+"""Gradients: collects them per bucket as backward makes them, and reduces them beside it.
 
 autograd makes each gradient as a tensor of its own. They are moved into their bucket's flat
 buffer, but for large ones where the transport sends them from where they are; when the last one
@@ -178,6 +178,8 @@ class Gradients:
             self.used[index] = True
         fill.remaining -= 1
         if fill.remaining == 0 and self._overlap and not self.paced:
+            # Not this bucket at once: ranks complete buckets in different orders, and start them in
+            # one.
             self._advance()
 
     def bring(self) -> None:
@@ -214,7 +216,7 @@ class Gradients:
         self._active = False
         for fill in self._fills:
             fill.abandon()
-        for _ in self.reducer.drain():
+        for _ in self.reducer.drain():  # other ranks write into these buffers until then
             pass
         self.clear()
 
@@ -312,8 +314,8 @@ class Gradients:
         return [tracked[index].name for index in dict.fromkeys([*late, *others])]
 
     def suspect(self) -> bool | None:
-        """Whether a gradient of this rank alone was not finite in this step; None where it cannot
-        be told, since only small tensors are looked at."""
+        """Whether a gradient of this rank alone was not finite in this step; None where that is not
+        known, since only small tensors are looked at."""
         if not all(bool(torch.isfinite(norm)) for norm in self._own_norms):
             return True
         if self._alone:

@@ -1,4 +1,4 @@
-"""Whole tensors out of intervals, on every rank: for a rebuild, and for models that are small."""
+"""Gathers whole tensors out of intervals, on every rank: for a rebuild, and for small models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.states.parameters import Parameters
 
 
 class IntervalGather:
-    """Puts together what the ranks hold in parts; every call is collective."""
+    """Gathers masters and optimizer state that ranks hold in parts; every call is collective."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class IntervalGather:
         return states
 
     def _whole_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
-        held = {
+        mine = {
             segment.pieces[0].parameter: _on_cpu(state) if self._scattered else state
             for segment, state in self._optimizer.state_of(index)
         }
-        gathered = self._group.gather_objects(held) if self._scattered else [held]
+        gathered = self._group.gather_objects(mine) if self._scattered else [mine]
         return {
             self._parameters.tracked[number].parameter: self._placed(index, state)
             for part in gathered
@@ -77,27 +77,27 @@ class IntervalGather:
         }
 
     def _flat_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
-        held = self._optimizer.state_of(index)
+        states_here = self._optimizer.state_of(index)
         is_flat = partial(self._optimizer.is_flat, index)
         singles = {
             # Each parameter gets a copy: plain optimizers count a shared step once per parameter.
             piece.parameter: _on_cpu({k: v for k, v in state.items() if not is_flat(segment, k, v)})
-            for segment, state in held
+            for segment, state in states_here
             for piece in segment.pieces
         }
         dtypes = {
             k: v.dtype
-            for segment, state in held
+            for segment, state in states_here
             for k, v in state.items()
             if is_flat(segment, k, v)
         }
-        told = (
+        parts = (
             self._group.gather_objects((singles, dtypes))
             if self._scattered
             else [(singles, dtypes)]
         )
-        all_singles = {number: single for part, _ in told for number, single in part.items()}
-        all_dtypes = {key: dtype for _, part in told for key, dtype in part.items()}
+        all_singles = {number: single for part, _ in parts for number, single in part.items()}
+        all_dtypes = {key: dtype for _, part in parts for key, dtype in part.items()}
         states: dict[nn.Parameter, dict[str, Any]] = {
             self._parameters.tracked[number].parameter: self._placed(index, single)
             for number, single in all_singles.items()

@@ -1,4 +1,4 @@
-"""Finds writes into parameters while they are gathered for a forward, which would be lost.
+"""Detects writes into parameters while they are gathered for a forward, which would be lost.
 
 A write by an operation on the parameter counts up its version; one through `.data` leaves no trace
 but the values. So around some gathers sums of each parameter's bits are compared: around the first
@@ -22,7 +22,8 @@ INTERVAL = 31
 
 
 class LostWrites:
-    """Looks at some gathers; `found` is called with the number of a parameter that was written."""
+    """Compares bits around some gathers; calls `found` with the number of a parameter that was
+    written."""
 
     def __init__(self, found: Callable[[int], None]) -> None:
         self._found = found
@@ -30,14 +31,14 @@ class LostWrites:
         self._before: dict[ShardedBucket, list[int]] = {}
 
     def begin(self, bucket: ShardedBucket, flat: Tensor) -> None:
-        """The bucket `slab` is shown, whole in `flat`."""
+        """`bucket` is shown, whole in `flat`."""
         gathers = self._gathers[bucket] = self._gathers.get(bucket, 0) + 1
         on_host = flat.device.type == "cpu"
         if gathers <= FIRST or (on_host and gathers % INTERVAL == 0):
             self._before[bucket] = _sums(bucket, flat)
 
     def end(self, bucket: ShardedBucket, flat: Tensor) -> None:
-        """It goes to rest."""
+        """`bucket` goes to rest: compare its bits with those of before."""
         before = self._before.pop(bucket, None)
         if before is not None:
             trios = zip(bucket.layout.slots, before, _sums(bucket, flat), strict=True)

@@ -1,4 +1,4 @@
-"""What is known of an optimizer: its kind, its copies over other tensors, torch's fused kernels."""
+"""Describes an optimizer: its kind, bare copies of it, and whether torch's fused kernels apply."""
 
 from __future__ import annotations
 

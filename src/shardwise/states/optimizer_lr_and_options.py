@@ -1,4 +1,4 @@
-"""Follows the learning rate and the other options of the user's optimizer, which schedulers edit.
+"""Follows the learning rate and other options of the user's optimizer, which schedulers edit.
 
 The engine updates with inner copies of the user's optimizer. Before every update a copy takes the
 options of the user's parameter groups as they are then; what the update itself changes in them

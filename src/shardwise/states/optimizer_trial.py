@@ -1,4 +1,5 @@
-"""What kind of optimizer the user chose: torch's own are known, others tried on small tensors.
+"""Finds what kind of optimizer the user chose: torch's own are known, others are tried on small
+tensors.
 
 Sharded optimizer state updates arbitrary intervals of flattened parameters. That equals the
 user's optimizer only if each element's update depends on that element alone (Adam, SGD, Adagrad).
@@ -69,13 +70,13 @@ def examine(
     for trial in long:
         if not (kind.elementwise or kind.separable) or (whole := bench.attempt(trial)) is None:
             continue
-        told = bench.judge(trial, whole, kind)
+        found = bench.judge(trial, whole, kind)
         kind = OptimizerKind(
-            elementwise=kind.elementwise and told.elementwise,
-            separable=kind.separable and told.separable,
-            tensor_keys=kind.tensor_keys | told.tensor_keys,
-            single_keys=kind.single_keys | told.single_keys,
-            group_keys=kind.group_keys | told.group_keys,
+            elementwise=kind.elementwise and found.elementwise,
+            separable=kind.separable and found.separable,
+            tensor_keys=kind.tensor_keys | found.tensor_keys,
+            single_keys=kind.single_keys | found.single_keys,
+            group_keys=kind.group_keys | found.group_keys,
         )
     return kind
 
@@ -243,8 +244,8 @@ class _Bench:
             if step in (middle, trial.steps - 1):
                 marks.append([param.detach().to("cpu", copy=True) for param in params])
         updates = [(b - a, c - b) for a, b, c in zip(*marks, strict=True)]
-        told = settings_of(inner.param_groups[0])
-        return _Run(updates, dict(inner.state[params[0]]), told, params[0].shape)
+        options = settings_of(inner.param_groups[0])
+        return _Run(updates, dict(inner.state[params[0]]), options, params[0].shape)
 
     def _existing_state(self) -> Mapping[str, Any]:
         """The state of a parameter of the group."""

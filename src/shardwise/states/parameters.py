@@ -1,7 +1,7 @@
-"""Parameters: what a rank holds of them between steps.
+"""Replicated parameters, and what they have in common with sharded ones: buckets, checks.
 
 Replicated, they are views of flat buffers, private to each rank. `sharded_parameters` has the
-other word of the table.
+others.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Parameters(ABC):
         self.remember()
 
     def remember(self) -> None:
-        """Take the present values as those of which `written` tells changes."""
+        """Take the present values as those that `written` compares with."""
         self._versions = [tracked.parameter._version for tracked in self.tracked]
 
     def written(self) -> set[int]:
@@ -157,7 +157,7 @@ class ReplicatedParameters(Parameters):
 
 
 class Homes:
-    """Where parameters lie and are registered, looked at all at once: so it can be done often."""
+    """Checks where parameters lie and are registered, all at once, so that it can be done often."""
 
     def __init__(self, tracked: Sequence[Tracked]) -> None:
         self._parameters = [each.parameter for each in tracked]

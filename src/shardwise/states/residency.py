@@ -31,7 +31,7 @@ from shardwise.timeline import span
 
 
 class Residency:
-    """Shows units and lets them go; `group` is for gathers alone, which take turns in `order`."""
+    """Shows units and lets them rest; `group` is for gathers alone, which take turns in `order`."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Residency:
         order: GatherOrder,
         inside: Callable[[nn.Module], Sequence[int]],
     ) -> None:
-        """`inside` tells which units a module holds, in their order."""
+        """`inside` gives the units that a module holds, in their order."""
         self._parameters = parameters
         self.units = units
         shared = all(bucket.common is not None for unit in units for bucket in unit.buckets)
@@ -76,8 +76,8 @@ class Residency:
         return self._gathers.collective
 
     def pace(self, over: Callable[[int], None]) -> bool:
-        """Call `over` in a backward when a unit has had its last turn, on all ranks at the same
-        turn; returns whether there are turns."""
+        """Register `over`, called after a unit's last gather in a backward, at the same point on
+        every rank. Returns whether gathers are collective."""
         self._over = over
         return self._gathers.collective
 
@@ -165,7 +165,7 @@ class Residency:
         self.close_backward(keep_graph=True)
 
     def _end_dead_passes(self) -> None:
-        """End backwards of the user's own that have failed: nobody else tells."""
+        """End backwards of the user's own that have failed: nothing else reports that."""
         self._order.end_dead_pass()
         self.end_dead_pass()
 

@@ -1,8 +1,8 @@
-"""What a sharded parameter is while this rank has a part of it only: at rest.
+"""Sharded parameters at rest: reading or writing their values raises at the user's line.
 
-It keeps its shape, dtype, device, gradient and hooks. Whatever would read or write its values
-raises at the line that does it: such values are not there, and a NaN or a stale one would go on in
-silence. Two ways lead to values, and both are watched while it rests:
+While this rank has a part of it only, a parameter keeps its shape, dtype, device, gradient and
+hooks, and no values: a NaN or a stale one would go on in silence. Two ways lead to values, and both
+are watched while it rests:
 
     Python      the object is of a subclass of its class, in which torch asks `__torch_function__`
                 about every call; `p.data` and `p.detach()` are tensors without memory alike
@@ -150,8 +150,8 @@ def sharded_copy(name: str) -> UsageError:
 
 def name_of(parameter: nn.Parameter) -> str:
     """What messages call a parameter that is sharded."""
-    held: AtRest = parameter.__dict__[_MARK]
-    return held.name
+    form: AtRest = parameter.__dict__[_MARK]
+    return form.name
 
 
 def is_sharded(module: nn.Module) -> bool:

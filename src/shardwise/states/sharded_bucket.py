@@ -1,4 +1,4 @@
-"""A bucket of sharded parameters, as one rank has it between steps."""
+"""A bucket of sharded parameters: the interval that one rank stores between steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.states.tracked import Tracked
 
 @dataclass(frozen=True, eq=False)
 class ShardedBucket:
-    """A bucket at rest: this rank's interval, and where ranks share memory, all of it."""
+    """A bucket of which this rank stores its interval; where ranks share memory, all of it."""
 
     layout: Bucket
     tracked: tuple[Tracked, ...]

@@ -1,4 +1,4 @@
-"""Parameters, sharded: a rank holds its interval of every bucket and nothing else.
+"""Sharded parameters: a rank holds its interval of every bucket and nothing else.
 
 At rest a parameter has its shape and no values: `resting` refuses to read or write it. `residency`
 shows the whole values while a forward or a backward needs them.
@@ -29,7 +29,7 @@ from shardwise.states.tracked import Tracked
 class ShardedParameters(Parameters):
     """Trained and frozen parameters, each rank with its interval of every bucket.
 
-    `slabs` are the buckets of the trained parameters, in their order, then those of the frozen.
+    `sharded_buckets` are those of the trained parameters, in their order, then those of the frozen.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class ShardedParameters(Parameters):
         self.remember()
 
     def _form_at_rest(self, number: int) -> AtRest:
-        """What a parameter is at rest; the NaNs of one kind lie side by side to be looked at, each
-        at an address of its own, since tools tell by it which parameters are the same."""
+        """The form of a parameter at rest. The NaNs of one kind lie side by side to be looked at,
+        each at an address of its own, since tools know by it which parameters are the same."""
         each = self._all[number]
         kind = (each.dtype, each.device)
         if kind not in self._nans:
@@ -178,7 +178,7 @@ class ShardedParameters(Parameters):
             unmark(parameter)
 
     def _note_replaced(self, bucket: ShardedBucket) -> None:
-        """Remember a parameter that user code gave other memory: `check` tells of it."""
+        """Remember a parameter that user code gave other memory: `check` reports it."""
         now, then = list(map(Tensor.data_ptr, bucket.parameters)), self._addresses[bucket]
         if now != then:
             wrong = zip(bucket.tracked, now, then, strict=True)
@@ -194,17 +194,17 @@ class ShardedParameters(Parameters):
         with unguarded():
             super().settle()
         self.meet()
-        for told in self._watchers:
-            told()
+        for changed in self._watchers:
+            changed()
 
     def meet(self) -> None:
         """Where ranks share memory, wait until all are done with reading or writing it."""
         if any(bucket.common is not None for bucket in self.sharded_buckets):
             self._group.barrier()
 
-    def watch(self, told: Callable[[], None]) -> None:
-        """Call `told` whenever parameters have changed and may be used."""
-        self._watchers.append(told)
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call `changed` whenever parameters have changed and may be used."""
+        self._watchers.append(changed)
 
     def check(self) -> None:
         """Raise BrokenView if user code replaced a parameter, or wrote what reaches nothing."""
@@ -222,8 +222,8 @@ class ShardedParameters(Parameters):
             raise self.written_in_vain(written)
 
     def note_written(self, number: int) -> None:
-        """Remember that user code wrote into a passing copy of parameter `number`: `check` tells
-        of it."""
+        """Remember that user code wrote into a temporary copy of parameter `number`: `check`
+        reports it."""
         self._replaced = self._all[number]
 
     def check_unwritten(self, shown: Mapping[ShardedBucket, Tensor]) -> None:
@@ -237,7 +237,7 @@ class ShardedParameters(Parameters):
         self.check()
 
     def written_in_vain(self, tracked: Tracked) -> BrokenView:
-        """The error for a write that only this rank's passing copy of a parameter has seen."""
+        """The error for a write that only this rank's temporary copy of a parameter has seen."""
         self._replaced = None
         self.remember()
         return BrokenView(
@@ -259,8 +259,8 @@ class ShardedParameters(Parameters):
             return super().written()
 
     def check_places(self) -> None:
-        """Raise BrokenView if user code replaced a parameter; told once, since the next use of
-        its unit mends it."""
+        """Raise BrokenView if user code replaced a parameter; once, since the next use of its unit
+        mends it."""
         with unguarded():
             for bucket, homes in self._homes.items():
                 addresses = self._addresses[bucket]
@@ -303,7 +303,8 @@ class ShardedParameters(Parameters):
 
 
 class _BucketAtRest:
-    """What the parameters of a bucket are at rest, by slot; in lists, as it is asked for often."""
+    """The forms that a bucket's parameters have at rest, by slot; in lists, as the hot path reads
+    them."""
 
     def __init__(self, each: list[AtRest]) -> None:
         self.each = each

@@ -1,7 +1,7 @@
-"""What a rank holds of which tensors, lent and taken span by span.
+"""Maps intervals of buckets to named tensors, so that checkpoints read and write them by spans.
 
 A state knows intervals of buckets. To the world outside it is tensors with names, of which each
-rank has some elements: a checkpoint is written from, and read into, what stands here.
+rank has some elements: a checkpoint is written from, and read into, these spans.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class TensorSpan:
 
 @dataclass(frozen=True)
 class ReportedState:
-    """The optimizer state of all ranks: by parameter its entries, tensors as Blanks, and the
-    parameters at which segments were cut."""
+    """The optimizer state that all ranks reported: by parameter its entries, tensors as Blanks, and
+    the parameters at which segments were cut."""
 
     states: dict[int, dict[str, Any]]
     borders: set[int]
@@ -64,7 +64,7 @@ def state_name(name: str, key: str) -> str:
 
 
 class TensorSpans:
-    """The holdings of one rank in the trained parameters, their masters, state and averages.
+    """The spans of one rank in the trained parameters, their masters, state and averages.
 
     `group` shards them where `scattered`. `among`: this rank's number, and of how many that have
     the same, of what is whole here and (True) of what is a part.
@@ -93,7 +93,7 @@ class TensorSpans:
         }
 
     def reported(self) -> ReportedState:
-        """What state there is, on all ranks. Collective."""
+        """Report which state there is, to all ranks. Collective."""
         mine = self._own_states(), self._own_borders()
         gathered = self._group.gather_objects(mine) if self._scattered else [mine]
         states: dict[int, dict[str, Any]] = {}
@@ -278,7 +278,7 @@ def of_tensor(
     kind: str = MODEL,
     shard: Shard | None = None,
 ) -> TensorSpan:
-    """A whole tensor that `copies` ranks hold, or the part of it that `shard` tells, in the order
+    """A whole tensor that `copies` ranks hold, or the part of it that `shard` names, in the order
     of its elements."""
     whole = Extent(name, 0, value.numel(), 0)
     found = [whole] if shard is None else of_whole(whole, shard)
@@ -297,7 +297,7 @@ def gathered(
 
 
 def reordered_bucket(bucket: ShardedBucket, group: Collectives) -> Iterator[tuple[Tracked, Tensor]]:
-    """The tensors of a slab that lie in memory in another order than that of their elements."""
+    """The tensors of `bucket` that lie in memory in another order than that of their elements."""
     if all(tracked.in_order for tracked in bucket.tracked):
         return
     flat = gathered(bucket.layout, bucket.own, bucket.storage.loaded(), group)

@@ -1,4 +1,4 @@
-"""The parameters of the models: which there are, and the form that each has in memory."""
+"""Finds the parameters of the models, with their names, places and form in memory."""
 
 from __future__ import annotations
 

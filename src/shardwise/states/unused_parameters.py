@@ -1,10 +1,11 @@
-"""Handles parameters that get no gradient: in backward nobody waits for them, and the update leaves
-their value, their moments and their step count as they are.
+"""Handles unused parameters, which get no gradient: nobody waits for them, and no update touches
+them.
 
 Which gradients arrive is learned from earlier backwards (`ExpectedGradients`): a bucket starts once
 as many have come as before. When the step is made, all ranks know which parameters any of them has
 used; a segment of the optimizer, which is updated as one tensor, is cut where used and unused
-parameters meet (`cut_by_use`), as `grad=None` does in torch.
+parameters meet (`cut_by_use`). So their value, moments and step count stay, as with `grad=None` in
+torch.
 """
 
 from __future__ import annotations

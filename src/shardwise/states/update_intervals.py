@@ -1,4 +1,4 @@
-"""The intervals of buckets that a rank updates, cut into the segments that an optimizer sees.
+"""Cuts the interval of a bucket that a rank updates into the segments that an optimizer sees.
 
 interval      |  a  |  b   |    c     |   d   |      segments: tensors that it updates
 spans         |         0         |     1     |      what is in memory at a time

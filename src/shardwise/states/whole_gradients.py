@@ -1,4 +1,4 @@
-"""A step's gradients as those of the parameters: whole on every rank, to read and to change.
+"""Shows a step's gradients whole on every rank (`engine.full_gradients`), and takes changes back.
 
 sums (own intervals) ─▶ times a factor, gathered ─▶ param.grad      show
 sums (own intervals) ◀─ divided by it, rank 0's  ◀─ param.grad      take

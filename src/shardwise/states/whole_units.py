@@ -1,4 +1,4 @@
-"""Holds the units whose parameters are whole (unsharded) now, and shows and rests them.
+"""Shows units of sharded parameters whole (unsharded), and puts them to rest again.
 
 A *unit* is a part of the model whose parameters come and go together. To show one is to let its
 parameters be views of gathered buckets, to rest it (FSDP's reshard) is to take them away:

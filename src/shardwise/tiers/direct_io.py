@@ -1,7 +1,8 @@
-"""A file without a name that holds what one rank keeps of one state.
+"""Transfers to and from a file without a name, past the page cache, in threads of their own.
 
-It never has a name that outlives its opening, so the kernel frees it when the process ends, by
-whatever cause: there are no stale files to sweep after a kill -9.
+The file holds what one rank stores of one state. It never has a name that outlives its opening, so
+the kernel frees it when the process ends, by whatever cause: there are no stale files to sweep
+after a kill -9.
 
 Transfers go past the page cache (O_DIRECT) where the file system takes that. Where it does not,
 they go through it and the pages are dropped at once: what rests on the disk is nowhere else.

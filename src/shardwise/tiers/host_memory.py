@@ -1,4 +1,4 @@
-"""The heap of the C library: memory that it shall keep, and memory that it shall not.
+"""Host memory: pages for direct transfers, and which freed memory the C library keeps.
 
 A training step frees what the next one asks for again. Left to itself glibc returns the end of its
 heap to the system when 64 MB of it are free, and the next step pays for every page anew: 5 % of a

@@ -59,7 +59,7 @@ class BufferLease:
 
     def give_back(self) -> None:
         """End the lease; what was changed is forgotten. Never raises for the disk's sake: a
-        failure is told by the store's next call."""
+        failure is reported by the store's next call."""
         self._store._give_back(self)
 
 
@@ -210,7 +210,7 @@ class Store:
                 self._failure = error
 
     def _check(self) -> None:
-        """Refuse what cannot be done any more, and tell of any write that has failed meanwhile."""
+        """Refuse what cannot be done any more, and report any write that has failed meanwhile."""
         self._transfers.check()
         if self._closed:
             raise TierError(f"{self.label} was closed: what it held is gone. Make a new store.")

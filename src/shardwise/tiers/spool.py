@@ -1,4 +1,4 @@
-"""Short-lived records of any size on a file without a name, written and read beside the work.
+"""Writes and reads short-lived records of any size on a file without a name, beside the work.
 
     write      data ─▶ staging of a thread ─▶ file      as many at once as there are threads
     read       file ─▶ memory of its own                freed as the tensor is
@@ -68,7 +68,7 @@ class Spool:
 
     def __init__(self, folder: Path, label: str, *, rank: int) -> None:
         self.freed: deque[tuple[int, int]] = deque()
-        """Ranges that are free again, not yet told to the extents."""
+        """Ranges that are free again, not yet given to the extents."""
         self._extents = Extents()
         self._lock = threading.Lock()
         self._own = threading.local()

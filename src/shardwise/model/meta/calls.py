@@ -1,4 +1,4 @@
-"""A call on its way onto the tape."""
+"""Turns a call of torch into an operation on the tape: what it reads, writes and makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models larger than memory: parameters without memory, whose values can be made one by one.
+"""Deferred initialisation: builds models larger than memory, parameters without memory.
 
     with sw.on_meta():
         model = Model()
@@ -81,8 +81,8 @@ class _Faces(TorchFunctionMode):
         record = deferred_record(args[0])
         if func == _SET_DATA:
             return func(args[0], self._alike(record, args[1]))
-        if func in _TOLD and record is not None:
-            return _TOLD[func](record)
+        if func in _ANSWERED and record is not None:
+            return _ANSWERED[func](record)
         if func in _LEAVING:
             return self._leave(record, func, args, kwargs)
         if func in _INDEXING and record is not None:
@@ -111,7 +111,7 @@ class _Faces(TorchFunctionMode):
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_TOLD: dict[Any, Callable[[StorageRecord], Any]] = {
+_ANSWERED: dict[Any, Callable[[StorageRecord], Any]] = {
     torch.Tensor.device.__get__: lambda record: record.device,
     torch.Tensor.is_meta.__get__: lambda record: False,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: lambda record: record.device.type == "cpu",  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The mode that watches a model being built."""
+"""Records the operations that build a model, as a dispatch mode."""
 
 from __future__ import annotations
 

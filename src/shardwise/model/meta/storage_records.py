@@ -1,4 +1,4 @@
-"""What a storage holds now, hung on the storage itself, so that it lives as long as that does.
+"""Records what a storage holds now, on the storage itself, so that it lives as long as that.
 
 Storages made inside the block have a record; others are foreign, and what is read of them is
 copied. A *deferred* tensor is one on the meta device whose storage has a record: a parameter, a
@@ -44,7 +44,7 @@ def set_record(tensor: Tensor, record: StorageRecord | None) -> None:
 
 
 def keep_present(tensor: Tensor) -> None:
-    """Note a copy of what the memory of a real tensor holds: nothing tells how it was made."""
+    """Record a copy of what the memory of a real tensor holds: nothing tells how it was made."""
     record = record_of(tensor)
     if record is not None:
         storage = tensor.untyped_storage()

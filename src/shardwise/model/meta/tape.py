@@ -1,4 +1,4 @@
-"""What was done to the memory of tensors, so that any of it can be done again alone.
+"""Records what was done to the memory of tensors, so that any of it can be done again alone.
 
 A *content* is what a storage holds at one moment; an *operation* makes contents out of others.
 Operations know each tensor argument as a view (dtype, size, stride, offset) of a storage, so views
@@ -311,7 +311,7 @@ def new_storage(size: int, device: torch.device) -> UntypedStorage:
 
 
 def give_back(size: int) -> None:
-    """Tell that `size` bytes of tensors were or will soon be freed; now and then, trim the heap."""
+    """Report that `size` bytes of tensors were or will soon be freed; trims the heap at times."""
     global _freed
     _freed += size
     if _freed >= _TRIMMED:
