@@ -28,8 +28,8 @@ class Averages:
         scattered: bool,
         start: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        """`factory` makes their storage, by spans as the optimizer's state. `start` gives averages to
-        go on with, by parameter; without it they are the weights."""
+        """`factory` makes their storage, by spans as the optimizer's state. `start` gives averages
+        to go on with, by parameter; without it they are the weights."""
         self._parameters = parameters
         self._optimizer = optimizer
         self._decay = decay
