@@ -116,6 +116,7 @@ class Buffers:
     def follow_agreed(self) -> None:
         """Follow what any rank has news of and all ranks hold in one shape. Collective."""
         found = self._group.gather_objects(self.news())
+        # The union, in one order: each rank lists the same buffers in what follows.
         wanted = sorted({index for each in found for index, _ in each})
         mine = {index: self._shape(index) for index in wanted}
         all_shapes = self._group.gather_objects(mine)

@@ -125,6 +125,7 @@ class Averages:
             sent = [self._parameters.publish(i) for i in range(len(self.storages))]
             for handle in sent:
                 handle.wait()
+            # The block may write parameters, which other ranks still read until then.
             for handle in sent:
                 handle.reusable()
         self._parameters.settle()

@@ -191,6 +191,7 @@ class ByAllGather(Gathers):
         copy_stream = (
             buckets[0].storage.copy_stream if buckets else None
         )  # one tier, so one for all
+        # On the copy stream: the gather of the next unit must not wait for this one's compute.
         with nullcontext() if copy_stream is None else copy_stream.from_here():
             for bucket, whole in zip(buckets, wholes, strict=True):
                 bucket.load(whole.flat)

@@ -198,6 +198,7 @@ class OptimizerState:
         assert isinstance(total, MemoryStorage)
         near = self._host_copies.get(interval)
         if near is None or near.source is not total.tensor:
+            # Widened sums are another tensor: the copy of the old one is dropped.
             near = HostCopy(total.tensor, copy_stream, interval.spans)
             self._host_copies[interval] = near
         return near

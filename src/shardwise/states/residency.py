@@ -111,6 +111,8 @@ class Residency:
             kind, self._pass = self._pass, None
             if torch.is_grad_enabled():
                 self._tape.append(kind)
+            # Other ranks may need units that this one's forward has skipped: it takes part in their
+            # gathers before it goes on, or they would wait for ever.
             self._finish_turns(self._expected[kind], failed=failed)
             self._whole.let_go_of_all(but_lasting=self.is_awaited)
             self._whole.allow_writes(False)
@@ -158,6 +160,7 @@ class Residency:
         if self.units[number].is_whole:
             return
         if self._is_backward():
+            # Backward has left the unit before: rest it first, so that its buffer can be borrowed.
             self._whole.let_go_of_all(but_lasting=True)
         self._acquire(number)
 

@@ -171,16 +171,16 @@ def _resting(own: type[nn.Parameter]) -> type[nn.Parameter]:
 class ValueAtRest(Tensor):
     """What `p.data` and `p.detach()` give of a parameter that rests: its form, without memory."""
 
-    held: AtRest
+    form: AtRest
 
     @staticmethod
-    def __new__(cls, held: AtRest) -> ValueAtRest:
+    def __new__(cls, form: AtRest) -> ValueAtRest:
         """Like `held.value`."""
-        like = held.like
+        like = form.like
         made = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.held = held
+        made.form = form
         return made
 
     @classmethod
@@ -210,7 +210,7 @@ def _touched(
         with unguarded():
             return func(*map(_plain, args), **kwargs)
     if func in _ALIASES:
-        return ValueAtRest(_held(args[0]))
+        return ValueAtRest(_form(args[0]))
     if func in _SHOWN_AS_TEXT:
         return _text(args[0])
     if func in _DIFFERENTIATES:
@@ -225,30 +225,30 @@ def _touched(
 
 def _plain(value: Any) -> Any:
     """What has the form of `value` and can be used."""
-    held = _found(value)
-    return value if held is None else held.like
+    form = _found(value)
+    return value if form is None else form.like
 
 
 def _found(value: Any) -> AtRest | None:
     """How `value` rests, if it does."""
     if isinstance(value, ValueAtRest):
-        return value.held
+        return value.form
     if isinstance(value, Tensor) and torch._C._dispatch_keys(value).has(_KEY):
         with unguarded():
             return _known.get(value.data_ptr())
     return None
 
 
-def _held(value: Any) -> AtRest:
-    held = _found(value)
-    assert held is not None
-    return held
+def _form(value: Any) -> AtRest:
+    form = _found(value)
+    assert form is not None
+    return form
 
 
 def _text(value: Any) -> str:
-    held = _held(value)
+    form = _form(value)
     return (
-        f"<{held.name}, sharded: shape {tuple(held.like.shape)}, {held.like.dtype}, "
+        f"<{form.name}, sharded: shape {tuple(form.like.shape)}, {form.like.dtype}, "
         "whole inside of engine.full_parameters()>"
     )
 
@@ -256,7 +256,7 @@ def _text(value: Any) -> str:
 def _cast(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """What a cast or move of something that rests gives: itself, where there is nothing to do."""
     value, *rest = args
-    like = _held(value).like
+    like = _form(value).like
     stand_in = torch.empty((0,) * like.dim(), dtype=like.dtype, device=like.device)
     made = func(stand_in, *rest, **kwargs)
     if made is stand_in and kwargs.get("memory_format") in (None, torch.preserve_format):
@@ -272,19 +272,19 @@ def _lifted(args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
     read, are of their own class, so that torch does not ask about them again."""
     found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _found(leaf) is not None]
     for parameter in found:
-        parameter.__class__ = _held(parameter).own
+        parameter.__class__ = _form(parameter).own
     try:
         yield
     finally:
         for parameter in found:
-            if (held := _found(parameter)) is not None:  # it may have been shown inside
-                parameter.__class__ = held.kind
+            if (form := _found(parameter)) is not None:  # it may have been shown inside
+                parameter.__class__ = form.kind
 
 
 def _refusal(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Exception:
     """The error for an operation that needs values which are not there."""
     leaves = pytree.tree_leaves((args, dict(kwargs)))
-    name = next((held.name for leaf in leaves if (held := _found(leaf))), "A sharded parameter")
+    name = next((form.name for leaf in leaves if (form := _found(leaf))), "A sharded parameter")
     what = what_is_done(func)
     if func in _CASTS:
         return ParameterAccess(

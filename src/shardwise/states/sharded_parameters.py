@@ -200,6 +200,7 @@ class ShardedParameters(Parameters):
     def meet(self) -> None:
         """Where ranks share memory, wait until all are done with reading or writing it."""
         if any(bucket.common is not None for bucket in self.sharded_buckets):
+            # Without it a rank could write its interval while another still computes with it.
             self._group.barrier()
 
     def watch(self, changed: Callable[[], None]) -> None:
@@ -231,6 +232,7 @@ class ShardedParameters(Parameters):
 
         Collective: each rank looks at its own interval.
         """
+        # All ranks raise alike: one that went on would wait for the others in its next gather.
         mine = [number for bucket, flat in shown.items() for number in bucket.written(flat)]
         for number in itertools.chain.from_iterable(self._group.gather_objects(mine)):
             raise self.written_in_vain(self._all[number])
@@ -285,6 +287,7 @@ class ShardedParameters(Parameters):
         numel, dtype, device = bucket.kind
         flat = torch.zeros(numel, dtype=dtype, device=device)
         bucket.load(flat)
+        # A rank that does not want it sends its interval all the same.
         self._group.all_gather(flat, bucket.layout.cuts).wait()
         return flat if here else None
 

@@ -99,6 +99,7 @@ class WholeGradients:
         self._check(grads)
         changed = [self._is_changed(index, grad) for index, grad in enumerate(grads)]
         used = [grad is not None for grad in grads]
+        # Rank 0 decides for all, so that all take part in the same broadcasts below.
         changed, used = self._run.gather_plain([changed, used])[0]
         taken = [
             bucket_

@@ -70,6 +70,7 @@ class CopyStream:
         return data, self._copy(memory, data, on_device=data)
 
     def _copy(self, source: Tensor, target: Tensor, *, on_device: Tensor) -> Any:
+        # Behind all that the present stream has: what is copied down is computed there.
         with self.from_here():
             target.copy_(source, non_blocking=True)
             event = self.here()

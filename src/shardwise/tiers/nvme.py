@@ -151,7 +151,8 @@ class Store:
         self._check()
         assert index not in self._leased, f"record {index} of {self.label} is leased already"
         if index in self._behind:
-            # Its bytes are still here: wait for the write, and no read is needed.
+            # Its bytes are still here: wait for the write, and no read is needed. A read from the
+            # disk could overtake the write and give the bytes of before.
             buffer, coming = self._behind.pop(index)
         else:
             buffer = self._buffer()

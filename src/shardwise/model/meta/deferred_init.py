@@ -59,7 +59,7 @@ def on_meta() -> Iterator[None]:
     recorder = _active.recorder = ConstructionRecorder()
     hook = register_module_buffer_registration_hook(_keep_buffer_real)  # type: ignore[arg-type]
     try:
-        with _parameters_deferred() as made, _Faces(recorder), recorder:
+        with _parameters_deferred() as made, _PlainAnswers(recorder), recorder:
             yield
         _seal(made)
     finally:
@@ -67,7 +67,7 @@ def on_meta() -> Iterator[None]:
         _active.recorder = None
 
 
-class _Faces(TorchFunctionMode):
+class _PlainAnswers(TorchFunctionMode):
     """Deferred tensors answer as those of a plain build would."""
 
     def __init__(self, recorder: ConstructionRecorder) -> None:
