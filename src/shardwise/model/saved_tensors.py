@@ -101,7 +101,7 @@ class _Moved:
 
 
 class SavedTensors:
-    """Moves what is saved for backward to `place`; `pack` and `unpack` are the pair of hooks.
+    """Offloads what is saved for backward to `target`; `pack` and `unpack` are the pair of hooks.
 
     Only memory on devices of `device_type` moves, in tensors of at least LEAST bytes that do not
     lie in the memory of the models.
@@ -180,7 +180,7 @@ class SavedTensors:
                 self._give_back(nbytes)
 
     def _give_back(self, nbytes: int) -> None:
-        """So much memory was freed: now and then the system gets it, which is slow in bits."""
+        """Count freed memory; return it to the system now and then, since doing so costs time."""
         self._freed += nbytes
         if self._device_type == "cpu" and self._freed > LEAVING:
             self._freed = 0
