@@ -24,7 +24,7 @@ FORWARD = 0
 
 
 class StatisticsRows(Protocol):
-    """What a BatchNorm needs of the other ranks."""
+    """Gathers a BatchNorm's statistics from all ranks."""
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
         """`row` (k,) of every rank as (ranks, k), and the number of this forward."""
@@ -43,10 +43,12 @@ class Skippable(Protocol):
         """Take the running statistics on by `rows`, those of a forward that this rank skips."""
 
 
-class Exchange:
+class StatisticsExchange:
     """The exchanges of one BatchNorm, in turn `number` of `turns`."""
 
-    def __init__(self, turns: Exchanges, number: int, name: str, module: Skippable) -> None:
+    def __init__(
+        self, turns: StatisticsExchanges, number: int, name: str, module: Skippable
+    ) -> None:
         self.turns = turns
         self._number = number
         self._name = name
@@ -120,8 +122,8 @@ class Exchange:
         return call
 
 
-class Exchanges:
-    """The turns of some BatchNorms in an order, one for each."""
+class StatisticsExchanges:
+    """Gives each of some BatchNorms its turn in a gather order."""
 
     def __init__(self, order: GatherOrder, modules: Mapping[str, Skippable]) -> None:
         self.order = order
@@ -129,7 +131,7 @@ class Exchanges:
         self._pending: tuple[Tensor, int] | None = None
         self._rows: Tensor | None = None
         self.each = [
-            Exchange(self, number, name, module)
+            StatisticsExchange(self, number, name, module)
             for number, (name, module) in enumerate(modules.items())
         ]
         self._first = order.join(self, list(modules), exchanges=True)

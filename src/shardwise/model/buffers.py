@@ -41,7 +41,7 @@ class _Followed:
 
 
 class Buffers:
-    """The buffers of the models, each known by the module and key that hold it."""
+    """Keeps the buffers of the models alike; each is known by the module and key that hold it."""
 
     def __init__(
         self, models: Sequence[nn.Module], group: Collectives, left_out: set[nn.Module]

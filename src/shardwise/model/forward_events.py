@@ -19,8 +19,8 @@ FORWARD = "forward"
 
 
 class ForwardEvents:
-    """Hooks on `models` and on their blocks (`patterns` as for `find_units`), which are there while
-    a timeline is recorded and none else. What is compiled is left as it is."""
+    """Hooks on `models` and their blocks (`patterns` as for `find_units`) while a timeline is
+    recorded. What is compiled is left as it is."""
 
     def __init__(self, models: Sequence[nn.Module], patterns: Sequence[str] | None) -> None:
         self._models = models

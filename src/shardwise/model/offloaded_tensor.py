@@ -18,7 +18,10 @@ from shardwise.tiers.spool import Spool
 
 
 class Offload(Protocol):
-    """Bytes on their way out, away, or on their way back. What it holds is freed with it."""
+    """The offload of one tensor: its bytes leave, are away, or come back.
+
+    The memory that it takes is freed with it.
+    """
 
     def settle(self) -> None:
         """Wait until the source may be freed. Raises TierError where it cannot be."""
@@ -44,7 +47,7 @@ class OffloadTarget(Protocol):
 
 
 class DiskTarget:
-    """A spool, for tensors of the CPU."""
+    """Offloads tensors of the CPU to a spool on a disk."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
@@ -78,7 +81,7 @@ class _DiskOffload:
 
 
 class HostTarget:
-    """Pinned memory, for tensors of an accelerator; copies run on a stream beside the work."""
+    """Offloads tensors of an accelerator to pinned memory, on a copy stream beside the work."""
 
     def __init__(self, device: torch.device) -> None:
         self.copy_stream = CopyStream(device)
@@ -118,7 +121,7 @@ class _HostOffload:
 
 
 class StagedDiskTarget:
-    """A spool, for tensors of an accelerator."""
+    """Offloads tensors of an accelerator to a spool on a disk, by way of pinned memory."""
 
     def __init__(self, host: HostTarget, spool: Spool) -> None:
         self._host = host

@@ -29,7 +29,7 @@ NARROW = ordered_sums.NARROW
 
 @dataclass(frozen=True)
 class Preset:
-    """What a name of `--precision` means."""
+    """A precision preset: what a name of `--precision` means."""
 
     autocast: torch.dtype | None = None
     cast: torch.dtype | None = None

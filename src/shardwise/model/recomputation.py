@@ -147,7 +147,7 @@ def _form_of(leaf: Tensor, place: int) -> _SavedForm:
 
 
 class UnitBuffers:
-    """Which buffers of a unit its forward changes, as its forwards show.
+    """Learns which buffers of a unit its forward changes.
 
     Known by module and mode: torch's batch_norm writes running statistics without raising their
     version, as it does that of the count beside them.

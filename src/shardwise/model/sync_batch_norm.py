@@ -19,7 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.collectives import GatherOrder
 from shardwise.current_batch import Feed
-from shardwise.model.batch_norm_statistics import Exchange, Exchanges, StatisticsRows
+from shardwise.model.batch_norm_statistics import (
+    StatisticsExchange,
+    StatisticsExchanges,
+    StatisticsRows,
+)
 from shardwise.model.precision import NARROW
 from shardwise.model.recomputation import once
 
@@ -274,7 +278,7 @@ def convert(models: Sequence[nn.Module], order: GatherOrder, feed: Feed) -> int:
     _run_eagerly()
     for module in found.values():
         module.__class__ = _synchronised(_class_of(module))  # type: ignore[assignment]
-    exchanges = Exchanges(order, cast(dict[str, _SyncBatchNorm], found))
+    exchanges = StatisticsExchanges(order, cast(dict[str, _SyncBatchNorm], found))
     for module, exchange in zip(found.values(), exchanges.each, strict=True):
         module.__dict__.update({"_ranks": exchange, "_feed": feed})
     return len(found)
@@ -306,7 +310,7 @@ def is_out_of_reach(module: nn.Module) -> bool:
 def restore(models: Iterable[nn.Module]) -> None:
     """Undo `convert`."""
     modules = converted(models)
-    for turns in {m._ranks.turns for m in modules if isinstance(m._ranks, Exchange)}:
+    for turns in {m._ranks.turns for m in modules if isinstance(m._ranks, StatisticsExchange)}:
         turns.leave()
     for module in modules:
         module.__class__ = module._plain  # type: ignore[assignment]

@@ -16,7 +16,8 @@ from shardwise.states.update_intervals import UpdateInterval
 
 
 class Averages:
-    """average = decay x average + (1 - decay) x weight after each step, in the master dtype."""
+    """Averages of the weights: decay x average + (1 - decay) x weight after each step, in the
+    master dtype."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from shardwise.states.tracked import Tracked
 
 @dataclass(frozen=True)
 class Backward:
-    """What holds for all gradients of a backward.
+    """The settings of one backward, alike for all of its gradients.
 
     `reduces`: buckets are sent to the other ranks in it. `is_first`: none has been yet in this
     step, so that a buffer which is kept holds no sum. `empty`: whatever arrives (perhaps NaN) is

@@ -29,7 +29,7 @@ SAVED_VIEWS = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class WholeBucket:
     """A whole bucket in `flat`, and its parameters' views of it, by slot, with their addresses;
     `saved_views` are those that saved-tensor references asked for."""
 
@@ -48,24 +48,24 @@ class Whole:
         return self.saved_views[form]
 
 
-def whole_of(bucket: ShardedBucket, flat: Tensor) -> Whole:
+def whole_of(bucket: ShardedBucket, flat: Tensor) -> WholeBucket:
     """The views of `bucket`, which is whole in `flat`."""
     with outside_of_inference():
         views = bucket.views(flat)
-    return Whole(flat, views, [view.data_ptr() for view in views])
+    return WholeBucket(flat, views, [view.data_ptr() for view in views])
 
 
 @dataclass(eq=False)
 class Gather:
-    """Buckets on their way: each first into its buffer from a disk, if it rests on one."""
+    """A gather of buckets under way: each first into its buffer from a disk, if it rests on one."""
 
     buffers: list[_Buffer]
-    wholes: list[Whole]
+    wholes: list[WholeBucket]
     loads: list[Future[None]]
     send: Callable[[int], Handle]
     handles: list[Handle]
 
-    def wait(self) -> list[Whole]:
+    def wait(self) -> list[WholeBucket]:
         """Return when the buckets are whole: these, in order."""
         for index, load in enumerate(self.loads):
             load.result()
@@ -77,12 +77,12 @@ class Gather:
         return self.wholes
 
 
-def there(wholes: list[Whole]) -> Gather:
+def there(wholes: list[WholeBucket]) -> Gather:
     """Buckets that are whole already."""
     return Gather([], wholes, [], lambda index: Handle(), [])
 
 
-class Gathers(ABC):
+class BucketGathers(ABC):
     """A way to make a unit's buckets whole."""
 
     collective: bool
@@ -101,19 +101,19 @@ class Gathers(ABC):
         """Nothing more will be gathered."""
 
 
-class InPlace(Gathers):
-    """Every bucket lies whole in memory that the ranks share."""
+class SharedMemoryGathers(BucketGathers):
+    """Finds every bucket whole in memory that the ranks share: nothing is sent."""
 
     collective = False
 
     def __init__(self) -> None:
-        self._wholes: dict[ShardedBucket, Whole] = {}
+        self._wholes: dict[ShardedBucket, WholeBucket] = {}
 
     def start(self, buckets: Sequence[ShardedBucket]) -> Gather:
         """The buckets as they lie."""
         return there([self._whole(bucket) for bucket in buckets])
 
-    def _whole(self, bucket: ShardedBucket) -> Whole:
+    def _whole(self, bucket: ShardedBucket) -> WholeBucket:
         if bucket not in self._wholes:
             assert bucket.common is not None
             self._wholes[bucket] = whole_of(bucket, bucket.common)
@@ -133,7 +133,7 @@ class _Buffer:
     flat: Tensor
     unseen: int
     """References to the memory when nobody but this object sees it."""
-    wholes: dict[ShardedBucket, Whole] = field(default_factory=dict)
+    wholes: dict[ShardedBucket, WholeBucket] = field(default_factory=dict)
     last: Handle = field(default_factory=Handle)
     """The gather for which other ranks may still read it."""
 
@@ -145,8 +145,8 @@ class _Buffer:
         return _references(self.flat) > self.unseen + ours
 
 
-class ByAllGather(Gathers):
-    """Buckets are gathered over the group, each into a borrowed buffer."""
+class AllGathers(BucketGathers):
+    """Gathers buckets over the group, each into a borrowed buffer."""
 
     collective = True
 
@@ -183,7 +183,7 @@ class ByAllGather(Gathers):
     def _load_and_send(
         self,
         buckets: Sequence[ShardedBucket],
-        wholes: Sequence[Whole],
+        wholes: Sequence[WholeBucket],
         send: Callable[[int], Handle],
     ) -> list[Handle]:
         """Load intervals that are in memory and start their gathers; beside the work, where the

@@ -53,7 +53,7 @@ it arrives, while it is in the processor's cache."""
 
 
 class Gradients:
-    """The gradients of all buckets through one step; see the module's docstring.
+    """Collects, reduces and guards the gradients of all buckets through one step.
 
     `used` says by parameter whether it had a gradient in this step, `late` by bucket which came
     too late for it. `stray` makes the error for a backward that the engine does not know of. The

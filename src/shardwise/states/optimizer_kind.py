@@ -37,8 +37,10 @@ def state_shape(
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """`elementwise`: may be cut anywhere. `separable`: tensors do not look at each other. `known`:
-    neither was found by trial.
+    """The kind of an optimizer: what it needs whole, and which state it keeps.
+
+    `elementwise`: tensors may be cut anywhere. `separable`: tensors do not look at each other.
+    `known`: neither was found by trial.
 
     `tensor_keys` are the state entries that have the parameter's shape (exp_avg ...);
     `single_keys` are one value per parameter (step ...). An option that changes later may bring

@@ -82,7 +82,7 @@ def examine(
 
 
 class OptimizerKinds:
-    """The kinds of several groups, each found once for all that differ in their rates alone."""
+    """Finds the kinds of several groups, each once for all that differ in their rates alone."""
 
     def __init__(self) -> None:
         self._known: dict[Any, OptimizerKind] = {}

@@ -103,7 +103,7 @@ class Parameters(ABC):
 
 
 class ReplicatedParameters(Parameters):
-    """Each parameter a view of its bucket's flat buffer, for good."""
+    """Replicated parameters: each a view of its bucket's flat buffer, for good."""
 
     def __init__(
         self, tracked: Sequence[Tracked], buckets: Sequence[Bucket], group: Collectives
@@ -111,7 +111,7 @@ class ReplicatedParameters(Parameters):
         super().__init__(tracked, buckets)
         self._group = group
         self._flats = [self._adopt(index) for index in range(len(buckets))]
-        self._homes = Homes(tracked)
+        self._places = ParameterPlaces(tracked)
         self._addresses = [t.parameter.data_ptr() for t in tracked]
         self.remember()
 
@@ -144,7 +144,7 @@ class ReplicatedParameters(Parameters):
         self.check_places()
 
     def check_places(self) -> None:
-        if not self._homes.are_kept(self._addresses):
+        if not self._places.are_kept(self._addresses):
             for tracked, address in zip(self.tracked, self._addresses, strict=True):
                 check_place(tracked, address)
 
@@ -156,7 +156,7 @@ class ReplicatedParameters(Parameters):
             )
 
 
-class Homes:
+class ParameterPlaces:
     """Checks where parameters lie and are registered, all at once, so that it can be done often."""
 
     def __init__(self, tracked: Sequence[Tracked]) -> None:

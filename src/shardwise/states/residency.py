@@ -22,7 +22,7 @@ from torch.autograd import Variable
 
 from shardwise.collectives import Collectives, GatherOrder
 from shardwise.errors import UsageError
-from shardwise.states.bucket_gathers import ByAllGather, InPlace
+from shardwise.states.bucket_gathers import AllGathers, SharedMemoryGathers
 from shardwise.states.saved_references import BucketReference
 from shardwise.states.sharded_bucket import ShardedBucket
 from shardwise.states.sharded_parameters import ShardedParameters
@@ -45,7 +45,7 @@ class Residency:
         self._parameters = parameters
         self.units = units
         shared = all(bucket.common is not None for unit in units for bucket in unit.buckets)
-        self._gathers = InPlace() if shared else ByAllGather(group)
+        self._gathers = SharedMemoryGathers() if shared else AllGathers(group)
         self._order = order
         self._first = self._join() if self._gathers.collective else 0
         self._inside = inside

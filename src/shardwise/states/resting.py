@@ -37,8 +37,8 @@ _KEY: Any = torch._C._parse_dispatch_key("DeferredInit")
 _KEYS = torch._C.DispatchKeySet(_KEY)
 
 
-class Moving:
-    """Inside this block parameters may come to rest, and what rests may be given values."""
+class SwappingData:
+    """Allows a block to swap parameters' data: to put them to rest, and to give them values."""
 
     # As torch._C._ExcludeDispatchKeyGuard does, in half the time: it is entered twice for each
     # bucket and pass.
@@ -58,7 +58,7 @@ _exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 @dataclass(frozen=True, eq=False)
 class AtRest:
-    """What a parameter, which messages call `name`, is while it rests: of class `kind`, over
+    """The form of a parameter at rest, which messages call `name`: of class `kind`, over
     `value`, which raises where torch uses it; `like` has its form too, and does not. Whole, it is
     of class `own`."""
 
@@ -114,7 +114,7 @@ def _unusable(like: Tensor) -> Tensor:
         device=like.device,
         _extra_dispatch_keys=_KEYS,
     )
-    with torch.no_grad(), Moving(), torch._C._DisableTorchDispatch():
+    with torch.no_grad(), SwappingData(), torch._C._DisableTorchDispatch():
         keyed.set_(like.untyped_storage(), like.storage_offset(), like.shape, like.stride())
         made = torch.empty(0, dtype=like.dtype, device=like.device)
         made.data = keyed  # takes all keys but that of the class
@@ -169,7 +169,7 @@ def _resting(own: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 class ValueAtRest(Tensor):
-    """What `p.data` and `p.detach()` give of a parameter that rests: its form, without memory."""
+    """Stands for `p.data` and `p.detach()` of a parameter at rest: its form, without memory."""
 
     form: AtRest
 
@@ -204,7 +204,7 @@ def _touched(
     del cls, types
     kwargs = kwargs or {}
     if func in FORMAL:
-        with unguarded(), Moving():
+        with unguarded(), SwappingData():
             return func(*args, **kwargs)
     if func in _LIKE:
         with unguarded():

@@ -17,9 +17,9 @@ from shardwise.collectives import Collectives, Handle
 from shardwise.errors import BrokenView
 from shardwise.layout import Bucket
 from shardwise.model.meta import make_real
-from shardwise.states.parameters import Homes, Parameters, check_place
+from shardwise.states.parameters import ParameterPlaces, Parameters, check_place
 from shardwise.states.read_only import read_only
-from shardwise.states.resting import AtRest, Moving, at_rest, unguarded, unmark
+from shardwise.states.resting import AtRest, SwappingData, at_rest, unguarded, unmark
 from shardwise.states.sharded_bucket import ShardedBucket
 from shardwise.states.storage import MemoryStorage, Storage
 from shardwise.states.storage_factory import StorageFactory
@@ -27,7 +27,7 @@ from shardwise.states.tracked import Tracked
 
 
 class ShardedParameters(Parameters):
-    """Trained and frozen parameters, each rank with its interval of every bucket.
+    """Sharded parameters, trained and frozen: each rank has its interval of every bucket.
 
     `sharded_buckets` are those of the trained parameters, in their order, then those of the frozen.
     """
@@ -59,7 +59,7 @@ class ShardedParameters(Parameters):
             for bucket in self.sharded_buckets
         }
         self._addresses = {bucket: rest.addresses for bucket, rest in self._at_rest.items()}
-        self._homes = {bucket: Homes(bucket.tracked) for bucket in self.sharded_buckets}
+        self._places = {bucket: ParameterPlaces(bucket.tracked) for bucket in self.sharded_buckets}
         for index, bucket in enumerate(self.sharded_buckets):
             self._adopt(index, bucket, value_of)
         self.meet()
@@ -123,7 +123,7 @@ class ShardedParameters(Parameters):
                     wide[place] = flat[low - slot.start : high - slot.start]
             if each.parameter.is_meta:
                 make_real(each.parameter, rest.like)
-            with Moving():
+            with SwappingData():
                 each.parameter.data = rest.value
             each.parameter.__class__ = rest.kind
             rest.mark(each.parameter)
@@ -143,7 +143,7 @@ class ShardedParameters(Parameters):
         if list(map(type, bucket.parameters)) != resting.kinds:  # at rest all else raises
             with unguarded():
                 self._note_replaced(bucket)
-        with Moving():
+        with SwappingData():
             for parameter, view, own in zip(bucket.parameters, views, resting.owns, strict=True):
                 parameter.__class__ = own
                 parameter.data = view
@@ -159,7 +159,7 @@ class ShardedParameters(Parameters):
     def rest(self, bucket: ShardedBucket) -> None:
         """Take the values of a bucket's parameters away: to read or to write them raises."""
         resting = self._at_rest[bucket]
-        with unguarded(), Moving():
+        with unguarded(), SwappingData():
             self._note_replaced(bucket)
             trios = zip(bucket.parameters, resting.values, resting.kinds, strict=True)
             for parameter, value, kind in trios:
@@ -264,9 +264,9 @@ class ShardedParameters(Parameters):
         """Raise BrokenView if user code replaced a parameter; once, since the next use of its unit
         mends it."""
         with unguarded():
-            for bucket, homes in self._homes.items():
+            for bucket, places in self._places.items():
                 addresses = self._addresses[bucket]
-                if not homes.are_kept(addresses):
+                if not places.are_kept(addresses):
                     self._addresses[bucket] = [p.data_ptr() for p in bucket.parameters]
                     for tracked, address in zip(bucket.tracked, addresses, strict=True):
                         check_place(tracked, address)

@@ -35,7 +35,7 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """A flat interval, which elements of which tensors of a set lie in it, and who else has it.
+    """A flat interval of a set's tensors: its storage, what lies in it, and how many ranks have it.
 
     Of `copies` ranks with the same, this is number `copy`. What lies in no extent is padding.
     `as_counted`: elements lie in the order of the tensor's own, whatever its parameter's is.

@@ -43,7 +43,7 @@ class _Shown:
 
 
 class WholeGradients:
-    """The gradients of one step while they are shown.
+    """Shows the gradients of one step whole, and takes in what was changed.
 
     `group` shards them where `scattered`, and `run` are all ranks. `used` says by parameter whether
     any rank had a gradient; the shown ones are sums times `factor`.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shardwise.states.bucket_gathers import Gather, Gathers, Whole, there, whole_of
+from shardwise.states.bucket_gathers import BucketGathers, Gather, WholeBucket, there, whole_of
 from shardwise.states.lost_writes import LostWrites
 from shardwise.states.saved_references import BucketAddresses, BucketReference
 from shardwise.states.sharded_bucket import ShardedBucket
@@ -37,7 +37,7 @@ class Unit:
     lasting: bool = False
     always: bool = False
     gather: Gather | None = field(default=None, repr=False)
-    wholes: list[Whole] = field(default_factory=list, repr=False)
+    wholes: list[WholeBucket] = field(default_factory=list, repr=False)
     depth: int = 0
     """How many of its modules' forwards are under way, one inside the other."""
 
@@ -53,10 +53,10 @@ class Unit:
 
 
 class WholeUnits:
-    """The whole ones among `units`; `gathers` makes them so."""
+    """Shows and rests `units`, which `gathers` makes whole."""
 
     def __init__(
-        self, parameters: ShardedParameters, units: Sequence[Unit], gathers: Gathers
+        self, parameters: ShardedParameters, units: Sequence[Unit], gathers: BucketGathers
     ) -> None:
         self._parameters = parameters
         self._units = units

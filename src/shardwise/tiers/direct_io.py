@@ -36,7 +36,7 @@ REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR}
 
 
 class DirectFile:
-    """`nbytes` (a multiple of 4096) of disk in `folder`, zeros at first.
+    """A file of `nbytes` (a multiple of 4096) in `folder`, zeros at first.
 
     All of it is reserved at the start, so that a full disk is an error then and not in mid-run.
     Without `nbytes` the file is as long as what is written to it. `label` and `rank` stand in the
@@ -258,7 +258,7 @@ _P = ParamSpec("_P")
 
 
 class Transfers:
-    """What moves in a few threads of this process; `label` names them, and stands in messages.
+    """Moves bytes in a few threads of this process; `label` names them, and stands in messages.
 
     A forked process has none of the threads and would wait for ever, so it is refused.
     """

@@ -64,7 +64,7 @@ class BufferLease:
 
 
 class Store:
-    """Flat records of one state on a file of one rank; what rests here is nowhere else.
+    """Stores flat records of one state on a file of one rank; what rests here is nowhere else.
 
     Record i has `records[i]` bytes, 0 allowed, and is zeros until it is written. At most
     `in_flight` (2 or more) are in memory at once, each in a buffer of the largest record's size.

@@ -19,13 +19,13 @@ from shardwise.model.meta.storage_records import (
     set_record,
 )
 from shardwise.model.meta.tape import (
+    AllocatedStorage,
     Content,
     Layout,
-    Made,
     Operation,
     RecordedDraws,
     RecordedMemory,
-    Seen,
+    TensorArgument,
     default_generator,
     exchanged,
     kept,
@@ -85,8 +85,8 @@ class CallSchema:
         )
 
 
-class Call:
-    """A call on its way onto the tape."""
+class RecordedCall:
+    """A call of torch that is put on the tape, and what it reads and writes."""
 
     def __init__(self, function: OpOverload, args: Any, kwargs: Any) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
@@ -102,10 +102,10 @@ class Call:
         """Call as it is."""
         return self.function(*self.args, **self.kwargs)
 
-    def exchanged(self, function: Callable[[Any], Any]) -> Call:
+    def exchanged(self, function: Callable[[Any], Any]) -> RecordedCall:
         """The same call with other arguments."""
         args, kwargs = exchanged(function, self.args), exchanged(function, self.kwargs)
-        return Call(self.function, args, kwargs)
+        return RecordedCall(self.function, args, kwargs)
 
     def generator(self) -> torch.Generator:
         """What a random one draws from."""
@@ -151,10 +151,10 @@ class Call:
         return any(id(tensor) in self.written and not tensor.is_meta for tensor in self.tensors)
 
 
-class Entry:
-    """Builds the operation of a call before it runs, and hangs up what came of it after."""
+class TapeEntry:
+    """Builds the operation of a call before it runs, and records what it made after."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: RecordedCall) -> None:
         self._call = call
         self._records: list[StorageRecord | None] = []
         self._memories: list[RecordedMemory] = []
@@ -185,7 +185,7 @@ class Entry:
             content, layout = kept(leaf)
             self._memories.append(RecordedMemory(content, layout.bytes(), leaf.device, written))
             self._records.append(None)
-            return Seen(len(self._memories) - 1, layout)
+            return TensorArgument(len(self._memories) - 1, layout)
         place = self._places.setdefault(id(record), len(self._memories))
         if place == len(self._memories):
             size = leaf.untyped_storage().nbytes()
@@ -194,14 +194,16 @@ class Entry:
         elif written:
             old = self._memories[place]
             self._memories[place] = RecordedMemory(old.content, old.size, old.device, True)
-        return Seen(place, Layout.of(leaf))
+        return TensorArgument(place, Layout.of(leaf))
 
     def _forget_overwritten(self, arguments: Sequence[Any]) -> None:
         """Need no content where a whole memory is overwritten and nothing else reads it."""
-        if self._call.function not in _OVERWRITES or not isinstance(arguments[0], Seen):
+        if self._call.function not in _OVERWRITES or not isinstance(arguments[0], TensorArgument):
             return
         target = arguments[0]
-        alone = sum(isinstance(a, Seen) and a.memory == target.memory for a in arguments) == 1
+        alone = (
+            sum(isinstance(a, TensorArgument) and a.memory == target.memory for a in arguments) == 1
+        )
         old = self._memories[target.memory]
         if alone and target.layout.fills(old.size):
             self._memories[target.memory] = RecordedMemory(None, old.size, old.device, True)
@@ -228,7 +230,7 @@ class Entry:
                 continue
             known.add(_address(result))
             size = result.untyped_storage().nbytes()
-            self.operation.made.append(Made(index, Layout.of(result), size))
+            self.operation.made.append(AllocatedStorage(index, Layout.of(result), size))
             slot = len(written) + len(self.operation.made) - 1
             content = Content(self.operation, slot)
             present = None if result.is_meta else content

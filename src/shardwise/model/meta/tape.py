@@ -76,7 +76,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Seen:
+class TensorArgument:
     """A tensor among an operation's arguments: a view of its memory number `memory`."""
 
     memory: int
@@ -92,7 +92,7 @@ class RecordedDraws:
 
 
 @dataclass(frozen=True)
-class Made:
+class AllocatedStorage:
     """A storage that an operation allocates: that of its result number `result`."""
 
     result: int
@@ -110,7 +110,7 @@ class Operation:
     memories: Sequence[RecordedMemory]
     seed: RecordedDraws | None  # where it is random
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    made: list[Made] = field(default_factory=list)
+    made: list[AllocatedStorage] = field(default_factory=list)
 
     def contents(self) -> Iterator[Content]:
         """What it needs, each content once."""
@@ -129,7 +129,11 @@ class Operation:
         """
 
         def tensor(leaf: Any) -> Any:
-            return leaf.layout.view(storages[leaf.memory]) if isinstance(leaf, Seen) else leaf
+            return (
+                leaf.layout.view(storages[leaf.memory])
+                if isinstance(leaf, TensorArgument)
+                else leaf
+            )
 
         args, kwargs = exchanged(tensor, self.args), exchanged(tensor, self.kwargs)
         with torch.no_grad(), _ambience(self.seed, self.default_dtype, advance):
@@ -164,7 +168,7 @@ def kept(tensor: Tensor) -> tuple[Content, Layout]:
     copy = tensor.detach().clone()
     layout = Layout.of(copy)
     operation = Operation(copy.clone, (), {}, [], None)
-    operation.made.append(Made(0, layout, copy.untyped_storage().nbytes()))
+    operation.made.append(AllocatedStorage(0, layout, copy.untyped_storage().nbytes()))
     return Content(operation, 0), layout
 
 
@@ -257,7 +261,7 @@ def _taken(
     return copy
 
 
-def _laid_out(tensor: Tensor, made: Made) -> UntypedStorage:
+def _laid_out(tensor: Tensor, made: AllocatedStorage) -> UntypedStorage:
     """The storage of a result, copied if it lies otherwise than was recorded.
 
     Shapes are found on the meta device, whose kernels may choose other strides.
