@@ -30,7 +30,7 @@ from shardwise.preemption import Preemption
 from shardwise.randomness import GeneratorStates
 from shardwise.step_log import StepLog
 from shardwise.sum_tree import MicroShards
-from shardwise.tiers import heap
+from shardwise.tiers import host_memory
 from shardwise.unstepped import Unstepped
 from shardwise.watch import whereabouts
 from shardwise.watch.watchdog import Sentry
@@ -278,7 +278,7 @@ def enter(
     identity = launch.detect(os.environ)
     device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
     if device.type == "cpu":
-        heap.keep(os.environ)
+        host_memory.keep(os.environ)
     group = collectives.connect(
         identity, device, chosen.timeout, chosen.transport, chosen.rendezvous, on_meeting
     )

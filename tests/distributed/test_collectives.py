@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise import sum_tree
-from shardwise.collectives import Sum, gloo, listeners
+from shardwise.collectives import Sum, gloo, listeners, ordered_sums
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.layout import even_cuts
 
@@ -190,32 +190,37 @@ def test_half_precision_sums_in_fp32(group, transport, numel):
     group(4, transport=transport)(half_precision, numel)
 
 
-def told_sums(world, numel):
-    """The pieces that `each` gets, against the sum."""
+def sums_of_both_verbs(world, numel):
+    """What a reduce-scatter gives of this rank's interval, against the all-reduce."""
     group, cuts = world.collectives, even_cuts(numel, world.size)
     own = slice(cuts[world.rank], cuts[world.rank + 1])
-    for verb in (group.reduce_scatter, group.all_reduce):
-        pieces = []
-        buffer = values(world.rank, numel, torch.float32)
-        given = (buffer, cuts) if verb == group.reduce_scatter else (buffer,)
-        told = Sum(each=lambda piece, pieces=pieces: pieces.append(piece.clone()))
-        verb(*given, told).wait()
-        assert torch.equal(torch.cat(pieces), buffer[own])
+    scattered, reduced = (values(world.rank, numel, torch.float32) for _ in range(2))
+    group.reduce_scatter(scattered, cuts).wait()
+    group.all_reduce(reduced).wait()
+    assert torch.equal(scattered[own], reduced[own])
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("numel", [1, 300, 2_500_000])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sums_are_told_in_pieces(group, transport, numel, size):
-    group(size, transport=transport)(told_sums, numel)
+def test_both_verbs_sum_in_one_order(group, transport, numel, size):
+    group(size, transport=transport)(sums_of_both_verbs, numel)
 
 
 def sums_between_waits(world):
-    """Where this thread is when it is told of a piece."""
+    """What this thread is said to wait for while it adds up each chunk of a sum."""
     group, waits = world.collectives, world.collectives.lookout.waits
-    buffer, found = torch.ones(2_500_000), []
-    told = Sum(each=lambda piece: found.append(waits.of(threading.get_ident())))
-    group.reduce_scatter(buffer, even_cuts(buffer.numel(), world.size), told).wait()
+    buffer, found, usual = torch.ones(2_500_000), [], ordered_sums._sum
+
+    def adding(*given):
+        found.append(waits.of(threading.get_ident()))
+        usual(*given)
+
+    ordered_sums._sum = adding
+    try:
+        group.reduce_scatter(buffer, even_cuts(buffer.numel(), world.size)).wait()
+    finally:
+        ordered_sums._sum = usual
     assert len(found) > 2
     assert set(found) == {None}
 

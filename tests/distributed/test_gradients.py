@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.collectives import shared_work
-from shardwise.states import gradients, reduction
+from shardwise.states import bucket_reducer, gradients
 from tests.distributed.sharded import batch
 
 WIDE = 160
@@ -138,16 +138,16 @@ class Mixed(nn.Module):
 
 def straight_case(world, row, precision, smallest):
     """Train with gradients from `smallest` elements on sent from where they are."""
-    usual = reduction.STRAIGHT, gradients.SMALL
-    reduction.STRAIGHT, gradients.SMALL = smallest, 10
+    usual = bucket_reducer.SENT_APART, gradients.SMALL
+    bucket_reducer.SENT_APART, gradients.SMALL = smallest, 10
     sent = []
-    launch = reduction.Reduction.launch
+    launch = bucket_reducer.BucketReducer.launch
 
-    def counting(self, rest, buffer, elsewhere=reduction._NOWHERE, onto=None):
+    def counting(self, bucket, buffer, elsewhere=bucket_reducer._NOWHERE, onto=None):
         sent.extend(elsewhere)
-        launch(self, rest, buffer, elsewhere, onto)
+        launch(self, bucket, buffer, elsewhere, onto)
 
-    reduction.Reduction.launch = counting
+    bucket_reducer.BucketReducer.launch = counting
     try:
         torch.manual_seed(3)
         model = Mixed()
@@ -158,7 +158,7 @@ def straight_case(world, row, precision, smallest):
             for _ in range(1 + (step in (2, 5))):  # from then on 16-bit gradients add up in fp32
                 x = world.share(batch(step, rows=5, width=6).float()).requires_grad_()
                 engine.backward(model(x.to(model.head.weight.dtype), step).float())
-            stats = engine.step(max_norm=1e3)  # not reached: squares are added up as pieces come
+            stats = engine.step(max_norm=1e3)  # not reached
             losses.append(stats.loss)
             norms.append(stats.grad_norm)
         with engine.full_parameters():
@@ -166,7 +166,8 @@ def straight_case(world, row, precision, smallest):
         engine.close()
         return losses, norms, values, len(sent)
     finally:
-        (reduction.STRAIGHT, gradients.SMALL), reduction.Reduction.launch = usual, launch
+        bucket_reducer.SENT_APART, gradients.SMALL = usual
+        bucket_reducer.BucketReducer.launch = launch
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
-        """Sum `buffer` over the ranks, in place and alike on all.
-
-        The pieces that `how.each` gets on all ranks make up the sum once.
-        """
+        """Sum `buffer` over the ranks, in place and alike on all."""
 
     @abstractmethod
     def reduce_scatter(
@@ -119,7 +116,7 @@ class Collectives(ABC):
         """Sum `buffer` over the ranks; each rank gets its own interval's sum.
 
         It goes `into` a tensor of the interval's length, or over the interval itself; the rest of
-        `buffer` is left. `how.each` gets this rank's interval.
+        `buffer` is left.
         """
 
     def all_reduce_pieces(

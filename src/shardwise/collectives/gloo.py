@@ -148,9 +148,7 @@ class Gloo(Collectives):
         def finish() -> None:
             received()
             rows[self.rank] = told
-            sum_in_rank_order([rows[rank] for rank in range(self.size)], buffer, how.untold)
-            if how.each is not None:
-                how.each(interval(buffer, even_cuts(buffer.numel(), self.size), self.rank))
+            sum_in_rank_order([rows[rank] for rank in range(self.size)], buffer, how)
 
         return Handle(advance=finish)
 

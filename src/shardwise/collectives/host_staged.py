@@ -34,8 +34,8 @@ class Staged(Collectives):
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         if self._is_for_inner(buffer):
             return self.inner.all_reduce(buffer, how)
-        host = self._down(buffer)  # where its squares are wanted is the device: nobody is told here
-        handle = self.inner.all_reduce(host, how.untold)
+        host = self._down(buffer)
+        handle = self.inner.all_reduce(host, how)
         return _then(handle, lambda: _up(host, buffer))
 
     def reduce_scatter(
@@ -44,7 +44,7 @@ class Staged(Collectives):
         if self._is_for_inner(buffer):
             return self.inner.reduce_scatter(buffer, cuts, how, into=into)
         host, target = self._down(buffer), interval(buffer, cuts, self.rank)
-        handle = self.inner.reduce_scatter(host, cuts, how.untold)
+        handle = self.inner.reduce_scatter(host, cuts, how)
         own = interval(host, cuts, self.rank)
         return _then(handle, lambda: _up(own, target if into is None else into))
 

@@ -45,14 +45,14 @@ class Within(Collectives):
         return self._inside.common(numel, dtype, device)
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
-        how = _of_two_halves(how)
+        assert not how.in_tree, "refused in the exact mode"
         first = self._inside.all_reduce(buffer, how.partial)
         return self._then_between(first, first.reusable, buffer, how)
 
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
-        how = _of_two_halves(how)
+        assert not how.in_tree, "refused in the exact mode"
         own = buffer[cuts[self.rank] : cuts[self.rank + 1]] if into is None else into
         first = self._inside.reduce_scatter(buffer, cuts, how.partial, into=into)
         return self._then_between(first, first.wait, own, how)
@@ -60,7 +60,7 @@ class Within(Collectives):
     def reduce_scatter_onto(
         self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
     ) -> Handle:
-        how = _of_two_halves(how)
+        assert not how.in_tree, "refused in the exact mode"
         first = self._inside.reduce_scatter_onto(own, buffer, cuts, how.partial)
         return self._then_between(first, first.wait, own, how)
 
@@ -106,12 +106,6 @@ class Within(Collectives):
     def close(self) -> None:
         self._inside.close()
         self._between.close()
-
-
-def _of_two_halves(how: Sum) -> Sum:
-    """A sum inside, then one between: the pieces of a host's sum are not those of the whole."""
-    assert not how.in_tree, "refused in the exact mode"
-    return how.untold
 
 
 def within_hosts(group: Collectives) -> Collectives:

@@ -184,10 +184,7 @@ class Shared(Mapped):
         self._flights.post(begin._replace(payload=as_bytes(buffer)))
         came = yield READY
         rows = self.rows(came, buffer, 0)
-        sum_in_rank_order(rows, buffer, how.untold)
-        own = interval(buffer, even_cuts(buffer.numel(), self.size), self.rank)
-        if how.each is not None:
-            how.each(own)
+        sum_in_rank_order(rows, buffer, how)
 
     def _all_reduce(self, begin: Message, buffer: Tensor, how: Sum) -> Plan:
         cuts = even_cuts(buffer.numel(), self.size)

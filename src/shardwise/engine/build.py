@@ -22,14 +22,14 @@ from shardwise.model.module_hooks import Hooked
 from shardwise.placement import STATES
 from shardwise.states.averages import Averages
 from shardwise.states.gradients import Gradients
-from shardwise.states.inner_optimizer import GroupOf
-from shardwise.states.interval_gather import Gathering
+from shardwise.states.interval_gather import IntervalGather
+from shardwise.states.optimizer_lr_and_options import ParameterGroup
 from shardwise.states.optimizer_state import OptimizerState
-from shardwise.states.optimizer_trial import Kinds
+from shardwise.states.optimizer_trial import OptimizerKinds
 from shardwise.states.parameters import Parameters, ReplicatedParameters
 from shardwise.states.residency import Residency
 from shardwise.states.sharded_parameters import ShardedParameters
-from shardwise.states.storage_factory import Shelf
+from shardwise.states.storage_factory import StorageFactory
 from shardwise.states.tracked import Tracked
 
 
@@ -59,16 +59,16 @@ class States:
     parameters: Parameters
     gradients: Gradients
     optimizer: OptimizerState
-    gathering: Gathering
+    gathering: IntervalGather
     shown: Shown | None
-    shelves: dict[str, Shelf]
+    storage_factories: dict[str, StorageFactory]
     averages: Averages | None
 
     @property
     def state_bytes(self) -> int:
         """Bytes of parameters, gradients, optimizer state and averages on this rank now."""
         averages = self.averages.state_bytes if self.averages is not None else 0
-        gradients = self.gradients.reduction.state_bytes
+        gradients = self.gradients.reducer.state_bytes
         return self.parameters.state_bytes + gradients + self.optimizer.state_bytes + averages
 
     def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
@@ -92,13 +92,13 @@ class States:
 
     def bytes_by_bucket(self) -> list[BucketBytes]:
         """The same by bucket, those of frozen parameters that are laid out last."""
-        parameters, rests = self.parameters, self.gradients.reduction.rests
+        parameters, buckets = self.parameters, self.gradients.reducer.buckets
         found = [
             BucketBytes(
                 [parameters.tracked[slot.parameter] for slot in bucket.slots],
                 (
                     parameters.held_bytes(index),
-                    rests[index].nbytes,
+                    buckets[index].nbytes,
                     self.optimizer.expected_bytes(index),
                 ),
             )
@@ -129,15 +129,19 @@ def assemble(
         for t in located
         if t.parameter in owners and (t.parameter.requires_grad or t.parameter in kept)
     ]
-    shelves = {state: Shelf(recipe.placement.tier(state), recipe.sharding) for state in STATES}
-    parameters, shown = _parameters(recipe, located, tracked, owners, shelves["parameters"])
+    storage_factories = {
+        state: StorageFactory(recipe.placement.tier(state), recipe.sharding) for state in STATES
+    }
+    parameters, shown = _parameters(
+        recipe, located, tracked, owners, storage_factories["parameters"]
+    )
     buckets = parameters.buckets
     scattered = recipe.placement.is_sharded("optimizer")
     gradients = Gradients(
         parameters,
         recipe.placement,
         recipe.sharding,
-        shelves["gradients"],
+        storage_factories["gradients"],
         recipe.summation,
         overlap=recipe.settings.overlap,
         exact_sum=recipe.settings.reduce_dtype == "fp32",
@@ -148,15 +152,15 @@ def assemble(
         gradients.paced = _pace(parameters, gradients, shown)
     # Where there are turns, statistics take theirs, and buckets start between them.
     synchronised = bool(sync_batch_norm.converted(recipe.models))
-    gradients.reduction.patient = gradients.paced or not synchronised
-    own = [rest.own for rest in gradients.reduction.rests]
+    gradients.reducer.patient = gradients.paced or not synchronised
+    own = [rest.own for rest in gradients.reducer.buckets]
     groups = [owners[tracked[bucket.slots[0].parameter].parameter] for bucket in buckets]
     optimizer = OptimizerState(
         parameters,
         groups,
         own,
-        shelves["optimizer"],
-        by_spans=any(shelf.on_disk for shelf in shelves.values()),
+        storage_factories["optimizer"],
+        by_spans=any(factory.on_disk for factory in storage_factories.values()),
         sends=scattered and shown is None and recipe.sharding.size > 1,
         known=masters,
     )
@@ -165,16 +169,16 @@ def assemble(
         parameters,
         gradients,
         optimizer,
-        Gathering(parameters, optimizer, recipe.sharding, scattered=scattered),
+        IntervalGather(parameters, optimizer, recipe.sharding, scattered=scattered),
         shown,
-        shelves,
+        storage_factories,
         None
         if decay is None
         else Averages(
             parameters,
             optimizer,
             decay,
-            shelves["optimizer"],
+            storage_factories["optimizer"],
             scattered=scattered,
             start=averages,
         ),
@@ -217,16 +221,16 @@ def disassemble(
         for handle in states.shown.handles:
             handle.remove()
     states.parameters.release()
-    for shelf in states.shelves.values():
-        shelf.close()
+    for factory in states.storage_factories.values():
+        factory.close()
     return masters, averages
 
 
-def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
+def _owners(recipe: Recipe) -> dict[nn.Parameter, ParameterGroup]:
     """Which group trains each parameter. Raises ModelError for one in two groups, and for an
     optimizer that cannot work where its state is sharded."""
-    owners: dict[nn.Parameter, GroupOf] = {}
-    kinds = Kinds()
+    owners: dict[nn.Parameter, ParameterGroup] = {}
+    kinds = OptimizerKinds()
     for face in recipe.optimizers:
         for index, options in enumerate(face.param_groups):
             if not options["params"]:
@@ -263,10 +267,10 @@ def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
                 if parameter in owners:
                     raise ModelError(
                         f"A parameter of shape {tuple(parameter.shape)} is in two parameter groups "
-                        f"({type(owners[parameter].face).__name__} and {type(face).__name__}): "
-                        "give each parameter to one optimizer."
+                        f"({type(owners[parameter].optimizer).__name__} and "
+                        f"{type(face).__name__}): give each parameter to one optimizer."
                     )
-                owners[parameter] = GroupOf(
+                owners[parameter] = ParameterGroup(
                     face,
                     index,
                     kind,
@@ -281,7 +285,7 @@ def _device_of(recipe: Recipe, parameter: nn.Parameter) -> torch.device:
 
 
 def _check_trainable(
-    located: Sequence[Tracked], owners: Mapping[nn.Parameter, GroupOf], *, main: bool
+    located: Sequence[Tracked], owners: Mapping[nn.Parameter, ParameterGroup], *, main: bool
 ) -> None:
     if not any(t.parameter.requires_grad for t in located):
         raise ModelError(
@@ -305,8 +309,8 @@ def _parameters(
     recipe: Recipe,
     located: Sequence[Tracked],
     tracked: Sequence[Tracked],
-    owners: Mapping[nn.Parameter, GroupOf],
-    shelf: Shelf,
+    owners: Mapping[nn.Parameter, ParameterGroup],
+    factory: StorageFactory,
 ) -> tuple[Parameters, Shown | None]:
     """The parameters as the placement wants them, and what shows them where they are sharded."""
     if not recipe.placement.is_sharded("parameters"):
@@ -324,7 +328,7 @@ def _parameters(
         frozen,
         _buckets(recipe, [_spec(recipe, t, None, units[t.parameter]) for t in frozen]),
         recipe.sharding,
-        shelf,
+        factory,
         partial(initial_values.value_of, group=recipe.group),
     )
     residency = unit_assignment.make_residency(found, parameters, recipe.gather_group, recipe.order)
@@ -332,9 +336,9 @@ def _parameters(
     return parameters, Shown(found, residency, unit_assignment.refuse_copies(found))
 
 
-def _spec(recipe: Recipe, tracked: Tracked, owner: GroupOf | None, unit: int) -> layout.Spec:
+def _spec(recipe: Recipe, tracked: Tracked, owner: ParameterGroup | None, unit: int) -> layout.Spec:
     """A parameter for the layout; it is frozen where no group owns it."""
-    face = -1 if owner is None else recipe.optimizers.index(owner.face)
+    face = -1 if owner is None else recipe.optimizers.index(owner.optimizer)
     return layout.Spec(
         name=tracked.name,
         numel=tracked.parameter.numel(),

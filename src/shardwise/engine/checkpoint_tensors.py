@@ -15,8 +15,8 @@ from shardwise.engine.engine_spec import Recipe
 from shardwise.engine.frozen_state import idle
 from shardwise.shards import Shard
 from shardwise.states import tensor_spans
-from shardwise.states.optimizer_state import Blank
-from shardwise.states.tensor_spans import Holding, Holdings, Told
+from shardwise.states.existing_optimizer_state import Blank
+from shardwise.states.tensor_spans import ReportedState, TensorSpan, TensorSpans
 
 T = TypeVar("T")
 
@@ -98,13 +98,13 @@ def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
     return TensorSpec(name, name_of(value.dtype), shape)
 
 
-def optimizer_specs(lending: Lending, told: Told) -> list[TensorSpec]:
+def optimizer_specs(lending: Lending, told: ReportedState) -> list[TensorSpec]:
     """The tensors beside the model's that the optimizers keep, masters in another dtype first."""
     states, specs = lending.states, []
     tracked = states.parameters.tracked
     masters = {
         slot.parameter: part.master.dtype
-        for part in states.optimizer.parts
+        for part in states.optimizer.intervals
         if part.master.dtype != part.target.dtype
         for slot in part.bucket.slots
     }
@@ -129,7 +129,7 @@ def average_specs(states: States) -> list[TensorSpec]:
         return []
     dtypes = {
         slot.parameter: held.dtype
-        for part, held in zip(states.optimizer.parts, states.averages.held, strict=True)
+        for part, held in zip(states.optimizer.intervals, states.averages.storages, strict=True)
         for slot in part.bucket.slots
     }
     return [
@@ -171,7 +171,7 @@ class Lending:
             True: _place(run.rank, _each(parts, near)),
         }
         scattered = recipe.placement.is_sharded("optimizer")
-        self.trained = Holdings(
+        self.trained = TensorSpans(
             states.parameters,
             states.optimizer,
             states.averages,
@@ -201,12 +201,12 @@ class Lending:
         line = self.recipe.line
         return [mine] if line is None else line.group.gather_objects(mine)
 
-    def frozen(self) -> Iterator[Holding]:
+    def frozen(self) -> Iterator[TensorSpan]:
         """The frozen parameters that are sharded."""
         for slab in self.states.parameters.frozen:
-            yield tensor_spans.of_slab(slab, self._among)
+            yield tensor_spans.of_sharded_bucket(slab, self._among)
 
-    def beside(self) -> Iterator[Holding]:
+    def beside(self) -> Iterator[TensorSpan]:
         """What is not trained: frozen parameters and the state they have, and on rank 0 buffers."""
         yield from self.frozen()
         for each in self.idle:
@@ -220,23 +220,23 @@ class Lending:
 
     def _tensor(
         self, name: str, value: Tensor, parameter: Tensor, kind: str = tensor_spans.MODEL
-    ) -> Holding:
+    ) -> TensorSpan:
         """What every rank has of a tensor of `parameter`'s."""
         shard = self.recipe.shard_of(parameter)
         copies = self._everywhere[shard is not None]
         return tensor_spans.of_tensor(name, value, *copies, kind, shard)
 
-    def out_of_order(self, told: Told) -> set[tuple[str, str]]:
+    def out_of_order(self, told: ReportedState) -> set[tuple[str, str]]:
         """Set and name of what lies in memory in another order than that of its elements."""
         frozen = [t for slab in self.states.parameters.frozen for t in slab.tracked]
         odd = {(tensor_spans.MODEL, tracked.name) for tracked in frozen if not tracked.in_order}
         return self.trained.out_of_order(told) | odd
 
-    def reordered(self, told: Told) -> Iterator[Holding]:
+    def reordered(self, told: ReportedState) -> Iterator[TensorSpan]:
         """The same, in the order of its elements. Collective."""
         copies = self._everywhere[False]  # a part of a tensor always lies in order
         for kind, name, value in self.trained.reordered(told):
             yield tensor_spans.of_tensor(name, value, *copies, kind)
         for slab in self.states.parameters.frozen:
-            for tracked, value in tensor_spans.reordered_slab(slab, self.recipe.sharding):
+            for tracked, value in tensor_spans.reordered_bucket(slab, self.recipe.sharding):
                 yield tensor_spans.of_tensor(tracked.name, value, *copies)

@@ -62,7 +62,7 @@ def check_given(states: States, *, given: bool) -> None:
     """Raise UsageError where an optimizer needs a closure and there is none."""
     for group in states.optimizer.groups:
         if group.kind.needs_closure and not given:
-            name = type(group.face).__name__
+            name = type(group.optimizer).__name__
             raise UsageError(
                 f"{name} evaluates the loss several times in a step: write a closure that "
                 "computes it and calls engine.backward(loss), and engine.step(closure=closure)."
@@ -74,7 +74,7 @@ def _check_known(states: States) -> None:
     for group in states.optimizer.groups:
         if not group.kind.known:
             raise UsageError(
-                f"engine.step(closure=...) with {type(group.face).__name__} where its state is "
-                "sharded: how often it calls the closure is not known. Start with --zero 0; or "
+                f"engine.step(closure=...) with {type(group.optimizer).__name__} where its state "
+                "is sharded: how often it calls the closure is not known. Start with --zero 0; or "
                 "call engine.backward(loss) and engine.step() without."
             )

@@ -57,7 +57,7 @@ def nonfinite_error(
     """The error that all ranks raise alike. Collective."""
     tracked = states.parameters.tracked
     mine = _Testimony(
-        parameters=[tracked[index].name for index in states.gradients.norms.nonfinite()],
+        parameters=[tracked[index].name for index in states.gradients.norm.nonfinite()],
         loss_is_bad=not math.isfinite(float(sum(window.losses))),
         gradient_is_bad=states.gradients.suspect(),
         samples=[index for indices in window.indices for index in indices],

@@ -14,7 +14,7 @@ from shardwise.config import Settings
 from shardwise.errors import ConfigError
 from shardwise.model import units
 from shardwise.model.precision import PRESETS, is_cast
-from shardwise.model.unit_hooks import Doors
+from shardwise.model.unit_hooks import UnitHooks
 from shardwise.parallel.pipeline import PipelineGroup, partition
 from shardwise.parallel.tensor.parameter_uses import ParameterUses
 from shardwise.parallel.tensor.split_model import TensorParallelModels
@@ -140,9 +140,9 @@ class Recipe:
         return ParameterUses(self.split, self.line)
 
     @cached_property
-    def doors(self) -> Doors:
+    def doors(self) -> UnitHooks:
         """Where forwards tell which sharded parameters they need."""
-        return Doors()
+        return UnitHooks()
 
     def located(self) -> list[Tracked]:
         """Every parameter of the models, and those that only an optimizer knows."""

@@ -43,7 +43,7 @@ def exchange(
     mine = Message(
         weights=parts.told(window.weights if counts else [0.0] * window.backwards),
         losses=parts.told(window.losses if counts else [0.0] * window.backwards),
-        squared_norm=gradients.norms.squared().double() / copies,
+        squared_norm=gradients.norm.squared().double() / copies,
         backwards=window.weighty if counts else 0,
         options=options,
         used=gradients.used,
@@ -74,7 +74,7 @@ def exchange(
 def squared_norm(parts: Parts, gradients: Gradients, group: Collectives, copies: int) -> float:
     """The squared norm of the sums as they are now; `copies` is as for `exchange`. Collective."""
     # In fp64 on all: a rank without any part of the norm has a zero of its own.
-    row = (gradients.norms.squared().double() / copies).reshape(-1).to(group.small_device)
+    row = (gradients.norm.squared().double() / copies).reshape(-1).to(group.small_device)
     squared = parts.joined_squares(group.gather_rows(row).cpu().tolist())
     if math.isfinite(squared):
         return squared
@@ -82,7 +82,7 @@ def squared_norm(parts: Parts, gradients: Gradients, group: Collectives, copies:
 
 
 def _squared_in_fp64(parts: Parts, gradients: Gradients, group: Collectives, copies: int) -> float:
-    row = (gradients.norms.squared_in_fp64().double() / copies).reshape(-1)
+    row = (gradients.norm.squared_in_fp64().double() / copies).reshape(-1)
     told = group.gather_rows(row.to(group.small_device))
     return parts.joined_squares(told.tolist())
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import Recipe
-from shardwise.states.optimizer_kind import Kind, placed
+from shardwise.states.optimizer_kind import OptimizerKind, placed
 from shardwise.states.optimizer_trial import examine
 
 
@@ -20,13 +20,13 @@ class _Group:
     """A parameter group of an optimizer; what kind it is costs a trial, made once when asked."""
 
     def __init__(self, face: optim.Optimizer, options: dict[str, Any]) -> None:
-        self.face = face
+        self.optimizer = face
         self.options = options
 
     @cached_property
-    def kind(self) -> Kind:
+    def kind(self) -> OptimizerKind:
         """As the group's first parameter is updated."""
-        return examine(self.face, self.options, self.options["params"][0].device)
+        return examine(self.optimizer, self.options, self.options["params"][0].device)
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class Idle:
 
     @property
     def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.group.face.state.get(self.parameter, {})
+        state: dict[str, Any] = self.group.optimizer.state.get(self.parameter, {})
         return state
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Have `state` in place of what there is."""
-        self.group.face.state.pop(self.parameter, None)
+        self.group.optimizer.state.pop(self.parameter, None)
         if state:
             device = self.parameter.device
-            self.group.face.state[self.parameter] = {
+            self.group.optimizer.state[self.parameter] = {
                 key: placed(key, value, device, self.group.options) for key, value in state.items()
             }
 

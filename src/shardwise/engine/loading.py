@@ -26,8 +26,8 @@ from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 from shardwise.model.buffers import write
 from shardwise.shards import Shard
 from shardwise.states import tensor_spans
-from shardwise.states.optimizer_state import Blank
-from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, Holding
+from shardwise.states.existing_optimizer_state import Blank
+from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, TensorSpan
 from shardwise.states.tracked import Tracked
 
 Fill = Callable[[Tensor, int], None]
@@ -177,7 +177,7 @@ def fill_model(lending: Lending, source: Source) -> None:
             _fill(holding, source, apart)
         _fill_whole(lending, source)
         if lending.recipe.placement.is_sharded("optimizer"):
-            sent = [states.parameters.publish(i) for i in range(len(states.optimizer.parts))]
+            sent = [states.parameters.publish(i) for i in range(len(states.optimizer.intervals))]
             for handle in sent:
                 handle.wait()
             for handle in sent:
@@ -185,7 +185,7 @@ def fill_model(lending: Lending, source: Source) -> None:
         states.parameters.settle()
 
 
-def _is_of_model(holding: Holding) -> bool:
+def _is_of_model(holding: TensorSpan) -> bool:
     master = f".{tensor_spans.MASTER}"
     return holding.kind != OPTIMIZER or all(e.tensor.endswith(master) for e in holding.extents)
 
@@ -247,7 +247,7 @@ def _entries(
     entries: dict[nn.Parameter, dict[str, Any]] = {}
     masters = {
         slot.parameter: part.master.dtype
-        for part in states.optimizer.parts
+        for part in states.optimizer.intervals
         for slot in part.bucket.slots
     }
     for name, told in numbers.state.items():
@@ -289,9 +289,9 @@ def _apart(lending: Lending) -> dict[str, Tracked]:
     return {t.name: t for t in [*parameters.tracked, *frozen] if not t.in_order}
 
 
-def _fill(holding: Holding, source: Source, apart: Mapping[str, Tracked]) -> None:
+def _fill(holding: TensorSpan, source: Source, apart: Mapping[str, Tracked]) -> None:
     """Read all extents of a holding, span by span; what has no source stays as it is."""
-    held = holding.held
+    held = holding.storage
     fills = {
         e.tensor: found
         for e in holding.extents
@@ -320,10 +320,10 @@ def _fill_span(
 
 
 def _fill_of(
-    holding: Holding, name: str, source: Source, apart: Mapping[str, Tracked]
+    holding: TensorSpan, name: str, source: Source, apart: Mapping[str, Tracked]
 ) -> Fill | None:
     """What fills memory with the elements of a tensor; in its own order, for one of `apart`."""
-    found = source.values(holding.kind, name, holding.held.dtype)
+    found = source.values(holding.kind, name, holding.storage.dtype)
     if found is None:
         return None
     tensors, theirs = found

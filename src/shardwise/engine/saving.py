@@ -27,8 +27,8 @@ from shardwise.engine.checkpoint_tensors import (
     spec_of,
 )
 from shardwise.errors import CheckpointError, CheckpointNotWritten
-from shardwise.states.optimizer_state import Blank
-from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, Holding, Told
+from shardwise.states.existing_optimizer_state import Blank
+from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, ReportedState, TensorSpan
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Plan:
     """A checkpoint before it is written, alike on all ranks."""
 
     sets: dict[str, list[TensorFile]]
-    told: Told
+    told: ReportedState
     numbers: dict[str, dict[str, Any]]
     """By parameter what the optimizers keep of it as one value, whatever rank has it."""
     borders: list[str]
@@ -61,7 +61,7 @@ class Plan:
 def plan(lending: Lending, limit: int) -> Plan:
     """What is to be written, in files of at most `limit` bytes. Collective."""
     inventory, states = lending.inventory, lending.states
-    told = lending.trained.told()
+    told = lending.trained.reported()
     # Ranks may differ in the shape of a buffer that grows; who writes it tells.
     buffers = {name: spec_of(name, value) for name, value in lending.own_buffers.items()}
     theirs: dict[str, TensorSpec] = {}
@@ -92,7 +92,7 @@ def _joined(several: Iterable[Iterable[T]]) -> list[T]:
     return list(itertools.chain.from_iterable(several))
 
 
-def _numbers(lending: Lending, told: Told) -> dict[str, dict[str, Any]]:
+def _numbers(lending: Lending, told: ReportedState) -> dict[str, dict[str, Any]]:
     """What the optimizers keep of the parameters here as one value each, by name."""
     tracked = lending.states.parameters.tracked
     singles = {
@@ -113,9 +113,9 @@ def lend(lending: Lending, made: Plan, sink: Sink) -> None:
             _give(holding, known, sink)
 
 
-def _give(holding: Holding, wanted: Set[tuple[str, str]], sink: Sink) -> None:
+def _give(holding: TensorSpan, wanted: Set[tuple[str, str]], sink: Sink) -> None:
     """Lend this rank's share of what is `wanted` of a holding, by set and name, span by span."""
-    held, kind = holding.held, holding.kind
+    held, kind = holding.storage, holding.kind
     mine = [part for part in holding.extents if (kind, part.tensor) in wanted]
     first, end = share(held.numel, holding.copy, holding.copies)
     spans = [
@@ -125,7 +125,7 @@ def _give(holding: Holding, wanted: Set[tuple[str, str]], sink: Sink) -> None:
     ]
     for number, (span, low, high, start) in enumerate(spans if mine else []):
         if number + 1 < len(spans):
-            held.ahead(spans[number + 1][0])
+            held.read_ahead(spans[number + 1][0])
         memory = bytes_of(held.take(span)[low:high])
         parts = clipped(mine, start + low, start + high)
         sink.write(kind, byte_ranges(parts, held.dtype.itemsize, CHUNK), memory)

@@ -92,7 +92,7 @@ def announce_sum(world: World, recipe: Recipe, loss: Tensor, rows: int) -> None:
 def _tried(states: States) -> set[str]:
     """The optimizers whose tensors are cut because of a trial."""
     groups = states.optimizer.groups
-    return {type(g.face).__name__ for g in groups if not g.whole and not g.kind.known}
+    return {type(g.optimizer).__name__ for g in groups if not g.whole and not g.kind.known}
 
 
 def _run_line(world: World, recipe: Recipe) -> str:
@@ -157,7 +157,7 @@ def _model_line(recipe: Recipe, states: States) -> str:
 def _unit_count(recipe: Recipe, states: States) -> int:
     """How many units there are, the rest of each model among them where it has parameters."""
     if states.shown is not None:
-        return sum(bool(unit.slabs) for unit in states.shown.residency.units)
+        return sum(bool(unit.buckets) for unit in states.shown.residency.units)
     count = 0
     for model in recipe.models:
         found = units.find_units(model, recipe.settings.units)

@@ -26,6 +26,7 @@ from shardwise.engine.optimizer_options import Options
 from shardwise.errors import CollectiveError, ShardwiseError, UsageError
 from shardwise.model.precision import LossScale
 from shardwise.placement import Placement
+from shardwise.states.gradient_norm import clip_coefficient
 from shardwise.states.whole_gradients import WholeGradients
 from shardwise.timeline import recorder, span
 
@@ -100,7 +101,7 @@ class Stepping(Backwards):
         try:
             with span("update"), torch.no_grad():
                 inner.step_often(evaluate, parts.sums)
-            self._states.optimizer.tell_faces()
+            self._states.optimizer.write_back_options()
             if self._states.averages is not None:
                 self._states.averages.update()
         except BaseException:
@@ -281,10 +282,7 @@ class Stepping(Backwards):
 
     def _factor(self, totals: Totals, stats: StepStats, max_norm: float | None) -> float:
         """What the summed gradients are multiplied by for the update."""
-        factor = self._scale_of(totals)
-        if max_norm is not None:
-            factor *= min(1.0, max_norm / (stats.grad_norm + 1e-6))
-        return factor
+        return self._scale_of(totals) * clip_coefficient(stats.grad_norm, max_norm)
 
     def _update(self, totals: Totals, stats: StepStats, max_norm: float | None) -> None:
         """Update bucket by bucket; each is on its way to the others while the next is updated."""
@@ -299,7 +297,7 @@ class Stepping(Backwards):
                     sent += [
                         states.parameters.publish(i) for i in states.optimizer.buckets_of(inner)
                     ]
-            states.optimizer.tell_faces()
+            states.optimizer.write_back_options()
             if states.averages is not None:
                 states.averages.update()
         with span("publish"):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.errors import UsageError
 from shardwise.randomness import seed_from
-from shardwise.states import exact_squares
+from shardwise.states import squared_sums
 from shardwise.sum_tree import MicroShards
 
 Number = float | Tensor
@@ -87,7 +87,7 @@ class ExactParts(Parts):
         return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
     def joined_squares(self, rows: Sequence[Sequence[float]]) -> float:
-        return exact_squares.total(rows)
+        return squared_sums.exact_total(rows)
 
     def refuse_late(self, names: Sequence[str]) -> None:
         raise UsageError(

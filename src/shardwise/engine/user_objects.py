@@ -24,7 +24,7 @@ from shardwise.errors import CheckpointMismatch, ConfigError, ModelError, UsageE
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.activations import Activations
 from shardwise.model.buffers import Buffers
-from shardwise.model.forward_events import Forwards
+from shardwise.model.forward_events import ForwardEvents
 from shardwise.model.micro_shard_buffers import MicroShardBuffers
 from shardwise.model.module_hooks import Hooked
 from shardwise.parallel.pipeline import install
@@ -77,7 +77,7 @@ class Takeover:
         self.activations = Activations(
             recipe.models, recipe.settings, world.device, rank=world.rank
         )
-        self._forwards = Forwards(recipe.models, recipe.settings.units)
+        self._forwards = ForwardEvents(recipe.models, recipe.settings.units)
         if recipe.line is not None:
             install(recipe.line, recipe.models[0])
         keeper = usage_checks.Keeper(

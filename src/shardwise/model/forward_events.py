@@ -1,4 +1,4 @@
-"""Forwards in the timeline: those of models, and inside them those of their repeated blocks."""
+"""Records forwards in the timeline: those of models, and inside them those of repeated blocks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shardwise.timeline.recorder import TimelineEvent
 FORWARD = "forward"
 
 
-class Forwards:
-    """Hooks on `models` and on their blocks (`patterns` as for `find_units`), which are there while
-    a timeline is recorded and none else. What is compiled is left as it is."""
+class ForwardEvents:
+    """Hooks on `models` and their blocks (`patterns` as for `find_units`) while a timeline is
+    recorded. What is compiled is left as it is."""
 
     def __init__(self, models: Sequence[nn.Module], patterns: Sequence[str] | None) -> None:
         self._models = models
@@ -48,7 +48,7 @@ class Forwards:
             yield f"{FORWARD} {name}", unit
 
     def close(self) -> None:
-        """Never again."""
+        """Stop recording for good."""
         recorder.unwatch(self)
         self.detach()
 
@@ -63,7 +63,7 @@ def _remove(handles: list[Hooked]) -> None:
 
 
 class _Noted:
-    """The hooks on one module. Those of a copy note as well, until recording ends."""
+    """The hooks on one module. Those of a copy record as well, until recording ends."""
 
     def __init__(self, name: str) -> None:
         self._name = name

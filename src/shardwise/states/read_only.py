@@ -1,6 +1,6 @@
-"""Parameters that are gathered while no forward and no backward runs: read, and not written.
+"""Makes parameters read-only while they stay gathered between a forward and its backward.
 
-Values that a unit keeps from its forward to its backward are a passing copy. A read of them is
+Values that a unit keeps from its forward to its backward are a temporary copy. A read of them is
 right, also in a loss; a write would reach no shard, so it raises at its line. While they stay, a
 parameter is of a subclass of its class, in which torch asks `__torch_function__` about every call,
 and so is every view that is made of it. A read is then the business of the class that it is of:
@@ -31,7 +31,7 @@ PASSES_ON = True  # as in resting.py
 
 
 class _ReadOnly:
-    """What a parameter and its views have alike while they may be read only."""
+    """Refuses writes: the base of parameters and of their views while they are read-only."""
 
     @classmethod
     def __torch_function__(
@@ -72,7 +72,7 @@ def _name(value: Any) -> str:
 
 
 class _Views:
-    """Tells which results of an operation are views of what it was given."""
+    """Finds which results of an operation are views of what it was given."""
 
     def __init__(self, *given: Any) -> None:
         leaves = pytree.tree_leaves(given)

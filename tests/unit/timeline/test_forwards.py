@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from shardwise.model.forward_events import Forwards
+from shardwise.model.forward_events import ForwardEvents
 from shardwise.timeline import recorder
 from shardwise.timeline.recorder import TimelineEvent, TimelineRecorder
 
@@ -26,7 +26,7 @@ def test_hooks_go_with_the_engine_that_was_dropped_without_close() -> None:
     recording = TimelineRecorder(Nowhere(), lambda error: None)
     recorder.start(recording)
     try:
-        dropped, kept = Forwards([model], None), Forwards([model], None)
+        dropped, kept = ForwardEvents([model], None), ForwardEvents([model], None)
         own = hooks(model) // 2
         assert own > 0
         del dropped

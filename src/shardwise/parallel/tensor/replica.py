@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
-from shardwise.model.recompute_replay import once
+from shardwise.model.recomputation import once
 from shardwise.parallel.tensor.regions import (
     copy_to_region,
     gather_from_sequence,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from shardwise.model.recompute_replay import once
+from shardwise.model.recomputation import once
 from shardwise.randomness import seed_from
 
 

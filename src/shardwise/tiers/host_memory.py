@@ -1,4 +1,4 @@
-"""The heap of the C library: memory that it shall keep, and memory that it shall not.
+"""Host memory: pages for direct transfers, and which freed memory the C library keeps.
 
 A training step frees what the next one asks for again. Left to itself glibc returns the end of its
 heap to the system when 64 MB of it are free, and the next step pays for every page anew: 5 % of a
@@ -79,3 +79,25 @@ def trim() -> None:
 @cache
 def _malloc_trim() -> Callable[[int], int] | None:
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+PAGE = 4096
+"""Bytes that direct transfers are aligned to: in memory, in the file and in length."""
+
+
+class Staging:
+    """A buffer of `nbytes` for direct transfers, reused as long as its owner lives.
+
+    `tensor` (uint8) and `view` are the same bytes.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        # A forked DataLoader worker gets zeros in place of copies, which every later transfer
+        # would make the kernel keep for it.
+        self.tensor = mapped(nbytes, wiped=True)
+        self.view = self.tensor.numpy().data
+
+
+def padded(nbytes: int) -> int:
+    """`nbytes` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.layout import Spec, lay_out
-from shardwise.states.bucket_views import Landing
+from shardwise.states.bucket_reducer import BucketViews
 from shardwise.states.tracked import Tracked
 
 
@@ -37,16 +37,16 @@ def test_gradients_land_where_they_belong(shapes, ranks, data):
     tracked = [tracked[slot.parameter] for slot in bucket.slots]
     apart = bucket.interval(data.draw(st.integers(0, ranks - 1)))
     buffer, own = torch.full((bucket.numel,), -1.0), torch.full((apart[1] - apart[0],), -1.0)
-    landing = Landing(bucket, tracked, buffer, apart, own)
+    views = BucketViews(bucket, tracked, buffer, apart, own)
 
     expected = torch.full((bucket.numel,), -2.0)
     for place, (slot, each) in enumerate(zip(bucket.slots, tracked, strict=True)):
         value = torch.randn(each.shape)  # as autograd may make it, in another order
         each.view(expected, slot.start).copy_(value)
-        parts = landing.parts(place, value)
-        for target, part in zip(landing.targets[place], parts, strict=True):
+        parts = views.parts(place, value)
+        for target, part in zip(views.targets[place], parts, strict=True):
             target.copy_(part)
-    for gap in landing.gaps:
+    for gap in views.gaps:
         gap.fill_(-2.0)
 
     inside = slice(*apart)

@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 
-from shardwise.tiers.heap import HUGE, keep, mapped
-from shardwise.tiers.staging import PAGE, Staging
+from shardwise.tiers.host_memory import HUGE, PAGE, Staging, keep, mapped
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE, HUGE - 1, HUGE, 3 * HUGE + 5])
@@ -59,7 +58,7 @@ def test_a_view_of_staging_is_its_tensor() -> None:
 
 STEPS = """
 import os, resource, sys, torch
-from shardwise.tiers.heap import keep
+from shardwise.tiers.host_memory import keep
 
 print(keep(os.environ))
 for step in range(5):

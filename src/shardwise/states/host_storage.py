@@ -1,10 +1,11 @@
-"""States in memory of the host that an accelerator computes with.
+"""Storage in the host's memory of states that an accelerator computes with.
 
     gradients     sum ── down, beside backward ──▶ host
     update        on the CPU, bucket by bucket, each once its gradient has come down
     parameters    host ── up, while the next bucket is updated ──▶ device
 
-Nothing else knows: a span that is taken has settled, and a copy is ordered by whoever asked for it.
+Nothing else knows: a span that is taken is not in a copy any more, and a copy is ordered by whoever
+asked for it.
 """
 
 from __future__ import annotations
@@ -17,33 +18,35 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Handle
-from shardwise.states.squares import squares
-from shardwise.states.storage import Held, Span
-from shardwise.tiers.copy_stream import Beside
+from shardwise.states.squared_sums import squared_sum
+from shardwise.states.storage import Span, Storage
+from shardwise.tiers.copy_stream import CopyStream
 
 
-class OnHost(Held):
-    """An interval in `tensor`, pinned memory; what is on its way to or from it is waited for by
-    `take`. Its device is the CPU."""
+class HostStorage(Storage):
+    """Storage in `tensor`, pinned memory of the host. Its device is the CPU.
+
+    `take` waits for copies to and from it that are under way.
+    """
 
     memory: Tensor
-    beside: Beside
+    copy_stream: CopyStream
 
     def __init__(
         self,
         tensor: Tensor,
-        beside: Beside,
+        copy_stream: CopyStream,
         spans: Sequence[Span] | None = None,
         moving: list[Any] | None = None,
     ) -> None:
         """`moving` are the events of copies, shared by all who use the same memory."""
         self.memory = tensor
-        self.beside = beside
+        self.copy_stream = copy_stream
         self.spans = [(0, tensor.numel())] if spans is None else spans
         self.numel, self.dtype, self.device = tensor.numel(), tensor.dtype, tensor.device
         self._moving: list[Any] = [] if moving is None else moving
 
-    def ahead(self, index: int) -> None:
+    def read_ahead(self, index: int) -> None:
         """It is there, or on its way."""
 
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
@@ -61,38 +64,40 @@ class OnHost(Held):
 
     def load(self, into: Tensor) -> None:
         """Copy the interval up on the present stream."""
+        # The sum that comes down must be here before it goes up again.
         for event in self._moving:
-            self.beside.await_(event)
+            self.copy_stream.await_(event)
         into.copy_(self.memory, non_blocking=True)
-        self._moves(self.beside.here())
+        self._moves(self.copy_stream.here())
 
     def send(self, value: Tensor, into: Tensor) -> None:
         """Copy `value`, a span that was taken, up on the present stream."""
         if into.dtype != value.dtype and into.device != value.device:
             # Narrowed here, so that less moves.
-            value = self.beside.memory(value.numel(), into.dtype).copy_(value)
+            value = self.copy_stream.memory(value.numel(), into.dtype).copy_(value)
         into.copy_(value, non_blocking=True)
-        self._moves(self.beside.here())
+        self._moves(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor, Handle]:
         """Add on the device, where `part` is and its squares are summed; then let the sum come
         down beside the work."""
         total = part
         if not fresh:
-            total, came = self.beside.up(self.memory)  # one stream: behind what comes down
-            self.beside.await_(came)
+            total, came = self.copy_stream.up(self.memory)  # one stream: behind what comes down
+            self.copy_stream.await_(came)
             total.add_(part)
-        left = self.beside.down(total, self.memory)
+        left = self.copy_stream.down(total, self.memory)
         self._moves(left)
-        return squares(total), Handle(partial(self.beside.await_, left))
+        # `part` is the reducer's buffer: written again before `left`, the copy would be of that.
+        return squared_sum(total), Handle(partial(self.copy_stream.await_, left))
 
-    def cut(self, spans: Sequence[Span]) -> OnHost:
+    def cut(self, spans: Sequence[Span]) -> HostStorage:
         """The same memory, used in `spans`."""
-        return OnHost(self.memory, self.beside, spans, self._moving)
+        return HostStorage(self.memory, self.copy_stream, spans, self._moving)
 
-    def widened(self) -> OnHost:
+    def widened(self) -> HostStorage:
         """Room for the same in fp32, with anything in it."""
-        return OnHost(self.beside.memory(self.numel, torch.float32), self.beside)
+        return HostStorage(self.copy_stream.memory(self.numel, torch.float32), self.copy_stream)
 
     @property
     def memory_bytes(self) -> int:
@@ -110,28 +115,30 @@ class OnHost(Held):
         return self.memory
 
 
-class BroughtDown(Held):
-    """What is in the accelerator's memory, for an update on the CPU: a span comes down for the
-    time of its use. What is changed in a span is forgotten."""
+class HostCopy(Storage):
+    """A copy on the host of what is in the accelerator's memory, for an update on the CPU.
 
-    def __init__(self, tensor: Tensor, beside: Beside, spans: Sequence[Span]) -> None:
+    A span comes down for the time of its use. What is changed in it is forgotten.
+    """
+
+    def __init__(self, tensor: Tensor, copy_stream: CopyStream, spans: Sequence[Span]) -> None:
         self.source = tensor
         self.spans = spans
         self.numel, self.dtype, self.device = tensor.numel(), tensor.dtype, torch.device("cpu")
-        self._beside = beside
+        self._copy_stream = copy_stream
         self._coming: dict[int, tuple[Tensor, Any]] = {}
 
-    def ahead(self, index: int) -> None:
+    def read_ahead(self, index: int) -> None:
         """Let span `index` come down."""
         if index not in self._coming:
             first, end = self.spans[index]
-            memory = self._beside.memory(end - first, self.dtype)
-            self._coming[index] = memory, self._beside.down(self.source[first:end], memory)
+            memory = self._copy_stream.memory(end - first, self.dtype)
+            self._coming[index] = memory, self._copy_stream.down(self.source[first:end], memory)
 
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
         """A copy of span `index`, once it is here."""
         del fresh
-        self.ahead(index)
+        self.read_ahead(index)
         memory, came = self._coming[index]
         came.synchronize()
         return memory
