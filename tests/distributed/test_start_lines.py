@@ -92,7 +92,7 @@ def bytes_case(world, settings, momentum):
     states = engine._states
     if not momentum:
         assert states.expected_bytes() == engine.state_bytes
-    table = sw.engine.describe.table_of(engine._recipe, states, "memory")
+    table = sw.engine.describe.table_of(engine._spec, states, "memory")
     engine.close()
     by_state = states.bytes_by_state()
     told = [column.footer for column in table.columns]

@@ -162,7 +162,7 @@ class TestWhereabouts:
     @pytest.mark.parametrize(
         ("qualified", "said"),
         [
-            ("Resumable.save", "engine.save"),
+            ("Engine.save", "engine.save"),
             ("Engine.__init__", "sw.Engine"),
             ("World.barrier", "world.barrier"),
             ("Metrics.compute", "metrics.compute"),

@@ -6,7 +6,7 @@ stepping.py     step: reduces, exchanges, updates; whole gradients in between
 closures.py     steps with a closure
 drawing.py      what random numbers are a function of
 takeover.py     models and optimizers made ready, followed, given back
-recipe.py       what an engine is made from
+spec.py       what an engine is made from
 assembly.py     from models and optimizers to the three states, and back for a rebuild
 sectioning.py   which unit each parameter belongs to
 starting.py     the values that training starts from
@@ -28,8 +28,8 @@ figures.py      numbers as a person reads them
 several.py      several engines, saved as one
 """
 
-from shardwise.engine.accumulation import StepStats
 from shardwise.engine.engine import Engine
 from shardwise.engine.engines import Engines
+from shardwise.engine.step_statistics import StepStats
 
 __all__ = ["Engine", "Engines", "StepStats"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise import layout
 from shardwise.engine import initial_values, unit_assignment, usage_checks
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.unit_assignment import Sections
 from shardwise.errors import ModelError
 from shardwise.model import sync_batch_norm
@@ -109,45 +109,45 @@ class States:
 
 
 def assemble(
-    recipe: Recipe,
+    spec: EngineSpec,
     masters: Mapping[nn.Parameter, Tensor],
     averages: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> States:
-    """Lay out and take over what `recipe` names.
+    """Lay out and take over what `spec` names.
 
     `masters` are values in the master dtype for 16-bit parameters, where they are known better
     than the parameters themselves say; `averages` those to go on with. What has an average stays
     laid out while it is frozen, since its average goes on.
     """
-    owners = _owners(recipe)
-    everything = recipe.located()
-    _check_trainable(everything, owners, main=recipe.run.rank == 0)
-    located = [t for t in everything if recipe.is_here(t.parameter)]
+    owners = _owners(spec)
+    everything = spec.located()
+    _check_trainable(everything, owners, main=spec.run.rank == 0)
+    located = [t for t in everything if spec.is_here(t.parameter)]
     kept = averages or {}
     tracked = [
         t
         for t in located
         if t.parameter in owners and (t.parameter.requires_grad or t.parameter in kept)
     ]
-    shelves = {state: Shelf(recipe.placement.tier(state), recipe.sharding) for state in STATES}
-    parameters, shown = _parameters(recipe, located, tracked, owners, shelves["parameters"])
+    shelves = {state: Shelf(spec.placement.tier(state), spec.sharding) for state in STATES}
+    parameters, shown = _parameters(spec, located, tracked, owners, shelves["parameters"])
     buckets = parameters.buckets
-    scattered = recipe.placement.is_sharded("optimizer")
+    scattered = spec.placement.is_sharded("optimizer")
     gradients = Gradients(
         parameters,
-        recipe.placement,
-        recipe.sharding,
+        spec.placement,
+        spec.sharding,
         shelves["gradients"],
-        recipe.summation,
-        overlap=recipe.settings.overlap,
-        exact_sum=recipe.settings.reduce_dtype == "fp32",
+        spec.summation,
+        overlap=spec.settings.overlap,
+        exact_sum=spec.settings.reduce_dtype == "fp32",
         stray=usage_checks.stray_backward,
-        elsewhere=_told_elsewhere(recipe, parameters),
+        elsewhere=_told_elsewhere(spec, parameters),
     )
     if shown is not None:
         gradients.paced = _pace(parameters, gradients, shown)
     # Where there are turns, statistics take theirs, and buckets start between them.
-    synchronised = bool(sync_batch_norm.converted(recipe.models))
+    synchronised = bool(sync_batch_norm.converted(spec.models))
     gradients.reduction.patient = gradients.paced or not synchronised
     own = [rest.own for rest in gradients.reduction.rests]
     groups = [owners[tracked[bucket.slots[0].parameter].parameter] for bucket in buckets]
@@ -157,15 +157,15 @@ def assemble(
         own,
         shelves["optimizer"],
         by_spans=any(shelf.on_disk for shelf in shelves.values()),
-        sends=scattered and shown is None and recipe.sharding.size > 1,
+        sends=scattered and shown is None and spec.sharding.size > 1,
         known=masters,
     )
-    decay = recipe.settings.ema_decay
+    decay = spec.settings.ema_decay
     return States(
         parameters,
         gradients,
         optimizer,
-        Gathering(parameters, optimizer, recipe.sharding, scattered=scattered),
+        Gathering(parameters, optimizer, spec.sharding, scattered=scattered),
         shown,
         shelves,
         None
@@ -181,9 +181,9 @@ def assemble(
     )
 
 
-def _told_elsewhere(recipe: Recipe, parameters: Parameters) -> set[int]:
+def _told_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
     """The buckets that every rank of the replica has alike, but on the one that counts them."""
-    if recipe.part == 0:
+    if spec.part == 0:
         return set()
     return {
         number
@@ -202,13 +202,13 @@ def _pace(parameters: Parameters, gradients: Gradients, shown: Shown) -> bool:
 
 
 def disassemble(
-    recipe: Recipe, states: States
+    spec: EngineSpec, states: States
 ) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None]:
     """Give everything back to the user's objects; returns masters and averages by parameter."""
     masters = states.gathering.masters()
     averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
     for parameter, state in states.gathering.optimizer_state().items():
-        for face in recipe.optimizers:
+        for face in spec.optimizers:
             if any(parameter is p for group in face.param_groups for p in group["params"]):
                 face.state[parameter] = state
     states.gradients.detach()
@@ -222,43 +222,43 @@ def disassemble(
     return masters, averages
 
 
-def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
+def _owners(spec: EngineSpec) -> dict[nn.Parameter, GroupOf]:
     """Which group trains each parameter. Raises ModelError for one in two groups, and for an
     optimizer that cannot work where its state is sharded."""
     owners: dict[nn.Parameter, GroupOf] = {}
     kinds = Kinds()
-    for face in recipe.optimizers:
+    for face in spec.optimizers:
         for index, options in enumerate(face.param_groups):
             if not options["params"]:
                 continue
-            kind = kinds.of(face, options, _device_of(recipe, options["params"][0]))
-            if not kind.separable and recipe.placement.is_sharded("optimizer"):
+            kind = kinds.of(face, options, _device_of(spec, options["params"][0]))
+            if not kind.separable and spec.placement.is_sharded("optimizer"):
                 raise ModelError(
                     f"{type(face).__name__} looks across tensors, so its state cannot be sharded "
-                    f"({recipe.placement.name}). Train it with --zero 0, or choose an optimizer "
+                    f"({spec.placement.name}). Train it with --zero 0, or choose an optimizer "
                     "that treats each tensor by itself."
                 )
-            if not kind.separable and recipe.line is not None:
+            if not kind.separable and spec.line is not None:
                 raise ModelError(
                     f"{type(face).__name__} looks across tensors, and with --pipeline no worker "
                     "has all of them. Choose an optimizer that treats each tensor by itself, or "
                     "start without --pipeline."
                 )
-            parts = [p for p in options["params"] if recipe.shard_of(p) is not None]
+            parts = [p for p in options["params"] if spec.shard_of(p) is not None]
             if not kind.elementwise and parts:
                 raise ModelError(
                     f"{type(face).__name__} needs whole tensors, and --tensor "
-                    f"{recipe.settings.tensor} splits {len(parts)} of group {index}. Choose an "
+                    f"{spec.settings.tensor} splits {len(parts)} of group {index}. Choose an "
                     "element-wise optimizer such as AdamW, or start without --tensor."
                 )
-            on_disk = [str(tier) for tier in recipe.placement.tiers if tier.kind == "nvme"]
+            on_disk = [str(tier) for tier in spec.placement.tiers if tier.kind == "nvme"]
             if not kind.elementwise and on_disk:
                 raise ModelError(
                     f"{type(face).__name__} needs whole tensors, and on {on_disk[0]} states come "
                     "in parts. Write --offload-optimizer cpu, or choose an element-wise optimizer "
                     "such as AdamW."
                 )
-            as_given = not kind.known and not parts and recipe.cuts_nothing
+            as_given = not kind.known and not parts and spec.cuts_nothing
             for parameter in options["params"]:
                 if parameter in owners:
                     raise ModelError(
@@ -276,8 +276,8 @@ def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
     return owners
 
 
-def _device_of(recipe: Recipe, parameter: nn.Parameter) -> torch.device:
-    return recipe.device if parameter.is_meta else parameter.device
+def _device_of(spec: EngineSpec, parameter: nn.Parameter) -> torch.device:
+    return spec.device if parameter.is_meta else parameter.device
 
 
 def _check_trainable(
@@ -302,46 +302,44 @@ def _check_trainable(
 
 
 def _parameters(
-    recipe: Recipe,
+    spec: EngineSpec,
     located: Sequence[Tracked],
     tracked: Sequence[Tracked],
     owners: Mapping[nn.Parameter, GroupOf],
     shelf: Shelf,
 ) -> tuple[Parameters, Shown | None]:
     """The parameters as the placement wants them, and what shows them where they are sharded."""
-    if not recipe.placement.is_sharded("parameters"):
-        buckets = _buckets(recipe, [_spec(recipe, t, owners[t.parameter], 0) for t in tracked])
-        return ReplicatedParameters(tracked, buckets, recipe.sharding), None
-    found = unit_assignment.divide(recipe.models, recipe.prefixes, located, recipe.settings.units)
+    if not spec.placement.is_sharded("parameters"):
+        buckets = _buckets(spec, [_spec(spec, t, owners[t.parameter], 0) for t in tracked])
+        return ReplicatedParameters(tracked, buckets, spec.sharding), None
+    found = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
     units = found.unit_of
     # Integers have no NaN to rest as, so they stay whole.
     frozen = [t for t in located if t not in tracked and t.can_rest]
     parameters = ShardedParameters(
         tracked,
-        _buckets(
-            recipe, [_spec(recipe, t, owners[t.parameter], units[t.parameter]) for t in tracked]
-        ),
+        _buckets(spec, [_spec(spec, t, owners[t.parameter], units[t.parameter]) for t in tracked]),
         frozen,
-        _buckets(recipe, [_spec(recipe, t, None, units[t.parameter]) for t in frozen]),
-        recipe.sharding,
+        _buckets(spec, [_spec(spec, t, None, units[t.parameter]) for t in frozen]),
+        spec.sharding,
         shelf,
-        partial(initial_values.value_of, group=recipe.group),
+        partial(initial_values.value_of, group=spec.group),
     )
-    residency = unit_assignment.make_residency(found, parameters, recipe.gather_group, recipe.order)
-    unit_assignment.open_doors(found, residency, recipe.doors)
+    residency = unit_assignment.make_residency(found, parameters, spec.gather_group, spec.order)
+    unit_assignment.open_doors(found, residency, spec.doors)
     return parameters, Shown(found, residency, unit_assignment.refuse_copies(found))
 
 
-def _spec(recipe: Recipe, tracked: Tracked, owner: GroupOf | None, unit: int) -> layout.Spec:
+def _spec(spec: EngineSpec, tracked: Tracked, owner: GroupOf | None, unit: int) -> layout.Spec:
     """A parameter for the layout; it is frozen where no group owns it."""
-    face = -1 if owner is None else recipe.optimizers.index(owner.face)
+    face = -1 if owner is None else spec.optimizers.index(owner.face)
     return layout.Spec(
         name=tracked.name,
         numel=tracked.parameter.numel(),
         itemsize=tracked.dtype.itemsize,
         key=(
             *(unit, face, owner and owner.index, tracked.dtype, tracked.device),
-            recipe.stage_of(tracked.parameter),
+            spec.stage_of(tracked.parameter),
             tracked.shard is not None,
         ),
         whole=owner is not None and owner.whole,
@@ -349,10 +347,10 @@ def _spec(recipe: Recipe, tracked: Tracked, owner: GroupOf | None, unit: int) ->
     )
 
 
-def _buckets(recipe: Recipe, specs: Sequence[layout.Spec]) -> list[layout.Bucket]:
-    capacity = int(recipe.settings.bucket_mb * 2**20)
+def _buckets(spec: EngineSpec, specs: Sequence[layout.Spec]) -> list[layout.Bucket]:
+    capacity = int(spec.settings.bucket_mb * 2**20)
     buckets = layout.lay_out(
-        specs, ranks=recipe.sharding.size, capacity=capacity, grain=recipe.summation.grain
+        specs, ranks=spec.sharding.size, capacity=capacity, grain=spec.summation.grain
     )
-    layout.check(buckets, specs, recipe.sharding.size)
+    layout.check(buckets, specs, spec.sharding.size)
     return buckets

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.dtypes import name_of
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.engine.build import States
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.frozen_state import idle
 from shardwise.shards import Shard
 from shardwise.states import tensor_spans
@@ -43,7 +43,7 @@ class Inventory:
         return {alias: first for first, several in self.names.items() for alias in several[1:]}
 
 
-def take(recipe: Recipe, states: States) -> Inventory:
+def take(spec: EngineSpec, states: States) -> Inventory:
     """Look what the engine has now."""
     parameters = states.parameters
     laid = {t.parameter: t for t in parameters.tracked}
@@ -52,11 +52,11 @@ def take(recipe: Recipe, states: States) -> Inventory:
     buffers: dict[str, Tensor] = {}
     homes: dict[str, nn.Module] = {}
     by_id: dict[int, Any] = {}
-    for name, value, module in _tensors(recipe):
+    for name, value, module in _tensors(spec):
         homes.setdefault(name, module)
         names.setdefault(id(value), []).append(name)
         by_id[id(value)] = value
-    for tracked in recipe.located():  # those that only an optimizer knows
+    for tracked in spec.located():  # those that only an optimizer knows
         names.setdefault(id(tracked.parameter), [tracked.name])
         by_id[id(tracked.parameter)] = tracked.parameter
     specs: dict[str, TensorSpec] = {}
@@ -67,8 +67,8 @@ def take(recipe: Recipe, states: States) -> Inventory:
             form = laid[value]
             specs[first] = TensorSpec(first, name_of(form.dtype), tuple(form.whole_shape))
         elif isinstance(value, nn.Parameter):
-            specs[first] = spec_of(first, value, recipe.shard_of(value))
-            if recipe.is_here(value):
+            specs[first] = spec_of(first, value, spec.shard_of(value))
+            if spec.is_here(value):
                 whole[first] = value
         else:
             buffers[first] = value
@@ -76,10 +76,10 @@ def take(recipe: Recipe, states: States) -> Inventory:
     return Inventory(known, buffers, homes, whole, specs)
 
 
-def _tensors(recipe: Recipe) -> Iterator[tuple[str, Tensor, nn.Module]]:
+def _tensors(spec: EngineSpec) -> Iterator[tuple[str, Tensor, nn.Module]]:
     """Every name of every parameter and persistent buffer of the models, as in state_dict(), and
     the module that has it."""
-    for model, prefix in zip(recipe.models, recipe.prefixes, strict=True):
+    for model, prefix in zip(spec.models, spec.prefixes, strict=True):
         for path, module in model.named_modules(remove_duplicate=False):
             kept = {
                 key: buffer
@@ -118,7 +118,7 @@ def optimizer_specs(lending: Lending, told: Told) -> list[TensorSpec]:
                 specs.append(TensorSpec(name, name_of(entry.dtype), entry.shape))
     for each in lending.idle:
         for key, value in sorted(each.tensors.items()):
-            shard = lending.recipe.shard_of(each.parameter)
+            shard = lending.spec.shard_of(each.parameter)
             specs.append(spec_of(tensor_spans.state_name(each.name, key), value, shard))
     return specs
 
@@ -151,13 +151,13 @@ def _each(*several: list[bool]) -> list[bool]:
 class Lending:
     """All that a rank holds, to be written or to be filled; made by all ranks together."""
 
-    def __init__(self, recipe: Recipe, states: States) -> None:
-        self.recipe = recipe
+    def __init__(self, spec: EngineSpec, states: States) -> None:
+        self.spec = spec
         self.states = states
-        self.inventory = take(recipe, states)
-        self.idle = list(idle(recipe, states))
-        run = recipe.run
-        mine = recipe.sharding.rank, recipe.part, recipe.layers
+        self.inventory = take(spec, states)
+        self.idle = list(idle(spec, states))
+        run = spec.run
+        mine = spec.sharding.rank, spec.part, spec.layers
         told = run.gather_objects(mine)
         near = [layers == mine[2] for *_, layers in told]
         parts = [part == mine[1] for _, part, _ in told]
@@ -170,12 +170,12 @@ class Lending:
             False: _place(run.rank, near),
             True: _place(run.rank, _each(parts, near)),
         }
-        scattered = recipe.placement.is_sharded("optimizer")
+        scattered = spec.placement.is_sharded("optimizer")
         self.trained = Holdings(
             states.parameters,
             states.optimizer,
             states.averages,
-            recipe.sharding,
+            spec.sharding,
             scattered=scattered,
             among=self._among if scattered else self._everywhere,
         )
@@ -183,22 +183,22 @@ class Lending:
     @property
     def optimized(self) -> dict[nn.Parameter, str]:
         """The names of all parameters that an optimizer has, trained now or not."""
-        if self.recipe.line is not None:
-            return {tracked.parameter: tracked.name for tracked in self.recipe.located()}
+        if self.spec.line is not None:
+            return {tracked.parameter: tracked.name for tracked in self.spec.located()}
         names = {tracked.parameter: tracked.name for tracked in self.states.parameters.tracked}
         return names | {each.parameter: each.name for each in self.idle}
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
         """Those that this rank writes: on the first one of those that run their modules."""
-        if self.recipe.stage.rank > 0:
+        if self.spec.stage.rank > 0:
             return {}
         homes = self.inventory.homes
-        return {n: b for n, b in self.inventory.buffers.items() if self.recipe.runs(homes[n])}
+        return {n: b for n, b in self.inventory.buffers.items() if self.spec.runs(homes[n])}
 
     def of_all_layers(self, mine: T) -> list[T]:
         """`mine` of each of the ranks that share out the layers, in their order. Collective."""
-        line = self.recipe.line
+        line = self.spec.line
         return [mine] if line is None else line.group.gather_objects(mine)
 
     def frozen(self) -> Iterator[Holding]:
@@ -222,7 +222,7 @@ class Lending:
         self, name: str, value: Tensor, parameter: Tensor, kind: str = tensor_spans.MODEL
     ) -> Holding:
         """What every rank has of a tensor of `parameter`'s."""
-        shard = self.recipe.shard_of(parameter)
+        shard = self.spec.shard_of(parameter)
         copies = self._everywhere[shard is not None]
         return tensor_spans.of_tensor(name, value, *copies, kind, shard)
 
@@ -238,5 +238,5 @@ class Lending:
         for kind, name, value in self.trained.reordered(told):
             yield tensor_spans.of_tensor(name, value, *copies, kind)
         for slab in self.states.parameters.frozen:
-            for tracked, value in tensor_spans.reordered_slab(slab, self.recipe.sharding):
+            for tracked, value in tensor_spans.reordered_slab(slab, self.spec.sharding):
                 yield tensor_spans.of_tensor(tracked.name, value, *copies)

@@ -12,18 +12,18 @@ from torch import Tensor, optim
 
 from shardwise.collectives import Collectives
 from shardwise.engine import initial_values
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import CheckpointError, ModelMismatch
 from shardwise.states.tracked import Tracked
 
 
-def check_same_model(recipe: Recipe) -> None:
+def check_same_model(spec: EngineSpec) -> None:
     """Raise ModelMismatch, on all ranks alike, where ranks built different models."""
-    mine = _description(recipe)
-    all_of_them = recipe.run.gather_objects(_hash_of(mine))
+    mine = _description(spec)
+    all_of_them = spec.run.gather_objects(_hash_of(mine))
     if len(set(all_of_them)) == 1:
         return
-    lists = recipe.run.gather_objects(mine)
+    lists = spec.run.gather_objects(mine)
     for rank, other in enumerate(lists):
         if other != lists[0]:
             here, there = _first_difference(lists[0], other)
@@ -33,16 +33,16 @@ def check_same_model(recipe: Recipe) -> None:
             )
 
 
-def check_written(recipe: Recipe, tracked: Sequence[Tracked], written: Set[int]) -> None:
+def check_written(spec: EngineSpec, tracked: Sequence[Tracked], written: Set[int]) -> None:
     """Raise ModelMismatch, on all ranks alike, where `written` parameters, by number, hold other
     values on other ranks: each would go on training its own. Collective.
 
     Most who write do so alike, to the same parameters: then one look is enough.
     """
     names = {tracked[number].name for number in written}
-    told = _told_values(recipe, tracked, names)
+    told = _told_values(spec, tracked, names)
     if any(each.keys() != told[0].keys() for each in told):
-        told = _told_values(recipe, tracked, {name for each in told for _, name in each})
+        told = _told_values(spec, tracked, {name for each in told for _, name in each})
     first: dict[tuple[int, str], tuple[int, Any]] = {}
     for rank, each in enumerate(told):
         for key, value in each.items():
@@ -58,16 +58,16 @@ def check_written(recipe: Recipe, tracked: Sequence[Tracked], written: Set[int])
 
 
 def _told_values(
-    recipe: Recipe, tracked: Sequence[Tracked], names: Set[str]
+    spec: EngineSpec, tracked: Sequence[Tracked], names: Set[str]
 ) -> list[dict[tuple[int, str], tuple[int, int]]]:
     """By rank what tells its values of the parameters `names` from others; of split ones by part.
     Collective."""
     mine = {
-        (0 if each.shard is None else recipe.part, each.name): _fingerprint(each.parameter)
+        (0 if each.shard is None else spec.part, each.name): _fingerprint(each.parameter)
         for each in tracked
         if each.name in names
     }
-    return recipe.run.gather_objects(mine)
+    return spec.run.gather_objects(mine)
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -88,18 +88,18 @@ def _hash_of(lines: Sequence[str]) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
-def _description(recipe: Recipe) -> list[str]:
+def _description(spec: EngineSpec) -> list[str]:
     lines = [
         f"{t.name} {tuple(t.whole_shape)} {t.parameter.dtype}"
         f"{'' if t.parameter.requires_grad else ' frozen'}"
-        for t in recipe.located()
+        for t in spec.located()
     ]
-    for prefix, model in zip(recipe.prefixes, recipe.models, strict=True):
+    for prefix, model in zip(spec.prefixes, spec.models, strict=True):
         lines += [
             f"buffer {prefix}{name} {tuple(buffer.shape)} {buffer.dtype}"
             for name, buffer in model.named_buffers()
         ]
-    for optimizer in recipe.optimizers:
+    for optimizer in spec.optimizers:
         for group in optimizer.param_groups:
             lines.append(f"{type(optimizer).__name__} with {len(group['params'])} parameters")
     return lines
@@ -114,16 +114,16 @@ def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, s
     return (extra, "nothing there") if longer is mine else ("nothing there", extra)
 
 
-def make_state_alike(recipe: Recipe) -> None:
+def make_state_alike(spec: EngineSpec) -> None:
     """Give every rank rank 0's optimizer state, as parameters are rank 0's. Collective."""
-    mine = [_outline(optimizer) for optimizer in recipe.optimizers]
-    told = recipe.run.gather_objects(mine)
-    if recipe.run.size == 1 or not any(any(each) for outline in told for each in outline):
+    mine = [_outline(optimizer) for optimizer in spec.optimizers]
+    told = spec.run.gather_objects(mine)
+    if spec.run.size == 1 or not any(any(each) for outline in told for each in outline):
         return
-    for optimizer, outline in zip(recipe.optimizers, told[0], strict=True):
+    for optimizer, outline in zip(spec.optimizers, told[0], strict=True):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter, entries in zip(parameters, outline, strict=True):
-            if recipe.run.rank and (entries or parameter in optimizer.state):
+            if spec.run.rank and (entries or parameter in optimizer.state):
                 old = optimizer.state[parameter]
                 optimizer.state[parameter] = {
                     key: _room(entry, old.get(key), parameter) for key, entry in entries.items()
@@ -131,7 +131,7 @@ def make_state_alike(recipe: Recipe) -> None:
             state = optimizer.state[parameter] if entries else {}
             initial_values.make_alike(
                 [state[key] for key, entry in entries.items() if isinstance(entry, _Tensor)],
-                recipe.run,
+                spec.run,
             )
 
 
@@ -170,10 +170,10 @@ def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
     return torch.zeros(entry.shape, dtype=entry.dtype, device=device)
 
 
-def everything(recipe: Recipe) -> list[Tensor]:
+def everything(spec: EngineSpec) -> list[Tensor]:
     """The parameters and buffers of all models, trained or not, that have memory."""
-    buffers = [buffer for model in recipe.models for buffer in model.buffers()]
-    found = [*(tracked.parameter for tracked in recipe.located()), *buffers]
+    buffers = [buffer for model in spec.models for buffer in model.buffers()]
+    found = [*(tracked.parameter for tracked in spec.located()), *buffers]
     return [tensor for tensor in found if not tensor.is_meta]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.collectives import Collectives
-from shardwise.engine.accumulation import Window
+from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.build import States
 from shardwise.errors import NonFiniteError
 
@@ -52,15 +52,15 @@ class _Testimony:
 
 
 def nonfinite_error(
-    step: int, states: States, window: Window, group: Collectives
+    step: int, states: States, accumulation: Accumulation, group: Collectives
 ) -> NonFiniteError:
     """The error that all ranks raise alike. Collective."""
     tracked = states.parameters.tracked
     mine = _Testimony(
         parameters=[tracked[index].name for index in states.gradients.norms.nonfinite()],
-        loss_is_bad=not math.isfinite(float(sum(window.losses))),
+        loss_is_bad=not math.isfinite(float(sum(accumulation.losses))),
         gradient_is_bad=states.gradients.suspect(),
-        samples=[index for indices in window.indices for index in indices],
+        samples=[index for indices in accumulation.indices for index in indices],
     )
     told: list[_Testimony] = group.gather_objects(mine)
     names = sorted({name for each in told for name in each.parameters})

@@ -27,7 +27,7 @@ from shardwise.sum_tree import MicroShards
 
 
 @dataclass(frozen=True)
-class Recipe:
+class EngineSpec:
     """What the states are made from; the same after a rebuild."""
 
     models: tuple[nn.Module, ...]

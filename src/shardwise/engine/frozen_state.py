@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn, optim
 
 from shardwise.engine.build import States
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.states.optimizer_kind import Kind, placed
 from shardwise.states.optimizer_trial import examine
 
@@ -67,12 +67,12 @@ class Idle:
             }
 
 
-def idle(recipe: Recipe, states: States) -> Iterator[Idle]:
+def idle(spec: EngineSpec, states: States) -> Iterator[Idle]:
     """All of them, in the order of the optimizers' groups."""
     trained = {tracked.parameter for tracked in states.parameters.tracked}
-    names = {tracked.parameter: tracked.name for tracked in recipe.located()}
-    for face in recipe.optimizers:
+    names = {tracked.parameter: tracked.name for tracked in spec.located()}
+    for face in spec.optimizers:
         for group in (_Group(face, options) for options in face.param_groups):
             for parameter in group.options["params"]:
-                if parameter not in trained and recipe.is_here(parameter):
+                if parameter not in trained and spec.is_here(parameter):
                     yield Idle(names[parameter], parameter, group)

@@ -176,7 +176,7 @@ def fill_model(lending: Lending, source: Source) -> None:
         for holding in lending.frozen():
             _fill(holding, source, apart)
         _fill_whole(lending, source)
-        if lending.recipe.placement.is_sharded("optimizer"):
+        if lending.spec.placement.is_sharded("optimizer"):
             sent = [states.parameters.publish(i) for i in range(len(states.optimizer.parts))]
             for handle in sent:
                 handle.wait()
@@ -196,7 +196,7 @@ def _fill_whole(lending: Lending, source: Source) -> None:
     for name, value in [*inventory.buffers.items(), *inventory.whole.items()]:
         if name in source.names:
             read = source.sets[MODEL].whole(source.names[name])
-            shard = lending.recipe.shard_of(value)
+            shard = lending.spec.shard_of(value)
             found = read.view(value.shape) if shard is None else part_of(read, shard)
             write(value.detach(), found)
 
@@ -204,7 +204,7 @@ def _fill_whole(lending: Lending, source: Source) -> None:
 def fill_optimizers(lending: Lending, source: Source, numbers: Numbers) -> None:
     """Read the optimizers' options and state, which replaces what there is."""
     states = lending.states
-    numbers.take_options(lending.recipe.optimizers)
+    numbers.take_options(lending.spec.optimizers)
     tracked = {each.name: number for number, each in enumerate(states.parameters.tracked)}
     entries = _entries(states, source, numbers, tracked)
     states.optimizer.restart(entries, {tracked[n] for n in numbers.borders if n in tracked})
@@ -215,7 +215,7 @@ def fill_optimizers(lending: Lending, source: Source, numbers: Numbers) -> None:
                 _fill(holding, source, apart)
     for each in lending.idle:
         state = _whole_state(source, numbers, each.name)
-        shard = lending.recipe.shard_of(each.parameter)
+        shard = lending.spec.shard_of(each.parameter)
         if shard is not None:
             state = {key: part_of(value, shard) for key, value in state.items()}
         each.take(state)

@@ -75,7 +75,7 @@ def _check_steps(steps: Mapping[str, Any]) -> None:
 def check(lending: Lending, fields: Mapping[str, Any], numbers: Numbers) -> None:
     """Raise CheckpointMismatch for other optimizers, groups or parameters in them than those that
     were saved, BrokenCheckpoint for options that cannot be theirs."""
-    classes = [(type(o).__name__, len(o.param_groups)) for o in lending.recipe.optimizers]
+    classes = [(type(o).__name__, len(o.param_groups)) for o in lending.spec.optimizers]
     there = [(told["class"], len(told["groups"])) for told in fields["optimizers"]]
     if classes != there:
 
@@ -87,7 +87,7 @@ def check(lending: Lending, fields: Mapping[str, Any], numbers: Numbers) -> None
             "Make the same ones, or load the model alone: engine.load(path, model_only=True)."
         )
     _check_groups(lending, fields)
-    _check_options(lending.recipe.optimizers, numbers)
+    _check_options(lending.spec.optimizers, numbers)
     lost = sorted(set(fields["state"]) - set(lending.optimized.values()))
     if lost:
         raise CheckpointMismatch(
@@ -105,7 +105,7 @@ def _check_groups(lending: Lending, fields: Mapping[str, Any]) -> None:
         for name in group["parameters"]
     }
     names = lending.optimized
-    faces = lending.recipe.optimizers
+    faces = lending.spec.optimizers
     for place, group in enumerate(_groups(face.param_groups for face in faces)):
         for name in (names[p] for p in group["params"]):
             if there.get(name, place) != place:

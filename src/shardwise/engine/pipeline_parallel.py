@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardwise.config import Settings
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import ConfigError, ModelError
 from shardwise.model import units
 from shardwise.parallel.pipeline import Cut, Line, partition
@@ -72,7 +72,7 @@ def stages_of(settings: Settings) -> int:
     return count
 
 
-def share_out(recipe: Recipe, line: Line) -> None:
+def share_out(recipe: EngineSpec, line: Line) -> None:
     """Let every rank know which layers are its own. Raises ModelError, ConfigError on all alike."""
     settings = recipe.settings
     made = partition.cut(recipe.models[0], stages_of(settings), settings.units, settings.stages)
@@ -93,7 +93,7 @@ def share_out(recipe: Recipe, line: Line) -> None:
     line.share(made)
 
 
-def _check_recomputed(recipe: Recipe, cut: Cut) -> None:
+def _check_recomputed(recipe: EngineSpec, cut: Cut) -> None:
     """Raise ConfigError where what is recomputed as one holds several layers, between which values
     would be sent again."""
     if recipe.settings.activations != "recomputed":

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwise import nested_batch as rows
 from shardwise.collectives import Collectives
 from shardwise.config import Settings
-from shardwise.engine.exact_mean import Seeds
+from shardwise.engine.gradient_weighting import GradientWeighting
 from shardwise.errors import UsageError
 from shardwise.layout import even_cuts
 from shardwise.model.precision import NARROW
@@ -127,7 +127,7 @@ class _Call:
 class Pipelining:
     """Runs batches through `line`."""
 
-    def __init__(self, line: Line, settings: Settings, seeds: Seeds) -> None:
+    def __init__(self, line: Line, settings: Settings, seeds: GradientWeighting) -> None:
         self._line = line
         self._settings = settings
         self._seeds = seeds

@@ -65,7 +65,7 @@ def plan(lending: Lending, limit: int) -> Plan:
     # Ranks may differ in the shape of a buffer that grows; who writes it tells.
     buffers = {name: spec_of(name, value) for name, value in lending.own_buffers.items()}
     theirs: dict[str, TensorSpec] = {}
-    for several in lending.recipe.run.gather_objects(buffers):
+    for several in lending.spec.run.gather_objects(buffers):
         theirs |= several
     numbers: dict[str, dict[str, Any]] = {}
     for part in lending.of_all_layers(_numbers(lending, told)):
@@ -174,7 +174,7 @@ def write(lending: Lending, made: Plan, draft: Draft) -> Sums:
 
     Raises CheckpointNotWritten on all ranks alike.
     """
-    group = lending.recipe.run
+    group = lending.spec.run
     writer = Writer(draft.path, made.sets)
     sums: Sums = {}
 
@@ -263,7 +263,7 @@ def state_fields(lending: Lending, made: Plan) -> dict[str, Any]:
                 for group in face.param_groups
             ],
         }
-        for face in lending.recipe.optimizers
+        for face in lending.spec.optimizers
     ]
     state = {
         name: {key: _encoded(value, f"{key} of {name}") for key, value in entries.items()}

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import zip_longest
 
 from shardwise.config import Settings
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import ConfigError, ModelError, ModelMismatch
 from shardwise.parallel.tensor import known_modules
 from shardwise.parallel.tensor import plan as plans
@@ -32,7 +32,7 @@ def begin(world: World, settings: Settings, plan: Plan | None) -> Split | None:
     return Split(world.tensor, world.device, by_tokens=by_tokens)
 
 
-def split(recipe: Recipe, made: Split, plan: Plan | None) -> None:
+def split(recipe: EngineSpec, made: Split, plan: Plan | None) -> None:
     """Find what is to be split, and let this rank have its part. Collective.
 
     Raises ModelError, on all ranks alike, where nothing is found, and ModelMismatch where ranks
@@ -50,7 +50,7 @@ def split(recipe: Recipe, made: Split, plan: Plan | None) -> None:
     made.cut(groups, recipe.models, recipe.optimizers)
 
 
-def _agreed(recipe: Recipe, parts: int, plan: Plan) -> tuple[list[Group], dict[str, str]]:
+def _agreed(recipe: EngineSpec, parts: int, plan: Plan) -> tuple[list[Group], dict[str, str]]:
     """What all ranks find, and why what else was tried stays whole.
 
     Rank 0 tries what has to be tried: a busy rank that comes to another verdict would be alone in
@@ -79,7 +79,7 @@ def _agreed(recipe: Recipe, parts: int, plan: Plan) -> tuple[list[Group], dict[s
 
 
 def _found(
-    recipe: Recipe, parts: int, plan: Plan, trials: known_modules.Trials
+    recipe: EngineSpec, parts: int, plan: Plan, trials: known_modules.Trials
 ) -> list[Group] | ModelError:
     """What this rank finds; the error instead of raising it, which is for all ranks to do."""
     try:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor, nn, optim
@@ -19,7 +19,8 @@ from shardwise.engine import (
     usage_checks,
     whole_tensors,
 )
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.accumulation import Accumulation
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import CheckpointMismatch, ConfigError, ModelError, UsageError
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.activations import Activations
@@ -31,51 +32,55 @@ from shardwise.parallel.pipeline import install
 from shardwise.parallel.tensor.plan import Plan
 from shardwise.world import World
 
+living: WeakSet[UserObjects] = WeakSet()
+"""Those of all engines of this process that are not closed."""
 
-class Takeover:
-    """What an engine holds: `states`, laid over what `recipe` names, `buffers`, `activations`.
 
-    States are laid out anew when parameter groups or requires_grad change between steps;
-    `in_step` tells whether a step is under way; `plan` is the user's for what is to be split.
-    Making it is collective.
+class UserObjects:
+    """What an engine holds: `states`, laid over what `spec` names, `buffers`, `activations`.
+
+    States are laid out anew when parameter groups or requires_grad change between steps, of which
+    `accumulation` knows; `plan` is the user's for tensor parallelism. Making it is collective.
     """
 
     def __init__(
-        self, world: World, recipe: Recipe, in_step: Callable[[], bool], plan: Plan | None = None
+        self,
+        world: World,
+        spec: EngineSpec,
+        accumulation: Accumulation,
+        plan: Plan | None = None,
     ) -> None:
-        self.recipe = recipe
+        self.spec = spec
         self._world = world
-        self._in_step = in_step
+        self._accumulation = accumulation
         self._fresh: dict[nn.Parameter, Tensor] = {}
         self._written: set[int] = set()
-        usage_checks.check_embeddings(recipe.models, recipe.placement, workers=world.data_size)
-        consistency.check_same_model(recipe)
-        if recipe.line is not None:
-            pipeline_parallel.share_out(recipe, recipe.line)
+        usage_checks.check_embeddings(spec.models, spec.placement, workers=world.data_size)
+        consistency.check_same_model(spec)
+        if spec.line is not None:
+            pipeline_parallel.share_out(spec, spec.line)
         self._give_memory()
-        consistency.make_state_alike(recipe)
-        if recipe.split is not None:
-            tensor_parallel.split(recipe, recipe.split, plan)
-        if recipe.line is not None:
-            recipe.line.split = recipe.split
+        consistency.make_state_alike(spec)
+        if spec.split is not None:
+            tensor_parallel.split(spec, spec.split, plan)
+        if spec.line is not None:
+            spec.line.split = spec.split
         try:
             self._prepare_modules()
             self.buffers = self._all_buffers()
             self._let_go()
-            recipe.uses.watch()
+            spec.uses.watch()
             self._lay({}, None)
         except (ConfigError, ModelError):  # raised by all ranks alike: the model stays plain
             self._put_together()
             raise
         self._handles = self._enter_precision()
-        if recipe.settings.compile and recipe.settings.activations == "kept":
+        if spec.settings.compile and spec.settings.activations == "kept":
             self._compile_units()
-        self.activations = Activations(
-            recipe.models, recipe.settings, world.device, rank=world.rank
-        )
-        self._forwards = Forwards(recipe.models, recipe.settings.units)
-        if recipe.line is not None:
-            install(recipe.line, recipe.models[0])
+        self.activations = Activations(spec.models, spec.settings, world.device, rank=world.rank)
+        self._forwards = Forwards(spec.models, spec.settings.units)
+        if spec.line is not None:
+            install(spec.line, spec.models[0])
         keeper = usage_checks.Keeper(
             WeakMethod(self._welcome),
             WeakMethod(self.told_state),
@@ -83,7 +88,7 @@ class Takeover:
             WeakMethod(self.take_state),
             alone=world.size == 1,
         )
-        for optimizer in recipe.optimizers:
+        for optimizer in spec.optimizers:
             usage_checks.forbid(optimizer, keeper)
 
     def _lay(
@@ -95,11 +100,11 @@ class Takeover:
 
         `masters` and `averages` are those of an earlier layout, by parameter.
         """
-        self.states = build.assemble(self.recipe, self._fresh | dict(masters), averages)
+        self.states = build.assemble(self.spec, self._fresh | dict(masters), averages)
         self._fresh, self._written = {}, set()
-        self._shape = self.recipe.shape()
+        self._shape = self.spec.shape()
         follow = WeakMethod(self.follow_changes)
-        self.recipe.doors.before = lambda: (call := follow()) and call()
+        self.spec.doors.before = lambda: (call := follow()) and call()
 
     def _lay_anew(
         self,
@@ -116,29 +121,29 @@ class Takeover:
 
     def _give_memory(self) -> None:
         """Fill what was built without memory, where it will be whole; then all are alike."""
-        by_reset = initial_values.fill_unrecorded(self.recipe.models)
+        by_reset = initial_values.fill_unrecorded(self.spec.models)
         if by_reset:
             self._world.print(
                 f"shardwise: {len(by_reset)} parameters had no memory and no record "
                 f"({by_reset[0]} ...): they start from reset_parameters, not from the values of "
                 "a plain build. Build the model inside with sw.on_meta() for those."
             )
-        recipe, located = self.recipe, self.recipe.located()
-        real, line = consistency.everything(recipe), recipe.line
-        if line is not None and recipe.split is None:
+        spec, located = self.spec, self.spec.located()
+        real, line = consistency.everything(spec), spec.line
+        if line is not None and spec.split is None:
             line.custody.leave_unbuilt()
             here = [tracked for tracked in located if line.has(tracked.parameter)]
             fresh = [tracked.parameter for tracked in here if tracked.parameter.is_meta]
-            initial_values.make_all_real(here, recipe.device)
-            initial_values.make_alike(fresh, recipe.stage)
-        elif recipe.split is not None or not recipe.placement.is_sharded("parameters"):
-            initial_values.make_all_real(located, recipe.device)
-            real = consistency.everything(recipe)
-        initial_values.make_alike(real, recipe.run)
+            initial_values.make_all_real(here, spec.device)
+            initial_values.make_alike(fresh, spec.stage)
+        elif spec.split is not None or not spec.placement.is_sharded("parameters"):
+            initial_values.make_all_real(located, spec.device)
+            real = consistency.everything(spec)
+        initial_values.make_alike(real, spec.run)
 
     def _prepare_modules(self) -> None:
         """Cast what is not cast yet, keeping its values for the masters; synchronise BatchNorm."""
-        models, settings = self.recipe.models, self.recipe.settings
+        models, settings = self.spec.models, self.spec.settings
         cast = precision.PRESETS[settings.precision].cast
         if cast is not None:
             self._fresh |= precision.cast_models(models, cast)
@@ -147,7 +152,7 @@ class Takeover:
 
     def _all_buffers(self) -> Buffers:
         """The models' buffers, over every layout of the states."""
-        models, group, shards = self.recipe.models, self.recipe.stage, self.recipe.shards
+        models, group, shards = self.spec.models, self.spec.stage, self.spec.shards
         found = (
             Buffers(models, group, self._synchronised)
             if shards is None
@@ -158,43 +163,43 @@ class Takeover:
 
     def _let_go(self) -> None:
         """Let go of what other ranks of the replica have: layers, and the state of these."""
-        if (line := self.recipe.line) is None:
+        if (line := self.spec.line) is None:
             return
         line.custody.let_go()
         self._fresh = {p: value for p, value in self._fresh.items() if line.has(p)}
-        for optimizer in self.recipe.optimizers:
+        for optimizer in self.spec.optimizers:
             for parameter in [p for p in optimizer.state if not line.has(p)]:
                 del optimizer.state[parameter]
 
     def _put_together(self) -> None:
         """Give every rank the whole model and all of the optimizers' state. Collective."""
-        recipe = self.recipe
-        recipe.uses.forget()
+        spec = self.spec
+        spec.uses.forget()
         shapes: dict[nn.Parameter, tuple[int, ...]] = {}
-        if recipe.line is not None:
-            recipe.line.close()
-        if recipe.split is not None:
-            shapes = {p: shard.shape for p, shard in recipe.split.shards.items()}
-            recipe.split.undo(recipe.optimizers, recipe.is_here)
-        if recipe.line is not None:
-            recipe.line.custody.undo(recipe.models[0], recipe.optimizers, shapes)
+        if spec.line is not None:
+            spec.line.close()
+        if spec.split is not None:
+            shapes = {p: shard.shape for p, shard in spec.split.shards.items()}
+            spec.split.undo(spec.optimizers, spec.is_here)
+        if spec.line is not None:
+            spec.line.custody.undo(spec.models[0], spec.optimizers, shapes)
 
     @property
     def _synchronised(self) -> set[nn.Module]:
         """The modules that keep their buffers in step themselves."""
-        return set(sync_batch_norm.converted(self.recipe.models))
+        return set(sync_batch_norm.converted(self.spec.models))
 
     def _enter_precision(self) -> list[Hooked]:
-        preset = precision.PRESETS[self.recipe.settings.precision]
+        preset = precision.PRESETS[self.spec.settings.precision]
         if preset.cast is None and preset.autocast is None:
             return []
-        kind = self.recipe.device.type
-        models = self.recipe.models
+        kind = self.spec.device.type
+        models = self.spec.models
         return [h for m in models for h in precision.ForwardPrecision(preset, kind).attach(m)]
 
     def _compile_units(self) -> None:
-        for model in self.recipe.models:
-            for _, unit in units.find_units(model, self.recipe.settings.units) or [("", model)]:
+        for model in self.spec.models:
+            for _, unit in units.find_units(model, self.spec.settings.units) or [("", model)]:
                 unit.compile()
 
     # -- changes on the way ---------------------------------------------------------------
@@ -204,21 +209,19 @@ class Takeover:
 
         Raises UsageError where layers are shared out: nobody knows whose the new ones are.
         """
-        if self.recipe.line is not None:
+        if self.spec.line is not None:
             raise UsageError(
                 f"add_param_group after sw.Engine(...) with --pipeline "
-                f"{self.recipe.line.group.size}: which worker has these layers was decided when "
+                f"{self.spec.line.group.size}: which worker has these layers was decided when "
                 "the engine was made. Add the group before, or start without --pipeline."
             )
         shown = self.states.shown
         resting = [] if shown is None else shown.residency.resting()
         new = [p for p in group["params"] if not any(p is known for known in resting)]
         # Of what is split each rank of a replica has another part: its twins' values, not rank 0's.
-        split = [p for p in new if self.recipe.shard_of(p) is not None]
-        initial_values.make_alike(
-            [p for p in new if self.recipe.shard_of(p) is None], self.recipe.run
-        )
-        initial_values.make_alike(split, self.recipe.group)
+        split = [p for p in new if self.spec.shard_of(p) is not None]
+        initial_values.make_alike([p for p in new if self.spec.shard_of(p) is None], self.spec.run)
+        initial_values.make_alike(split, self.spec.group)
         self._prepare_modules()
         self.buffers.meet(self._synchronised)
 
@@ -228,7 +231,7 @@ class Takeover:
         states.parameters.check()
         self.take_in_writes()
         is_awaited = states.shown is not None and states.shown.residency.is_awaited
-        if is_awaited and not self._shape.fits(self.recipe.shape()):
+        if is_awaited and not self._shape.fits(self.spec.shape()):
             raise UsageError(
                 "Parameter groups or requires_grad changed between a forward and "
                 "engine.backward. Change them right after engine.step()."
@@ -256,39 +259,39 @@ class Takeover:
     def check_written(self) -> None:
         """Raise ModelMismatch unless all ranks have written the same. Collective."""
         written, self._written = self._written, set()
-        consistency.check_written(self.recipe, self.states.parameters.tracked, written)
+        consistency.check_written(self.spec, self.states.parameters.tracked, written)
 
     def follow_changes(self) -> None:
         """Lay out anew if parameter groups or requires_grad changed. Collective then."""
-        if self._shape.fits(self.recipe.shape()):
+        if self._shape.fits(self.spec.shape()):
             return
-        if self._in_step():
+        if self._accumulation.backwards:
             raise UsageError(
                 "Parameter groups or requires_grad changed between engine.backward and "
                 "engine.step. Change them right after engine.step()."
             )
-        consistency.check_same_model(self.recipe)
+        consistency.check_same_model(self.spec)
         self.buffers.meet(self._synchronised)
-        self._lay_anew(*build.disassemble(self.recipe, self.states))
+        self._lay_anew(*build.disassemble(self.spec, self.states))
 
     def told_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """The state_dict that `optimizer` would have in one process. Collective."""
-        return whole_tensors.optimizer_state_dict(self.recipe, self.states, optimizer)
+        return whole_tensors.optimizer_state_dict(self.spec, self.states, optimizer)
 
     def check_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Raise, on all ranks alike, unless `optimizer` can go on from `state` now. Collective."""
-        if self._in_step():
+        if self._accumulation.backwards:
             raise UsageError(
                 f"{type(optimizer).__name__}.load_state_dict between engine.backward and "
                 "engine.step: load it after the step."
             )
         self.look_for_changes()
         failure = optimizer_states.misfit(optimizer, state)
-        consistency.agree(self.recipe.run, failure, CheckpointMismatch)
+        consistency.agree(self.spec.run, failure, CheckpointMismatch)
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""
-        masters, averages = build.disassemble(self.recipe, self.states)
+        masters, averages = build.disassemble(self.spec, self.states)
         optimizer_states.give(optimizer, state)
         self._lay_anew(masters, averages)
 
@@ -297,30 +300,30 @@ class Takeover:
         averages are kept; whether that was so. Collective."""
         if self.states.averages is None:
             return False
-        groups = [group for o in self.recipe.optimizers for group in o.param_groups]
+        groups = [group for o in self.spec.optimizers for group in o.param_groups]
         resting = {parameter for group in groups for parameter in group["params"]}
         resting -= {tracked.parameter for tracked in self.states.parameters.tracked}
         lacking = {
             t.parameter: torch.zeros(()).expand(t.shape)
-            for t in self.recipe.located()
-            if t.parameter in resting and t.name in names and self.recipe.is_here(t.parameter)
+            for t in self.spec.located()
+            if t.parameter in resting and t.name in names and self.spec.is_here(t.parameter)
         }
-        if not any(self.recipe.run.gather_objects(bool(lacking))):
+        if not any(self.spec.run.gather_objects(bool(lacking))):
             return False
-        masters, averages = build.disassemble(self.recipe, self.states)
+        masters, averages = build.disassemble(self.spec, self.states)
         self._lay_anew(masters, (averages or {}) | lacking)
         return True
 
     def end(self) -> None:
         """Give everything back as it was, trained. Collective."""
-        build.disassemble(self.recipe, self.states)
+        build.disassemble(self.spec, self.states)
         self._put_together()
-        self.recipe.leave_groups()
+        self.spec.leave_groups()
         self.activations.close()
-        self.recipe.doors.remove()
+        self.spec.doors.remove()
         self._forwards.close()
         for handle in self._handles:
             handle.remove()
-        sync_batch_norm.restore(self.recipe.models)
-        for optimizer in self.recipe.optimizers:
+        sync_batch_norm.restore(self.spec.models)
+        for optimizer in self.spec.optimizers:
             usage_checks.allow(optimizer)

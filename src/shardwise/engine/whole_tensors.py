@@ -15,38 +15,38 @@ from torch import nn, optim
 from shardwise.checkpoint.export import write_model
 from shardwise.engine import consistency, initial_values, unit_assignment
 from shardwise.engine.build import States
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import BrokenView, UsageError
 
 
 @contextmanager
 def full_parameters(
-    recipe: Recipe, states: States, module: nn.Module | None, *, write: bool
+    spec: EngineSpec, states: States, module: nn.Module | None, *, write: bool
 ) -> Iterator[None]:
     """See Engine.full_parameters."""
-    if recipe.is_whole:
-        _check_inner(write=write, outer=recipe.is_written)
+    if spec.is_whole:
+        _check_inner(write=write, outer=spec.is_written)
         yield  # all is whole already; what is written here is the outer block's to take in
         return
     shown = states.shown
     written: set[int] = set()
     if module is not None and (
-        recipe.line is not None or any(recipe.shard_of(p) is not None for p in module.parameters())
+        spec.line is not None or any(spec.shard_of(p) is not None for p in module.parameters())
     ):
         module = None  # forwards are the plain ones everywhere or nowhere
     with torch.no_grad():
         numbers = unit_assignment.units_in(shown.sections, module) if shown is not None else []
         whole: Any = nullcontext({}) if shown is None else shown.residency.whole(numbers)
         with whole as buckets:
-            with _joined(recipe, module, write=write):
+            with _joined(spec, module, write=write):
                 yield
                 if not write:
-                    _check_unwritten(recipe, states)
+                    _check_unwritten(spec, states)
             if not write and shown is not None:
                 shown.residency.check_unwritten(buckets)
             elif write:
                 states.parameters.check_places()
-                written = _made_alike(recipe, states)
+                written = _made_alike(spec, states)
                 states.parameters.meet()
                 for slab, flat in buckets.items():
                     written |= set(slab.written(flat))
@@ -56,44 +56,44 @@ def full_parameters(
             states.optimizer.refresh_masters(written)
 
 
-def _made_alike(recipe: Recipe, states: States) -> set[int]:
+def _made_alike(spec: EngineSpec, states: States) -> set[int]:
     """Give every rank rank 0's values of what is whole; which parameters were written to."""
-    if recipe.line is not None:  # done while all of it was there
+    if spec.line is not None:  # done while all of it was there
         return set(range(len(states.parameters.tracked)))
-    written: set[int] = recipe.run.gather_objects(states.parameters.written())[0]
+    written: set[int] = spec.run.gather_objects(states.parameters.written())[0]
     resting = [] if states.shown is None else states.shown.residency.resting()
-    kept = [t for t in consistency.everything(recipe) if recipe.shard_of(t) is None]
-    initial_values.make_alike([t for t in kept if not any(t is r for r in resting)], recipe.run)
+    kept = [t for t in consistency.everything(spec) if spec.shard_of(t) is None]
+    initial_values.make_alike([t for t in kept if not any(t is r for r in resting)], spec.run)
     return written
 
 
 @contextmanager
 def _joined(
-    recipe: Recipe, module: nn.Module | None, *, write: bool, here: bool = True
+    spec: EngineSpec, module: nn.Module | None, *, write: bool, here: bool = True
 ) -> Iterator[None]:
     """Inside the block a model that a replica has in parts is whole, where wanted `here`."""
     if not here:
         yield
         return
-    line, split = recipe.line, recipe.split
-    several = recipe.models if module is None else (module,)
+    line, split = spec.line, spec.split
+    several = spec.models if module is None else (module,)
     parameters = [p for each in several for p in each.parameters()]
     with ExitStack() as stack:
-        if line is not None or any(recipe.shard_of(p) is not None for p in parameters):
-            stack.enter_context(recipe.uses.suspended())
+        if line is not None or any(spec.shard_of(p) is not None for p in parameters):
+            stack.enter_context(spec.uses.suspended())
         if split is not None:
-            group = recipe.run if write and line is None else None
+            group = spec.run if write and line is None else None
             stack.enter_context(
-                split.wholes(parameters, write=write, group=group, is_here=recipe.is_here)
+                split.wholes(parameters, write=write, group=group, is_here=spec.is_here)
             )
         if line is not None:
-            shapes = {p: s.shape for p in parameters if (s := recipe.shard_of(p)) is not None}
+            shapes = {p: s.shape for p in parameters if (s := spec.shard_of(p)) is not None}
             stack.enter_context(
-                line.custody.wholes(recipe.models[0], parameters, shapes, write=write)
+                line.custody.wholes(spec.models[0], parameters, shapes, write=write)
             )
         yield
         if write and line is not None:
-            initial_values.make_alike(consistency.everything(recipe), recipe.run)
+            initial_values.make_alike(consistency.everything(spec), spec.run)
 
 
 def _check_inner(*, write: bool, outer: bool) -> None:
@@ -105,67 +105,67 @@ def _check_inner(*, write: bool, outer: bool) -> None:
         )
 
 
-def _check_unwritten(recipe: Recipe, states: States) -> None:
+def _check_unwritten(spec: EngineSpec, states: States) -> None:
     """Raise BrokenView, on all ranks alike, where a split parameter was written to."""
-    if recipe.split is None:
+    if spec.split is None:
         return
-    written = set(recipe.split.written())
-    mine = [tracked.name for tracked in recipe.located() if tracked.parameter in written]
-    for name in itertools.chain.from_iterable(recipe.run.gather_objects(mine)):
+    written = set(spec.split.written())
+    mine = [tracked.name for tracked in spec.located() if tracked.parameter in written]
+    for name in itertools.chain.from_iterable(spec.run.gather_objects(mine)):
         if states.shown is not None:
             states.parameters.remember()  # told once
         raise BrokenView(
-            f"{name} is split over {recipe.split.group.size} ranks and was written while it was "
+            f"{name} is split over {spec.split.group.size} ranks and was written while it was "
             "whole to be read, which reaches nothing. To write parameters: with "
             "engine.full_parameters(write=True)."
         )
 
 
 def export(
-    recipe: Recipe, states: States, path: str | PathLike[str], model: nn.Module | None
+    spec: EngineSpec, states: States, path: str | PathLike[str], model: nn.Module | None
 ) -> None:
     """See Engine.export."""
     if model is None:
-        if len(recipe.models) != 1:
+        if len(spec.models) != 1:
             raise UsageError(
                 "This engine has several models: say which, engine.export(path, model)."
             )
-        model = recipe.models[0]
-    shown, here = states.shown, recipe.group.rank == 0  # the first replica
-    if recipe.is_whole:
+        model = spec.models[0]
+    shown, here = states.shown, spec.group.rank == 0  # the first replica
+    if spec.is_whole:
         whole: Any = nullcontext()
         here = False
     elif shown is None:
         whole = nullcontext()
     else:
         whole = shown.residency.whole(unit_assignment.units_in(shown.sections, model), here=here)
-    with whole, _joined(recipe, model, write=False, here=here):
-        if recipe.run.rank == 0:
+    with whole, _joined(spec, model, write=False, here=here):
+        if spec.run.rank == 0:
             write_model(model, Path(path))
 
 
-def only(recipe: Recipe, optimizer: optim.Optimizer | None) -> optim.Optimizer:
+def only(spec: EngineSpec, optimizer: optim.Optimizer | None) -> optim.Optimizer:
     """`optimizer`, or the only one. Raises UsageError where there are several, or for another."""
-    if optimizer is None and len(recipe.optimizers) != 1:
+    if optimizer is None and len(spec.optimizers) != 1:
         raise UsageError("This engine has several optimizers: say which.")
-    if optimizer is not None and not any(optimizer is each for each in recipe.optimizers):
+    if optimizer is not None and not any(optimizer is each for each in spec.optimizers):
         raise UsageError(f"This {type(optimizer).__name__} is not one that this engine has.")
-    return recipe.optimizers[0] if optimizer is None else optimizer
+    return spec.optimizers[0] if optimizer is None else optimizer
 
 
 def optimizer_state_dict(
-    recipe: Recipe, states: States, optimizer: optim.Optimizer | None
+    spec: EngineSpec, states: States, optimizer: optim.Optimizer | None
 ) -> dict[str, Any]:
     """See Engine.optimizer_state_dict."""
-    optimizer = only(recipe, optimizer)
+    optimizer = only(spec, optimizer)
     # A parameter that was frozen on the way has left its state with the user's optimizer.
     held: dict[Any, Any] = dict(optimizer.state)
     held |= states.gathering.optimizer_state()
-    if recipe.line is not None:
-        held |= recipe.line.custody.states_elsewhere(held, recipe.optimizers)
-    if recipe.split is not None:
+    if spec.line is not None:
+        held |= spec.line.custody.states_elsewhere(held, spec.optimizers)
+    if spec.split is not None:
         order = [p for group in optimizer.param_groups for p in group["params"] if p in held]
-        held = {p: recipe.split.whole_state(p, held[p]) for p in order}
+        held = {p: spec.split.whole_state(p, held[p]) for p in order}
     numbers: dict[nn.Parameter, int] = {}
     groups = []
     for group in optimizer.param_groups:

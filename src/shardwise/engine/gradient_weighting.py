@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives
 from shardwise.current_batch import Batch
-from shardwise.engine.step_statistics import Parts
+from shardwise.engine.step_statistics import Aggregation
 from shardwise.errors import UsageError
 from shardwise.model.precision import NARROW, LossScale
 
@@ -86,10 +86,10 @@ def _items(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:
     return float(given)
 
 
-class Seeds:
+class GradientWeighting:
     """The seeds of backward, and what undoes them; alike on all ranks."""
 
-    def __init__(self, scale: LossScale, group: Collectives, parts: Parts) -> None:
+    def __init__(self, scale: LossScale, group: Collectives, parts: Aggregation) -> None:
         self._scale = scale
         self._group = group
         self._parts = parts
