@@ -38,7 +38,7 @@ class Backward:
         self._weighting = state.weighting
         self._randoms = randoms
         self._timing = timing
-        line = state.spec.line
+        line = state.spec.pipeline
         self._pipeline = (
             None if line is None else Pipelining(line, state.spec.settings, state.weighting)
         )
@@ -87,7 +87,7 @@ class Backward:
         self._world.draws.begin()
         given, summed = weight is not None, is_summed(reduction, weighted=weight is not None)
         of = self._begin(weighted=given or summed, anew=given and not same_items)
-        count = pipeline_runner.count_of(self._spec.settings, batch, self._spec.group)
+        count = pipeline_runner.count_of(self._spec.settings, batch, self._spec.data_group)
         cut = pipeline_runner.parts_of(batch, count)
         empty = of is not None and of.samples == 0
         items = [

@@ -121,7 +121,7 @@ def assemble(
     """
     owners = _owners(spec)
     everything = spec.located()
-    _check_trainable(everything, owners, main=spec.run.rank == 0)
+    _check_trainable(everything, owners, main=spec.world_group.rank == 0)
     located = [t for t in everything if spec.is_here(t.parameter)]
     kept = averages or {}
     tracked = [
@@ -129,14 +129,14 @@ def assemble(
         for t in located
         if t.parameter in owners and (t.parameter.requires_grad or t.parameter in kept)
     ]
-    shelves = {state: Shelf(spec.placement.tier(state), spec.sharding) for state in STATES}
+    shelves = {state: Shelf(spec.placement.tier(state), spec.shard_group) for state in STATES}
     parameters, shown = _parameters(spec, located, tracked, owners, shelves["parameters"])
     buckets = parameters.buckets
     scattered = spec.placement.is_sharded("optimizer")
     gradients = Gradients(
         parameters,
         spec.placement,
-        spec.sharding,
+        spec.shard_group,
         shelves["gradients"],
         spec.summation,
         overlap=spec.settings.overlap,
@@ -157,7 +157,7 @@ def assemble(
         own,
         shelves["optimizer"],
         by_spans=any(shelf.on_disk for shelf in shelves.values()),
-        sends=scattered and shown is None and spec.sharding.size > 1,
+        sends=scattered and shown is None and spec.shard_group.size > 1,
         known=masters,
     )
     decay = spec.settings.ema_decay
@@ -165,7 +165,7 @@ def assemble(
         parameters,
         gradients,
         optimizer,
-        Gathering(parameters, optimizer, spec.sharding, scattered=scattered),
+        Gathering(parameters, optimizer, spec.shard_group, scattered=scattered),
         shown,
         shelves,
         None
@@ -183,7 +183,7 @@ def assemble(
 
 def _told_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
     """The buckets that every rank of the replica has alike, but on the one that counts them."""
-    if spec.part == 0:
+    if spec.tensor_rank == 0:
         return set()
     return {
         number
@@ -238,7 +238,7 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, GroupOf]:
                     f"({spec.placement.name}). Train it with --zero 0, or choose an optimizer "
                     "that treats each tensor by itself."
                 )
-            if not kind.separable and spec.line is not None:
+            if not kind.separable and spec.pipeline is not None:
                 raise ModelError(
                     f"{type(face).__name__} looks across tensors, and with --pipeline no worker "
                     "has all of them. Choose an optimizer that treats each tensor by itself, or "
@@ -311,7 +311,7 @@ def _parameters(
     """The parameters as the placement wants them, and what shows them where they are sharded."""
     if not spec.placement.is_sharded("parameters"):
         buckets = _buckets(spec, [_spec(spec, t, owners[t.parameter], 0) for t in tracked])
-        return ReplicatedParameters(tracked, buckets, spec.sharding), None
+        return ReplicatedParameters(tracked, buckets, spec.shard_group), None
     found = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
     units = found.unit_of
     # Integers have no NaN to rest as, so they stay whole.
@@ -321,12 +321,12 @@ def _parameters(
         _buckets(spec, [_spec(spec, t, owners[t.parameter], units[t.parameter]) for t in tracked]),
         frozen,
         _buckets(spec, [_spec(spec, t, None, units[t.parameter]) for t in frozen]),
-        spec.sharding,
+        spec.shard_group,
         shelf,
-        partial(initial_values.value_of, group=spec.group),
+        partial(initial_values.value_of, group=spec.data_group),
     )
-    residency = unit_assignment.make_residency(found, parameters, spec.gather_group, spec.order)
-    unit_assignment.open_doors(found, residency, spec.doors)
+    residency = unit_assignment.make_residency(found, parameters, spec.gather_group, spec.gather_order)
+    unit_assignment.open_doors(found, residency, spec.unit_hooks)
     return parameters, Shown(found, residency, unit_assignment.refuse_copies(found))
 
 
@@ -350,7 +350,7 @@ def _spec(spec: EngineSpec, tracked: Tracked, owner: GroupOf | None, unit: int) 
 def _buckets(spec: EngineSpec, specs: Sequence[layout.Spec]) -> list[layout.Bucket]:
     capacity = int(spec.settings.bucket_mb * 2**20)
     buckets = layout.lay_out(
-        specs, ranks=spec.sharding.size, capacity=capacity, grain=spec.summation.grain
+        specs, ranks=spec.shard_group.size, capacity=capacity, grain=spec.summation.grain
     )
-    layout.check(buckets, specs, spec.sharding.size)
+    layout.check(buckets, specs, spec.shard_group.size)
     return buckets

@@ -43,7 +43,7 @@ class CheckpointLoader:
         """
         mine: tuple[list[Found], list[Found]] = [], []
         failure = None
-        if self._spec.run.rank == 0:
+        if self._spec.world_group.rank == 0:
             try:
                 mine = folders.complete(folder)[::-1], folders.lost(folder)[::-1]
             except OSError as error:
@@ -53,7 +53,7 @@ class CheckpointLoader:
                     f"{folder} is a checkpoint itself, and resume takes the folder of all: write "
                     f'engine.resume("{folder.parent}"), or engine.load("{folder}") for just this.'
                 )
-        consistency.agree(self._spec.run, failure)
+        consistency.agree(self._spec.world_group, failure)
         told: tuple[list[Found], list[Found]] = self._world.broadcast_object(mine)
         return told
 
@@ -77,8 +77,8 @@ class CheckpointLoader:
                 lending = Lending(self._spec, self._objects.states)
             loading.fill_model(lending, source)
             self._objects.buffers.remember()
-            if self._spec.line is not None:
-                self._spec.line.loans.changed()
+            if self._spec.pipeline is not None:
+                self._spec.pipeline.loans.changed()
             if beside is None:
                 return None
             loading.fill_optimizers(lending, source, beside.optimizers)
@@ -106,7 +106,7 @@ class CheckpointLoader:
         source = loading.open_source(path, lending, strict=strict, alone=alone, stack=stack)
         if not source.fields:
             return source, None
-        loading.verify(path, source, lending.spec.run.rank, lending.spec.run.size)
+        loading.verify(path, source, lending.spec.world_group.rank, lending.spec.world_group.size)
         if alone:
             return source, None
         beside = _beside(path, source.fields, self._tracked)
@@ -123,7 +123,7 @@ class CheckpointLoader:
             failure = type(error).__name__, str(error)
         except OSError as error:
             failure = BrokenCheckpoint.__name__, f"{path} cannot be read: {error}."
-        told = self._spec.run.gather_objects(failure)
+        told = self._spec.world_group.gather_objects(failure)
         for kind in (BrokenCheckpoint, CheckpointMismatch, CheckpointError):
             for rank, each in enumerate(told):
                 if each is not None and each[0] == kind.__name__:

@@ -63,18 +63,18 @@ class CheckpointSaver:
         lending = Lending(spec, self._objects.states)
         made = saving.plan(lending, split)
         fields, more, failure = self._beside(lending, made)
-        consistency.agree(spec.run, failure)
+        consistency.agree(spec.world_group, failure)
         draft = Draft(folder, steps, made.nbytes)
         kept = partial(self._world.telling.kept, self._state.number, steps)
         finish = partial(_finish, made, fields, more, draft, keep, kept, self._world.say_once)
         try:
-            saving.begin(draft, made, spec.run)
+            saving.begin(draft, made, spec.world_group)
             name, about = ("copy" if background else "write"), {"bytes": made.nbytes}
             with span(name, Row.CHECKPOINT, about):
                 how = self._start if background else self._write
                 how(lending, made, draft, finish)
         except CheckpointNotWritten:
-            if spec.run.rank == 0:
+            if spec.world_group.rank == 0:
                 draft.discard()  # a part of it would only take up room
             raise
         return draft.final
@@ -86,13 +86,13 @@ class CheckpointSaver:
         written there is for the save to tell.
         """
         failure = None
-        if self._spec.run.rank == 0:
+        if self._spec.world_group.rank == 0:
             try:
                 with suppress(OSError):  # as of a disk that may only be read
                     self._take(folder)
             except FolderInUse as error:
                 failure = str(error)
-        consistency.agree(self._spec.run, failure, FolderInUse)
+        consistency.agree(self._spec.world_group, failure, FolderInUse)
 
     def _take(self, folder: Path) -> None:
         held = self._claims.get(folder)
@@ -118,7 +118,7 @@ class CheckpointSaver:
         finish: Callable[[Any], None],
     ) -> None:
         """Write all of it, and return when it is complete."""
-        group = lending.spec.run
+        group = lending.spec.world_group
         sums = saving.write(lending, made, draft)
         failure = None
         if group.rank == 0:
@@ -135,7 +135,7 @@ class CheckpointSaver:
         self, lending: Lending, made: saving.Plan
     ) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
         """What stands beside the tensors, and why it cannot be told; on rank 0."""
-        if lending.spec.run.rank > 0:
+        if lending.spec.world_group.rank > 0:
             return {}, {}, None
         try:
             tracked, files = self._tracked.states()
@@ -162,7 +162,7 @@ class CheckpointSaver:
         finish: Callable[[Any], None],
     ) -> None:
         """Copy what is to be written, and let a thread write it."""
-        group = lending.spec.run
+        group = lending.spec.world_group
         self._copies.begin()
         saving.lend(lending, made, self._copies)
         failure = saving.told_of(lambda: reserve(draft.path, group.rank), draft)

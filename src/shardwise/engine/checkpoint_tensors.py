@@ -156,8 +156,8 @@ class Lending:
         self.states = states
         self.inventory = take(spec, states)
         self.idle = list(idle(spec, states))
-        run = spec.run
-        mine = spec.sharding.rank, spec.part, spec.layers
+        run = spec.world_group
+        mine = spec.shard_group.rank, spec.tensor_rank, spec.pipeline_rank
         told = run.gather_objects(mine)
         near = [layers == mine[2] for *_, layers in told]
         parts = [part == mine[1] for _, part, _ in told]
@@ -175,7 +175,7 @@ class Lending:
             states.parameters,
             states.optimizer,
             states.averages,
-            spec.sharding,
+            spec.shard_group,
             scattered=scattered,
             among=self._among if scattered else self._everywhere,
         )
@@ -183,7 +183,7 @@ class Lending:
     @property
     def optimized(self) -> dict[nn.Parameter, str]:
         """The names of all parameters that an optimizer has, trained now or not."""
-        if self.spec.line is not None:
+        if self.spec.pipeline is not None:
             return {tracked.parameter: tracked.name for tracked in self.spec.located()}
         names = {tracked.parameter: tracked.name for tracked in self.states.parameters.tracked}
         return names | {each.parameter: each.name for each in self.idle}
@@ -191,14 +191,14 @@ class Lending:
     @property
     def own_buffers(self) -> dict[str, Tensor]:
         """Those that this rank writes: on the first one of those that run their modules."""
-        if self.spec.stage.rank > 0:
+        if self.spec.stage_group.rank > 0:
             return {}
         homes = self.inventory.homes
         return {n: b for n, b in self.inventory.buffers.items() if self.spec.runs(homes[n])}
 
     def of_all_layers(self, mine: T) -> list[T]:
         """`mine` of each of the ranks that share out the layers, in their order. Collective."""
-        line = self.spec.line
+        line = self.spec.pipeline
         return [mine] if line is None else line.group.gather_objects(mine)
 
     def frozen(self) -> Iterator[Holding]:
@@ -238,5 +238,5 @@ class Lending:
         for kind, name, value in self.trained.reordered(told):
             yield tensor_spans.of_tensor(name, value, *copies, kind)
         for slab in self.states.parameters.frozen:
-            for tracked, value in tensor_spans.reordered_slab(slab, self.spec.sharding):
+            for tracked, value in tensor_spans.reordered_slab(slab, self.spec.shard_group):
                 yield tensor_spans.of_tensor(tracked.name, value, *copies)

@@ -20,10 +20,10 @@ from shardwise.states.tracked import Tracked
 def check_same_model(spec: EngineSpec) -> None:
     """Raise ModelMismatch, on all ranks alike, where ranks built different models."""
     mine = _description(spec)
-    all_of_them = spec.run.gather_objects(_hash_of(mine))
+    all_of_them = spec.world_group.gather_objects(_hash_of(mine))
     if len(set(all_of_them)) == 1:
         return
-    lists = spec.run.gather_objects(mine)
+    lists = spec.world_group.gather_objects(mine)
     for rank, other in enumerate(lists):
         if other != lists[0]:
             here, there = _first_difference(lists[0], other)
@@ -63,11 +63,11 @@ def _told_values(
     """By rank what tells its values of the parameters `names` from others; of split ones by part.
     Collective."""
     mine = {
-        (0 if each.shard is None else spec.part, each.name): _fingerprint(each.parameter)
+        (0 if each.shard is None else spec.tensor_rank, each.name): _fingerprint(each.parameter)
         for each in tracked
         if each.name in names
     }
-    return spec.run.gather_objects(mine)
+    return spec.world_group.gather_objects(mine)
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -117,13 +117,13 @@ def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, s
 def make_state_alike(spec: EngineSpec) -> None:
     """Give every rank rank 0's optimizer state, as parameters are rank 0's. Collective."""
     mine = [_outline(optimizer) for optimizer in spec.optimizers]
-    told = spec.run.gather_objects(mine)
-    if spec.run.size == 1 or not any(any(each) for outline in told for each in outline):
+    told = spec.world_group.gather_objects(mine)
+    if spec.world_group.size == 1 or not any(any(each) for outline in told for each in outline):
         return
     for optimizer, outline in zip(spec.optimizers, told[0], strict=True):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter, entries in zip(parameters, outline, strict=True):
-            if spec.run.rank and (entries or parameter in optimizer.state):
+            if spec.world_group.rank and (entries or parameter in optimizer.state):
                 old = optimizer.state[parameter]
                 optimizer.state[parameter] = {
                     key: _room(entry, old.get(key), parameter) for key, entry in entries.items()
@@ -131,7 +131,7 @@ def make_state_alike(spec: EngineSpec) -> None:
             state = optimizer.state[parameter] if entries else {}
             initial_values.make_alike(
                 [state[key] for key, entry in entries.items() if isinstance(entry, _Tensor)],
-                spec.run,
+                spec.world_group,
             )
 
 

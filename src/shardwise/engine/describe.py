@@ -74,8 +74,8 @@ def show(table: Table) -> None:
 
 
 def _title(spec: EngineSpec, transport: str) -> str:
-    ranks = "one rank" if spec.run.size == 1 else f"{spec.run.size} ranks over {transport}"
-    layers = "" if spec.line is None else f", of the layers of rank {spec.run.rank}"
+    ranks = "one rank" if spec.world_group.size == 1 else f"{spec.world_group.size} ranks over {transport}"
+    layers = "" if spec.pipeline is None else f", of the layers of rank {spec.world_group.rank}"
     return f"{spec.placement.name} on {ranks}; bytes per rank{layers}"
 
 

@@ -34,69 +34,69 @@ class EngineSpec:
     optimizers: tuple[optim.Optimizer, ...]
     placement: Placement
     settings: Settings
-    run: Collectives
+    world_group: Collectives
     """All ranks."""
-    group: Collectives
+    data_group: Collectives
     """The data-parallel ones: those with the same part of the model, or all."""
     device: torch.device
-    order: GatherOrder
+    gather_order: GatherOrder
     """What those of the data-parallel ranks take turns in, inside forwards and backwards."""
-    shards: MicroShards | None = None
+    micro_shards: MicroShards | None = None
     """How a step is cut in the exact mode."""
-    split: Split | None = None
+    tensor: Split | None = None
     """What each rank of a replica has of the models, where layers are split."""
-    line: Line | None = None
+    pipeline: Line | None = None
     """Which layers each rank of a replica has, where they are shared out."""
-    stage: Collectives = field(default_factory=Solo)
+    stage_group: Collectives = field(default_factory=Solo)
     """The ranks of all replicas that have these layers, or parts of them."""
 
     def __post_init__(self) -> None:
         _check_names(self.models, self.settings)
 
     @property
-    def part(self) -> int:
+    def tensor_rank(self) -> int:
         """Which part of split layers this rank has."""
-        return 0 if self.split is None else self.split.group.rank
+        return 0 if self.tensor is None else self.tensor.group.rank
 
     def is_here(self, parameter: Tensor) -> bool:
         """Whether this rank trains `parameter`, or a part of it."""
-        return self.line is None or self.line.has(parameter)
+        return self.pipeline is None or self.pipeline.has(parameter)
 
     def stage_of(self, parameter: Tensor) -> int:
         """The stage that trains `parameter`."""
-        return 0 if self.line is None else self.line.cut.owners.get(parameter, 0)  # type: ignore[call-overload]
+        return 0 if self.pipeline is None else self.pipeline.cut.owners.get(parameter, 0)  # type: ignore[call-overload]
 
     @property
     def is_whole(self) -> bool:
         """Whether this rank has the whole of a split model for now."""
-        split, line = self.split, self.line
+        split, line = self.tensor, self.pipeline
         return (split is not None and split.is_whole) or (line is not None and line.is_whole)
 
     @property
-    def is_written(self) -> bool:
+    def takes_writes(self) -> bool:
         """Whether what is written into it then is taken in."""
-        split, line = self.split, self.line
+        split, line = self.tensor, self.pipeline
         return (split is not None and split.writes) or (line is not None and line.writes)
 
     def runs(self, module: nn.Module) -> bool:
         """Whether this rank runs `module`, or the first of what is in it."""
-        return self.line is None or self.line.stage_of_module(module) in self.line.stages
+        return self.pipeline is None or self.pipeline.stage_of_module(module) in self.pipeline.stages
 
     @property
-    def layers(self) -> int:
+    def pipeline_rank(self) -> int:
         """Which of the workers that share out the layers this one is."""
-        return 0 if self.line is None else self.line.group.rank
+        return 0 if self.pipeline is None else self.pipeline.group.rank
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
         """Which part of a whole tensor `parameter` is, where it is one."""
-        if self.split is None or not isinstance(parameter, nn.Parameter):
+        if self.tensor is None or not isinstance(parameter, nn.Parameter):
             return None
-        return self.split.shards.get(parameter)
+        return self.tensor.shards.get(parameter)
 
     @cached_property
     def summation(self) -> Summation:
         """How gradients become one sum."""
-        return Summation() if self.shards is None else in_tree(self.shards)
+        return Summation() if self.micro_shards is None else in_tree(self.micro_shards)
 
     @cached_property
     def prefixes(self) -> tuple[str, ...]:
@@ -105,42 +105,42 @@ class EngineSpec:
         return tuple(f"models[{i}]" if several else "" for i in range(len(self.models)))
 
     @cached_property
-    def sharding(self) -> Collectives:
+    def shard_group(self) -> Collectives:
         """The ranks over which states are sharded: all, or those of a host."""
         within = self.settings.shard_within == "host" and self.placement.level > 0
-        return within_hosts(self.group) if within else self.group
+        return within_hosts(self.data_group) if within else self.data_group
 
     @property
     def cuts_nothing(self) -> bool:
         """Whether an optimizer can have all tensors as they are: its state is neither shared out
         nor on a disk, nor may the exact mode's bits depend on that."""
-        alone = self.sharding.size == 1 or not self.placement.is_sharded("optimizer")
+        alone = self.shard_group.size == 1 or not self.placement.is_sharded("optimizer")
         on_disk = any(tier.kind == "nvme" for tier in self.placement.tiers)
-        return alone and not on_disk and self.shards is None
+        return alone and not on_disk and self.micro_shards is None
 
     @cached_property
     def gather_group(self) -> Collectives:
         """The same ranks for gathers, whose order against other collectives may differ."""
-        side = self.order.group  # made here, by all ranks: not in the first forward that asks
-        return side if self.sharding is self.group else self.sharding.second_group()
+        side = self.gather_order.group  # made here, by all ranks: not in the first forward that asks
+        return side if self.shard_group is self.data_group else self.shard_group.second_group()
 
     def leave_groups(self) -> None:
         """Close the groups of ranks that were made for this engine alone. Collective."""
-        self.run.barrier()  # nobody is in one of them any more
-        gathers = vars(self).pop("gather_group", self.group)
-        sharding = vars(self).pop("sharding", self.group)
-        if sharding is not self.group:
+        self.world_group.barrier()  # nobody is in one of them any more
+        gathers = vars(self).pop("gather_group", self.data_group)
+        sharding = vars(self).pop("shard_group", self.data_group)
+        if sharding is not self.data_group:
             for group in dict.fromkeys((gathers, sharding)):
-                if group is not self.group:
+                if group is not self.data_group:
                     group.close()
 
     @cached_property
-    def uses(self) -> Uses:
+    def parameter_uses(self) -> Uses:
         """What follows the user's lines where they compute with parameters that are in parts."""
-        return Uses(self.split, self.line)
+        return Uses(self.tensor, self.pipeline)
 
     @cached_property
-    def doors(self) -> Doors:
+    def unit_hooks(self) -> Doors:
         """Where forwards tell which sharded parameters they need."""
         return Doors()
 

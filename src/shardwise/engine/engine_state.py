@@ -78,8 +78,8 @@ class EngineState:
 
     def parameters_changed(self) -> None:
         """Parameters have other values now: with `--pipeline` other stages may have copies."""
-        if self.spec.line is not None:
-            self.spec.line.loans.changed()
+        if self.spec.pipeline is not None:
+            self.spec.pipeline.loans.changed()
 
 
 def spec_of(
@@ -124,10 +124,10 @@ def build_state(
     scale = LossScale(scaler, active=precision.PRESETS[spec.settings.precision].scaled)
     aggregation = (
         Aggregation(world.data_rank)
-        if spec.shards is None
-        else exact_mode.ExactAggregation(spec.shards)
+        if spec.micro_shards is None
+        else exact_mode.ExactAggregation(spec.micro_shards)
     )
-    weighting = GradientWeighting(scale, spec.group, aggregation)
+    weighting = GradientWeighting(scale, spec.data_group, aggregation)
     return EngineState(world, number, spec, objects, scale, aggregation, weighting, accumulation)
 
 

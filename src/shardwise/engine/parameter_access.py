@@ -27,7 +27,7 @@ class ParameterAccess:
     def full_parameters(self, module: nn.Module | None, *, write: bool) -> Iterator[None]:
         """See Engine.full_parameters."""
         state = self._state
-        if write and state.accumulation.backwards and state.spec.line is not None:
+        if write and state.accumulation.backwards and state.spec.pipeline is not None:
             raise UsageError(
                 "full_parameters(write=True) between engine.backward and engine.step with "
                 "--pipeline: write before or after."
@@ -44,7 +44,7 @@ class ParameterAccess:
     def uneven(self) -> Iterator[None]:
         """See Engine.uneven."""
         state = self._state
-        if state.spec.line is not None:
+        if state.spec.pipeline is not None:
             raise UsageError(
                 "engine.uneven() with --pipeline: no worker has all layers, so none can run a "
                 "forward alone. Inside with engine.full_parameters() each can."
@@ -108,13 +108,13 @@ class ParameterAccess:
         """See Engine.load_optimizer_state_dict."""
         spec, objects = self._state.spec, self._state.objects
         self._state.refuse_in_step("engine.load_optimizer_state_dict")
-        if spec.split is not None or spec.line is not None:
+        if spec.tensor is not None or spec.pipeline is not None:
             raise UsageError(
                 "engine.load_optimizer_state_dict with --tensor or --pipeline, where the state is "
                 "in parts: load it into the optimizer before sw.Engine(...)."
             )
-        if not all(spec.run.gather_plain(plain is not None)):
-            plain = spec.run.gather_objects(plain if spec.run.rank == 0 else None)[0]
+        if not all(spec.world_group.gather_plain(plain is not None)):
+            plain = spec.world_group.gather_objects(plain if spec.world_group.rank == 0 else None)[0]
         if plain is None:
             raise UsageError("engine.load_optimizer_state_dict takes a state_dict on rank 0.")
         owner = whole_tensors.only(spec, optimizer)

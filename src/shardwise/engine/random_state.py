@@ -45,11 +45,11 @@ class RandomState:
     def _forget_common_draws(self) -> None:
         """Begin anew what the ranks of a replica draw in common."""
         spec = self._state.spec
-        if spec.split is not None:
-            spec.split.replica.forget()
-        if spec.line is not None:
+        if spec.tensor is not None:
+            spec.tensor.replica.forget()
+        if spec.pipeline is not None:
             seed = self._state.world.seed
-            spec.line.begin(randomness.seed_from(seed, "line", *self._state.coordinates))
+            spec.pipeline.begin(randomness.seed_from(seed, "line", *self._state.coordinates))
 
     def reseed(self) -> None:
         """Seed the generators by what is drawn next, so that it is a pure function of that."""

@@ -65,7 +65,7 @@ def plan(lending: Lending, limit: int) -> Plan:
     # Ranks may differ in the shape of a buffer that grows; who writes it tells.
     buffers = {name: spec_of(name, value) for name, value in lending.own_buffers.items()}
     theirs: dict[str, TensorSpec] = {}
-    for several in lending.spec.run.gather_objects(buffers):
+    for several in lending.spec.world_group.gather_objects(buffers):
         theirs |= several
     numbers: dict[str, dict[str, Any]] = {}
     for part in lending.of_all_layers(_numbers(lending, told)):
@@ -174,7 +174,7 @@ def write(lending: Lending, made: Plan, draft: Draft) -> Sums:
 
     Raises CheckpointNotWritten on all ranks alike.
     """
-    group = lending.spec.run
+    group = lending.spec.world_group
     writer = Writer(draft.path, made.sets)
     sums: Sums = {}
 

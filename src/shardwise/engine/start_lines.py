@@ -34,14 +34,14 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
         return
     world.print(_run_line(world, spec))
     world.print(_model_line(spec, states))
-    if spec.split is not None:
-        world.print(f"  split over {world.tensor_size}: {tensor_parallel.in_words(spec.split)}")
-        for words in tensor_parallel.left_in_words(spec.split):
+    if spec.tensor is not None:
+        world.print(f"  split over {world.tensor_size}: {tensor_parallel.in_words(spec.tensor)}")
+        for words in tensor_parallel.left_in_words(spec.tensor):
             world.print(f"  whole, not split: {words}")
-    if spec.line is not None:
+    if spec.pipeline is not None:
         world.print(_stages_line(spec))
-    if spec.shards is not None:
-        world.print(_exact_line(spec.shards))
+    if spec.micro_shards is not None:
+        world.print(_exact_line(spec.micro_shards))
     for name in sorted(_tried(states)):
         world.print(
             f"  {name}: its state is cut within tensors, since a trial found each element updated "
@@ -59,7 +59,7 @@ def announce_activations(world: World, spec: EngineSpec, activations: Activation
 def announce_batch(world: World, spec: EngineSpec, parts: int | None) -> None:
     """The last lines, at the first backward: the batch, in how many `parts` it goes through the
     stages (None: whole, from one to the next), and what promise 1 does not cover."""
-    if spec.line is None and parts is None and spec.settings.microbatches is not None:
+    if spec.pipeline is None and parts is None and spec.settings.microbatches is not None:
         world.say_once(
             f"--microbatches {spec.settings.microbatches} does nothing, since engine.backward "
             "takes a batch as it is: write engine.forward_backward, or leave it out"
@@ -67,11 +67,11 @@ def announce_batch(world: World, spec: EngineSpec, parts: int | None) -> None:
     if spec.settings.quiet:
         return
     world.print(_batch_line(world))
-    if spec.line is not None and parts is not None:
+    if spec.pipeline is not None and parts is not None:
         world.print(f"  it goes through the stages in {many(parts, 'part')}")
-    elif spec.line is not None and spec.line.cut.stages == spec.line.group.size:
+    elif spec.pipeline is not None and spec.pipeline.cut.stages == spec.pipeline.group.size:
         world.print(_in_turn_line(spec))
-    outside = outside_promise(spec) if spec.shards is None else []
+    outside = outside_promise(spec) if spec.micro_shards is None else []
     if outside:
         world.print(f"  not the same on every number of workers: {'; '.join(outside)}")
 
@@ -122,8 +122,8 @@ _DTYPES = {
 
 
 def _stages_line(spec: EngineSpec) -> str:
-    assert spec.line is not None
-    cut = spec.line.cut
+    assert spec.pipeline is not None
+    cut = spec.pipeline.cut
     stages = many(cut.stages, "stage")
     return f"  {stages} ({spec.settings.schedule}): {pipeline_parallel.in_words(cut)}"
 
@@ -142,12 +142,12 @@ def sharded_states(placement: Placement) -> str:
 
 def _model_line(spec: EngineSpec, states: States) -> str:
     trained = states.parameters.tracked
-    if spec.line is not None:
+    if spec.pipeline is not None:
         trained = [t for t in spec.located() if t.parameter.requires_grad]
     count = sum(tracked.whole_shape.numel() for tracked in trained)
     line = f"  model: {in_short(count)} parameters in {many(_unit_count(spec, states), 'unit')}"
     line += f", state {in_bytes(states.expected_bytes())} per worker"
-    if spec.placement.level and spec.group.size > 1:
+    if spec.placement.level and spec.data_group.size > 1:
         line += f" (replicated: {in_bytes(_replicated_bytes(spec, states))})"
     elsewhere = _elsewhere(spec, states)
     return f"{line}, of it {elsewhere}" if elsewhere else line

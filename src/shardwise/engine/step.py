@@ -97,8 +97,8 @@ class Stepper:
         whole = WholeGradients(
             states.parameters,
             states.gradients,
-            spec.sharding,
-            spec.run,
+            spec.shard_group,
+            spec.world_group,
             totals.used,
             self._scale_of(totals) or 1.0,
             scattered=spec.placement.is_sharded("optimizer"),
@@ -109,7 +109,7 @@ class Stepper:
             used = whole.take()
         states.gradients.guard()
         squared = squared_norm(
-            self._state.aggregation, states.gradients, spec.run, spec.sharding.copies
+            self._state.aggregation, states.gradients, spec.world_group, spec.shard_group.copies
         )
         self._state.totals = replace(totals, used=used, squared_norm=squared)
 
@@ -117,7 +117,7 @@ class Stepper:
         """See Engine.zero_grad."""
         if self._accumulation.backwards:
             self._backward.abandon()
-            if self._spec.shards is not None:
+            if self._spec.micro_shards is not None:
                 # What is drawn depends on the micro-shard, and the first is next.
                 self._randoms.reseed()
 
@@ -132,7 +132,7 @@ class Stepper:
 
     def _refuse_parts(self, call: str) -> None:
         """Raise UsageError for a `call` that takes whole models where ranks have parts."""
-        for name, apart in (("tensor", self._spec.split), ("pipeline", self._spec.line)):
+        for name, apart in (("tensor", self._spec.tensor), ("pipeline", self._spec.pipeline)):
             if apart is not None:
                 size = getattr(self._world.settings, name)
                 raise UsageError(
@@ -145,7 +145,7 @@ class Stepper:
         forgotten then."""
         try:
             if not totals.alike:
-                raise self._options.difference(self._spec.run)
+                raise self._options.difference(self._spec.world_group)
             if math.isnan(totals.summed):
                 raise UsageError(
                     'Losses of this step are sums on some ranks (reduction="sum") and means on '
@@ -184,15 +184,15 @@ class Stepper:
                 self._state.aggregation,
                 self._objects.states.gradients,
                 self._objects.buffers,
-                self._spec.stage,
-                self._spec.sharding.copies,
+                self._spec.stage_group,
+                self._spec.shard_group.copies,
                 self._options.number(),
                 unsaved=self._saver.has_failed,
                 asked=self._world.preemption.asked,
                 written=self._objects.has_written,
-                counts=self._spec.part == 0,
+                counts=self._spec.tensor_rank == 0,
             )
-            line = self._spec.line
+            line = self._spec.pipeline
             return totals if line is None else over_stages(totals, line.group)
         except UsageError:
             self._backward.abandon()
@@ -221,7 +221,7 @@ class Stepper:
         finite = math.isfinite(norm)
         if not finite and not state.scale.active and self._spec.settings.nonfinite == "stop":
             error = diagnosis.nonfinite_error(
-                state.steps, state.states, self._accumulation, self._spec.run
+                state.steps, state.states, self._accumulation, self._spec.world_group
             )
             self._backward.abandon()
             raise error

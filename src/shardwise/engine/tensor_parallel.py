@@ -56,7 +56,7 @@ def _agreed(recipe: EngineSpec, parts: int, plan: Plan) -> tuple[list[Group], di
     Rank 0 tries what has to be tried: a busy rank that comes to another verdict would be alone in
     its collectives.
     """
-    run = recipe.run
+    run = recipe.world_group
     trials = known_modules.Trials()
     found = _found(recipe, parts, plan, trials) if run.rank == 0 else []
     verdicts = run.gather_objects(trials.verdicts)[0]

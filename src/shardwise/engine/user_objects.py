@@ -57,19 +57,19 @@ class UserObjects:
         self._written: set[int] = set()
         usage_checks.check_embeddings(spec.models, spec.placement, workers=world.data_size)
         consistency.check_same_model(spec)
-        if spec.line is not None:
-            pipeline_parallel.share_out(spec, spec.line)
+        if spec.pipeline is not None:
+            pipeline_parallel.share_out(spec, spec.pipeline)
         self._give_memory()
         consistency.make_state_alike(spec)
-        if spec.split is not None:
-            tensor_parallel.split(spec, spec.split, plan)
-        if spec.line is not None:
-            spec.line.split = spec.split
+        if spec.tensor is not None:
+            tensor_parallel.split(spec, spec.tensor, plan)
+        if spec.pipeline is not None:
+            spec.pipeline.split = spec.tensor
         try:
             self._prepare_modules()
             self.buffers = self._all_buffers()
             self._let_go()
-            spec.uses.watch()
+            spec.parameter_uses.watch()
             self._lay({}, None)
         except (ConfigError, ModelError):  # raised by all ranks alike: the model stays plain
             self._put_together()
@@ -79,8 +79,8 @@ class UserObjects:
             self._compile_units()
         self.activations = Activations(spec.models, spec.settings, world.device, rank=world.rank)
         self._forwards = Forwards(spec.models, spec.settings.units)
-        if spec.line is not None:
-            install(spec.line, spec.models[0])
+        if spec.pipeline is not None:
+            install(spec.pipeline, spec.models[0])
         keeper = usage_checks.Keeper(
             WeakMethod(self._welcome),
             WeakMethod(self.told_state),
@@ -104,7 +104,7 @@ class UserObjects:
         self._fresh, self._written = {}, set()
         self._shape = self.spec.shape()
         follow = WeakMethod(self.follow_changes)
-        self.spec.doors.before = lambda: (call := follow()) and call()
+        self.spec.unit_hooks.before = lambda: (call := follow()) and call()
 
     def _lay_anew(
         self,
@@ -129,17 +129,17 @@ class UserObjects:
                 "a plain build. Build the model inside with sw.on_meta() for those."
             )
         spec, located = self.spec, self.spec.located()
-        real, line = consistency.everything(spec), spec.line
-        if line is not None and spec.split is None:
+        real, line = consistency.everything(spec), spec.pipeline
+        if line is not None and spec.tensor is None:
             line.custody.leave_unbuilt()
             here = [tracked for tracked in located if line.has(tracked.parameter)]
             fresh = [tracked.parameter for tracked in here if tracked.parameter.is_meta]
             initial_values.make_all_real(here, spec.device)
-            initial_values.make_alike(fresh, spec.stage)
-        elif spec.split is not None or not spec.placement.is_sharded("parameters"):
+            initial_values.make_alike(fresh, spec.stage_group)
+        elif spec.tensor is not None or not spec.placement.is_sharded("parameters"):
             initial_values.make_all_real(located, spec.device)
             real = consistency.everything(spec)
-        initial_values.make_alike(real, spec.run)
+        initial_values.make_alike(real, spec.world_group)
 
     def _prepare_modules(self) -> None:
         """Cast what is not cast yet, keeping its values for the masters; synchronise BatchNorm."""
@@ -152,7 +152,7 @@ class UserObjects:
 
     def _all_buffers(self) -> Buffers:
         """The models' buffers, over every layout of the states."""
-        models, group, shards = self.spec.models, self.spec.stage, self.spec.shards
+        models, group, shards = self.spec.models, self.spec.stage_group, self.spec.micro_shards
         found = (
             Buffers(models, group, self._synchronised)
             if shards is None
@@ -163,7 +163,7 @@ class UserObjects:
 
     def _let_go(self) -> None:
         """Let go of what other ranks of the replica have: layers, and the state of these."""
-        if (line := self.spec.line) is None:
+        if (line := self.spec.pipeline) is None:
             return
         line.custody.let_go()
         self._fresh = {p: value for p, value in self._fresh.items() if line.has(p)}
@@ -174,15 +174,15 @@ class UserObjects:
     def _put_together(self) -> None:
         """Give every rank the whole model and all of the optimizers' state. Collective."""
         spec = self.spec
-        spec.uses.forget()
+        spec.parameter_uses.forget()
         shapes: dict[nn.Parameter, tuple[int, ...]] = {}
-        if spec.line is not None:
-            spec.line.close()
-        if spec.split is not None:
-            shapes = {p: shard.shape for p, shard in spec.split.shards.items()}
-            spec.split.undo(spec.optimizers, spec.is_here)
-        if spec.line is not None:
-            spec.line.custody.undo(spec.models[0], spec.optimizers, shapes)
+        if spec.pipeline is not None:
+            spec.pipeline.close()
+        if spec.tensor is not None:
+            shapes = {p: shard.shape for p, shard in spec.tensor.shards.items()}
+            spec.tensor.undo(spec.optimizers, spec.is_here)
+        if spec.pipeline is not None:
+            spec.pipeline.custody.undo(spec.models[0], spec.optimizers, shapes)
 
     @property
     def _synchronised(self) -> set[nn.Module]:
@@ -209,10 +209,10 @@ class UserObjects:
 
         Raises UsageError where layers are shared out: nobody knows whose the new ones are.
         """
-        if self.spec.line is not None:
+        if self.spec.pipeline is not None:
             raise UsageError(
                 f"add_param_group after sw.Engine(...) with --pipeline "
-                f"{self.spec.line.group.size}: which worker has these layers was decided when "
+                f"{self.spec.pipeline.group.size}: which worker has these layers was decided when "
                 "the engine was made. Add the group before, or start without --pipeline."
             )
         shown = self.states.shown
@@ -220,8 +220,8 @@ class UserObjects:
         new = [p for p in group["params"] if not any(p is known for known in resting)]
         # Of what is split each rank of a replica has another part: its twins' values, not rank 0's.
         split = [p for p in new if self.spec.shard_of(p) is not None]
-        initial_values.make_alike([p for p in new if self.spec.shard_of(p) is None], self.spec.run)
-        initial_values.make_alike(split, self.spec.group)
+        initial_values.make_alike([p for p in new if self.spec.shard_of(p) is None], self.spec.world_group)
+        initial_values.make_alike(split, self.spec.data_group)
         self._prepare_modules()
         self.buffers.meet(self._synchronised)
 
@@ -287,7 +287,7 @@ class UserObjects:
             )
         self.look_for_changes()
         failure = optimizer_states.misfit(optimizer, state)
-        consistency.agree(self.spec.run, failure, CheckpointMismatch)
+        consistency.agree(self.spec.world_group, failure, CheckpointMismatch)
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""
@@ -308,7 +308,7 @@ class UserObjects:
             for t in self.spec.located()
             if t.parameter in resting and t.name in names and self.spec.is_here(t.parameter)
         }
-        if not any(self.spec.run.gather_objects(bool(lacking))):
+        if not any(self.spec.world_group.gather_objects(bool(lacking))):
             return False
         masters, averages = build.disassemble(self.spec, self.states)
         self._lay_anew(masters, (averages or {}) | lacking)
@@ -320,7 +320,7 @@ class UserObjects:
         self._put_together()
         self.spec.leave_groups()
         self.activations.close()
-        self.spec.doors.remove()
+        self.spec.unit_hooks.remove()
         self._forwards.close()
         for handle in self._handles:
             handle.remove()

@@ -25,13 +25,13 @@ def full_parameters(
 ) -> Iterator[None]:
     """See Engine.full_parameters."""
     if spec.is_whole:
-        _check_inner(write=write, outer=spec.is_written)
+        _check_inner(write=write, outer=spec.takes_writes)
         yield  # all is whole already; what is written here is the outer block's to take in
         return
     shown = states.shown
     written: set[int] = set()
     if module is not None and (
-        spec.line is not None or any(spec.shard_of(p) is not None for p in module.parameters())
+        spec.pipeline is not None or any(spec.shard_of(p) is not None for p in module.parameters())
     ):
         module = None  # forwards are the plain ones everywhere or nowhere
     with torch.no_grad():
@@ -58,12 +58,12 @@ def full_parameters(
 
 def _made_alike(spec: EngineSpec, states: States) -> set[int]:
     """Give every rank rank 0's values of what is whole; which parameters were written to."""
-    if spec.line is not None:  # done while all of it was there
+    if spec.pipeline is not None:  # done while all of it was there
         return set(range(len(states.parameters.tracked)))
-    written: set[int] = spec.run.gather_objects(states.parameters.written())[0]
+    written: set[int] = spec.world_group.gather_objects(states.parameters.written())[0]
     resting = [] if states.shown is None else states.shown.residency.resting()
     kept = [t for t in consistency.everything(spec) if spec.shard_of(t) is None]
-    initial_values.make_alike([t for t in kept if not any(t is r for r in resting)], spec.run)
+    initial_values.make_alike([t for t in kept if not any(t is r for r in resting)], spec.world_group)
     return written
 
 
@@ -75,14 +75,14 @@ def _joined(
     if not here:
         yield
         return
-    line, split = spec.line, spec.split
+    line, split = spec.pipeline, spec.tensor
     several = spec.models if module is None else (module,)
     parameters = [p for each in several for p in each.parameters()]
     with ExitStack() as stack:
         if line is not None or any(spec.shard_of(p) is not None for p in parameters):
-            stack.enter_context(spec.uses.suspended())
+            stack.enter_context(spec.parameter_uses.suspended())
         if split is not None:
-            group = spec.run if write and line is None else None
+            group = spec.world_group if write and line is None else None
             stack.enter_context(
                 split.wholes(parameters, write=write, group=group, is_here=spec.is_here)
             )
@@ -93,7 +93,7 @@ def _joined(
             )
         yield
         if write and line is not None:
-            initial_values.make_alike(consistency.everything(spec), spec.run)
+            initial_values.make_alike(consistency.everything(spec), spec.world_group)
 
 
 def _check_inner(*, write: bool, outer: bool) -> None:
@@ -107,15 +107,15 @@ def _check_inner(*, write: bool, outer: bool) -> None:
 
 def _check_unwritten(spec: EngineSpec, states: States) -> None:
     """Raise BrokenView, on all ranks alike, where a split parameter was written to."""
-    if spec.split is None:
+    if spec.tensor is None:
         return
-    written = set(spec.split.written())
+    written = set(spec.tensor.written())
     mine = [tracked.name for tracked in spec.located() if tracked.parameter in written]
-    for name in itertools.chain.from_iterable(spec.run.gather_objects(mine)):
+    for name in itertools.chain.from_iterable(spec.world_group.gather_objects(mine)):
         if states.shown is not None:
             states.parameters.remember()  # told once
         raise BrokenView(
-            f"{name} is split over {spec.split.group.size} ranks and was written while it was "
+            f"{name} is split over {spec.tensor.group.size} ranks and was written while it was "
             "whole to be read, which reaches nothing. To write parameters: with "
             "engine.full_parameters(write=True)."
         )
@@ -131,7 +131,7 @@ def export(
                 "This engine has several models: say which, engine.export(path, model)."
             )
         model = spec.models[0]
-    shown, here = states.shown, spec.group.rank == 0  # the first replica
+    shown, here = states.shown, spec.data_group.rank == 0  # the first replica
     if spec.is_whole:
         whole: Any = nullcontext()
         here = False
@@ -140,7 +140,7 @@ def export(
     else:
         whole = shown.residency.whole(unit_assignment.units_in(shown.sections, model), here=here)
     with whole, _joined(spec, model, write=False, here=here):
-        if spec.run.rank == 0:
+        if spec.world_group.rank == 0:
             write_model(model, Path(path))
 
 
@@ -161,11 +161,11 @@ def optimizer_state_dict(
     # A parameter that was frozen on the way has left its state with the user's optimizer.
     held: dict[Any, Any] = dict(optimizer.state)
     held |= states.gathering.optimizer_state()
-    if spec.line is not None:
-        held |= spec.line.custody.states_elsewhere(held, spec.optimizers)
-    if spec.split is not None:
+    if spec.pipeline is not None:
+        held |= spec.pipeline.custody.states_elsewhere(held, spec.optimizers)
+    if spec.tensor is not None:
         order = [p for group in optimizer.param_groups for p in group["params"] if p in held]
-        held = {p: spec.split.whole_state(p, held[p]) for p in order}
+        held = {p: spec.tensor.whole_state(p, held[p]) for p in order}
     numbers: dict[nn.Parameter, int] = {}
     groups = []
     for group in optimizer.param_groups:
