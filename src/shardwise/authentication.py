@@ -65,7 +65,7 @@ def unsealed(secret: bytes, purpose: str, data: bytes) -> bytes:
     return content
 
 
-class Claim:
+class Challenge:
     """What who connects says, and expects to hear, once it was given a `nonce`."""
 
     def __init__(self, secret: bytes, nonce: bytes) -> None:
@@ -83,7 +83,7 @@ def prove(peer: socket.socket, secret: bytes, until: float) -> None:
     clock. Raises Unproven where it knows another secret or hangs up, TimeoutError where it says
     nothing."""
     try:
-        claim = Claim(secret, _exactly(peer, NONCE, until))
+        claim = Challenge(secret, _exactly(peer, NONCE, until))
         peer.sendall(claim.words)
         answer = _exactly(peer, MAC, until)
     except ConnectionError:

@@ -16,7 +16,7 @@ from shardwise import config
 from shardwise import nested_batch as rows_module
 from shardwise.collectives.base import Collectives
 from shardwise.common_draws import CommonDraws
-from shardwise.current_batch import Batch, Feed, Plan
+from shardwise.current_batch import Batch, CurrentBatch, StreamShape
 from shardwise.errors import DataError, UsageError
 from shardwise.layout import even_cuts
 from shardwise.step_log import StepLog
@@ -36,7 +36,7 @@ class BatchRows(ABC):
     device: torch.device
     settings: config.Settings
     collectives: Collectives
-    feed: Feed
+    current_batch: CurrentBatch
     draws: CommonDraws
     step_log: StepLog
 
@@ -68,11 +68,11 @@ class BatchRows(ABC):
         total = lengths.pop()
         cuts = even_cuts(total, self.data_size)
         count, mine = rows_module.part(batch, cuts, self.data_rank, dim)
-        plan = Plan(batch_size=total, micro_batches=1, steps_per_epoch=None)
+        plan = StreamShape(batch_size=total, micro_batches=1, steps_per_epoch=None)
         training = torch.is_grad_enabled()
         place = cuts[self.data_rank], cuts[self.data_rank + 1]
         given = Batch(samples=count, rows=place, total=total)
-        self.feed.share("world.share", plan, given, training=training)
+        self.current_batch.share("world.share", plan, given, training=training)
         if torch.is_grad_enabled():
             self.step_log.given(count)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), mine)  # type: ignore[no-any-return]
@@ -92,7 +92,7 @@ class BatchRows(ABC):
         """
         self._check_takes_rows("world.draw")
         self._check_draws_once("world.draw")
-        batch = self.feed.current
+        batch = self.current_batch.batch
         total, (first, end) = self._place(batch, rows)
         self._meet()
         whole = self.draws.draw(
@@ -129,7 +129,7 @@ class BatchRows(ABC):
 
     def _check_draws_once(self, call: str) -> None:
         """Raise UsageError where not all ranks come to `call`, or this one comes twice."""
-        self.feed.check_even(call)
+        self.current_batch.check_even(call)
         if torch._C._current_graph_task_id() != -1:
             raise UsageError(
                 f"{call} in a forward that backward runs again (--activations recomputed, "

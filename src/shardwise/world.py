@@ -20,7 +20,7 @@ from shardwise import collectives, config, launch, randomness, repeatable, timel
 from shardwise.batch_rows import BatchRows
 from shardwise.collectives import Collectives, GatherOrder, Solo
 from shardwise.common_draws import CommonDraws
-from shardwise.current_batch import Feed
+from shardwise.current_batch import CurrentBatch
 from shardwise.errors import ConfigError, LaunchError, UsageError
 from shardwise.launch import report
 from shardwise.launch.identity import Identity
@@ -82,12 +82,12 @@ class World(BatchRows):
         """The ranks of this one's replica that have other layers, in their order."""
         self.stage = group
         """The ranks of all replicas that have these layers: all, where all have all."""
-        self.feed = Feed()
+        self.current_batch = CurrentBatch()
         self.telling = telling or Telling({})
         self.preemption = Preemption(self.telling, self.print)
-        self.feed.watch(self.preemption.before_batch)
+        self.current_batch.watch(self.preemption.before_batch)
         self.draws = CommonDraws(device)
-        self.feed.watch(self.draws.before_batch)
+        self.current_batch.watch(self.draws.before_batch)
         self.step_log = StepLog(None, self.rank)
         self.engines = 0
         self.stepped_last = -1
@@ -160,7 +160,7 @@ class World(BatchRows):
 
     def any(self, flag: bool | Tensor) -> bool:
         """Whether `flag` holds on any rank; for stopping early on all of them alike."""
-        self.feed.check_even("world.any")
+        self.current_batch.check_even("world.any")
         row = torch.tensor([float(bool(flag))], device=self.collectives.small_device)
         return bool(self.collectives.gather_rows(row).any())
 
@@ -177,18 +177,18 @@ class World(BatchRows):
 
     def barrier(self) -> None:
         """Return when every rank has come."""
-        self.feed.check_even("world.barrier")
+        self.current_batch.check_even("world.barrier")
         self.collectives.barrier()
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """Rank `source`'s `value` (picklable), on every rank."""
-        self.feed.check_even("world.broadcast_object")
+        self.current_batch.check_even("world.broadcast_object")
         gathered = self.collectives.gather_objects(value if self.rank == source else None)
         return gathered[source]  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value` (picklable), in rank order, on every rank."""
-        self.feed.check_even("world.gather")
+        self.current_batch.check_even("world.gather")
         return self.collectives.gather_objects(value)
 
     def sum(self, value: Tensor, groups: Sequence[Sequence[int]] | None = None) -> Tensor:
@@ -197,7 +197,7 @@ class World(BatchRows):
         With `groups`, disjoint lists of ranks, each rank gets its own group's sum; a rank in no
         group keeps its value. Raises UsageError for a rank that is listed twice.
         """
-        self.feed.check_even("world.sum")
+        self.current_batch.check_even("world.sum")
         group = self.collectives
         if groups is not None:
             key = tuple(tuple(members) for members in groups)

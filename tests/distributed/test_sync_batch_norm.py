@@ -105,7 +105,7 @@ def test_what_normalises_by_itself_is_told_of(group, kind):
 
 def test_a_copy_loads_with_the_plain_class(solo):
     model = net(Renamed)
-    sync_batch_norm.convert([model], solo.gather_order, solo.feed)
+    sync_batch_norm.convert([model], solo.gather_order, solo.current_batch)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)

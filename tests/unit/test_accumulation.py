@@ -5,7 +5,7 @@ import torch
 
 from shardwise.current_batch import Batch
 from shardwise.engine.accumulation import Accumulation
-from shardwise.engine.gradient_weighting import Share, is_summed, share_of
+from shardwise.engine.gradient_weighting import LossWeight, is_summed, weigh
 from shardwise.errors import UsageError
 
 LOSS = torch.tensor(2.0)
@@ -14,7 +14,7 @@ ONE, OTHER = Batch(samples=8), Batch(samples=8)
 
 def count(accumulation, batch, weight=None, same_items=None, summed=False):
     """Whether the items of one more loss had been counted; it is added."""
-    share = share_of(batch, weight, summed=summed)
+    share = weigh(batch, weight, summed=summed)
     term = accumulation.term(
         batch, share, given=weight is not None, summed=summed, same_items=same_items
     )
@@ -74,7 +74,7 @@ def test_sums_have_the_factor_one_and_no_weight():
     assert not count(accumulation, OTHER, summed=True)
     assert accumulation.weights == [8.0, 0.0, 8.0]
     assert accumulation.losses == [2.0] * 3
-    assert share_of(Batch(samples=0), None, summed=True) == Share(factor=0.0, items=0.0)
+    assert weigh(Batch(samples=0), None, summed=True) == LossWeight(factor=0.0, items=0.0)
     with pytest.raises(UsageError, match=r"sums .* and losses that are means"):
         count(accumulation, ONE)
     accumulation.clear()

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.checkpoint.byte_ranges import ByteRange
-from shardwise.checkpoint.checksum import Part
+from shardwise.checkpoint.checksum import ChecksumPart
 from shardwise.checkpoint.folders import DOCUMENT, Draft
-from shardwise.checkpoint.writer import Sink, Tensor, Writer
+from shardwise.checkpoint.writer import Tensor, TensorSink, Writer
 from shardwise.timeline import Row, span
 
 RESERVED = 4096
@@ -52,14 +52,14 @@ class Copies:
     def settle(self) -> None:
         """It was copied."""
 
-    def play(self, sink: Sink) -> None:
+    def play(self, sink: TensorSink) -> None:
         """Give all of it to `sink`."""
         for kind, ranges, memory in self._given:
             sink.write(kind, ranges, memory)
         sink.settle()
 
 
-class Job(threading.Thread):
+class BackgroundSave(threading.Thread):
     """One save on its way; `failure` says what went wrong once the thread has ended.
 
     `finish` makes the checkpoint complete from the sums of all ranks; it is called on rank 0.
@@ -72,7 +72,7 @@ class Job(threading.Thread):
         copies: Copies,
         writer: Writer,
         draft: Draft,
-        finish: Callable[[Sequence[Mapping[Tensor, Sequence[Part]]]], None],
+        finish: Callable[[Sequence[Mapping[Tensor, Sequence[ChecksumPart]]]], None],
         *,
         rank: int,
         size: int,
@@ -158,8 +158,8 @@ class Job(threading.Thread):
         return f"{self.draft.final} was not written. {type(error).__name__}: {error}"
 
 
-def _sums(told: Sequence[Any]) -> dict[Tensor, list[Part]]:
-    return {(kind, name): [Part(*part) for part in parts] for kind, name, parts in told}
+def _sums(told: Sequence[Any]) -> dict[Tensor, list[ChecksumPart]]:
+    return {(kind, name): [ChecksumPart(*part) for part in parts] for kind, name, parts in told}
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Tensors of any file, read by ranges of elements: no rank reads what it does not hold."""
+"""Reads tensors of any file by ranges of elements, so that no rank reads what it does not hold."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _CHUNK = 2**20
 """Elements that are read at a time to be summed."""
 
 
-class Tensors(ABC):
-    """Tensors by name; `specs` says what there is."""
+class TensorReader(ABC):
+    """Reads tensors by name; `specs` says what there is."""
 
     specs: Mapping[str, TensorSpec]
 
@@ -61,7 +61,7 @@ class Tensors(ABC):
         """Let go of the files."""
 
 
-class Safetensors(Tensors):
+class SafetensorsReader(TensorReader):
     """The tensors of one or several safetensors files.
 
     `headers` are the CRC-32 that their headers must have, by the names of files, as far as known.
@@ -145,7 +145,7 @@ class Safetensors(Tensors):
             os.close(self._fds.popitem()[1])
 
 
-class Pickled(Tensors):
+class PickleReader(TensorReader):
     """The tensors of files that torch.save wrote; never runs code."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -221,7 +221,7 @@ def _name_in(path: Path, name: Any, value: Tensor) -> str:
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
 
-def open_foreign(path: Path) -> Tensors:
+def open_foreign(path: Path) -> TensorReader:
     """The tensors of a file, or of a folder as Hugging Face writes them, split or not.
 
     Raises CheckpointError where there is none.
@@ -229,9 +229,9 @@ def open_foreign(path: Path) -> Tensors:
     if path.is_dir():
         for stem in ("model", "diffusion_pytorch_model", "pytorch_model"):
             if (files := files_of(path, stem, ".safetensors")) is not None:
-                return Safetensors(files)
+                return SafetensorsReader(files)
         if (files := files_of(path, "pytorch_model", ".bin")) is not None:
-            return Pickled(files)
+            return PickleReader(files)
         raise CheckpointError(
             f"{path} holds no model.safetensors, model.safetensors.index.json or "
             "pytorch_model.bin. Name a file, the folder of a checkpoint's step, or that of a model."
@@ -239,9 +239,9 @@ def open_foreign(path: Path) -> Tensors:
     if not path.exists():
         raise CheckpointError(f"There is no {path} to load.")
     if path.suffix == ".safetensors":
-        return Safetensors([path])
+        return SafetensorsReader([path])
     if path.suffix in _PICKLES:
-        return Pickled([path])
+        return PickleReader([path])
     raise CheckpointError(
         f"{path} ends in {path.suffix or 'nothing'}: what can be loaded ends in .safetensors, "
         f"{', '.join(_PICKLES)}, or is a folder."
@@ -250,9 +250,9 @@ def open_foreign(path: Path) -> Tensors:
 
 def open_set(
     folder: Path, names: Iterable[Any], headers: Mapping[str, str] | None = None
-) -> Safetensors:
-    """The files `names` of a checkpoint in `folder`; `headers` as Safetensors has them."""
-    return Safetensors([folder / _plain_name(folder, name) for name in names], headers)
+) -> SafetensorsReader:
+    """The files `names` of a checkpoint in `folder`; `headers` as SafetensorsReader has them."""
+    return SafetensorsReader([folder / _plain_name(folder, name) for name in names], headers)
 
 
 def files_of(folder: Path, stem: str, suffix: str) -> list[Path] | None:

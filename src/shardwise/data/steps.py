@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from shardwise import timeline
-from shardwise.current_batch import Batch, Plan
-from shardwise.data.source import Item, Micro
+from shardwise.current_batch import Batch, StreamShape
+from shardwise.data.source import Item, MicroBatch
 from shardwise.data.transfer import to_device
 from shardwise.errors import UsageError
 from shardwise.world import World
 
 
-class Pass:
+class LoaderPass:
     """Hands out the items of one pass, telling the feed what each holds.
 
     `stepped(total)` is called when the last micro-batch of a step is handed out: from then on
@@ -29,7 +29,7 @@ class Pass:
         *,
         world: World,
         name: str,
-        plan: Plan,
+        plan: StreamShape,
         pinned: bool,
         stepped: Callable[[int], None],
     ) -> None:
@@ -37,17 +37,17 @@ class Pass:
         self._world = world
         self._pinned = pinned
         self._stepped = stepped
-        self.stream = world.feed.open(name, plan)
+        self.stream = world.current_batch.open(name, plan)
         self.open = True
         self._in_hand = False  # samples to train on, since the last step was asked for
         self._step: object = None
 
-    def steps(self, first: int) -> Iterator[Step]:
+    def steps(self, first: int) -> Iterator[LoaderStep]:
         """The steps of this pass, numbered from `first`; each is finished before the next."""
         try:
             self._tell_asked(self._world.step_log.began)
             for number, item in enumerate(iter(self._fetched, None), first):
-                step = Step(self, item, number)
+                step = LoaderStep(self, item, number)
                 yield step
                 step._finish()
                 self._tell_asked(self._world.step_log.asked)
@@ -57,7 +57,7 @@ class Pass:
     def close(self) -> None:
         """Forget the stream and let go of what reads the data; closing twice is harmless."""
         self.open = False
-        self._world.feed.close(self.stream)
+        self._world.current_batch.close(self.stream)
         self._world.step_log.closed(in_hand=self._in_hand)
         self._in_hand = False
         self._items = iter(())
@@ -78,7 +78,7 @@ class Pass:
             total=micro.total,
             step=self._step,
         )
-        self._world.feed.give(self.stream, batch, training=torch.is_grad_enabled())
+        self._world.current_batch.give(self.stream, batch, training=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self._world.step_log.given(micro.samples, micro.epoch)
             self._in_hand = True
@@ -89,13 +89,13 @@ class Pass:
     def sit_out(self, item: Item) -> None:
         """Leave out the batch of an evaluation of which this rank has no sample."""
         self._check_open()
-        self._world.feed.sat_out += 1
+        self._world.current_batch.sat_out += 1
         if item[0].last:
             self._stepped(item[0].total)
 
     def some_sit_out(self) -> AbstractContextManager[None]:
         """Inside the block ranks run different numbers of forwards."""
-        return self._world.feed.some_sit_out()
+        return self._world.current_batch.some_sit_out()
 
     def next_item(self) -> Item:
         """The next micro-batch of a step that has begun."""
@@ -109,7 +109,7 @@ class Pass:
         with timeline.span("next batch", timeline.Row.DATA):
             return next(self._items, None)
 
-    def pass_over(self, micro: Micro, left: int) -> None:
+    def pass_over(self, micro: MicroBatch, left: int) -> None:
         """Leave a whole step out."""
         for _ in range(left):
             self.next_item()
@@ -129,10 +129,10 @@ class Pass:
             )
 
 
-class Step:
+class LoaderStep:
     """The micro-batches of one step: iterate over it once. `number` counts from 0 in its epoch."""
 
-    def __init__(self, whole: Pass, first: Item, number: int) -> None:
+    def __init__(self, whole: LoaderPass, first: Item, number: int) -> None:
         self.number = number
         self._pass = whole
         self._first = first
@@ -174,5 +174,5 @@ class Step:
             )
 
 
-def _numbers(micro: Micro) -> tuple[int, ...]:
+def _numbers(micro: MicroBatch) -> tuple[int, ...]:
     return tuple(index for index in micro.indices if isinstance(index, int))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.current_batch import Batch
-from shardwise.engine.gradient_weighting import Share
+from shardwise.engine.gradient_weighting import LossWeight
 from shardwise.engine.step_statistics import Number
 from shardwise.errors import UsageError
 
@@ -17,12 +17,12 @@ from shardwise.errors import UsageError
 class LossTerm:
     """How one loss counts in its step.
 
-    `batch` is the one it comes from and `share` its weight; `given` says whether the user gave the
-    weight, `repeated` whether an earlier backward of the step has counted the same items.
+    `batch` is the one it comes from and `weight` how much it counts; `given` says whether the user
+    gave the weight, `repeated` whether an earlier backward of the step has counted its items.
     """
 
     batch: Batch | None
-    share: Share
+    weight: LossWeight
     given: bool
     repeated: bool
 
@@ -62,13 +62,13 @@ class Accumulation:
     def term(
         self,
         batch: Batch | None,
-        share: Share,
+        weight: LossWeight,
         *,
         given: bool,
         summed: bool,
         same_items: bool | None = None,
     ) -> LossTerm:
-        """How a loss with `share` of `batch` will count; its weight was `given` by the user or not.
+        """How a loss of `batch` will count; its `weight` was `given` by the user or not.
 
         Losses of the same items add up, those of other items are averaged by their numbers. Unless
         `same_items` says which it is, losses of one batch are of the same items, as in plain
@@ -77,14 +77,14 @@ class Accumulation:
         Raises UsageError where that is ambiguous, and for a loss that is `summed` beside means.
         """
         self._check_reduction(summed=summed)
-        return LossTerm(batch, share, given, self._is_repeated(batch, share, given, same_items))
+        return LossTerm(batch, weight, given, self._is_repeated(batch, weight, given, same_items))
 
     def add(self, loss: Tensor, term: LossTerm, *, summed: bool) -> None:
         """Count one backward of `loss`."""
         self.summed = summed
         self.indices.append(() if term.batch is None else term.batch.indices)
-        self.weights.append(0.0 if term.repeated else term.share.items)
-        self.losses.append(_weighted(loss, term.share.factor))
+        self.weights.append(0.0 if term.repeated else term.weight.items)
+        self.losses.append(_weighted(loss, term.weight.factor))
         self._terms.append(term)
 
     def _check_reduction(self, *, summed: bool) -> None:
@@ -97,14 +97,14 @@ class Accumulation:
             )
 
     def _is_repeated(
-        self, batch: Batch | None, share: Share, given: bool, same_items: bool | None
+        self, batch: Batch | None, weight: LossWeight, given: bool, same_items: bool | None
     ) -> bool:
         """Whether an earlier backward of this step has counted the items of a loss.
 
         Raises UsageError where a weight was `given` for one of two losses of a batch, since they
         may as well be of parts of it, and for means over other numbers of the same items.
         """
-        if same_items is False or (not isinstance(share.items, Tensor) and share.items == 0):
+        if same_items is False or (not isinstance(weight.items, Tensor) and weight.items == 0):
             return False
         earlier = [term for term in self._terms if batch is not None and term.batch is batch]
         if same_items is None:
@@ -122,10 +122,10 @@ class Accumulation:
                 "same_items=True is for a further loss of items that an earlier engine.backward "
                 "of this step has counted, and this is the first one: leave it out here."
             )
-        before = (earlier or self._terms)[-1].share.items
-        if not self.summed and float(share.items) != float(before):
+        before = (earlier or self._terms)[-1].weight.items
+        if not self.summed and float(weight.items) != float(before):
             raise UsageError(
-                f"same_items=True, but this loss is a mean over {float(share.items):g} items and "
+                f"same_items=True, but this loss is a mean over {float(weight.items):g} items and "
                 f"the one before over {float(before):g}. Means over other numbers cannot be added "
                 "beside each other: divide both by totals over all workers (world.sum) yourself, "
                 'and write engine.backward(loss, reduction="sum").'

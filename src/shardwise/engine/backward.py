@@ -15,7 +15,7 @@ from shardwise.current_batch import Batch
 from shardwise.engine import pipeline_runner, start_lines, usage_checks
 from shardwise.engine.accumulation import LossTerm
 from shardwise.engine.engine_state import EngineState
-from shardwise.engine.gradient_weighting import Share, is_summed, share_of
+from shardwise.engine.gradient_weighting import LossWeight, is_summed, weigh
 from shardwise.engine.pipeline_runner import Pipelining
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.user_objects import living
@@ -60,14 +60,14 @@ class Backward:
         usage_checks.check_loss(loss)
         given, summed = weight is not None, is_summed(reduction, weighted=weight is not None)
         batch = self._begin(weighted=given or summed, anew=given and not same_items)
-        share = share_of(batch, weight, summed=summed)
+        weighed = weigh(batch, weight, summed=summed)
         term = self._accumulation.term(
-            batch, share, given=given, summed=summed, same_items=same_items
+            batch, weighed, given=given, summed=summed, same_items=same_items
         )
         self._announce(None, loss, batch, summed=summed)
         if last is None:
             last = batch.last if batch is not None else True
-        factor = share.factor
+        factor = weighed.factor
         if isinstance(loss, Piece):
             loss = self._stage_by_stage(loss, float(factor), last=last, keep_graph=retain_graph)
         else:
@@ -95,8 +95,10 @@ class Backward:
             for rows, part in cut
         ]
         factors = [float(each > 0) for each in items] if summed else items
-        share = Share(factor=sum(factors), items=sum(items))
-        term = self._accumulation.term(of, share, given=given, summed=summed, same_items=same_items)
+        weighed = LossWeight(factor=sum(factors), items=sum(items))
+        term = self._accumulation.term(
+            of, weighed, given=given, summed=summed, same_items=same_items
+        )
         self._announce(count)
         parts = [(factor, part) for factor, (_, part) in zip(factors, cut, strict=True)]
         last = of.last if of is not None else True
@@ -104,7 +106,7 @@ class Backward:
         with self.abandoning():
             loss = run(loss_of, parts, last=last)
         self._end(loss, term, summed=summed)
-        return loss * share.factor if summed else loss
+        return loss * weighed.factor if summed else loss
 
     def abandon(self) -> None:
         """Forget this step: a backward failed, or the user wants its gradients no more."""
@@ -150,10 +152,10 @@ class Backward:
         )
         # In a loop that no Loader feeds, the forward that came before counts for nothing. With a
         # Loader the body of the loop is finished first: other engines may step in it too.
-        if state.asked_to_end and not world.feed.in_loop():
+        if state.asked_to_end and not world.current_batch.in_loop():
             world.preemption.leave_between_steps()
         self._objects.look_for_changes()
-        batch = world.feed.batch_of_loss(weighted=weighted, anew=anew)
+        batch = world.current_batch.batch_of_loss(weighted=weighted, anew=anew)
         self.check_gradients()
         return batch
 
@@ -174,7 +176,7 @@ class Backward:
                 start_lines.announce_sum(self._world, self._spec, loss, batch.samples)
 
     def _end(self, loss: Tensor, term: LossTerm, *, summed: bool) -> None:
-        self._world.feed.train()
+        self._world.current_batch.train()
         self._accumulation.add(loss, term, summed=summed)
         buffers = self._objects.buffers
         if term.batch is not None and term.batch.samples == 0:

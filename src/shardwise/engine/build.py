@@ -34,7 +34,7 @@ from shardwise.states.tracked import Tracked
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShardedUnits:
     """What shows sharded parameters while they are needed."""
 
     sections: Sections
@@ -60,7 +60,7 @@ class States:
     gradients: Gradients
     optimizer: OptimizerState
     gathering: Gathering
-    shown: Shown | None
+    shown: ShardedUnits | None
     shelves: dict[str, Shelf]
     averages: Averages | None
 
@@ -192,7 +192,7 @@ def _told_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
     }
 
 
-def _pace(parameters: Parameters, gradients: Gradients, shown: Shown) -> bool:
+def _pace(parameters: Parameters, gradients: Gradients, shown: ShardedUnits) -> bool:
     """Let a unit's gradients start when all ranks are past it; whether the units take turns."""
     buckets: dict[int, list[int]] = defaultdict(list)
     for number, bucket in enumerate(parameters.buckets):
@@ -307,7 +307,7 @@ def _parameters(
     tracked: Sequence[Tracked],
     owners: Mapping[nn.Parameter, GroupOf],
     shelf: Shelf,
-) -> tuple[Parameters, Shown | None]:
+) -> tuple[Parameters, ShardedUnits | None]:
     """The parameters as the placement wants them, and what shows them where they are sharded."""
     if not spec.placement.is_sharded("parameters"):
         buckets = _buckets(spec, [_spec(spec, t, owners[t.parameter], 0) for t in tracked])
@@ -325,9 +325,11 @@ def _parameters(
         shelf,
         partial(initial_values.value_of, group=spec.data_group),
     )
-    residency = unit_assignment.make_residency(found, parameters, spec.gather_group, spec.gather_order)
+    residency = unit_assignment.make_residency(
+        found, parameters, spec.gather_group, spec.gather_order
+    )
     unit_assignment.open_doors(found, residency, spec.unit_hooks)
-    return parameters, Shown(found, residency, unit_assignment.refuse_copies(found))
+    return parameters, ShardedUnits(found, residency, unit_assignment.refuse_copies(found))
 
 
 def _spec(spec: EngineSpec, tracked: Tracked, owner: GroupOf | None, unit: int) -> layout.Spec:

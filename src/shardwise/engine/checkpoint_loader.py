@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.folders import Found
-from shardwise.engine import consistency, loading, optimizer_numbers, usage_checks
-from shardwise.engine.checkpoint_tensors import Lending
+from shardwise.engine import consistency, loading, optimizer_fields, usage_checks
+from shardwise.engine.checkpoint_tensors import EngineTensors
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.tracking import Tracking
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
@@ -63,10 +63,12 @@ class CheckpointLoader:
         What raises BrokenCheckpoint has changed nothing, and raises it on all ranks alike.
         """
         self._objects.look_for_changes()
-        lending = Lending(self._spec, self._objects.states)
+        engine_tensors = EngineTensors(self._spec, self._objects.states)
         with ExitStack() as stack:
             stack.enter_context(span("load", Row.CHECKPOINT))
-            examine = partial(self._examine, path, lending, stack, strict=strict, alone=model_only)
+            examine = partial(
+                self._examine, path, engine_tensors, stack, strict=strict, alone=model_only
+            )
             source, beside = self._alike(path, examine)
             if model_only and not source.fields and folders.lacks_document(path):
                 self._world.say_once(
@@ -74,14 +76,14 @@ class CheckpointLoader:
                     "were written cannot be told."
                 )
             if self._objects.make_room_for_averages(source.averaged):
-                lending = Lending(self._spec, self._objects.states)
-            loading.fill_model(lending, source)
+                engine_tensors = EngineTensors(self._spec, self._objects.states)
+            loading.fill_model(engine_tensors, source)
             self._objects.buffers.remember()
             if self._spec.pipeline is not None:
                 self._spec.pipeline.loans.changed()
             if beside is None:
                 return None
-            loading.fill_optimizers(lending, source, beside.optimizers)
+            loading.fill_optimizers(engine_tensors, source, beside.optimizers)
         self._state.scale.restore(beside.scaling)
         self._state.weighting.unit = beside.scaling["unit"]
         if beside.scaling["wide"] and self._spec.settings.reduce_dtype == "fp32":
@@ -97,20 +99,28 @@ class CheckpointLoader:
         return beside.step
 
     def _examine(
-        self, path: Path, lending: Lending, stack: ExitStack, *, strict: bool, alone: bool
-    ) -> tuple[loading.Source, _Beside | None]:
+        self,
+        path: Path,
+        engine_tensors: EngineTensors,
+        stack: ExitStack,
+        *,
+        strict: bool,
+        alone: bool,
+    ) -> tuple[loading.CheckpointSource, _Beside | None]:
         """What `path` has, of which this rank has read its part to the end.
 
         The second is None where only the model is wanted (`alone`) or there is no more.
         """
-        source = loading.open_source(path, lending, strict=strict, alone=alone, stack=stack)
+        source = loading.open_source(path, engine_tensors, strict=strict, alone=alone, stack=stack)
         if not source.fields:
             return source, None
-        loading.verify(path, source, lending.spec.world_group.rank, lending.spec.world_group.size)
+        loading.verify(
+            path, source, engine_tensors.spec.world_group.rank, engine_tensors.spec.world_group.size
+        )
         if alone:
             return source, None
         beside = _beside(path, source.fields, self._tracked)
-        optimizer_numbers.check(lending, source.fields, beside.optimizers)
+        optimizer_fields.check(engine_tensors, source.fields, beside.optimizers)
         return source, beside
 
     def _alike(self, path: Path, work: Callable[[], T]) -> T:
@@ -152,14 +162,14 @@ class _Beside:
     seed: int
     scaling: Mapping[str, Any]
     tracked: Mapping[str, Any]
-    optimizers: optimizer_numbers.Numbers
+    optimizers: optimizer_fields.OptimizerFields
     draws: GeneratorStates | None
 
 
 def _beside(path: Path, fields: Mapping[str, Any], tracking: Tracking) -> _Beside:
     """Raises BrokenCheckpoint for what cannot be read."""
     tracked = tracking.read(path, fields)
-    numbers = optimizer_numbers.read(fields)
+    numbers = optimizer_fields.read(fields)
     step, seed, scaling = fields["step"], fields["seed"], fields["scaling"]
     return _Beside(step, seed, scaling, tracked, numbers, _draws(path, fields.get("draws")))
 

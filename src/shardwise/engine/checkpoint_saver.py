@@ -16,12 +16,12 @@ from weakref import WeakMethod, finalize
 
 import torch
 
-from shardwise.checkpoint.background import Copies, Job, reserve
-from shardwise.checkpoint.folder_lock import Claim, take
+from shardwise.checkpoint.background import BackgroundSave, Copies, reserve
+from shardwise.checkpoint.folder_lock import FolderClaim, take
 from shardwise.checkpoint.folders import Draft
 from shardwise.checkpoint.writer import Writer
 from shardwise.engine import consistency, saving
-from shardwise.engine.checkpoint_tensors import Lending
+from shardwise.engine.checkpoint_tensors import EngineTensors
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.tracking import Tracking
 from shardwise.errors import CheckpointError, CheckpointNotWritten, FolderInUse, UsageError
@@ -39,8 +39,8 @@ class CheckpointSaver:
         self._objects = state.objects
         self._tracked = tracked
         self._copies = Copies()
-        self._job: Job | None = None
-        self._claims: dict[Path, Claim] = {}
+        self._job: BackgroundSave | None = None
+        self._claims: dict[Path, FolderClaim] = {}
         self._is_awaited_at_exit = False
         finalize(self, _release, self._claims)
 
@@ -56,13 +56,15 @@ class CheckpointSaver:
             raise UsageError(f"keep takes how many checkpoints to keep, 1 or more, not {keep}.")
         self.wait()
         self._objects.look_for_changes()
-        for line in self._tracked.lacks(self._spec.optimizers, self._world.feed.training_streams()):
+        for line in self._tracked.lacks(
+            self._spec.optimizers, self._world.current_batch.training_streams()
+        ):
             self._world.say_once(line)
         spec, steps = self._spec, self._state.steps
         self.claim(folder)
-        lending = Lending(spec, self._objects.states)
-        made = saving.plan(lending, split)
-        fields, more, failure = self._beside(lending, made)
+        engine_tensors = EngineTensors(spec, self._objects.states)
+        made = saving.plan(engine_tensors, split)
+        fields, more, failure = self._beside(engine_tensors, made)
         consistency.agree(spec.world_group, failure)
         draft = Draft(folder, steps, made.nbytes)
         kept = partial(self._world.telling.kept, self._state.number, steps)
@@ -72,7 +74,7 @@ class CheckpointSaver:
             name, about = ("copy" if background else "write"), {"bytes": made.nbytes}
             with span(name, Row.CHECKPOINT, about):
                 how = self._start if background else self._write
-                how(lending, made, draft, finish)
+                how(engine_tensors, made, draft, finish)
         except CheckpointNotWritten:
             if spec.world_group.rank == 0:
                 draft.discard()  # a part of it would only take up room
@@ -112,14 +114,14 @@ class CheckpointSaver:
 
     def _write(
         self,
-        lending: Lending,
-        made: saving.Plan,
+        engine_tensors: EngineTensors,
+        made: saving.SavePlan,
         draft: Draft,
         finish: Callable[[Any], None],
     ) -> None:
         """Write all of it, and return when it is complete."""
-        group = lending.spec.world_group
-        sums = saving.write(lending, made, draft)
+        group = engine_tensors.spec.world_group
+        sums = saving.write(engine_tensors, made, draft)
         failure = None
         if group.rank == 0:
             failure = saving.told_of(lambda: finish([sums]), draft)
@@ -132,14 +134,14 @@ class CheckpointSaver:
         self._world.print(f"shardwise: {error} Training goes on.", file=sys.stderr)
 
     def _beside(
-        self, lending: Lending, made: saving.Plan
+        self, engine_tensors: EngineTensors, made: saving.SavePlan
     ) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
         """What stands beside the tensors, and why it cannot be told; on rank 0."""
-        if lending.spec.world_group.rank > 0:
+        if engine_tensors.spec.world_group.rank > 0:
             return {}, {}, None
         try:
             tracked, files = self._tracked.states()
-            fields = saving.state_fields(lending, made)
+            fields = saving.state_fields(engine_tensors, made)
         except CheckpointError as error:
             return {}, {}, str(error)
         fields |= {
@@ -148,26 +150,26 @@ class CheckpointSaver:
             "scaling": self._state.scale.state()
             | {"unit": self._state.weighting.unit, "wide": self._objects.states.gradients.wide},
             "tracked": tracked,
-            "written_by": _writer(self._world, lending),
+            "written_by": _writer(self._world, engine_tensors),
         }
         if (draws := self._world.draws.state()) is not None:
             fields["draws"] = draws
-        return fields, files | _config_of(lending), None
+        return fields, files | _config_of(engine_tensors), None
 
     def _start(
         self,
-        lending: Lending,
-        made: saving.Plan,
+        engine_tensors: EngineTensors,
+        made: saving.SavePlan,
         draft: Draft,
         finish: Callable[[Any], None],
     ) -> None:
         """Copy what is to be written, and let a thread write it."""
-        group = lending.spec.world_group
+        group = engine_tensors.spec.world_group
         self._copies.begin()
-        saving.lend(lending, made, self._copies)
+        saving.lend(engine_tensors, made, self._copies)
         failure = saving.told_of(lambda: reserve(draft.path, group.rank), draft)
         consistency.agree(group, failure, CheckpointNotWritten)
-        self._job = Job(
+        self._job = BackgroundSave(
             self._copies,
             Writer(draft.path, made.sets),
             draft,
@@ -198,7 +200,7 @@ class CheckpointSaver:
         """Undo what a forward has done since, that no step will follow. Without a loop over a
         Loader that is also what was drawn for it in common; in one, the body has been finished."""
         self._objects.buffers.restore()
-        if not self._world.feed.in_loop():
+        if not self._world.current_batch.in_loop():
             self._world.draws.go_back_to_boundary()
 
     def wait(self) -> None:
@@ -213,7 +215,7 @@ class CheckpointSaver:
 
 
 def _finish(
-    made: saving.Plan,
+    made: saving.SavePlan,
     fields: Mapping[str, Any],
     more: Mapping[str, bytes],
     draft: Draft,
@@ -232,15 +234,15 @@ def _finish(
         say(line)
 
 
-def _release(claims: dict[Path, Claim]) -> None:
+def _release(claims: dict[Path, FolderClaim]) -> None:
     while claims:
         claims.popitem()[1].release()
 
 
-def _config_of(lending: Lending) -> dict[str, bytes]:
+def _config_of(engine_tensors: EngineTensors) -> dict[str, bytes]:
     """The model's config.json, as transformers' models have one."""
     found = {}
-    for model in lending.spec.models if len(lending.spec.models) == 1 else ():
+    for model in engine_tensors.spec.models if len(engine_tensors.spec.models) == 1 else ():
         config: Any = getattr(model, "config", None)
         if callable(getattr(config, "to_json_string", None)):
             if not getattr(config, "architectures", None):
@@ -249,15 +251,15 @@ def _config_of(lending: Lending) -> dict[str, bytes]:
     return found
 
 
-def _writer(world: World, lending: Lending) -> dict[str, Any]:
+def _writer(world: World, engine_tensors: EngineTensors) -> dict[str, Any]:
     """Who wrote it: for people to read, and never looked at."""
     return {
         "shardwise": version("shardwise"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "workers": world.size,
-        "placement": lending.spec.placement.name,
-        "precision": lending.spec.settings.precision,
+        "placement": engine_tensors.spec.placement.name,
+        "precision": engine_tensors.spec.settings.precision,
     }
 
 

@@ -98,9 +98,9 @@ def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
     return TensorSpec(name, name_of(value.dtype), shape)
 
 
-def optimizer_specs(lending: Lending, told: Told) -> list[TensorSpec]:
+def optimizer_specs(engine_tensors: EngineTensors, told: Told) -> list[TensorSpec]:
     """The tensors beside the model's that the optimizers keep, masters in another dtype first."""
-    states, specs = lending.states, []
+    states, specs = engine_tensors.states, []
     tracked = states.parameters.tracked
     masters = {
         slot.parameter: part.master.dtype
@@ -116,9 +116,9 @@ def optimizer_specs(lending: Lending, told: Told) -> list[TensorSpec]:
             if isinstance(entry, Blank):
                 name = tensor_spans.state_name(form.name, key)
                 specs.append(TensorSpec(name, name_of(entry.dtype), entry.shape))
-    for each in lending.idle:
+    for each in engine_tensors.idle:
         for key, value in sorted(each.tensors.items()):
-            shard = lending.spec.shard_of(each.parameter)
+            shard = engine_tensors.spec.shard_of(each.parameter)
             specs.append(spec_of(tensor_spans.state_name(each.name, key), value, shard))
     return specs
 
@@ -148,7 +148,7 @@ def _each(*several: list[bool]) -> list[bool]:
     return [all(flags) for flags in zip(*several, strict=True)]
 
 
-class Lending:
+class EngineTensors:
     """All that a rank holds, to be written or to be filled; made by all ranks together."""
 
     def __init__(self, spec: EngineSpec, states: States) -> None:

@@ -74,7 +74,11 @@ def show(table: Table) -> None:
 
 
 def _title(spec: EngineSpec, transport: str) -> str:
-    ranks = "one rank" if spec.world_group.size == 1 else f"{spec.world_group.size} ranks over {transport}"
+    ranks = (
+        "one rank"
+        if spec.world_group.size == 1
+        else f"{spec.world_group.size} ranks over {transport}"
+    )
     layers = "" if spec.pipeline is None else f", of the layers of rank {spec.world_group.rank}"
     return f"{spec.placement.name} on {ranks}; bytes per rank{layers}"
 

@@ -80,7 +80,9 @@ class EngineSpec:
 
     def runs(self, module: nn.Module) -> bool:
         """Whether this rank runs `module`, or the first of what is in it."""
-        return self.pipeline is None or self.pipeline.stage_of_module(module) in self.pipeline.stages
+        return (
+            self.pipeline is None or self.pipeline.stage_of_module(module) in self.pipeline.stages
+        )
 
     @property
     def pipeline_rank(self) -> int:
@@ -121,7 +123,9 @@ class EngineSpec:
     @cached_property
     def gather_group(self) -> Collectives:
         """The same ranks for gathers, whose order against other collectives may differ."""
-        side = self.gather_order.group  # made here, by all ranks: not in the first forward that asks
+        side = (
+            self.gather_order.group
+        )  # made here, by all ranks: not in the first forward that asks
         return side if self.shard_group is self.data_group else self.shard_group.second_group()
 
     def leave_groups(self) -> None:

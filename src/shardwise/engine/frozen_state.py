@@ -30,7 +30,7 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class Idle:
+class FrozenState:
     """A parameter that a group of an optimizer has, and that is not trained now."""
 
     name: str
@@ -67,7 +67,7 @@ class Idle:
             }
 
 
-def idle(spec: EngineSpec, states: States) -> Iterator[Idle]:
+def idle(spec: EngineSpec, states: States) -> Iterator[FrozenState]:
     """All of them, in the order of the optimizers' groups."""
     trained = {tracked.parameter for tracked in states.parameters.tracked}
     names = {tracked.parameter: tracked.name for tracked in spec.located()}
@@ -75,4 +75,4 @@ def idle(spec: EngineSpec, states: States) -> Iterator[Idle]:
         for group in (_Group(face, options) for options in face.param_groups):
             for parameter in group.options["params"]:
                 if parameter not in trained and spec.is_here(parameter):
-                    yield Idle(names[parameter], parameter, group)
+                    yield FrozenState(names[parameter], parameter, group)

@@ -32,7 +32,7 @@ REDUCTIONS = ("mean", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class LossWeight:
     """How a loss counts in its step: its gradient is multiplied by `factor` before it is added,
     and the number of items that the step has seen grows by `items`.
 
@@ -44,7 +44,7 @@ class Share:
     items: float | Tensor
 
 
-def share_of(batch: Batch | None, weight: float | Tensor | None, *, summed: bool) -> Share:
+def weigh(batch: Batch | None, weight: float | Tensor | None, *, summed: bool) -> LossWeight:
     """How a loss of `batch` counts: a mean over `weight` items, or `summed` over them.
 
     Without `weight` it is the samples of the batch, and 1 without a batch. A stand-in weighs
@@ -52,8 +52,8 @@ def share_of(batch: Batch | None, weight: float | Tensor | None, *, summed: bool
     """
     items = _items(weight, batch)
     if not summed:
-        return Share(factor=items, items=items)
-    return Share(factor=1.0 if items else 0.0, items=items)
+        return LossWeight(factor=items, items=items)
+    return LossWeight(factor=1.0 if items else 0.0, items=items)
 
 
 def is_summed(reduction: str, *, weighted: bool) -> bool:

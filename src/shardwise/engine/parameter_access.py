@@ -21,7 +21,7 @@ class ParameterAccess:
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        state.world.feed.allow_uneven(self._while_some_sit_out)
+        state.world.current_batch.allow_uneven(self._while_some_sit_out)
 
     @contextmanager
     def full_parameters(self, module: nn.Module | None, *, write: bool) -> Iterator[None]:
@@ -114,7 +114,9 @@ class ParameterAccess:
                 "in parts: load it into the optimizer before sw.Engine(...)."
             )
         if not all(spec.world_group.gather_plain(plain is not None)):
-            plain = spec.world_group.gather_objects(plain if spec.world_group.rank == 0 else None)[0]
+            plain = spec.world_group.gather_objects(plain if spec.world_group.rank == 0 else None)[
+                0
+            ]
         if plain is None:
             raise UsageError("engine.load_optimizer_state_dict takes a state_dict on rank 0.")
         owner = whole_tensors.only(spec, optimizer)

@@ -203,7 +203,7 @@ def _in_turn_line(spec: EngineSpec) -> str:
 
 
 def _batch_line(world: World) -> str:
-    streams = world.feed.training_streams()
+    streams = world.current_batch.training_streams()
     plan = streams[-1].plan if streams else None
     if plan is None or plan.batch_size is None:
         return _unknown_batch(world)
@@ -219,7 +219,7 @@ def _batch_line(world: World) -> str:
 
 def _unknown_batch(world: World) -> str:
     line = "  batch: as the script gives it to each worker"
-    if world.size == 1 or world.feed.streams:
+    if world.size == 1 or world.current_batch.streams:
         return line
     return (
         f"{line}; no sw.Loader is in use, and a plain DataLoader gives every worker the whole "

@@ -15,7 +15,7 @@ from shardwise.checkpoint import json_values
 from shardwise.checkpoint.document import crc_of
 from shardwise.checkpoint.regular_files import read_whole
 from shardwise.checkpoint.schema import plain_name
-from shardwise.current_batch import Stream
+from shardwise.current_batch import LoaderStream
 from shardwise.engine.trackable import trackable
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch, UsageError
 
@@ -63,7 +63,7 @@ class Tracking:
         return fields, files
 
     def lacks(
-        self, optimizers: Iterable[optim.Optimizer], streams: Iterable[Stream]
+        self, optimizers: Iterable[optim.Optimizer], streams: Iterable[LoaderStream]
     ) -> Iterator[str]:
         """In words, what a resume from a save of now would start anew."""
         known = list(self._tracked.values())

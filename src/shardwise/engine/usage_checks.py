@@ -129,7 +129,7 @@ _HOOKS = "_shardwise_hooks"
 
 
 @dataclass(frozen=True)
-class Keeper:
+class OptimizerCallbacks:
     """What stands behind an optimizer that an engine has: bound methods, held weakly.
 
     `welcome` is called with each parameter group that is added to it. On one worker, `told` has
@@ -144,7 +144,7 @@ class Keeper:
     alone: bool
 
 
-def forbid(optimizer: optim.Optimizer, keeper: Keeper) -> None:
+def forbid(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> None:
     """Let `step` of the user's optimizer raise from now on, and what it has of state be the
     engine's."""
     allow(optimizer)
@@ -152,11 +152,11 @@ def forbid(optimizer: optim.Optimizer, keeper: Keeper) -> None:
 
     def add_param_group(param_group: dict[str, Any]) -> None:
         add(param_group)
-        if (greet := keeper.welcome()) is not None:
+        if (greet := callbacks.welcome()) is not None:
             greet(optimizer.param_groups[-1])
 
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-    state = _lent(optimizer, keeper) if keeper.alone else _refused(optimizer)
+    state = _lent(optimizer, callbacks) if callbacks.alone else _refused(optimizer)
     setattr(optimizer, _HOOKS, [optimizer.register_step_pre_hook(_refuse_step), *state])
 
 
@@ -167,21 +167,21 @@ def _refused(optimizer: optim.Optimizer) -> list[RemovableHandle]:
     ]
 
 
-def _lent(optimizer: optim.Optimizer, keeper: Keeper) -> list[RemovableHandle]:
+def _lent(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> list[RemovableHandle]:
     """Let `state_dict` and `load_state_dict` be what they are without an engine."""
     given: list[dict[str, Any]] = []
 
     def tell(face: optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        told = keeper.told()
+        told = callbacks.told()
         return None if told is None else state | told(face)
 
     def keep(face: optim.Optimizer, state: dict[str, Any]) -> None:
-        if (check := keeper.check()) is not None:
+        if (check := callbacks.check()) is not None:
             check(face, state)
         given[:] = [state]
 
     def take(face: optim.Optimizer) -> None:
-        if (taken := keeper.take()) is not None:
+        if (taken := callbacks.take()) is not None:
             taken(face, given.pop())
 
     return [

@@ -81,7 +81,7 @@ class UserObjects:
         self._forwards = Forwards(spec.models, spec.settings.units)
         if spec.pipeline is not None:
             install(spec.pipeline, spec.models[0])
-        keeper = usage_checks.Keeper(
+        callbacks = usage_checks.OptimizerCallbacks(
             WeakMethod(self._welcome),
             WeakMethod(self.told_state),
             WeakMethod(self.check_state),
@@ -89,7 +89,7 @@ class UserObjects:
             alone=world.size == 1,
         )
         for optimizer in spec.optimizers:
-            usage_checks.forbid(optimizer, keeper)
+            usage_checks.forbid(optimizer, callbacks)
 
     def _lay(
         self,
@@ -148,7 +148,7 @@ class UserObjects:
         if cast is not None:
             self._fresh |= precision.cast_models(models, cast)
         if settings.sync_batch_norm and self._world.data_size > 1:
-            sync_batch_norm.convert(models, self._world.gather_order, self._world.feed)
+            sync_batch_norm.convert(models, self._world.gather_order, self._world.current_batch)
 
     def _all_buffers(self) -> Buffers:
         """The models' buffers, over every layout of the states."""
@@ -158,7 +158,7 @@ class UserObjects:
             if shards is None
             else MicroShardBuffers(models, group, shards)
         )
-        self._world.feed.watch(found.before_batch)
+        self._world.current_batch.watch(found.before_batch)
         return found
 
     def _let_go(self) -> None:
@@ -220,7 +220,9 @@ class UserObjects:
         new = [p for p in group["params"] if not any(p is known for known in resting)]
         # Of what is split each rank of a replica has another part: its twins' values, not rank 0's.
         split = [p for p in new if self.spec.shard_of(p) is not None]
-        initial_values.make_alike([p for p in new if self.spec.shard_of(p) is None], self.spec.world_group)
+        initial_values.make_alike(
+            [p for p in new if self.spec.shard_of(p) is None], self.spec.world_group
+        )
         initial_values.make_alike(split, self.spec.data_group)
         self._prepare_modules()
         self.buffers.meet(self._synchronised)

@@ -63,7 +63,9 @@ def _made_alike(spec: EngineSpec, states: States) -> set[int]:
     written: set[int] = spec.world_group.gather_objects(states.parameters.written())[0]
     resting = [] if states.shown is None else states.shown.residency.resting()
     kept = [t for t in consistency.everything(spec) if spec.shard_of(t) is None]
-    initial_values.make_alike([t for t in kept if not any(t is r for r in resting)], spec.world_group)
+    initial_values.make_alike(
+        [t for t in kept if not any(t is r for r in resting)], spec.world_group
+    )
     return written
 
 

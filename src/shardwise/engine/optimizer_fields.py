@@ -12,12 +12,12 @@ from torch import Tensor, optim
 
 from shardwise.checkpoint import json_values
 from shardwise.checkpoint.tensor_names import listed
-from shardwise.engine.checkpoint_tensors import Lending
+from shardwise.engine.checkpoint_tensors import EngineTensors
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 
 
 @dataclass(frozen=True)
-class Numbers:
+class OptimizerFields:
     """What stands in checkpoint.json of the optimizers: by optimizer and group the options, by
     parameter what is one value, and the parameters at which segments were cut."""
 
@@ -37,7 +37,7 @@ class Numbers:
                         group[key] = value
 
 
-def read(fields: Mapping[str, Any]) -> Numbers:
+def read(fields: Mapping[str, Any]) -> OptimizerFields:
     """Raises BrokenCheckpoint for what cannot have been written."""
     state = {
         name: {key: json_values.decode(value) for key, value in entries.items()}
@@ -46,7 +46,7 @@ def read(fields: Mapping[str, Any]) -> Numbers:
     for told in fields["optimizers"]:
         names = [name for group in told["groups"] for name in group["parameters"]]
         _check_steps({n: state[n]["step"] for n in names if "step" in state.get(n, {})})
-    return Numbers(
+    return OptimizerFields(
         [
             [
                 {key: json_values.decode(v) for key, v in g["options"].items()}
@@ -72,10 +72,12 @@ def _check_steps(steps: Mapping[str, Any]) -> None:
             )
 
 
-def check(lending: Lending, fields: Mapping[str, Any], numbers: Numbers) -> None:
+def check(
+    engine_tensors: EngineTensors, fields: Mapping[str, Any], numbers: OptimizerFields
+) -> None:
     """Raise CheckpointMismatch for other optimizers, groups or parameters in them than those that
     were saved, BrokenCheckpoint for options that cannot be theirs."""
-    classes = [(type(o).__name__, len(o.param_groups)) for o in lending.spec.optimizers]
+    classes = [(type(o).__name__, len(o.param_groups)) for o in engine_tensors.spec.optimizers]
     there = [(told["class"], len(told["groups"])) for told in fields["optimizers"]]
     if classes != there:
 
@@ -86,9 +88,9 @@ def check(lending: Lending, fields: Mapping[str, Any], numbers: Numbers) -> None
             f"The checkpoint is of the optimizers {said(there)}, and here are {said(classes)}. "
             "Make the same ones, or load the model alone: engine.load(path, model_only=True)."
         )
-    _check_groups(lending, fields)
-    _check_options(lending.spec.optimizers, numbers)
-    lost = sorted(set(fields["state"]) - set(lending.optimized.values()))
+    _check_groups(engine_tensors, fields)
+    _check_options(engine_tensors.spec.optimizers, numbers)
+    lost = sorted(set(fields["state"]) - set(engine_tensors.optimized.values()))
     if lost:
         raise CheckpointMismatch(
             f"The checkpoint has optimizer state of parameters that are in no optimizer here: "
@@ -97,15 +99,15 @@ def check(lending: Lending, fields: Mapping[str, Any], numbers: Numbers) -> None
         )
 
 
-def _check_groups(lending: Lending, fields: Mapping[str, Any]) -> None:
+def _check_groups(engine_tensors: EngineTensors, fields: Mapping[str, Any]) -> None:
     """Options go to groups by their place: raise CheckpointMismatch where that is another's."""
     there = {
         name: place
         for place, group in enumerate(_groups(told["groups"] for told in fields["optimizers"]))
         for name in group["parameters"]
     }
-    names = lending.optimized
-    faces = lending.spec.optimizers
+    names = engine_tensors.optimized
+    faces = engine_tensors.spec.optimizers
     for place, group in enumerate(_groups(face.param_groups for face in faces)):
         for name in (names[p] for p in group["params"]):
             if there.get(name, place) != place:
@@ -120,7 +122,7 @@ def _check_groups(lending: Lending, fields: Mapping[str, Any]) -> None:
 NUMBER = "a number"
 
 
-def _check_options(faces: Sequence[optim.Optimizer], numbers: Numbers) -> None:
+def _check_options(faces: Sequence[optim.Optimizer], numbers: OptimizerFields) -> None:
     """Options of another kind than the optimizer has would only fail in its update."""
     for face, several in zip(faces, numbers.options, strict=True):
         for place, (group, saved) in enumerate(zip(face.param_groups, several, strict=True)):
