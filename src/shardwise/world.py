@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise import collectives, config, launch, randomness, repeatable, timeline_control
+from shardwise import collectives, config, launch, randomness, timeline_control
 from shardwise.batch_rows import BatchRows
 from shardwise.collectives import Collectives, GatherOrder, Solo
 from shardwise.common_draws import CommonDraws
@@ -25,16 +25,15 @@ from shardwise.errors import ConfigError, LaunchError, UsageError
 from shardwise.launch import report
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import Telling
+from shardwise.loop_checks import StepsWithoutEngine, UnsteppedBackwards
 from shardwise.mesh import Mesh
 from shardwise.preemption import Preemption
 from shardwise.randomness import GeneratorStates
 from shardwise.step_log import StepLog
 from shardwise.sum_tree import MicroShards
 from shardwise.tiers import heap
-from shardwise.unstepped import Unstepped
 from shardwise.watch import whereabouts
 from shardwise.watch.watchdog import Sentry
-from shardwise.without_engine import WithoutEngine
 
 T = TypeVar("T")
 
@@ -94,8 +93,8 @@ class World(BatchRows):
         """The number of the engine whose step came last."""
         self.steps_made = 0
         """How many steps the engines of this process have made, all together."""
-        self.unstepped = Unstepped()
-        self.without_engine: WithoutEngine | None = None
+        self.unstepped = UnsteppedBackwards()
+        self.without_engine: StepsWithoutEngine | None = None
         self.sentry: Sentry | None = None
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._keywords: dict[str, Any] = {}
@@ -293,11 +292,11 @@ def enter(
         world.say_once(line)
     if chosen.exact is not None:
         MicroShards(chosen.exact, world.size, world.rank)  # refuses what cannot be
-        repeatable.fix_arithmetic(device)
+        randomness.fix_arithmetic(device)
     _begin_alike(world, given)
     whereabouts.show_on_signal()
     if world.size > 1:
-        world.without_engine = WithoutEngine(world.size, world.say_once)
+        world.without_engine = StepsWithoutEngine(world.size, world.say_once)
         world.sentry = Sentry(group.lookout, chosen.warn_after, chosen.timeout)
     atexit.register(_leave)
     _current = world
@@ -383,7 +382,7 @@ def _leave() -> None:
     if world is not None:
         atexit.unregister(_leave)
         if world.is_main and not world.step_log.ended:
-            world.unstepped.tell()
+            world.unstepped.warn()
         world.preemption.forget()
         world.step_log.close()
         world.expect_no_engine()

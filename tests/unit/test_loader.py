@@ -28,7 +28,7 @@ from torch.utils.data import (
 from shardwise import config
 from shardwise import world as worlds
 from shardwise.data import Loader, batch_schedule, source
-from shardwise.data.transfer import to_device
+from shardwise.data.steps import to_device
 from shardwise.engine import Engine
 from shardwise.errors import DataError, UsageError
 

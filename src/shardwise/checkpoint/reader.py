@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.dtypes import from_name, name_of
+from shardwise.checkpoint.file_system import must_be_file, open_to_read, read_whole
 from shardwise.checkpoint.format import (
     Placed,
     TensorFile,
     TensorSpec,
+    dtype_name,
+    dtype_of,
     header_length,
     parse,
 )
-from shardwise.checkpoint.regular_files import must_be_file, open_to_read, read_whole
 from shardwise.checkpoint.schema import plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
@@ -43,14 +44,14 @@ class TensorReader(ABC):
     def whole(self, name: str) -> Tensor:
         """All of tensor `name`, in its shape."""
         spec = self.specs[name]
-        value = torch.empty(spec.numel, dtype=from_name(spec.dtype))
+        value = torch.empty(spec.numel, dtype=dtype_of(spec.dtype))
         self.read(name, 0, value)
         return value.view(spec.shape)
 
     def checksum(self, name: str) -> str:
         """The CRC-32 of the bytes of tensor `name`, as a checkpoint tells it."""
         spec, crc = self.specs[name], 0
-        dtype = from_name(spec.dtype)
+        dtype = dtype_of(spec.dtype)
         for first in range(0, spec.numel, _CHUNK):
             value = torch.empty(min(_CHUNK, spec.numel - first), dtype=dtype)
             self.read(name, first, value)
@@ -120,7 +121,7 @@ class SafetensorsReader(TensorReader):
 
     def read(self, name: str, first: int, into: Tensor) -> None:
         placed = self._placed[name]
-        dtype = from_name(placed.spec.dtype)
+        dtype = dtype_of(placed.spec.dtype)
         assert first + into.numel() <= placed.spec.numel, "a range lies in its tensor"
         target = into if into.dtype == dtype and into.is_contiguous() else None
         value = torch.empty(into.numel(), dtype=dtype) if target is None else target
@@ -153,7 +154,7 @@ class PickleReader(TensorReader):
         for path in paths:
             self._tensors |= _state_dict(_unpickled(path), path)
         self.specs = {
-            name: TensorSpec(name, name_of(value.dtype), tuple(value.shape))
+            name: TensorSpec(name, dtype_name(value.dtype), tuple(value.shape))
             for name, value in self._tensors.items()
         }
 

@@ -9,6 +9,8 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from shardwise.data import order
@@ -23,7 +25,6 @@ from shardwise.data.batch_schedule import (
 from shardwise.data.checks import LoaderArguments
 from shardwise.data.position import Position
 from shardwise.data.source import Item, MapSource, MicroBatch, StreamRequest, StreamSource, may_draw
-from shardwise.data.transfer import copied
 from shardwise.errors import DataError
 from shardwise.world import World
 
@@ -165,7 +166,7 @@ def until_all_finish(
         all_have = [order.all_have(min(rows), part) for part in range(parts)]
         if finished:
             for part in range(parts):
-                yield _stand_in(epoch, part, parts, total), copied(stand_in)
+                yield _stand_in(epoch, part, parts, total), _copied(stand_in)
             continue
         yield replace(micro, total=total, all_have=all_have[0]), data
         for part in range(1, parts):
@@ -225,3 +226,8 @@ def _sharded_by_dataset(given: LoaderArguments) -> bool:
         return given.sharding == "dataset"
     shards = getattr(given.dataset, "num_shards", getattr(given.dataset, "n_shards", given.size))
     return hasattr(given.dataset, "shard") and shards >= given.size
+
+
+def _copied(batch: Any) -> Any:
+    """`batch` with tensors of its own, so that changing one in place harms no other use."""
+    return pytree.tree_map_only(Tensor, Tensor.clone, batch)

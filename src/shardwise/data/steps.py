@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from shardwise import timeline
 from shardwise.current_batch import Batch, StreamShape
 from shardwise.data.source import Item, MicroBatch
-from shardwise.data.transfer import to_device
 from shardwise.errors import UsageError
 from shardwise.world import World
 
@@ -176,3 +177,23 @@ class LoaderStep:
 
 def _numbers(micro: MicroBatch) -> tuple[int, ...]:
     return tuple(index for index in micro.indices if isinstance(index, int))
+
+
+def to_device(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
+    """`batch` with its tensors on `device`; others stay as they are.
+
+    Goes through tuples, lists, dicts, named tuples and dataclasses registered with torch's
+    pytree. What has a `to` method of its own (a PackedSequence, Hugging Face's BatchEncoding) is
+    moved by it.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        return leaf.to(device) if _moves(leaf) else leaf
+
+    return pytree.tree_map(move, batch, is_leaf=_moves)
+
+
+def _moves(value: Any) -> bool:
+    return callable(getattr(value, "to", None))

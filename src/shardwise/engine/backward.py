@@ -24,7 +24,7 @@ from shardwise.parallel.pipeline import LayerTimes, Piece
 from shardwise.timeline import span
 
 
-class Backward:
+class BackwardRunner:
     """Adds up gradients until the next step; `timing` measures layers where that is asked for."""
 
     def __init__(
@@ -293,7 +293,7 @@ class Backward:
     def _stage_by_stage(
         self, loss: Piece, weight: float, *, last: bool, keep_graph: bool
     ) -> Tensor:
-        """Backward of a loss whose layers are on several ranks, one after the other."""
+        """BackwardRunner of a loss whose layers are on several ranks, one after the other."""
         assert self._pipeline is not None
         return self._pipeline.backward(
             loss,

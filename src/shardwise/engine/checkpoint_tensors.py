@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from shardwise.checkpoint.dtypes import name_of
-from shardwise.checkpoint.format import TensorSpec
+from shardwise.checkpoint.format import TensorSpec, dtype_name
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.frozen_state import idle
@@ -65,7 +64,7 @@ def take(spec: EngineSpec, states: States) -> Inventory:
         value = by_id[number]
         if value in laid:
             form = laid[value]
-            specs[first] = TensorSpec(first, name_of(form.dtype), tuple(form.whole_shape))
+            specs[first] = TensorSpec(first, dtype_name(form.dtype), tuple(form.whole_shape))
         elif isinstance(value, nn.Parameter):
             specs[first] = spec_of(first, value, spec.shard_of(value))
             if spec.is_here(value):
@@ -95,7 +94,7 @@ def _tensors(spec: EngineSpec) -> Iterator[tuple[str, Tensor, nn.Module]]:
 def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
     """How `value`, or the tensor that it is a part of, stands in a file."""
     shape = tuple(value.shape) if shard is None else shard.shape
-    return TensorSpec(name, name_of(value.dtype), shape)
+    return TensorSpec(name, dtype_name(value.dtype), shape)
 
 
 def optimizer_specs(engine_tensors: EngineTensors, told: Told) -> list[TensorSpec]:
@@ -111,11 +110,11 @@ def optimizer_specs(engine_tensors: EngineTensors, told: Told) -> list[TensorSpe
     for number, form in enumerate(tracked):
         if number in masters:
             name = tensor_spans.state_name(form.name, tensor_spans.MASTER)
-            specs.append(TensorSpec(name, name_of(masters[number]), tuple(form.whole_shape)))
+            specs.append(TensorSpec(name, dtype_name(masters[number]), tuple(form.whole_shape)))
         for key, entry in sorted(told.states.get(number, {}).items()):
             if isinstance(entry, Blank):
                 name = tensor_spans.state_name(form.name, key)
-                specs.append(TensorSpec(name, name_of(entry.dtype), entry.shape))
+                specs.append(TensorSpec(name, dtype_name(entry.dtype), entry.shape))
     for each in engine_tensors.idle:
         for key, value in sorted(each.tensors.items()):
             shard = engine_tensors.spec.shard_of(each.parameter)
@@ -133,7 +132,7 @@ def average_specs(states: States) -> list[TensorSpec]:
         for slot in part.bucket.slots
     }
     return [
-        TensorSpec(each.name, name_of(dtypes[number]), tuple(each.whole_shape))
+        TensorSpec(each.name, dtype_name(dtypes[number]), tuple(each.whole_shape))
         for number, each in enumerate(states.parameters.tracked)
     ]
 

@@ -9,9 +9,8 @@ from rich.table import Table
 
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
-from shardwise.engine.formatting import in_bytes
 from shardwise.placement import STATES, Placement
-from shardwise.printable import printable
+from shardwise.printable import in_bytes, printable
 
 
 @dataclass

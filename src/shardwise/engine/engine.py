@@ -1,11 +1,11 @@
 """Engine is what users call: backward, step, whole tensors, checkpoints. Its parts do the work.
 
-    EngineState      what the parts share: the user's objects, the three states, the accumulation
-    Backward         weights losses, seeds autograd, collects gradients      (backward.py)
-    Stepper          reduce, exchange, decide, update, clear                 (step.py)
-    ParameterAccess  whole parameters, averages, optimizer state             (parameter_access.py)
-    Checkpoints      save, resume, load, end when asked                      (checkpoints.py)
-    RandomState      the generators of this rank                             (random_state.py)
+    EngineState     what the parts share: the user's objects, the states, the accumulation
+    BackwardRunner  weights losses, seeds autograd, collects gradients    (backward.py)
+    StepRunner      reduces, exchanges, decides, updates, clears          (step.py)
+    StateAccess     whole parameters, averages, plain optimizer state     (state_access.py)
+    Checkpoints     saves, resumes, loads, saves when asked to end        (checkpoints.py)
+    RandomState     the generators of this rank                           (random_state.py)
 
 What a step does follows from the placement's cells alone.
 """
@@ -23,13 +23,13 @@ from torch.amp import GradScaler
 
 from shardwise import config
 from shardwise.engine import describe, start_lines
-from shardwise.engine.backward import Backward
+from shardwise.engine.backward import BackwardRunner
 from shardwise.engine.build import States
 from shardwise.engine.checkpoints import Checkpoints
 from shardwise.engine.engine_state import EngineState, build_state, spec_of
-from shardwise.engine.parameter_access import ParameterAccess
 from shardwise.engine.random_state import RandomState
-from shardwise.engine.step import Stepper
+from shardwise.engine.state_access import StateAccess
+from shardwise.engine.step import StepRunner
 from shardwise.engine.step_statistics import StepStats
 from shardwise.engine.user_objects import living
 from shardwise.parallel.pipeline import LayerTimes
@@ -77,10 +77,10 @@ class Engine:
         self._state = state = build_state(world, number, self._spec, scaler, tensor_plan)
         self._timing = _layer_times(state)
         self._randoms = RandomState(state)
-        self._access = ParameterAccess(state)
+        self._access = StateAccess(state)
         self._checkpoints = Checkpoints(state, self._randoms)
-        self._backward = Backward(state, self._randoms, self._timing)
-        self._stepper = Stepper(
+        self._backward = BackwardRunner(state, self._randoms, self._timing)
+        self._stepper = StepRunner(
             state, self._backward, self._randoms, self._checkpoints.saver, self._timing
         )
         living.add(state.objects)

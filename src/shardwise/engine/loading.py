@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from shardwise.checkpoint import document, reader
 from shardwise.checkpoint import tensor_names as names
 from shardwise.checkpoint.byte_ranges import Extent, clipped
-from shardwise.checkpoint.dtypes import from_name
 from shardwise.checkpoint.folders import DOCUMENT, lacks_document
+from shardwise.checkpoint.format import dtype_of
 from shardwise.checkpoint.reader import TensorReader
 from shardwise.engine.build import States
 from shardwise.engine.checkpoint_tensors import EngineTensors
@@ -67,7 +67,7 @@ class CheckpointSource:
         if plain_name not in self.names:
             return None
         held = self.sets[MODEL].specs[self.names[plain_name]]
-        wide = dtype.itemsize > from_name(held.dtype).itemsize
+        wide = dtype.itemsize > dtype_of(held.dtype).itemsize
         if wide and self.has(OPTIMIZER, master):
             return self.sets[OPTIMIZER], master
         return self.sets[MODEL], self.names[plain_name]
@@ -267,7 +267,7 @@ def _entries(
             continue
         number = tracked[name]
         dtype = _here(
-            from_name(spec.dtype),
+            dtype_of(spec.dtype),
             source.sets[MODEL].specs[source.names[name]].dtype,
             source.has(OPTIMIZER, tensor_spans.state_name(name, tensor_spans.MASTER)),
             masters[number],
@@ -278,7 +278,7 @@ def _entries(
 
 def _here(saved: torch.dtype, parameter: str, mastered: bool, master: torch.dtype) -> torch.dtype:
     """The dtype of a state: as it was saved, unless masters are of another dtype now."""
-    before = torch.float32 if mastered else from_name(parameter)
+    before = torch.float32 if mastered else dtype_of(parameter)
     return master if saved.is_floating_point and saved == before else saved
 
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from shardwise.engine import pipeline_parallel, tensor_parallel
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
-from shardwise.engine.formatting import in_bytes, in_short, many
 from shardwise.engine.loss_shape import is_sum
 from shardwise.model import units
 from shardwise.model.activations import Activations
 from shardwise.model.precision import NARROW
 from shardwise.model.sync_batch_norm import is_out_of_reach
 from shardwise.placement import DEVICE, Placement, Tier
+from shardwise.printable import in_bytes, in_short, many
 from shardwise.sum_tree import MicroShards, node_sizes
 from shardwise.world import World
 

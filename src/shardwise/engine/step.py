@@ -19,12 +19,11 @@ from typing import Any
 import torch
 
 from shardwise.collectives import Handle
-from shardwise.engine import closures, diagnosis, usage_checks
-from shardwise.engine.backward import Backward
+from shardwise.engine import closures, consistency, diagnosis, usage_checks
+from shardwise.engine.backward import BackwardRunner
 from shardwise.engine.checkpoint_saver import CheckpointSaver
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.exchange import exchange, over_stages, squared_norm
-from shardwise.engine.optimizer_options import Options
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.step_statistics import StepStats, StepTotals
 from shardwise.errors import ShardwiseError, UsageError
@@ -33,13 +32,13 @@ from shardwise.states.whole_gradients import WholeGradients
 from shardwise.timeline import recorder, span
 
 
-class Stepper:
+class StepRunner:
     """Makes the steps of an engine; `timing` measures layers where that is asked for."""
 
     def __init__(
         self,
         state: EngineState,
-        backward: Backward,
+        backward: BackwardRunner,
         randoms: RandomState,
         saver: CheckpointSaver,
         timing: LayerTimes | None = None,
@@ -53,7 +52,7 @@ class Stepper:
         self._randoms = randoms
         self._saver = saver
         self._timing = timing
-        self._options = Options(state.spec.optimizers)
+        self._options = consistency.OptionChecksum(state.spec.optimizers)
         self._skips = diagnosis.Skips(scaled=state.scale.active)
 
     # -- what the engine calls --------------------------------------------------------------

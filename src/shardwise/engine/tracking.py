@@ -13,7 +13,7 @@ from torch import optim
 
 from shardwise.checkpoint import json_values
 from shardwise.checkpoint.document import crc_of
-from shardwise.checkpoint.regular_files import read_whole
+from shardwise.checkpoint.file_system import read_whole
 from shardwise.checkpoint.schema import plain_name
 from shardwise.current_batch import LoaderStream
 from shardwise.engine.trackable import trackable

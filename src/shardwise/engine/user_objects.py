@@ -13,11 +13,10 @@ from shardwise.engine import (
     build,
     consistency,
     initial_values,
-    optimizer_states,
     pipeline_parallel,
+    plain_state_dict,
     tensor_parallel,
     usage_checks,
-    whole_tensors,
 )
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.engine_spec import EngineSpec
@@ -278,7 +277,7 @@ class UserObjects:
 
     def told_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """The state_dict that `optimizer` would have in one process. Collective."""
-        return whole_tensors.optimizer_state_dict(self.spec, self.states, optimizer)
+        return plain_state_dict.make(self.spec, self.states, optimizer)
 
     def check_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Raise, on all ranks alike, unless `optimizer` can go on from `state` now. Collective."""
@@ -288,13 +287,13 @@ class UserObjects:
                 "engine.step: load it after the step."
             )
         self.look_for_changes()
-        failure = optimizer_states.misfit(optimizer, state)
+        failure = plain_state_dict.misfit(optimizer, state)
         consistency.agree(self.spec.world_group, failure, CheckpointMismatch)
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""
         masters, averages = build.disassemble(self.spec, self.states)
-        optimizer_states.give(optimizer, state)
+        plain_state_dict.give(optimizer, state)
         self._lay_anew(masters, averages)
 
     def make_room_for_averages(self, names: Set[str]) -> bool:

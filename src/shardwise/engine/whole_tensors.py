@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import nn
 
 from shardwise.checkpoint.export import write_model
 from shardwise.engine import consistency, initial_values, unit_assignment
@@ -144,36 +144,3 @@ def export(
     with whole, _joined(spec, model, write=False, here=here):
         if spec.world_group.rank == 0:
             write_model(model, Path(path))
-
-
-def only(spec: EngineSpec, optimizer: optim.Optimizer | None) -> optim.Optimizer:
-    """`optimizer`, or the only one. Raises UsageError where there are several, or for another."""
-    if optimizer is None and len(spec.optimizers) != 1:
-        raise UsageError("This engine has several optimizers: say which.")
-    if optimizer is not None and not any(optimizer is each for each in spec.optimizers):
-        raise UsageError(f"This {type(optimizer).__name__} is not one that this engine has.")
-    return spec.optimizers[0] if optimizer is None else optimizer
-
-
-def optimizer_state_dict(
-    spec: EngineSpec, states: States, optimizer: optim.Optimizer | None
-) -> dict[str, Any]:
-    """See Engine.optimizer_state_dict."""
-    optimizer = only(spec, optimizer)
-    # A parameter that was frozen on the way has left its state with the user's optimizer.
-    held: dict[Any, Any] = dict(optimizer.state)
-    held |= states.gathering.optimizer_state()
-    if spec.pipeline is not None:
-        held |= spec.pipeline.custody.states_elsewhere(held, spec.optimizers)
-    if spec.tensor is not None:
-        order = [p for group in optimizer.param_groups for p in group["params"] if p in held]
-        held = {p: spec.tensor.whole_state(p, held[p]) for p in order}
-    numbers: dict[nn.Parameter, int] = {}
-    groups = []
-    for group in optimizer.param_groups:
-        members = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
-        groups.append({**group, "params": members})
-    return {
-        "state": {number: held[p] for p, number in numbers.items() if p in held},
-        "param_groups": groups,
-    }

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from shardwise.engine import whole_tensors
+from shardwise.engine import plain_state_dict, whole_tensors
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.user_objects import living
 from shardwise.errors import UsageError
 
 
-class ParameterAccess:
+class StateAccess:
     """The blocks in which an engine's parameters are whole, averaged, or gathered unevenly."""
 
     def __init__(self, state: EngineState) -> None:
@@ -100,7 +100,7 @@ class ParameterAccess:
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None) -> dict[str, Any]:
         """See Engine.optimizer_state_dict."""
         state = self._state
-        return whole_tensors.optimizer_state_dict(state.spec, state.states, optimizer)
+        return plain_state_dict.make(state.spec, state.states, optimizer)
 
     def load_optimizer_state_dict(
         self, plain: Mapping[str, Any] | None, optimizer: optim.Optimizer | None
@@ -119,6 +119,6 @@ class ParameterAccess:
             ]
         if plain is None:
             raise UsageError("engine.load_optimizer_state_dict takes a state_dict on rank 0.")
-        owner = whole_tensors.only(spec, optimizer)
+        owner = plain_state_dict.only(spec, optimizer)
         objects.check_state(owner, plain)
         objects.take_state(owner, plain)
