@@ -42,10 +42,10 @@ def test_numbers_are_rounded_once():
     """One micro-shard's number is the same wherever it is run."""
     values = [0.1, 1e16, 0.3, -1e16]
     alone, both = ExactAggregation(MicroShards(4, 1, 0)), ExactAggregation(MicroShards(4, 2, 0))
-    assert alone.joined([alone.told(values)]) == 0.4
-    assert both.joined([both.told(values[::2]), both.told(values[1::2])]) == 0.4
-    assert Aggregation(0).joined([Aggregation(0).told(values)]) != 0.4
-    assert math.isnan(alone.joined([[math.inf, -math.inf, 0.0, 0.0]]))
+    assert alone.total([alone.reported(values)]) == 0.4
+    assert both.total([both.reported(values[::2]), both.reported(values[1::2])]) == 0.4
+    assert Aggregation(0).total([Aggregation(0).reported(values)]) != 0.4
+    assert math.isnan(alone.total([[math.inf, -math.inf, 0.0, 0.0]]))
 
 
 def test_draws_are_by_micro_shard():

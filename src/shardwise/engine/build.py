@@ -24,6 +24,7 @@ from shardwise.states.averages import Averages
 from shardwise.states.gradients import Gradients
 from shardwise.states.inner_optimizer import GroupOf
 from shardwise.states.interval_gather import Gathering
+from shardwise.states.optimizer_kind import Kind
 from shardwise.states.optimizer_state import OptimizerState
 from shardwise.states.optimizer_trial import Kinds
 from shardwise.states.parameters import Parameters, ReplicatedParameters
@@ -108,21 +109,21 @@ class States:
         return found + [BucketBytes(tracked, (nbytes, 0, 0)) for tracked, nbytes in frozen]
 
 
-def assemble(
+def build(
     spec: EngineSpec,
     masters: Mapping[nn.Parameter, Tensor],
     averages: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> States:
-    """Lay out and take over what `spec` names.
+    """Lay the three states over the models and optimizers of `spec`. Collective.
 
     `masters` are values in the master dtype for 16-bit parameters, where they are known better
-    than the parameters themselves say; `averages` those to go on with. What has an average stays
-    laid out while it is frozen, since its average goes on.
+    than the parameters themselves say; `averages` those to go on with.
     """
     owners = _owners(spec)
     everything = spec.located()
     _check_trainable(everything, owners, main=spec.world_group.rank == 0)
     located = [t for t in everything if spec.is_here(t.parameter)]
+    # What has an average stays laid out while it is frozen, since its average goes on.
     kept = averages or {}
     tracked = [
         t
@@ -131,36 +132,18 @@ def assemble(
     ]
     shelves = {state: Shelf(spec.placement.tier(state), spec.shard_group) for state in STATES}
     parameters, shown = _parameters(spec, located, tracked, owners, shelves["parameters"])
-    buckets = parameters.buckets
+    gradients = _gradients(spec, parameters, shown, shelves["gradients"])
     scattered = spec.placement.is_sharded("optimizer")
-    gradients = Gradients(
-        parameters,
-        spec.placement,
-        spec.shard_group,
-        shelves["gradients"],
-        spec.summation,
-        overlap=spec.settings.overlap,
-        exact_sum=spec.settings.reduce_dtype == "fp32",
-        stray=usage_checks.stray_backward,
-        elsewhere=_told_elsewhere(spec, parameters),
-    )
-    if shown is not None:
-        gradients.paced = _pace(parameters, gradients, shown)
-    # Where there are turns, statistics take theirs, and buckets start between them.
-    synchronised = bool(sync_batch_norm.converted(spec.models))
-    gradients.reduction.patient = gradients.paced or not synchronised
-    own = [rest.own for rest in gradients.reduction.rests]
-    groups = [owners[tracked[bucket.slots[0].parameter].parameter] for bucket in buckets]
+    groups = [owners[tracked[bucket.slots[0].parameter].parameter] for bucket in parameters.buckets]
     optimizer = OptimizerState(
         parameters,
         groups,
-        own,
+        [rest.own for rest in gradients.reduction.rests],
         shelves["optimizer"],
         by_spans=any(shelf.on_disk for shelf in shelves.values()),
         sends=scattered and shown is None and spec.shard_group.size > 1,
         known=masters,
     )
-    decay = spec.settings.ema_decay
     return States(
         parameters,
         gradients,
@@ -168,20 +151,51 @@ def assemble(
         Gathering(parameters, optimizer, spec.shard_group, scattered=scattered),
         shown,
         shelves,
-        None
-        if decay is None
-        else Averages(
-            parameters,
-            optimizer,
-            decay,
-            shelves["optimizer"],
-            scattered=scattered,
-            start=averages,
-        ),
+        _averages(spec, parameters, optimizer, shelves["optimizer"], averages),
     )
 
 
-def _told_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
+def _gradients(
+    spec: EngineSpec, parameters: Parameters, shown: ShardedUnits | None, shelf: Shelf
+) -> Gradients:
+    """The gradients of `parameters`, whose buckets start where all ranks can follow."""
+    gradients = Gradients(
+        parameters,
+        spec.placement,
+        spec.shard_group,
+        shelf,
+        spec.summation,
+        overlap=spec.settings.overlap,
+        exact_sum=spec.settings.reduce_dtype == "fp32",
+        stray=usage_checks.stray_backward,
+        elsewhere=_counted_elsewhere(spec, parameters),
+    )
+    if shown is not None:
+        gradients.paced = _pace(parameters, gradients, shown)
+    # Synchronised BatchNorm waits for other ranks inside backward. Where units take turns, its
+    # statistics take theirs too. Elsewhere this rank must not wait for the sum of a bucket as
+    # well: a rank that has not used the same parameters would wait in BatchNorm for this one.
+    synchronised = bool(sync_batch_norm.converted(spec.models))
+    gradients.reduction.patient = gradients.paced or not synchronised
+    return gradients
+
+
+def _averages(
+    spec: EngineSpec,
+    parameters: Parameters,
+    optimizer: OptimizerState,
+    shelf: Shelf,
+    start: Mapping[nn.Parameter, Tensor] | None,
+) -> Averages | None:
+    """The moving averages of `parameters`, from `start` on; None where none are kept."""
+    decay = spec.settings.ema_decay
+    if decay is None:
+        return None
+    scattered = spec.placement.is_sharded("optimizer")
+    return Averages(parameters, optimizer, decay, shelf, scattered=scattered, start=start)
+
+
+def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
     """The buckets that every rank of the replica has alike, but on the one that counts them."""
     if spec.tensor_rank == 0:
         return set()
@@ -201,16 +215,16 @@ def _pace(parameters: Parameters, gradients: Gradients, shown: ShardedUnits) -> 
     return shown.residency.pace(lambda unit: gradients.start(buckets[unit]))
 
 
-def disassemble(
+def take_apart(
     spec: EngineSpec, states: States
 ) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None]:
     """Give everything back to the user's objects; returns masters and averages by parameter."""
     masters = states.gathering.masters()
     averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
     for parameter, state in states.gathering.optimizer_state().items():
-        for face in spec.optimizers:
-            if any(parameter is p for group in face.param_groups for p in group["params"]):
-                face.state[parameter] = state
+        for optimizer in spec.optimizers:
+            if any(parameter is p for group in optimizer.param_groups for p in group["params"]):
+                optimizer.state[parameter] = state
     states.gradients.detach()
     if states.shown is not None:
         states.shown.residency.close()
@@ -227,53 +241,58 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, GroupOf]:
     optimizer that cannot work where its state is sharded."""
     owners: dict[nn.Parameter, GroupOf] = {}
     kinds = Kinds()
-    for face in spec.optimizers:
-        for index, options in enumerate(face.param_groups):
+    for optimizer in spec.optimizers:
+        for index, options in enumerate(optimizer.param_groups):
             if not options["params"]:
                 continue
-            kind = kinds.of(face, options, _device_of(spec, options["params"][0]))
-            if not kind.separable and spec.placement.is_sharded("optimizer"):
-                raise ModelError(
-                    f"{type(face).__name__} looks across tensors, so its state cannot be sharded "
-                    f"({spec.placement.name}). Train it with --zero 0, or choose an optimizer "
-                    "that treats each tensor by itself."
-                )
-            if not kind.separable and spec.pipeline is not None:
-                raise ModelError(
-                    f"{type(face).__name__} looks across tensors, and with --pipeline no worker "
-                    "has all of them. Choose an optimizer that treats each tensor by itself, or "
-                    "start without --pipeline."
-                )
+            kind = kinds.of(optimizer, options, _device_of(spec, options["params"][0]))
             parts = [p for p in options["params"] if spec.shard_of(p) is not None]
-            if not kind.elementwise and parts:
-                raise ModelError(
-                    f"{type(face).__name__} needs whole tensors, and --tensor "
-                    f"{spec.settings.tensor} splits {len(parts)} of group {index}. Choose an "
-                    "element-wise optimizer such as AdamW, or start without --tensor."
-                )
-            on_disk = [str(tier) for tier in spec.placement.tiers if tier.kind == "nvme"]
-            if not kind.elementwise and on_disk:
-                raise ModelError(
-                    f"{type(face).__name__} needs whole tensors, and on {on_disk[0]} states come "
-                    "in parts. Write --offload-optimizer cpu, or choose an element-wise optimizer "
-                    "such as AdamW."
-                )
+            _check_kind(spec, type(optimizer).__name__, kind, len(parts), index)
             as_given = not kind.known and not parts and spec.cuts_nothing
             for parameter in options["params"]:
                 if parameter in owners:
+                    first, second = type(owners[parameter].face), type(optimizer)
                     raise ModelError(
                         f"A parameter of shape {tuple(parameter.shape)} is in two parameter groups "
-                        f"({type(owners[parameter].face).__name__} and {type(face).__name__}): "
-                        "give each parameter to one optimizer."
+                        f"({first.__name__} and {second.__name__}): give each parameter to one "
+                        "optimizer."
                     )
                 owners[parameter] = GroupOf(
-                    face,
+                    optimizer,
                     index,
                     kind,
                     whole=as_given or not kind.elementwise,
                     together=as_given or not kind.separable,
                 )
     return owners
+
+
+def _check_kind(spec: EngineSpec, name: str, kind: Kind, split: int, group: int) -> None:
+    """Raise ModelError for an optimizer of a `kind` that cannot work on the parts of tensors that
+    a rank has; tensor parallelism has `split` so many tensors of its `group`."""
+    if not kind.separable and spec.placement.is_sharded("optimizer"):
+        raise ModelError(
+            f"{name} looks across tensors, so its state cannot be sharded "
+            f"({spec.placement.name}). Train it with --zero 0, or choose an optimizer that treats "
+            "each tensor by itself."
+        )
+    if not kind.separable and spec.pipeline is not None:
+        raise ModelError(
+            f"{name} looks across tensors, and with --pipeline no worker has all of them. Choose "
+            "an optimizer that treats each tensor by itself, or start without --pipeline."
+        )
+    if not kind.elementwise and split:
+        raise ModelError(
+            f"{name} needs whole tensors, and --tensor {spec.settings.tensor} splits {split} of "
+            f"group {group}. Choose an element-wise optimizer such as AdamW, or start without "
+            "--tensor."
+        )
+    on_disk = [str(tier) for tier in spec.placement.tiers if tier.kind == "nvme"]
+    if not kind.elementwise and on_disk:
+        raise ModelError(
+            f"{name} needs whole tensors, and on {on_disk[0]} states come in parts. Write "
+            "--offload-optimizer cpu, or choose an element-wise optimizer such as AdamW."
+        )
 
 
 def _device_of(spec: EngineSpec, parameter: nn.Parameter) -> torch.device:
@@ -334,13 +353,13 @@ def _parameters(
 
 def _spec(spec: EngineSpec, tracked: Tracked, owner: GroupOf | None, unit: int) -> layout.Spec:
     """A parameter for the layout; it is frozen where no group owns it."""
-    face = -1 if owner is None else spec.optimizers.index(owner.face)
+    number = -1 if owner is None else spec.optimizers.index(owner.face)
     return layout.Spec(
         name=tracked.name,
         numel=tracked.parameter.numel(),
         itemsize=tracked.dtype.itemsize,
         key=(
-            *(unit, face, owner and owner.index, tracked.dtype, tracked.device),
+            *(unit, number, owner and owner.index, tracked.dtype, tracked.device),
             spec.stage_of(tracked.parameter),
             tracked.shard is not None,
         ),

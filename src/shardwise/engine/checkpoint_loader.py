@@ -54,8 +54,8 @@ class CheckpointLoader:
                     f'engine.resume("{folder.parent}"), or engine.load("{folder}") for just this.'
                 )
         consistency.agree(self._spec.world_group, failure)
-        told: tuple[list[Found], list[Found]] = self._world.broadcast_object(mine)
-        return told
+        everywhere: tuple[list[Found], list[Found]] = self._world.broadcast_object(mine)
+        return everywhere
 
     def load(self, path: Path, *, strict: bool, model_only: bool) -> int | None:
         """See Engine.load; returns the number of steps, where `path` says it.
@@ -93,7 +93,7 @@ class CheckpointLoader:
             self._world.draws.restore(beside.draws)
         self._tracked.give(beside.tracked)
         if beside.step:
-            usage_checks.tell_schedulers(self._spec.optimizers)
+            usage_checks.mark_schedulers(self._spec.optimizers)
         self._world.telling.stepped(self._state.number, beside.step)
         self._world.telling.kept(self._state.number, beside.step)
         return beside.step
@@ -133,11 +133,11 @@ class CheckpointLoader:
             failure = type(error).__name__, str(error)
         except OSError as error:
             failure = BrokenCheckpoint.__name__, f"{path} cannot be read: {error}."
-        told = self._spec.world_group.gather_objects(failure)
+        failures = self._spec.world_group.gather_objects(failure)
         for kind in (BrokenCheckpoint, CheckpointMismatch, CheckpointError):
-            for rank, each in enumerate(told):
+            for rank, each in enumerate(failures):
                 if each is not None and each[0] == kind.__name__:
-                    known = all(other == each for other in told)
+                    known = all(other == each for other in failures)
                     raise kind(each[1] if known else f"Rank {rank}: {each[1]}")
         assert result is not None
         return result
@@ -174,10 +174,10 @@ def _beside(path: Path, fields: Mapping[str, Any], tracking: Tracking) -> _Besid
     return _Beside(step, seed, scaling, tracked, numbers, _draws(path, fields.get("draws")))
 
 
-def _draws(path: Path, told: dict[str, Any] | None) -> GeneratorStates | None:
+def _draws(path: Path, plain: dict[str, Any] | None) -> GeneratorStates | None:
     """Where what ranks draw in common goes on. Raises BrokenCheckpoint for what is none."""
     try:
-        return None if told is None else GeneratorStates.of_plain(told)
+        return None if plain is None else GeneratorStates.of_plain(plain)
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise BrokenCheckpoint(
             f"{path} does not tell where draws go on ({type(error).__name__}: {error}). Take "

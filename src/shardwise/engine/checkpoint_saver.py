@@ -85,7 +85,7 @@ class CheckpointSaver:
         """Keep other jobs out of `folder`, where this one saves. Collective.
 
         Raises FolderInUse, on all ranks alike, where one has it already. That nothing can be
-        written there is for the save to tell.
+        written there is for the save to report.
         """
         failure = None
         if self._spec.world_group.rank == 0:
@@ -124,7 +124,7 @@ class CheckpointSaver:
         sums = saving.write(engine_tensors, made, draft)
         failure = None
         if group.rank == 0:
-            failure = saving.told_of(lambda: finish([sums]), draft)
+            failure = saving.disk_error_of(lambda: finish([sums]), draft)
         consistency.agree(group, failure, CheckpointNotWritten)
 
     def tolerate(self, error: CheckpointNotWritten) -> None:
@@ -136,7 +136,7 @@ class CheckpointSaver:
     def _beside(
         self, engine_tensors: EngineTensors, made: saving.SavePlan
     ) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
-        """What stands beside the tensors, and why it cannot be told; on rank 0."""
+        """What stands beside the tensors, and why it cannot be known; on rank 0."""
         if engine_tensors.spec.world_group.rank > 0:
             return {}, {}, None
         try:
@@ -167,7 +167,7 @@ class CheckpointSaver:
         group = engine_tensors.spec.world_group
         self._copies.begin()
         saving.lend(engine_tensors, made, self._copies)
-        failure = saving.told_of(lambda: reserve(draft.path, group.rank), draft)
+        failure = saving.disk_error_of(lambda: reserve(draft.path, group.rank), draft)
         consistency.agree(group, failure, CheckpointNotWritten)
         self._job = BackgroundSave(
             self._copies,

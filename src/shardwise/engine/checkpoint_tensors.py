@@ -97,7 +97,7 @@ def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
     return TensorSpec(name, dtype_name(value.dtype), shape)
 
 
-def optimizer_specs(engine_tensors: EngineTensors, told: Told) -> list[TensorSpec]:
+def optimizer_specs(engine_tensors: EngineTensors, reported: Told) -> list[TensorSpec]:
     """The tensors beside the model's that the optimizers keep, masters in another dtype first."""
     states, specs = engine_tensors.states, []
     tracked = states.parameters.tracked
@@ -111,7 +111,7 @@ def optimizer_specs(engine_tensors: EngineTensors, told: Told) -> list[TensorSpe
         if number in masters:
             name = tensor_spans.state_name(form.name, tensor_spans.MASTER)
             specs.append(TensorSpec(name, dtype_name(masters[number]), tuple(form.whole_shape)))
-        for key, entry in sorted(told.states.get(number, {}).items()):
+        for key, entry in sorted(reported.states.get(number, {}).items()):
             if isinstance(entry, Blank):
                 name = tensor_spans.state_name(form.name, key)
                 specs.append(TensorSpec(name, dtype_name(entry.dtype), entry.shape))
@@ -157,10 +157,10 @@ class EngineTensors:
         self.idle = list(idle(spec, states))
         run = spec.world_group
         mine = spec.shard_group.rank, spec.tensor_rank, spec.pipeline_rank
-        told = run.gather_objects(mine)
-        near = [layers == mine[2] for *_, layers in told]
-        parts = [part == mine[1] for _, part, _ in told]
-        shared = [place == mine[0] for place, *_ in told]
+        reports = run.gather_objects(mine)
+        near = [layers == mine[2] for *_, layers in reports]
+        parts = [part == mine[1] for _, part, _ in reports]
+        shared = [place == mine[0] for place, *_ in reports]
         self._among = {
             False: _place(run.rank, _each(shared, near)),
             True: _place(run.rank, _each(shared, parts, near)),
@@ -225,16 +225,16 @@ class EngineTensors:
         copies = self._everywhere[shard is not None]
         return tensor_spans.of_tensor(name, value, *copies, kind, shard)
 
-    def out_of_order(self, told: Told) -> set[tuple[str, str]]:
+    def out_of_order(self, reported: Told) -> set[tuple[str, str]]:
         """Set and name of what lies in memory in another order than that of its elements."""
         frozen = [t for slab in self.states.parameters.frozen for t in slab.tracked]
         odd = {(tensor_spans.MODEL, tracked.name) for tracked in frozen if not tracked.in_order}
-        return self.trained.out_of_order(told) | odd
+        return self.trained.out_of_order(reported) | odd
 
-    def reordered(self, told: Told) -> Iterator[Holding]:
+    def reordered(self, reported: Told) -> Iterator[Holding]:
         """The same, in the order of its elements. Collective."""
         copies = self._everywhere[False]  # a part of a tensor always lies in order
-        for kind, name, value in self.trained.reordered(told):
+        for kind, name, value in self.trained.reordered(reported):
             yield tensor_spans.of_tensor(name, value, *copies, kind)
         for slab in self.states.parameters.frozen:
             for tracked, value in tensor_spans.reordered_slab(slab, self.spec.shard_group):

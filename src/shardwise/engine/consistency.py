@@ -42,11 +42,11 @@ def check_written(spec: EngineSpec, tracked: Sequence[Tracked], written: Set[int
     Most who write do so alike, to the same parameters: then one look is enough.
     """
     names = {tracked[number].name for number in written}
-    told = _told_values(spec, tracked, names)
-    if any(each.keys() != told[0].keys() for each in told):
-        told = _told_values(spec, tracked, {name for each in told for _, name in each})
+    gathered = _gathered_values(spec, tracked, names)
+    if any(each.keys() != gathered[0].keys() for each in gathered):
+        gathered = _gathered_values(spec, tracked, {name for each in gathered for _, name in each})
     first: dict[tuple[int, str], tuple[int, Any]] = {}
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(gathered):
         for key, value in each.items():
             other, expected = first.setdefault(key, (rank, value))
             if value != expected:
@@ -59,7 +59,7 @@ def check_written(spec: EngineSpec, tracked: Sequence[Tracked], written: Set[int
                 )
 
 
-def _told_values(
+def _gathered_values(
     spec: EngineSpec, tracked: Sequence[Tracked], names: Set[str]
 ) -> list[dict[tuple[int, str], tuple[int, int]]]:
     """By rank what tells its values of the parameters `names` from others; of split ones by part.
@@ -119,10 +119,10 @@ def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, s
 def make_state_alike(spec: EngineSpec) -> None:
     """Give every rank rank 0's optimizer state, as parameters are rank 0's. Collective."""
     mine = [_outline(optimizer) for optimizer in spec.optimizers]
-    told = spec.world_group.gather_objects(mine)
-    if spec.world_group.size == 1 or not any(any(each) for outline in told for each in outline):
+    gathered = spec.world_group.gather_objects(mine)
+    if spec.world_group.size == 1 or not any(any(each) for outline in gathered for each in outline):
         return
-    for optimizer, outline in zip(spec.optimizers, told[0], strict=True):
+    for optimizer, outline in zip(spec.optimizers, gathered[0], strict=True):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter, entries in zip(parameters, outline, strict=True):
             if spec.world_group.rank and (entries or parameter in optimizer.state):
@@ -183,9 +183,9 @@ def agree(
     group: Collectives, failure: str | None, kind: type[CheckpointError] = CheckpointError
 ) -> None:
     """Raise `kind` on all ranks alike if one has a `failure`. Collective."""
-    for rank, told in enumerate(group.gather_objects(failure)):
-        if told is not None:
-            raise kind(told if group.size == 1 else f"Rank {rank}: {told}")
+    for rank, each in enumerate(group.gather_objects(failure)):
+        if each is not None:
+            raise kind(each if group.size == 1 else f"Rank {rank}: {each}")
 
 
 # -- options of the optimizers -----------------------------------------------------------------
@@ -213,16 +213,16 @@ class OptionChecksum:
 
     def difference(self, group: Collectives) -> ModelMismatch:
         """The error for ranks whose checksums differ. Collective."""
-        told: list[list[tuple[str, Any]]] = group.gather_objects(list(self._named()))
-        for rank, named in enumerate(told):
-            for (name, here), (_, there) in zip(told[0], named, strict=False):
+        gathered: list[list[tuple[str, Any]]] = group.gather_objects(list(self._named()))
+        for rank, named in enumerate(gathered):
+            for (name, here), (_, there) in zip(gathered[0], named, strict=False):
                 if repr(here) != repr(there):
                     return ModelMismatch(
                         f"{name} is {here!r} on rank 0 and {there!r} on rank {rank}, so ranks "
                         "would train different models. Nothing was updated. Set it alike on all "
                         "ranks; give a scheduler what all know, such as engine.step().loss."
                     )
-        lengths = [len(named) for named in told]
+        lengths = [len(named) for named in gathered]
         return ModelMismatch(f"Optimizers have different options on each rank: {lengths} of them.")
 
     def _named(self) -> Iterator[tuple[str, Any]]:

@@ -74,15 +74,15 @@ class ExactAggregation(Aggregation):
                 "then engine.step() once."
             )
 
-    def told(self, values: Sequence[Number]) -> list[Number]:
+    def reported(self, values: Sequence[Number]) -> list[Number]:
         return list(values)
 
-    def joined(self, rows: Sequence[Sequence[float]]) -> float:
+    def total(self, rows: Sequence[Sequence[float]]) -> float:
         values = [value for row in rows for value in row]
         # fsum, exact in any order, raises where infinities meet; addition gives the NaN they make.
         return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
-    def joined_squares(self, rows: Sequence[Sequence[float]]) -> float:
+    def total_of_squares(self, rows: Sequence[Sequence[float]]) -> float:
         return exact_squares.total(rows)
 
     def refuse_late(self, names: Sequence[str]) -> None:

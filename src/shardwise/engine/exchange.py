@@ -40,11 +40,10 @@ def exchange(
     On the way, buffers that forward changes become their mean over the ranks, and gradients that
     came too late for their bucket on any rank are reduced by all.
     """
+    nothing = [0.0] * accumulation.backwards
     mine = StepReport(
-        weights=aggregation.told(
-            accumulation.weights if counts else [0.0] * accumulation.backwards
-        ),
-        losses=aggregation.told(accumulation.losses if counts else [0.0] * accumulation.backwards),
+        weights=aggregation.reported(accumulation.weights if counts else nothing),
+        losses=aggregation.reported(accumulation.losses if counts else nothing),
         squared_norm=gradients.norms.squared().double() / copies,
         backwards=accumulation.weighted_backwards if counts else 0,
         options=options,
@@ -57,12 +56,12 @@ def exchange(
         written=written,
         summed=accumulation.summed,
     )
-    told = mine.row(group.small_device)
+    report = mine.row(group.small_device)
     # Looked at on the CPU: one copy from a GPU, and no more waiting for it.
-    rows = group.gather_rows(torch.cat([told, buffers.values()])).cpu()
-    everyone = mine.join(rows[:, : told.numel()].tolist(), aggregation)
+    rows = group.gather_rows(torch.cat([report, buffers.values()])).cpu()
+    everyone = mine.join(rows[:, : report.numel()].tolist(), aggregation)
     weights = rows[:, : len(mine.weights)]
-    _average_buffers(buffers, group, rows[:, told.numel() :], weights, news=everyone.news)
+    _average_buffers(buffers, group, rows[:, report.numel() :], weights, news=everyone.news)
     squared = everyone.squared_norm
     if any(everyone.late):
         aggregation.refuse_late(
@@ -81,7 +80,7 @@ def squared_norm(
     """The squared norm of the sums as they are now; `copies` is as for `exchange`. Collective."""
     # In fp64 on all: a rank without any part of the norm has a zero of its own.
     row = (gradients.norms.squared().double() / copies).reshape(-1).to(group.small_device)
-    squared = aggregation.joined_squares(group.gather_rows(row).cpu().tolist())
+    squared = aggregation.total_of_squares(group.gather_rows(row).cpu().tolist())
     if math.isfinite(squared):
         return squared
     return _squared_in_fp64(aggregation, gradients, group, copies)
@@ -91,8 +90,8 @@ def _squared_in_fp64(
     aggregation: Aggregation, gradients: Gradients, group: Collectives, copies: int
 ) -> float:
     row = (gradients.norms.squared_in_fp64().double() / copies).reshape(-1)
-    told = group.gather_rows(row.to(group.small_device))
-    return aggregation.joined_squares(told.tolist())
+    report = group.gather_rows(row.to(group.small_device))
+    return aggregation.total_of_squares(report.tolist())
 
 
 def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:

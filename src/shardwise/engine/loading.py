@@ -124,11 +124,11 @@ def _check(
     faults = [("misshapen", misshapen)]
     if strict:
         faults += [("missing in it", found.missing), ("unexpected in it", found.unexpected)]
-    told = [f"{what}: {names.listed(several)}" for what, several in faults if several]
-    if told:
+    lines = [f"{what}: {names.listed(several)}" for what, several in faults if several]
+    if lines:
         loosely = " To load what fits and keep the rest: strict=False." if not misshapen else ""
         raise CheckpointMismatch(
-            f"{path} is not of this model. {'; '.join(told)}. Build the model that was saved."
+            f"{path} is not of this model. {'; '.join(lines)}. Build the model that was saved."
             f"{loosely}"
         )
 
@@ -257,9 +257,9 @@ def _entries(
         for part in states.optimizer.parts
         for slot in part.bucket.slots
     }
-    for name, told in numbers.state.items():
+    for name, values in numbers.state.items():
         if name in tracked:
-            entries[_parameter(states, tracked[name])] = dict(told)
+            entries[_parameter(states, tracked[name])] = dict(values)
     specs = source.sets[OPTIMIZER].specs if OPTIMIZER in source.sets else {}
     for full, spec in specs.items():
         name, _, key = full.rpartition(".")

@@ -41,7 +41,7 @@ class SavePlan:
     """A checkpoint before it is written, alike on all ranks."""
 
     sets: dict[str, list[TensorFile]]
-    told: Told
+    reported: Told
     numbers: dict[str, dict[str, Any]]
     """By parameter what the optimizers keep of it as one value, whatever rank has it."""
     borders: list[str]
@@ -61,25 +61,25 @@ class SavePlan:
 def plan(engine_tensors: EngineTensors, limit: int) -> SavePlan:
     """What is to be written, in files of at most `limit` bytes. Collective."""
     inventory, states = engine_tensors.inventory, engine_tensors.states
-    told = engine_tensors.trained.told()
+    reported = engine_tensors.trained.told()
     # Ranks may differ in the shape of a buffer that grows; who writes it tells.
     buffers = {name: spec_of(name, value) for name, value in engine_tensors.own_buffers.items()}
     theirs: dict[str, TensorSpec] = {}
     for several in engine_tensors.spec.world_group.gather_objects(buffers):
         theirs |= several
     numbers: dict[str, dict[str, Any]] = {}
-    for part in engine_tensors.of_all_layers(_numbers(engine_tensors, told)):
+    for part in engine_tensors.of_all_layers(_numbers(engine_tensors, reported)):
         numbers |= part
     tracked = states.parameters.tracked
     borders = engine_tensors.of_all_layers(
-        [tracked[number].name for number in sorted(told.borders)]
+        [tracked[number].name for number in sorted(reported.borders)]
     )
     specs = {
         MODEL: [
             inventory.parameters[name] if name in inventory.parameters else theirs[name]
             for name in inventory.names
         ],
-        OPTIMIZER: _joined(engine_tensors.of_all_layers(optimizer_specs(engine_tensors, told))),
+        OPTIMIZER: _joined(engine_tensors.of_all_layers(optimizer_specs(engine_tensors, reported))),
         AVERAGE: _joined(engine_tensors.of_all_layers(average_specs(states))),
     }
     sets = {
@@ -87,19 +87,19 @@ def plan(engine_tensors: EngineTensors, limit: int) -> SavePlan:
         for kind, each in specs.items()
         if each
     }
-    return SavePlan(sets, told, numbers, _joined(borders))
+    return SavePlan(sets, reported, numbers, _joined(borders))
 
 
 def _joined(several: Iterable[Iterable[T]]) -> list[T]:
     return list(itertools.chain.from_iterable(several))
 
 
-def _numbers(engine_tensors: EngineTensors, told: Told) -> dict[str, dict[str, Any]]:
+def _numbers(engine_tensors: EngineTensors, reported: Told) -> dict[str, dict[str, Any]]:
     """What the optimizers keep of the parameters here as one value each, by name."""
     tracked = engine_tensors.states.parameters.tracked
     singles = {
         tracked[number].name: {k: v for k, v in entries.items() if not isinstance(v, Blank)}
-        for number, entries in sorted(told.states.items())
+        for number, entries in sorted(reported.states.items())
     }
     return singles | {e.name: e.numbers for e in engine_tensors.idle if e.numbers or e.tensors}
 
@@ -107,11 +107,11 @@ def _numbers(engine_tensors: EngineTensors, told: Told) -> dict[str, dict[str, A
 def lend(engine_tensors: EngineTensors, made: SavePlan, sink: TensorSink) -> None:
     """Give `sink` all that this rank is to write. Collective where memory is out of order."""
     known = {(kind, n) for kind, files in made.sets.items() for f in files for n in f.tensors}
-    apart = engine_tensors.out_of_order(made.told)
+    apart = engine_tensors.out_of_order(made.reported)
     for holding in [*engine_tensors.trained, *engine_tensors.beside()]:
         _give(holding, known - apart, sink)
     if apart:
-        for holding in engine_tensors.reordered(made.told):
+        for holding in engine_tensors.reordered(made.reported):
             _give(holding, known, sink)
 
 
@@ -152,7 +152,7 @@ def begin(draft: Draft, made: SavePlan, group: Collectives) -> None:
     """
     failure = None
     if group.rank == 0:
-        failure = told_of(lambda: _make(draft, made), draft)
+        failure = disk_error_of(lambda: _make(draft, made), draft)
     consistency.agree(group, failure, CheckpointNotWritten)
     draft.path = group.gather_objects(draft.path)[0]
     seen = group.gather_objects((socket.gethostname(), draft.path.is_dir()))
@@ -186,7 +186,7 @@ def write(engine_tensors: EngineTensors, made: SavePlan, draft: Draft) -> Sums:
 
     try:
         lend(engine_tensors, made, writer)
-        failure = told_of(finish, draft)
+        failure = disk_error_of(finish, draft)
     finally:
         writer.close()
     consistency.agree(group, failure, CheckpointNotWritten)
@@ -221,8 +221,8 @@ def documents(
     sets = {kind: [file.name for file in files] for kind, files in made.sets.items()}
     summed = {name: document.crc_of(data) for name, data in found.items()}
     summed |= {file.name: document.crc_of(file.header) for file in made.files}
-    told = {"sets": sets, "checksums": checksums, "files": summed}
-    found[DOCUMENT] = document.dump(told | dict(fields))
+    tensors = {"sets": sets, "checksums": checksums, "files": summed}
+    found[DOCUMENT] = document.dump(tensors | dict(fields))
     return found
 
 
@@ -232,7 +232,7 @@ def _checksum(spec: TensorSpec, parts: Sequence[ChecksumPart]) -> int:
     return crc
 
 
-def told_of(work: Callable[[], Any], draft: Draft) -> str | None:
+def disk_error_of(work: Callable[[], Any], draft: Draft) -> str | None:
     """Do `work`; what went wrong with the disk, in words."""
     try:
         work()
@@ -252,20 +252,20 @@ def state_fields(engine_tensors: EngineTensors, made: SavePlan) -> dict[str, Any
     names = engine_tensors.optimized
     optimizers = [
         {
-            "class": type(face).__name__,
+            "class": type(optimizer).__name__,
             "groups": [
                 {
                     "parameters": [names[p] for p in group["params"]],
                     "options": {
-                        key: _encoded(value, f"option {key} of {type(face).__name__}")
+                        key: _encoded(value, f"option {key} of {type(optimizer).__name__}")
                         for key, value in group.items()
                         if key not in ("params", "param_names")
                     },
                 }
-                for group in face.param_groups
+                for group in optimizer.param_groups
             ],
         }
-        for face in engine_tensors.spec.optimizers
+        for optimizer in engine_tensors.spec.optimizers
     ]
     state = {
         name: {key: _encoded(value, f"{key} of {name}") for key, value in entries.items()}

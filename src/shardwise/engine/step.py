@@ -327,7 +327,7 @@ class StepRunner:
     def _count(self) -> None:
         """Let all who follow the run know that a step was made."""
         state, world = self._state, self._world
-        usage_checks.tell_schedulers(self._spec.optimizers)
+        usage_checks.mark_schedulers(self._spec.optimizers)
         state.steps += 1
         world.stepped_last = state.number
         world.steps_made += 1

@@ -53,17 +53,17 @@ class Aggregation:
     def check(self, backwards: int) -> None:
         """Raise UsageError where a step cannot have that many."""
 
-    def told(self, values: Sequence[Number]) -> list[Number]:
+    def reported(self, values: Sequence[Number]) -> list[Number]:
         """What a rank tells of a number that it has of each backward."""
         return [sum(values)]
 
-    def joined(self, rows: Sequence[Sequence[float]]) -> float:
+    def total(self, rows: Sequence[Sequence[float]]) -> float:
         """The sum of what all ranks told."""
         return sum(row[0] for row in rows)
 
-    def joined_squares(self, rows: Sequence[Sequence[float]]) -> float:
+    def total_of_squares(self, rows: Sequence[Sequence[float]]) -> float:
         """The same of sums of squares."""
-        return self.joined(rows)
+        return self.total(rows)
 
     def refuse_late(self, names: Sequence[str]) -> None:
         """Gradients of the parameters `names` came after their bucket's sum had begun."""
@@ -105,9 +105,9 @@ class StepReport:
 
     def row(self, device: torch.device) -> Tensor:
         """The vector, on `device`. Numbers of an accelerator move together, or stay there."""
-        told = self.news, self.several, self.unsaved, self.asked, self.written, self.summed
-        flags = [*_packed(self.used), *_packed(self.late), *map(float, told)]
-        known = [float(self.backwards), self.options, *flags]
+        flags = self.news, self.several, self.unsaved, self.asked, self.written, self.summed
+        numbers = [*_packed(self.used), *_packed(self.late), *map(float, flags)]
+        known = [float(self.backwards), self.options, *numbers]
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
     def join(self, table: list[list[float]], aggregation: Aggregation) -> StepTotals:
@@ -127,9 +127,9 @@ class StepReport:
             for length, end in zip(lengths, ends, strict=True)
         )
         return StepTotals(
-            weight=aggregation.joined(weights),
-            loss=aggregation.joined(losses),
-            squared_norm=aggregation.joined_squares(squares),
+            weight=aggregation.total(weights),
+            loss=aggregation.total(losses),
+            squared_norm=aggregation.total_of_squares(squares),
             backwards=int(sum(backwards for backwards, _ in known)),
             options=known[0][1] if len({options for _, options in known}) == 1 else math.nan,
             used=_any_of(used, len(self.used)),

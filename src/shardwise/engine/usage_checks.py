@@ -107,7 +107,7 @@ def check_block(*, averaged: bool, uneven: bool, whole: bool = False) -> None:
 def check_reachable(loss: Tensor, *, several: bool) -> None:
     """After a backward that brought nothing: raise where reentrant checkpointing hid it.
 
-    With several engines, backward is told which parameters it is for, and torch then does not
+    With several engines, backward is given which parameters it is for, and torch then does not
     look inside segments of reentrant checkpointing.
     """
     nodes, seen = [loss.grad_fn] if several else [], set()
@@ -130,15 +130,15 @@ _HOOKS = "_shardwise_hooks"
 
 @dataclass(frozen=True)
 class OptimizerCallbacks:
-    """What stands behind an optimizer that an engine has: bound methods, held weakly.
+    """What the hooks on a user's optimizer call in its engine: bound methods, held weakly.
 
-    `welcome` is called with each parameter group that is added to it. On one worker, `told` has
-    its state_dict, `check` refuses another, before anything is changed, and `take` has it take
-    that; on several these are the engine's own calls.
+    `welcome` gets each parameter group that is added to it. On one worker, `state_dict` makes its
+    state_dict, `check` refuses another before anything is changed, and `take` lets the optimizer
+    go on from that; on several these are the engine's own calls.
     """
 
     welcome: WeakMethod[Callable[[dict[str, Any]], None]]
-    told: WeakMethod[Callable[[optim.Optimizer], dict[str, Any]]]
+    state_dict: WeakMethod[Callable[[optim.Optimizer], dict[str, Any]]]
     check: WeakMethod[Callable[[optim.Optimizer, dict[str, Any]], None]]
     take: WeakMethod[Callable[[optim.Optimizer, dict[str, Any]], None]]
     alone: bool
@@ -171,21 +171,21 @@ def _lent(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> list[Rem
     """Let `state_dict` and `load_state_dict` be what they are without an engine."""
     given: list[dict[str, Any]] = []
 
-    def tell(face: optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        told = callbacks.told()
-        return None if told is None else state | told(face)
+    def complete(optimizer: optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        make = callbacks.state_dict()
+        return None if make is None else state | make(optimizer)
 
-    def keep(face: optim.Optimizer, state: dict[str, Any]) -> None:
+    def keep(optimizer: optim.Optimizer, state: dict[str, Any]) -> None:
         if (check := callbacks.check()) is not None:
-            check(face, state)
+            check(optimizer, state)
         given[:] = [state]
 
-    def take(face: optim.Optimizer) -> None:
+    def take(optimizer: optim.Optimizer) -> None:
         if (taken := callbacks.take()) is not None:
-            taken(face, given.pop())
+            taken(optimizer, given.pop())
 
     return [
-        optimizer.register_state_dict_post_hook(tell),
+        optimizer.register_state_dict_post_hook(complete),
         optimizer.register_load_state_dict_pre_hook(keep),
         optimizer.register_load_state_dict_post_hook(take),
     ]
@@ -220,7 +220,7 @@ def call_after_step(optimizers: Sequence[optim.Optimizer]) -> None:
             hook(optimizer, (), {})
 
 
-def tell_schedulers(optimizers: Sequence[optim.Optimizer]) -> None:
+def mark_schedulers(optimizers: Sequence[optim.Optimizer]) -> None:
     """Leave the mark by which torch's schedulers know that a step came before their own."""
     for optimizer in optimizers:
         optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -82,7 +82,7 @@ class UserObjects:
             install(spec.pipeline, spec.models[0])
         callbacks = usage_checks.OptimizerCallbacks(
             WeakMethod(self._welcome),
-            WeakMethod(self.told_state),
+            WeakMethod(self.plain_state),
             WeakMethod(self.check_state),
             WeakMethod(self.take_state),
             alone=world.size == 1,
@@ -99,7 +99,7 @@ class UserObjects:
 
         `masters` and `averages` are those of an earlier layout, by parameter.
         """
-        self.states = build.assemble(self.spec, self._fresh | dict(masters), averages)
+        self.states = build.build(self.spec, self._fresh | dict(masters), averages)
         self._fresh, self._written = {}, set()
         self._shape = self.spec.shape()
         follow = WeakMethod(self.follow_changes)
@@ -273,9 +273,9 @@ class UserObjects:
             )
         consistency.check_same_model(self.spec)
         self.buffers.meet(self._synchronised)
-        self._lay_anew(*build.disassemble(self.spec, self.states))
+        self._lay_anew(*build.take_apart(self.spec, self.states))
 
-    def told_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
+    def plain_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """The state_dict that `optimizer` would have in one process. Collective."""
         return plain_state_dict.make(self.spec, self.states, optimizer)
 
@@ -292,7 +292,7 @@ class UserObjects:
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""
-        masters, averages = build.disassemble(self.spec, self.states)
+        masters, averages = build.take_apart(self.spec, self.states)
         plain_state_dict.give(optimizer, state)
         self._lay_anew(masters, averages)
 
@@ -311,13 +311,13 @@ class UserObjects:
         }
         if not any(self.spec.world_group.gather_objects(bool(lacking))):
             return False
-        masters, averages = build.disassemble(self.spec, self.states)
+        masters, averages = build.take_apart(self.spec, self.states)
         self._lay_anew(masters, (averages or {}) | lacking)
         return True
 
     def end(self) -> None:
         """Give everything back as it was, trained. Collective."""
-        build.disassemble(self.spec, self.states)
+        build.take_apart(self.spec, self.states)
         self._put_together()
         self.spec.leave_groups()
         self.activations.close()
