@@ -1,4 +1,4 @@
-"""How processes prove to each other that they know the secret of their run, without telling it.
+"""Lets processes of one run prove that they know its secret, without telling it.
 
     accepts   ─▶ a nonce
     connects  ─▶ another nonce, and a MAC of both

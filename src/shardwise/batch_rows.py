@@ -1,4 +1,4 @@
-"""Which rows of a total batch are a rank's: those that it is given, and those that it draws."""
+"""Cuts a total batch by rows: those that a rank is given, and those that it draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loaders last gave: the weight that a loss takes when the user names none.
+"""CurrentBatch knows which batch was given last: its size is the weight of a loss without one.
 
 A Loader opens a stream for each iteration and says what each batch holds. The engine asks for
 the batch that a loss came from, and Metrics asks whether the batch counts at all.

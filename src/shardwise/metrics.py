@@ -1,4 +1,4 @@
-"""Exact means over all ranks, whatever the sizes of their batches."""
+"""Metrics computes exact means over all ranks, whatever the sizes of their batches."""
 
 from __future__ import annotations
 

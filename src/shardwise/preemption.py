@@ -1,4 +1,4 @@
-"""Asked to end: all ranks save at the next step boundary, and leave together.
+"""Saves and ends a run that is asked to end: at the next step boundary, all ranks together.
 
     signal, on any rank ─▶ the exchange of its next step ─▶ all save and leave before the one after
 

@@ -1,4 +1,4 @@
-"""What a run did, step by step, for those who measure it; off unless `--record DIR` is given.
+"""StepLog records each step of a run for those who measure it; off unless `--record DIR` is given.
 
 Each rank writes DIR/rank-N.jsonl, a line when something has happened:
 

@@ -1,4 +1,4 @@
-"""The run as one process sees it: who am I, who are the others, and what all may agree on."""
+"""World is the run as one process sees it: its rank, its groups of ranks, what all agree on."""
 
 from __future__ import annotations
 

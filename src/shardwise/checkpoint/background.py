@@ -1,4 +1,4 @@
-"""Writes a checkpoint beside training: what is to be written is copied, and a thread writes it.
+"""Writes a checkpoint beside training, by a thread, from a copy of the states.
 
 Collectives belong to training, so the ranks' threads meet in the draft's folder: each leaves a
 note when its part is on the disk, rank 0 waits for all notes and gives the checkpoint its name,

@@ -1,4 +1,4 @@
-"""A checksum per tensor, made by ranks that each see a part of it.
+"""Computes the checksum of a tensor from those of its parts, which several ranks write.
 
 It is the CRC-32 of zlib, gzip and PNG, which combines: with the length of what follows, the sum of
 two neighbours comes from their own (Mark Adler's crc32_combine). So `zlib.crc32` of a tensor's

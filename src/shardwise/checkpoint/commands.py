@@ -1,4 +1,4 @@
-"""`shardwise checkpoint inspect|verify|accept|export PATH`: the commands, as tables.
+"""Runs `shardwise checkpoint inspect|verify|accept|export PATH`.
 
 Nothing of torch is imported before a command runs.
 """

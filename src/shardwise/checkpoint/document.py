@@ -1,4 +1,4 @@
-"""What stands in a checkpoint beside its tensors: one JSON file, which sums itself.
+"""Reads and writes checkpoint.json, which holds all but tensors, with a checksum of itself.
 
     {"format": "shardwise checkpoint", "version": 2, "step": 200, "seed": 0,
      "sets": {"model": ["model.safetensors"], "optimizer": [...]},

@@ -1,4 +1,4 @@
-"""Whole tensors as one plain file that the stock libraries read."""
+"""Exports whole tensors as one plain file that the stock libraries read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One job at a time saves into a folder: it holds a lock on the file `.lock` there.
+"""Locks a folder of checkpoints, so that one job at a time saves into it.
 
 The lock is the kernel's (or a file server's), so it ends with the process that holds it, however
 that ends, and the job's next start, or another job, takes it. The file says whose it is; one that

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which are complete, and how one becomes so at a single moment.
+"""Finds complete checkpoints in a folder, and makes a draft complete at a single moment.
 
 checkpoints/
 ├── step-100/            complete: it has its name

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that hold tensors: safetensors, laid out and read by the letter. Pure.
+"""Lays out and parses safetensors files, by the letter of their format. Touches no file.
 
     | 8 bytes: length n | n bytes: JSON, padded with spaces | the tensors, end to end |
 

@@ -1,4 +1,4 @@
-"""Values of schedulers, loaders and optimizers as JSON, and back: exactly, and never as code.
+"""Encodes values of schedulers, loaders and optimizers as JSON, and decodes them, never as code.
 
 JSON's own values stand for themselves. What it does not know is a map of one key that begins with
 a dollar sign:

@@ -1,4 +1,4 @@
-"""What can be done with a checkpoint without a run: look at it, check it, hand it on."""
+"""Inspects, verifies and exports a checkpoint without a run."""
 
 from __future__ import annotations
 

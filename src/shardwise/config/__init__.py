@@ -1,4 +1,4 @@
-"""The settings of a run: what they are, and which of four sources wins.
+"""Defines the settings of a run, and decides which of four sources wins.
 
 A setting comes from, in order of precedence: a flag of `shardwise run`, an environment variable
 SHARDWISE_<NAME> (for those who start with torchrun or srun), a TOML file, a keyword in the script.

@@ -1,4 +1,4 @@
-"""Settings that would change nothing: who gave one as a flag meant it to. Pure."""
+"""Finds settings that have no effect: an error where a flag gave one, else a line. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The four sources of settings: which wins, what is said of it, and what is refused.
+"""Reads settings from flags, environment, TOML and script; says which wins, refuses unknown keys.
 
 Nothing here starts or prints.
 """

@@ -1,4 +1,4 @@
-"""The data: one order for any number of ranks, and each rank's share of it."""
+"""Reads data in one order for any number of ranks, and gives each rank its share."""
 
 from shardwise.data.loader import Loader
 from shardwise.data.steps import LoaderStep

@@ -1,4 +1,4 @@
-"""How a total batch is cut into what the ranks run: shares, or the exact mode's micro-shards.
+"""Cuts a total batch into what ranks run: shares, or the exact mode's micro-shards.
 
 shares          rank 0:  0 1 , 2 3      micro-batches of the contiguous share of a rank
 of 8 rows       rank 1:  4 5 , 6 7

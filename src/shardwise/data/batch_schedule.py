@@ -1,4 +1,4 @@
-"""Which samples make the steps of an epoch, as total batches of indices, alike on all ranks."""
+"""Schedules which samples make each step of an epoch, alike on all ranks."""
 
 from __future__ import annotations
 

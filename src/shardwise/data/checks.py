@@ -1,4 +1,4 @@
-"""What a Loader may be given: each mistake has its sentence."""
+"""Checks the arguments of a Loader: each mistake has its sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a dataset is read by the ranks: what to ask of its source, and what comes of it."""
+"""Readers decide what a rank asks of its source, and what becomes of the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reads the user's dataset, in DataLoader workers or in the main process.
+"""Sources read the user's dataset, in DataLoader workers or in the main process.
 
 A source is asked for one micro-batch at a time and hands it back collated, with what it holds.
 Whatever the dataset or the collate function draws comes from generators seeded by what the draw

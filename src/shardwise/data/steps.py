@@ -1,4 +1,4 @@
-"""One pass over a Loader: its steps, and the micro-batches of each."""
+"""LoaderPass is one pass over a Loader: it hands out steps, and the micro-batches of each."""
 
 from __future__ import annotations
 

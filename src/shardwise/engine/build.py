@@ -1,4 +1,4 @@
-"""From the user's models and optimizers to the three states, and back again for a rebuild."""
+"""Builds the three states from the user's models and optimizers, and takes them apart again."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.folders import Found
-from shardwise.engine import consistency, loading, optimizer_fields, usage_checks
+from shardwise.engine import consistency, load_tensors, optimizer_fields, usage_checks
 from shardwise.engine.checkpoint_tensors import EngineTensors
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.tracking import Tracking
@@ -77,13 +77,13 @@ class CheckpointLoader:
                 )
             if self._objects.make_room_for_averages(source.averaged):
                 engine_tensors = EngineTensors(self._spec, self._objects.states)
-            loading.fill_model(engine_tensors, source)
+            load_tensors.fill_model(engine_tensors, source)
             self._objects.buffers.remember()
             if self._spec.pipeline is not None:
                 self._spec.pipeline.loans.changed()
             if beside is None:
                 return None
-            loading.fill_optimizers(engine_tensors, source, beside.optimizers)
+            load_tensors.fill_optimizers(engine_tensors, source, beside.optimizers)
         self._state.scale.restore(beside.scaling)
         self._state.weighting.unit = beside.scaling["unit"]
         if beside.scaling["wide"] and self._spec.settings.reduce_dtype == "fp32":
@@ -106,15 +106,17 @@ class CheckpointLoader:
         *,
         strict: bool,
         alone: bool,
-    ) -> tuple[loading.CheckpointSource, _Beside | None]:
+    ) -> tuple[load_tensors.CheckpointSource, _Beside | None]:
         """What `path` has, of which this rank has read its part to the end.
 
         The second is None where only the model is wanted (`alone`) or there is no more.
         """
-        source = loading.open_source(path, engine_tensors, strict=strict, alone=alone, stack=stack)
+        source = load_tensors.open_source(
+            path, engine_tensors, strict=strict, alone=alone, stack=stack
+        )
         if not source.fields:
             return source, None
-        loading.verify(
+        load_tensors.verify(
             path, source, engine_tensors.spec.world_group.rank, engine_tensors.spec.world_group.size
         )
         if alone:

@@ -20,7 +20,7 @@ from shardwise.checkpoint.background import BackgroundSave, Copies, reserve
 from shardwise.checkpoint.folder_lock import FolderClaim, take
 from shardwise.checkpoint.folders import Draft
 from shardwise.checkpoint.writer import Writer
-from shardwise.engine import consistency, saving
+from shardwise.engine import consistency, save_tensors
 from shardwise.engine.checkpoint_tensors import EngineTensors
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.tracking import Tracking
@@ -63,14 +63,14 @@ class CheckpointSaver:
         spec, steps = self._spec, self._state.steps
         self.claim(folder)
         engine_tensors = EngineTensors(spec, self._objects.states)
-        made = saving.plan(engine_tensors, split)
+        made = save_tensors.plan(engine_tensors, split)
         fields, more, failure = self._beside(engine_tensors, made)
         consistency.agree(spec.world_group, failure)
         draft = Draft(folder, steps, made.nbytes)
         kept = partial(self._world.telling.kept, self._state.number, steps)
         finish = partial(_finish, made, fields, more, draft, keep, kept, self._world.say_once)
         try:
-            saving.begin(draft, made, spec.world_group)
+            save_tensors.begin(draft, made, spec.world_group)
             name, about = ("copy" if background else "write"), {"bytes": made.nbytes}
             with span(name, Row.CHECKPOINT, about):
                 how = self._start if background else self._write
@@ -115,16 +115,16 @@ class CheckpointSaver:
     def _write(
         self,
         engine_tensors: EngineTensors,
-        made: saving.SavePlan,
+        made: save_tensors.SavePlan,
         draft: Draft,
         finish: Callable[[Any], None],
     ) -> None:
         """Write all of it, and return when it is complete."""
         group = engine_tensors.spec.world_group
-        sums = saving.write(engine_tensors, made, draft)
+        sums = save_tensors.write(engine_tensors, made, draft)
         failure = None
         if group.rank == 0:
-            failure = saving.disk_error_of(lambda: finish([sums]), draft)
+            failure = save_tensors.disk_error_of(lambda: finish([sums]), draft)
         consistency.agree(group, failure, CheckpointNotWritten)
 
     def tolerate(self, error: CheckpointNotWritten) -> None:
@@ -134,14 +134,14 @@ class CheckpointSaver:
         self._world.print(f"shardwise: {error} Training goes on.", file=sys.stderr)
 
     def _beside(
-        self, engine_tensors: EngineTensors, made: saving.SavePlan
+        self, engine_tensors: EngineTensors, made: save_tensors.SavePlan
     ) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
         """What stands beside the tensors, and why it cannot be known; on rank 0."""
         if engine_tensors.spec.world_group.rank > 0:
             return {}, {}, None
         try:
             tracked, files = self._tracked.states()
-            fields = saving.state_fields(engine_tensors, made)
+            fields = save_tensors.state_fields(engine_tensors, made)
         except CheckpointError as error:
             return {}, {}, str(error)
         fields |= {
@@ -159,15 +159,15 @@ class CheckpointSaver:
     def _start(
         self,
         engine_tensors: EngineTensors,
-        made: saving.SavePlan,
+        made: save_tensors.SavePlan,
         draft: Draft,
         finish: Callable[[Any], None],
     ) -> None:
         """Copy what is to be written, and let a thread write it."""
         group = engine_tensors.spec.world_group
         self._copies.begin()
-        saving.lend(engine_tensors, made, self._copies)
-        failure = saving.disk_error_of(lambda: reserve(draft.path, group.rank), draft)
+        save_tensors.lend(engine_tensors, made, self._copies)
+        failure = save_tensors.disk_error_of(lambda: reserve(draft.path, group.rank), draft)
         consistency.agree(group, failure, CheckpointNotWritten)
         self._job = BackgroundSave(
             self._copies,
@@ -215,7 +215,7 @@ class CheckpointSaver:
 
 
 def _finish(
-    made: saving.SavePlan,
+    made: save_tensors.SavePlan,
     fields: Mapping[str, Any],
     more: Mapping[str, bytes],
     draft: Draft,
@@ -225,8 +225,8 @@ def _finish(
     several: Any,
 ) -> None:
     """Give a checkpoint its name, then remove those that are too many."""
-    sums = saving.merged(several)
-    draft.finish(saving.documents(made, sums, fields, more))
+    sums = save_tensors.merged(several)
+    draft.finish(save_tensors.documents(made, sums, fields, more))
     kept()
     if keep is not None:
         draft.prune(keep)

@@ -1,4 +1,4 @@
-"""The tensors of an engine by name: what a checkpoint of it holds."""
+"""Names the tensors of an engine that a checkpoint holds, with the intervals that this rank has."""
 
 from __future__ import annotations
 

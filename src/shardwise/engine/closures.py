@@ -1,4 +1,4 @@
-"""Steps with a closure: which optimizers call it by themselves, and what that takes."""
+"""Checks steps with a closure, which some optimizers call several times by themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ranks train one model: that they built the same, and go on from rank 0's state."""
+"""Checks that all ranks train the same model with the same options, from rank 0's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies where: units, buckets, and the bytes of each state per rank and tier."""
+"""Prints the table of engine.describe(): units, buckets, bytes of each state per rank and tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a gradient is not finite: which parameter, which rank, which samples."""
+"""Finds the parameter, the rank and the samples behind a gradient that is not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine is made from: the user's models and optimizers, and the ranks that share them."""
+"""EngineSpec is what an engine is made from: models, optimizers, settings, groups of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several engines of one script (GANs), saved and resumed as one.
+"""Engines saves and resumes several engines of one script (GANs) together.
 
 checkpoints/
 ├── generator/step-100/           each engine's checkpoint, as any other

@@ -1,4 +1,4 @@
-"""The one small collective of a step: what all ranks must know before they update alike."""
+"""Exchanges what ranks know of a step, in one small collective, so that all update alike."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Optimizer state of parameters that are frozen for now: it stays with the user's optimizer, whole
-on every rank, until they are trained again."""
+"""Gives a checkpoint the optimizer state of parameters that are frozen for now.
+
+It stays with the user's optimizer, whole on every rank, until they are trained again."""
 
 from __future__ import annotations
 

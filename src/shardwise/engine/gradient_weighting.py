@@ -1,4 +1,4 @@
-"""The exact mean: the gradient of the mean over all items of all workers and micro-batches.
+"""Weights gradients, so that their sum is that of the mean over all items of all workers.
 
 Each rank's loss is a mean over `weight` items. Backward is seeded with weight / divisor, so that
 gradients add up to weighted sums over micro-batches and ranks; the total weight travels beside

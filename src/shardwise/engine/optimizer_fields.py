@@ -1,4 +1,4 @@
-"""What checkpoint.json has of the optimizers: read, compared with those here, given to them."""
+"""Reads the optimizers' part of checkpoint.json: options, and state that is one value each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines at the start of a run that say what is on."""
+"""Prints the lines at the start of a run: what is on, and what depends on the number of workers."""
 
 from __future__ import annotations
 

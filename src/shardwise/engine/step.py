@@ -1,4 +1,4 @@
-"""Makes a step of the gradients that backward has left.
+"""Makes a step: reduces gradients, exchanges totals, clips, updates, publishes, clears.
 
 reduce      wait for the sums that are still being made
 exchange    one small collective: weights, losses, norm, what was used

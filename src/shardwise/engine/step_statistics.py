@@ -1,4 +1,4 @@
-"""Statistics of a step: what each rank reports of its backwards, and how reports become totals."""
+"""Aggregates the statistics that ranks report of their backwards into the totals of a step."""
 
 from __future__ import annotations
 

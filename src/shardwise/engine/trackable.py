@@ -1,4 +1,4 @@
-"""What `engine.track` takes beside objects with a state_dict: generators, and plain containers."""
+"""Gives generators and plain containers a state_dict, so that `engine.track` takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `engine.track` was given: saved and loaded with the engine, each under its name."""
+"""Saves and loads the objects that `engine.track` was given, each under its name."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class Tracking:
             if scheduled and not any(_schedules(each, optimizer) for each in known):
                 yield (
                     f"a learning-rate scheduler acts on {type(optimizer).__name__} and is not "
-                    "tracked: a resume would start it anew. Write engine.track(scheduler=scheduler)."
+                    "tracked: a resume would start it anew. Write "
+                    "engine.track(scheduler=scheduler)."
                 )
         everyones = [each for tracking in _all for each in tracking._tracked.values()]
         names = {getattr(each, "name", None) for each in everyones}

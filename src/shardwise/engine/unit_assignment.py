@@ -1,4 +1,4 @@
-"""Which unit each parameter belongs to, where parameters are sharded.
+"""Assigns each parameter to the unit that it is gathered with, where parameters are sharded.
 
 Each model is its units, the smallest blocks that all ranks execute, and its rest, which is a unit
 of its own. A parameter that two units share belongs to the rest. What no module of the models

@@ -1,4 +1,4 @@
-"""Habits of a plain training loop that would be silently wrong here: each says what to write."""
+"""Refuses lines of a plain training loop that would be silently wrong, with the line to write."""
 
 from __future__ import annotations
 

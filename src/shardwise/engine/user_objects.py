@@ -1,4 +1,4 @@
-"""The user's models and optimizers while an engine has them: made ready, laid out, given back."""
+"""UserObjects prepares the user's models and optimizers, follows their changes, gives them back."""
 
 from __future__ import annotations
 

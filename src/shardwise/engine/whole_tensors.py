@@ -1,4 +1,4 @@
-"""Whole tensors for the user: to read, to write, to export, whatever the placement."""
+"""Makes parameters whole for the user, to read, write or export, whatever the placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint into the states: each rank what it holds, whoever wrote it."""
+"""Loads tensors from a checkpoint into the states: each rank reads what it holds."""
 
 from __future__ import annotations
 

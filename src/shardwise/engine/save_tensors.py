@@ -1,4 +1,4 @@
-"""Writes a checkpoint: every rank its own byte ranges, then one name for all of it."""
+"""Plans and writes the tensors of a checkpoint: each rank its own byte ranges."""
 
 from __future__ import annotations
 
