@@ -30,7 +30,7 @@ _LOST = (
 
 
 class BatchRows(ABC):
-    """The part of a world that shares out batches, and what is drawn for them."""
+    """The part of a World that gives a rank its rows of total batches, and of draws for them."""
 
     device: torch.device
     settings: config.Settings

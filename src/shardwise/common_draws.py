@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class CommonDraws:
-    """The stream that all ranks have in common; `device` is where this one computes."""
+    """The random stream that all ranks have in common; `device` is where this one computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -62,7 +62,7 @@ SitOut = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class CurrentBatch:
-    """The open streams of this process. `current` is the batch given last, by any of them."""
+    """The open streams of this process. `batch` is the one given last, by any of them."""
 
     streams: list[LoaderStream] = field(default_factory=list)
     batch: Batch | None = None
@@ -130,7 +130,7 @@ class CurrentBatch:
                 self.batch = given[-1] if given else None
 
     def give(self, stream: LoaderStream, batch: Batch, *, training: bool) -> None:
-        """Say what is handed out now; `training` is whether autograd records at this moment."""
+        """Note the batch that is handed out now; `training` is whether autograd records now."""
         if training and not stream.passing:
             self._close_passing(training=True)  # what was shared out before is not of this batch
             self._shared = []
@@ -144,7 +144,7 @@ class CurrentBatch:
             self._latest = stream
 
     def share(self, name: str, plan: StreamShape, batch: Batch, *, training: bool) -> None:
-        """Say what is handed out without a loop: it stands until the next one of its kind.
+        """Note a batch that is handed out without a loop: it stands until the next one of its kind.
 
         One to evaluate on does not displace one to train on, whose backward may still come.
         """
@@ -160,7 +160,7 @@ class CurrentBatch:
             self.close(older)
 
     def train(self) -> None:
-        """Say that a backward has used what was given last.
+        """Note that a backward has used what was given last.
 
         With no stream open that is `x, y = next(iter(loader))`, whose stream has gone already.
         """

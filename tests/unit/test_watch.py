@@ -246,7 +246,7 @@ class TestLookout:
         place = pair[0]._places[1]
         with socket.create_connection((place.address, place.port)) as stranger:
             stranger.settimeout(5)
-            claim = authentication.Challenge(b"guessed", stranger.recv(authentication.NONCE))
+            claim = authentication.Proof(b"guessed", stranger.recv(authentication.NONCE))
             stranger.sendall(claim.words + b'{"ask": "where"}\n')
             with suppress(ConnectionResetError):  # it hung up on what it has not read
                 assert stranger.recv(100) == b""

@@ -31,7 +31,7 @@ PAUSE = 0.02
 
 
 class Copies:
-    """A sink that copies what it is given; its memory serves one save after the other."""
+    """Copies the tensors that it is given; its memory serves one save after the other."""
 
     def __init__(self) -> None:
         self._memory: list[np.ndarray[Any, Any]] = []
@@ -60,7 +60,7 @@ class Copies:
 
 
 class BackgroundSave(threading.Thread):
-    """One save on its way; `failure` says what went wrong once the thread has ended.
+    """A thread that writes one save; `failure` says what went wrong once the thread has ended.
 
     `finish` makes the checkpoint complete from the sums of all ranks; it is called on rank 0.
     The interpreter waits for the thread before it ends. `limit` (seconds) bounds how long a rank

@@ -59,8 +59,10 @@ engines of one process share theirs."""
 
 @dataclass
 class FolderClaim:
-    """That this job saves into `folder`. `locked`: whether others are kept out, which not every
-    file system can."""
+    """The claim of this job on `folder`, into which it saves.
+
+    `locked` says whether it keeps others out, which not every file system can.
+    """
 
     folder: Path
     locked: bool

@@ -34,7 +34,7 @@ Tensor = tuple[str, str]
 
 
 class TensorSink(Protocol):
-    """What takes ranges of tensors; it may read `memory` until `settle` has returned."""
+    """Takes ranges of tensors; it may read `memory` until `settle` has returned."""
 
     def write(self, kind: str, ranges: Sequence[ByteRange], memory: memoryview) -> None:
         """Take `ranges` of `memory`, each of a tensor of the set `kind`."""

@@ -125,7 +125,7 @@ class Loader:
         self._reenter = False  # the next pass goes on from the position rather than anew
         self._taken = 0  # steps that the newest pass has given
         self._run = 0  # the number of the newest pass
-        self._stream: LoaderStream | None = None  # what the feed knows of it
+        self._stream: LoaderStream | None = None  # the pass, as the current batch knows it
         # weak, since it calls back: dropping a Loader ends its workers at once
         self._newest: weakref.ref[LoaderPass] | None = None
         self._pinned = pin_memory and self._world.device.type == "cuda"

@@ -276,7 +276,7 @@ def _kept_apart() -> AbstractContextManager[None]:
 
 
 class SavedGenerators:
-    """Generators that go on from where they rested, whoever drew in between."""
+    """The state of generators, which go on from there whoever has drawn in between."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

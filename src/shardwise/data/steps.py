@@ -18,7 +18,7 @@ from shardwise.world import World
 
 
 class LoaderPass:
-    """Hands out the items of one pass, telling the feed what each holds.
+    """Hands out the items of one pass, noting in the world's current batch what each holds.
 
     `stepped(total)` is called when the last micro-batch of a step is handed out: from then on
     the position lies behind that step.
@@ -64,7 +64,7 @@ class LoaderPass:
         self._items = iter(())
 
     def hand_out(self, item: Item) -> Any:
-        """The data of `item` on the device; the feed knows of it when this returns."""
+        """The data of `item` on the device; the current batch is this one when this returns."""
         self._check_open()
         micro, data = item
         with timeline.span("to the device", timeline.Row.DATA):

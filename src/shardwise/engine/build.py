@@ -36,7 +36,7 @@ from shardwise.states.tracked import Tracked
 
 @dataclass(frozen=True)
 class ShardedUnits:
-    """What shows sharded parameters while they are needed."""
+    """The units of sharded parameters, and what gathers them while they are needed."""
 
     sections: Sections
     residency: Residency
@@ -54,8 +54,10 @@ class BucketBytes:
 
 @dataclass(frozen=True)
 class States:
-    """The three states of training, laid out and connected; where parameters are sharded, what
-    shows them; the average where one is kept."""
+    """Parameters, gradients and optimizer state, laid out and connected.
+
+    `shown` gathers parameters where they are sharded; `averages` where `ema_decay` is given.
+    """
 
     parameters: Parameters
     gradients: Gradients
@@ -73,7 +75,7 @@ class States:
         return self.parameters.state_bytes + gradients + self.optimizer.state_bytes + averages
 
     def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
-        """By `key` of a parameter the numbers of the buckets that have such ones."""
+        """The numbers of the buckets by `key` of the parameters in them."""
         found: dict[int, set[int]] = defaultdict(set)
         for number, bucket in enumerate(self.parameters.buckets):
             for slot in bucket.slots:
@@ -196,7 +198,7 @@ def _averages(
 
 
 def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
-    """The buckets that every rank of the replica has alike, but on the one that counts them."""
+    """The buckets whose norm another rank of the replica counts, since all have them alike."""
     if spec.tensor_rank == 0:
         return set()
     return {
@@ -207,7 +209,8 @@ def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
 
 
 def _pace(parameters: Parameters, gradients: Gradients, shown: ShardedUnits) -> bool:
-    """Let a unit's gradients start when all ranks are past it; whether the units take turns."""
+    """Start the buckets of a unit when all ranks have passed it in backward; returns whether
+    units are gathered in turns."""
     buckets: dict[int, list[int]] = defaultdict(list)
     for number, bucket in enumerate(parameters.buckets):
         first = parameters.tracked[bucket.slots[0].parameter].parameter

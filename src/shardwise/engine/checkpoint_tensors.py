@@ -43,7 +43,7 @@ class Inventory:
 
 
 def take(spec: EngineSpec, states: States) -> Inventory:
-    """Look what the engine has now."""
+    """List the tensors that an engine has now."""
     parameters = states.parameters
     laid = {t.parameter: t for t in parameters.tracked}
     laid |= {t.parameter: t for slab in parameters.frozen for t in slab.tracked}
@@ -92,7 +92,7 @@ def _tensors(spec: EngineSpec) -> Iterator[tuple[str, Tensor, nn.Module]]:
 
 
 def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
-    """How `value`, or the tensor that it is a part of, stands in a file."""
+    """Name, dtype and shape that `value`, or the tensor that it is a part of, has in a file."""
     shape = tuple(value.shape) if shard is None else shard.shape
     return TensorSpec(name, dtype_name(value.dtype), shape)
 
@@ -148,7 +148,7 @@ def _each(*several: list[bool]) -> list[bool]:
 
 
 class EngineTensors:
-    """All that a rank holds, to be written or to be filled; made by all ranks together."""
+    """The tensors that a rank has, to be saved or loaded. Making it is collective."""
 
     def __init__(self, spec: EngineSpec, states: States) -> None:
         self.spec = spec

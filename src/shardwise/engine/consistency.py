@@ -62,7 +62,7 @@ def check_written(spec: EngineSpec, tracked: Sequence[Tracked], written: Set[int
 def _gathered_values(
     spec: EngineSpec, tracked: Sequence[Tracked], names: Set[str]
 ) -> list[dict[tuple[int, str], tuple[int, int]]]:
-    """By rank what tells its values of the parameters `names` from others; of split ones by part.
+    """By rank a fingerprint of each of the parameters `names`; of tensor-parallel ones by part.
     Collective."""
     mine = {
         (0 if each.shard is None else spec.tensor_rank, each.name): _fingerprint(each.parameter)
@@ -76,8 +76,8 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def _fingerprint(tensor: Tensor) -> tuple[int, int]:
-    """Two sums over the bits of a tensor, made where it is: of its words, and of them weighted by
-    their place in rows of 61."""
+    """Two sums over the bits of a tensor, computed on its device: of its words, and of them
+    weighted by their place in rows of 61."""
     words = tensor.detach().contiguous().reshape(-1).view(_WORDS[tensor.itemsize])
     whole = words[: words.numel() // 61 * 61].view(-1, 61)
     by_place = torch.cat([whole.sum(0), words[whole.numel() :].sum().reshape(1).long()])
@@ -139,7 +139,7 @@ def make_state_alike(spec: EngineSpec) -> None:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """What a rank says of a tensor that it has."""
+    """Shape and dtype of a tensor on another rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -194,7 +194,7 @@ _PLAIN = (bool, int, float, str, complex, type(None))
 
 
 class OptionChecksum:
-    """Tells whether the parameter groups of `optimizers` have the same options on all ranks.
+    """Checks that the parameter groups of `optimizers` have the same options on all ranks.
 
     What is not a number, a string, a sequence of such or a tensor on the CPU is left out.
     """

@@ -28,7 +28,7 @@ from shardwise.sum_tree import MicroShards
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What the states are made from; the same after a rebuild."""
+    """Models, optimizers, settings and groups of ranks; they stay over every rebuild of states."""
 
     models: tuple[nn.Module, ...]
     optimizers: tuple[optim.Optimizer, ...]
@@ -37,25 +37,25 @@ class EngineSpec:
     world_group: Collectives
     """All ranks."""
     data_group: Collectives
-    """The data-parallel ones: those with the same part of the model, or all."""
+    """The data-parallel ranks: those with the same part of the model, or all."""
     device: torch.device
     gather_order: GatherOrder
-    """What those of the data-parallel ranks take turns in, inside forwards and backwards."""
+    """The order in which the data-parallel ranks gather, inside forwards and backwards."""
     micro_shards: MicroShards | None = None
     """How a step is cut in the exact mode."""
     tensor: Split | None = None
-    """What each rank of a replica has of the models, where layers are split."""
+    """Tensor parallelism: the part of each layer that this rank has. None without."""
     pipeline: Line | None = None
-    """Which layers each rank of a replica has, where they are shared out."""
+    """Pipeline parallelism: the layers that this rank has. None without."""
     stage_group: Collectives = field(default_factory=Solo)
-    """The ranks of all replicas that have these layers, or parts of them."""
+    """The ranks of all replicas with the same stage of the pipeline."""
 
     def __post_init__(self) -> None:
         _check_names(self.models, self.settings)
 
     @property
     def tensor_rank(self) -> int:
-        """Which part of split layers this rank has."""
+        """This rank's place along the tensor-parallel axis."""
         return 0 if self.tensor is None else self.tensor.group.rank
 
     def is_here(self, parameter: Tensor) -> bool:
@@ -68,13 +68,14 @@ class EngineSpec:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has the whole of a split model for now."""
+        """Whether this rank has the whole model now, inside `full_parameters` with `--tensor` or
+        `--pipeline`."""
         split, line = self.tensor, self.pipeline
         return (split is not None and split.is_whole) or (line is not None and line.is_whole)
 
     @property
     def takes_writes(self) -> bool:
-        """Whether what is written into it then is taken in."""
+        """Whether values that are written inside that block are kept."""
         split, line = self.tensor, self.pipeline
         return (split is not None and split.writes) or (line is not None and line.writes)
 
@@ -86,23 +87,23 @@ class EngineSpec:
 
     @property
     def pipeline_rank(self) -> int:
-        """Which of the workers that share out the layers this one is."""
+        """This rank's place along the pipeline axis."""
         return 0 if self.pipeline is None else self.pipeline.group.rank
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
-        """Which part of a whole tensor `parameter` is, where it is one."""
+        """The part of a whole tensor that `parameter` is; None where it is whole."""
         if self.tensor is None or not isinstance(parameter, nn.Parameter):
             return None
         return self.tensor.shards.get(parameter)
 
     @cached_property
     def summation(self) -> Summation:
-        """How gradients become one sum."""
+        """How gradients of several backwards and ranks are added: in any order, or in one tree."""
         return Summation() if self.micro_shards is None else in_tree(self.micro_shards)
 
     @cached_property
     def prefixes(self) -> tuple[str, ...]:
-        """What stands before the names of each model: nothing when there is one."""
+        """The prefix of the names of each model: empty when there is one."""
         several = len(self.models) > 1
         return tuple(f"models[{i}]" if several else "" for i in range(len(self.models)))
 
@@ -114,8 +115,8 @@ class EngineSpec:
 
     @property
     def cuts_nothing(self) -> bool:
-        """Whether an optimizer can have all tensors as they are: its state is neither shared out
-        nor on a disk, nor may the exact mode's bits depend on that."""
+        """Whether an optimizer can have all tensors whole: its state is neither sharded nor on a
+        disk, and the exact mode, whose bits would depend on it, is off."""
         alone = self.shard_group.size == 1 or not self.placement.is_sharded("optimizer")
         on_disk = any(tier.kind == "nvme" for tier in self.placement.tiers)
         return alone and not on_disk and self.micro_shards is None
@@ -140,12 +141,12 @@ class EngineSpec:
 
     @cached_property
     def parameter_uses(self) -> Uses:
-        """What follows the user's lines where they compute with parameters that are in parts."""
+        """Follows user code that computes with parameters of which this rank has a part."""
         return Uses(self.tensor, self.pipeline)
 
     @cached_property
     def unit_hooks(self) -> Doors:
-        """Where forwards tell which sharded parameters they need."""
+        """The hooks by which forwards gather the units that they need."""
         return Doors()
 
     def located(self) -> list[Tracked]:
@@ -164,7 +165,7 @@ class EngineSpec:
         return found
 
     def _foresee(self, tracked: Tracked) -> None:
-        """Say where a parameter without memory will be, and as what."""
+        """Set device and dtype that a parameter without memory will have."""
         if not tracked.parameter.is_meta:
             return
         tracked.device = self.device
@@ -177,7 +178,7 @@ class EngineSpec:
         return Census(self.models)
 
     def shape(self) -> Shape:
-        """What the states are laid out for."""
+        """The parameter groups and what is trained: the states are laid out for these."""
         with unguarded():
             trained = [p.requires_grad for p in self._census.parameters()]
         return Shape([len(g["params"]) for o in self.optimizers for g in o.param_groups], trained)

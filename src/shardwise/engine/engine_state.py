@@ -28,7 +28,7 @@ from shardwise.world import World
 class EngineState:
     """The engine numbered `number` in this process, as its parts see it.
 
-    What never changes comes first: the fields from `steps` on are where training is.
+    The first fields never change; those from `steps` on are where training is.
     """
 
     world: World

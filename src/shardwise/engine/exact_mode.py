@@ -49,7 +49,8 @@ def shards_of(settings: Settings, group: Collectives) -> MicroShards | None:
 
 
 class ExactAggregation(Aggregation):
-    """The exact mode: one backward for each micro-shard, told one by one; sums are rounded once."""
+    """Adds up in the exact mode: one backward for each micro-shard is reported by itself, and sums
+    are rounded once."""
 
     def __init__(self, shards: MicroShards) -> None:
         super().__init__(shards.rank)

@@ -29,7 +29,7 @@ def exchange(
     written: bool,
     counts: bool = True,
 ) -> StepTotals:
-    """Tell what this rank has seen and hear it of all others. Collective.
+    """Report what this rank has seen in the step, and return the totals of all ranks. Collective.
 
     Every part of the summed gradient is on `copies` ranks. `options` is a checksum of what must be
     alike; `unsaved` says whether a save in the background has failed here, `asked` is the signal
@@ -117,8 +117,8 @@ def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
 def _average_buffers(
     buffers: Buffers, group: Collectives, rows: Tensor, weights: Tensor, *, news: bool
 ) -> None:
-    """Average what is followed, and what turns out now to need it; `rows` are the ranks' values,
-    `weights` theirs."""
+    """Average the buffers that forward changes, those included that were first seen to change
+    now; `rows` are the ranks' values, `weights` theirs."""
     if buffers.alone:
         return
     if not float(weights.sum()):

@@ -87,7 +87,7 @@ def _items(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:
 
 
 class GradientWeighting:
-    """The seeds of backward, and what undoes them; alike on all ranks."""
+    """Computes the seeds of backward and the divisor of the gradients, alike on all ranks."""
 
     def __init__(self, scale: LossScale, group: Collectives, parts: Aggregation) -> None:
         self._scale = scale
@@ -96,7 +96,7 @@ class GradientWeighting:
         self._unit: float | None = None
 
     def begin(self, weight: float | Tensor) -> None:
-        """Know about what a step weighs, from each rank's first `weight`; the first call is
+        """Estimate the weight of a step from each rank's first `weight`; the first call is
         collective."""
         if self._unit is None:
             row = torch.as_tensor(weight, dtype=torch.float64, device=self._group.small_device)
@@ -104,8 +104,8 @@ class GradientWeighting:
             self.follow(*self._parts.first_step(weights))
 
     def seed(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, float | Tensor]:
-        """What backward of `loss` starts from, in its dtype, and the rest: what its gradients are
-        still to be multiplied by. The first call is collective."""
+        """The seed of a backward of `loss`, in its dtype, and the factor by which its gradients are
+        still to be multiplied. The first call is collective."""
         self.begin(weight)
         exact = torch.as_tensor(weight, dtype=torch.float64) / self._divisor
         narrow = loss.dtype in NARROW
@@ -118,11 +118,11 @@ class GradientWeighting:
         return filled.view_as(loss), float(rest)
 
     def divisor(self, total_weight: float) -> float:
-        """What the summed gradients are to be divided by to be the mean."""
+        """The number that turns summed gradients into their mean, by division."""
         return total_weight / self._divisor
 
     def follow(self, total_weight: float, count: int) -> None:
-        """Take a step's total weight, in `count` backwards, for the next."""
+        """Take the total weight of a step with `count` backwards as an estimate of the next."""
         if not (total_weight > 0 and count):
             self._unit = 1.0
         else:

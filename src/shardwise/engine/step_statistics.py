@@ -33,7 +33,7 @@ class StepStats:
 
 
 class Aggregation:
-    """As many backwards as the script makes, each rank's added up before they are told.
+    """Adds up what ranks report; each rank adds up its own backwards, of any number, before.
 
     `row` lengths are in numbers; `rows` have one row of each rank.
     """
@@ -46,19 +46,19 @@ class Aggregation:
         return None if backwards else seed_from(seed, "step", engine, step, self._rank)
 
     def first_step(self, weights: Sequence[float]) -> tuple[float, int]:
-        """About the weight of a whole step and the number of its backwards, from the weight of the
-        first one on each rank."""
+        """Estimate the weight of a whole step and the number of its backwards, from the weight of
+        the first one on each rank."""
         return sum(weights), sum(weight > 0 for weight in weights)
 
     def check(self, backwards: int) -> None:
         """Raise UsageError where a step cannot have that many."""
 
     def reported(self, values: Sequence[Number]) -> list[Number]:
-        """What a rank tells of a number that it has of each backward."""
+        """What a rank reports of `values`, one of each backward."""
         return [sum(values)]
 
     def total(self, rows: Sequence[Sequence[float]]) -> float:
-        """The sum of what all ranks told."""
+        """The sum of what all ranks reported."""
         return sum(row[0] for row in rows)
 
     def total_of_squares(self, rows: Sequence[Sequence[float]]) -> float:
@@ -75,7 +75,7 @@ _BITS = 48
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a rank tells all others at a step, as one fp64 vector.
+    """What a rank reports to all others at a step, as one fp64 vector.
 
     | weights | losses x factor | squared norm | backwards | options | used, packed | late,
     packed | news | several | unsaved | asked | written | summed |

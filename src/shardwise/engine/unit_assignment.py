@@ -121,7 +121,7 @@ def _filled_units_in(found: Sections, units: Sequence[Unit], module: nn.Module) 
 
 
 def open_doors(found: Sections, residency: Residency, doors: unit_hooks.Doors) -> None:
-    """Let the models' forwards show the units that they need."""
+    """Let the models' forwards gather the units that they need."""
     doors.keeper = residency
     doors.attach(
         [

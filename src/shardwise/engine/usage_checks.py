@@ -145,8 +145,7 @@ class OptimizerCallbacks:
 
 
 def forbid(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> None:
-    """Let `step` of the user's optimizer raise from now on, and what it has of state be the
-    engine's."""
+    """Let `step` of the user's optimizer raise from now on, and its state be the engine's."""
     allow(optimizer)
     add = optimizer.add_param_group
 

@@ -36,7 +36,7 @@ living: WeakSet[UserObjects] = WeakSet()
 
 
 class UserObjects:
-    """What an engine holds: `states`, laid over what `spec` names, `buffers`, `activations`.
+    """The models and optimizers of `spec` in an engine: `states`, `buffers`, `activations`.
 
     States are laid out anew when parameter groups or requires_grad change between steps, of which
     `accumulation` knows; `plan` is the user's for tensor parallelism. Making it is collective.
@@ -67,11 +67,11 @@ class UserObjects:
         try:
             self._prepare_modules()
             self.buffers = self._all_buffers()
-            self._let_go()
+            self._release_other_stages()
             spec.parameter_uses.watch()
-            self._lay({}, None)
+            self._build_states({}, None)
         except (ConfigError, ModelError):  # raised by all ranks alike: the model stays plain
-            self._put_together()
+            self._reassemble_models()
             raise
         self._handles = self._enter_precision()
         if spec.settings.compile and spec.settings.activations == "kept":
@@ -81,7 +81,7 @@ class UserObjects:
         if spec.pipeline is not None:
             install(spec.pipeline, spec.models[0])
         callbacks = usage_checks.OptimizerCallbacks(
-            WeakMethod(self._welcome),
+            WeakMethod(self._prepare_added_group),
             WeakMethod(self.plain_state),
             WeakMethod(self.check_state),
             WeakMethod(self.take_state),
@@ -90,12 +90,12 @@ class UserObjects:
         for optimizer in spec.optimizers:
             usage_checks.forbid(optimizer, callbacks)
 
-    def _lay(
+    def _build_states(
         self,
         masters: Mapping[nn.Parameter, Tensor],
         averages: Mapping[nn.Parameter, Tensor] | None,
     ) -> None:
-        """Lay the three states over the models.
+        """Lay the three states over the models and optimizers.
 
         `masters` and `averages` are those of an earlier layout, by parameter.
         """
@@ -105,21 +105,21 @@ class UserObjects:
         follow = WeakMethod(self.follow_changes)
         self.spec.unit_hooks.before = lambda: (call := follow()) and call()
 
-    def _lay_anew(
+    def _rebuild_states(
         self,
         masters: Mapping[nn.Parameter, Tensor],
         averages: Mapping[nn.Parameter, Tensor] | None,
     ) -> None:
-        """Lay them again; gradients that had become wide stay so."""
+        """Lay the states out again; gradients that are collected in fp32 stay so."""
         wide = self.states.gradients.wide
-        self._lay(masters, averages)
+        self._build_states(masters, averages)
         if wide:
             self.states.gradients.widen()
 
     # -- making ready ---------------------------------------------------------------------
 
     def _give_memory(self) -> None:
-        """Fill what was built without memory, where it will be whole; then all are alike."""
+        """Give memory and values to what was built without; then rank 0's values to all ranks."""
         by_reset = initial_values.fill_unrecorded(self.spec.models)
         if by_reset:
             self._world.print(
@@ -141,7 +141,7 @@ class UserObjects:
         initial_values.make_alike(real, spec.world_group)
 
     def _prepare_modules(self) -> None:
-        """Cast what is not cast yet, keeping its values for the masters; synchronise BatchNorm."""
+        """Cast parameters, keeping their values for the masters; synchronise BatchNorm."""
         models, settings = self.spec.models, self.spec.settings
         cast = precision.PRESETS[settings.precision].cast
         if cast is not None:
@@ -150,7 +150,7 @@ class UserObjects:
             sync_batch_norm.convert(models, self._world.gather_order, self._world.current_batch)
 
     def _all_buffers(self) -> Buffers:
-        """The models' buffers, over every layout of the states."""
+        """The models' buffers, which are followed over every rebuild of the states."""
         models, group, shards = self.spec.models, self.spec.stage_group, self.spec.micro_shards
         found = (
             Buffers(models, group, self._synchronised)
@@ -160,8 +160,8 @@ class UserObjects:
         self._world.current_batch.watch(found.before_batch)
         return found
 
-    def _let_go(self) -> None:
-        """Let go of what other ranks of the replica have: layers, and the state of these."""
+    def _release_other_stages(self) -> None:
+        """Free the layers of other pipeline ranks, and the optimizer state of these."""
         if (line := self.spec.pipeline) is None:
             return
         line.custody.let_go()
@@ -170,7 +170,7 @@ class UserObjects:
             for parameter in [p for p in optimizer.state if not line.has(p)]:
                 del optimizer.state[parameter]
 
-    def _put_together(self) -> None:
+    def _reassemble_models(self) -> None:
         """Give every rank the whole model and all of the optimizers' state. Collective."""
         spec = self.spec
         spec.parameter_uses.forget()
@@ -203,10 +203,10 @@ class UserObjects:
 
     # -- changes on the way ---------------------------------------------------------------
 
-    def _welcome(self, group: dict[str, Any]) -> None:
-        """The user's optimizer was given a parameter group: make ready for its first forward.
+    def _prepare_added_group(self, group: dict[str, Any]) -> None:
+        """Prepare a parameter group that was added to the user's optimizer for its first forward.
 
-        Raises UsageError where layers are shared out: nobody knows whose the new ones are.
+        Raises UsageError with `--pipeline`: which worker has the new layers is not known.
         """
         if self.spec.pipeline is not None:
             raise UsageError(
@@ -227,7 +227,7 @@ class UserObjects:
         self.buffers.meet(self._synchronised)
 
     def look_for_changes(self) -> None:
-        """Notice what user code did since the last call: broke, wrote, or added parameters."""
+        """Follow what user code did since the last call: replace, write or add parameters."""
         states = self.states
         states.parameters.check()
         self.take_in_writes()
@@ -240,7 +240,7 @@ class UserObjects:
         self.follow_changes()
 
     def take_in_writes(self) -> None:
-        """Let the masters have what user code has written into parameters, before these change."""
+        """Copy what user code has written into parameters to the masters, before an update."""
         states = self.states
         alone = states.shown is not None or self._world.size == 1
         if alone and not states.optimizer.has_masters:
@@ -263,7 +263,7 @@ class UserObjects:
         consistency.check_written(self.spec, self.states.parameters.tracked, written)
 
     def follow_changes(self) -> None:
-        """Lay out anew if parameter groups or requires_grad changed. Collective then."""
+        """Rebuild the states if parameter groups or requires_grad changed. Collective then."""
         if self._shape.fits(self.spec.shape()):
             return
         if self._accumulation.backwards:
@@ -273,7 +273,7 @@ class UserObjects:
             )
         consistency.check_same_model(self.spec)
         self.buffers.meet(self._synchronised)
-        self._lay_anew(*build.take_apart(self.spec, self.states))
+        self._rebuild_states(*build.take_apart(self.spec, self.states))
 
     def plain_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """The state_dict that `optimizer` would have in one process. Collective."""
@@ -294,11 +294,11 @@ class UserObjects:
         """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""
         masters, averages = build.take_apart(self.spec, self.states)
         plain_state_dict.give(optimizer, state)
-        self._lay_anew(masters, averages)
+        self._rebuild_states(masters, averages)
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
-        """Lay out anew where one of the parameters `names` is frozen and has no average, though
-        averages are kept; whether that was so. Collective."""
+        """Rebuild the states with averages for those of the parameters `names` that are frozen and
+        have none, where averages are kept; returns whether there were any. Collective."""
         if self.states.averages is None:
             return False
         groups = [group for o in self.spec.optimizers for group in o.param_groups]
@@ -312,13 +312,13 @@ class UserObjects:
         if not any(self.spec.world_group.gather_objects(bool(lacking))):
             return False
         masters, averages = build.take_apart(self.spec, self.states)
-        self._lay_anew(masters, (averages or {}) | lacking)
+        self._rebuild_states(masters, (averages or {}) | lacking)
         return True
 
     def end(self) -> None:
         """Give everything back as it was, trained. Collective."""
         build.take_apart(self.spec, self.states)
-        self._put_together()
+        self._reassemble_models()
         self.spec.leave_groups()
         self.activations.close()
         self.spec.unit_hooks.remove()
