@@ -182,7 +182,9 @@ class BackwardRunner:
         if term.batch is not None and term.batch.samples == 0:
             buffers.restore()
         buffers.after_backward()
-        self._randoms.reseed()
+        self._randoms.reseed()  # by micro-shard in the exact mode; else only a step reseeds
+        # Last: from here to the step `param.grad` raises at any use, since its value is a sum
+        # that is still being made.
         self._objects.states.gradients.guard()
 
     # -- one graph on this rank -------------------------------------------------------------

@@ -75,6 +75,8 @@ class Engine:
         world.expect_no_engine()
         self._spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
         self._state = state = build_state(world, number, self._spec, scaler, tensor_plan)
+        # The order matters: the state is collective to build, the generators wait for the first
+        # batch from here on, and a step needs all other parts.
         self._timing = _layer_times(state)
         self._randoms = RandomState(state)
         self._access = StateAccess(state)

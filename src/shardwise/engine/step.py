@@ -73,6 +73,8 @@ class StepRunner:
             with torch.enable_grad():
                 closure()
         closures.check_given(self._objects.states, given=closure is not None)
+        # From the exchange on all ranks have the same totals, so that they decide alike: to skip,
+        # to raise, or to update, whose gathers take all of them.
         totals = self._reduced("engine.step()")
         stats = self._decide(totals)
         if not stats.skipped:
@@ -304,8 +306,9 @@ class StepRunner:
         self._count()
         if totals.asked:
             self._agree_to_end(totals.asked)
+        # Only now: the step is made on all ranks, and all know of the failure by the exchange.
         if totals.unsaved:
-            self._saver.wait()  # raises on all ranks alike, the step made
+            self._saver.wait()  # raises on all ranks alike
         if self._timing is not None:
             self._timing.stepped()
         self._world.step_log.stepped(self._state.number, self._state.steps, stats)

@@ -55,15 +55,10 @@ class UserObjects:
         self._fresh: dict[nn.Parameter, Tensor] = {}
         self._written: set[int] = set()
         usage_checks.check_embeddings(spec.models, spec.placement, workers=world.data_size)
+        # Before anything else is collective: ranks with different models would wait for each
+        # other in different places.
         consistency.check_same_model(spec)
-        if spec.pipeline is not None:
-            pipeline_parallel.share_out(spec, spec.pipeline)
-        self._give_memory()
-        consistency.make_state_alike(spec)
-        if spec.tensor is not None:
-            tensor_parallel.split(spec, spec.tensor, plan)
-        if spec.pipeline is not None:
-            spec.pipeline.split = spec.tensor
+        self._distribute(plan)
         try:
             self._prepare_modules()
             self.buffers = self._all_buffers()
@@ -80,14 +75,31 @@ class UserObjects:
         self._forwards = Forwards(spec.models, spec.settings.units)
         if spec.pipeline is not None:
             install(spec.pipeline, spec.models[0])
+        self._hook_optimizers()
+
+    def _distribute(self, plan: Plan | None) -> None:
+        """Give every rank the values of rank 0, of the layers and parts of layers that it has."""
+        spec = self.spec
+        if spec.pipeline is not None:
+            pipeline_parallel.share_out(spec, spec.pipeline)
+        self._give_memory()
+        # While tensors are whole: afterwards ranks have different parts of them.
+        consistency.make_state_alike(spec)
+        if spec.tensor is not None:
+            tensor_parallel.split(spec, spec.tensor, plan)
+        if spec.pipeline is not None:
+            spec.pipeline.split = spec.tensor
+
+    def _hook_optimizers(self) -> None:
+        """Refuse what the user's optimizers cannot do by themselves any more."""
         callbacks = usage_checks.OptimizerCallbacks(
             WeakMethod(self._prepare_added_group),
             WeakMethod(self.plain_state),
             WeakMethod(self.check_state),
             WeakMethod(self.take_state),
-            alone=world.size == 1,
+            alone=self._world.size == 1,
         )
-        for optimizer in spec.optimizers:
+        for optimizer in self.spec.optimizers:
             usage_checks.forbid(optimizer, callbacks)
 
     def _build_states(
