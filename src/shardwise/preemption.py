@@ -1,4 +1,4 @@
-"""Asked to end: all ranks save at the next step boundary, and leave together.
+"""Saves and ends a run that is asked to end: at the next step boundary, all ranks together.
 
     signal, on any rank ─▶ the exchange of its next step ─▶ all save and leave before the one after
 
@@ -33,7 +33,7 @@ AGAIN = 1.0
 
 
 class Preemption:
-    """What this rank, and what all ranks know of being asked to end: the numbers of signals."""
+    """The signals to end a run: one `asked` this rank, one was `agreed` on by all; 0 for none."""
 
     def __init__(self, telling: Telling, say: Callable[..., None]) -> None:
         self.asked = 0

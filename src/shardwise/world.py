@@ -1,4 +1,4 @@
-"""The run as one process sees it: who am I, who are the others, and what all may agree on."""
+"""World is the run as one process sees it: its rank, its groups of ranks, what all agree on."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise import collectives, config, launch, randomness, repeatable, timeline_control
+from shardwise import collectives, config, launch, randomness, timeline_control
 from shardwise.batch_rows import BatchRows
 from shardwise.collectives import Collectives, GatherOrder, Solo
 from shardwise.common_draws import CommonDraws
-from shardwise.current_batch import Feed
+from shardwise.current_batch import CurrentBatch
 from shardwise.errors import ConfigError, LaunchError, UsageError
 from shardwise.launch import report
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import Telling
+from shardwise.loop_checks import StepsWithoutEngine, UnsteppedBackwards
 from shardwise.mesh import Mesh
 from shardwise.preemption import Preemption
 from shardwise.randomness import GeneratorStates
 from shardwise.step_log import StepLog
 from shardwise.sum_tree import MicroShards
 from shardwise.tiers import host_memory
-from shardwise.unstepped import Unstepped
 from shardwise.watch import whereabouts
 from shardwise.watch.watchdog import Sentry
-from shardwise.without_engine import WithoutEngine
 
 T = TypeVar("T")
 
@@ -82,20 +81,20 @@ class World(BatchRows):
         """The ranks of this one's replica that have other layers, in their order."""
         self.stage = group
         """The ranks of all replicas that have these layers: all, where all have all."""
-        self.feed = Feed()
+        self.current_batch = CurrentBatch()
         self.telling = telling or Telling({})
         self.preemption = Preemption(self.telling, self.print)
-        self.feed.watch(self.preemption.before_batch)
+        self.current_batch.watch(self.preemption.before_batch)
         self.draws = CommonDraws(device)
-        self.feed.watch(self.draws.before_batch)
+        self.current_batch.watch(self.draws.before_batch)
         self.step_log = StepLog(None, self.rank)
         self.engines = 0
         self.stepped_last = -1
         """The number of the engine whose step came last."""
         self.steps_made = 0
         """How many steps the engines of this process have made, all together."""
-        self.unstepped = Unstepped()
-        self.without_engine: WithoutEngine | None = None
+        self.unstepped = UnsteppedBackwards()
+        self.without_engine: StepsWithoutEngine | None = None
         self.sentry: Sentry | None = None
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._keywords: dict[str, Any] = {}
@@ -160,7 +159,7 @@ class World(BatchRows):
 
     def any(self, flag: bool | Tensor) -> bool:
         """Whether `flag` holds on any rank; for stopping early on all of them alike."""
-        self.feed.check_even("world.any")
+        self.current_batch.check_even("world.any")
         row = torch.tensor([float(bool(flag))], device=self.collectives.small_device)
         return bool(self.collectives.gather_rows(row).any())
 
@@ -177,18 +176,18 @@ class World(BatchRows):
 
     def barrier(self) -> None:
         """Return when every rank has come."""
-        self.feed.check_even("world.barrier")
+        self.current_batch.check_even("world.barrier")
         self.collectives.barrier()
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """Rank `source`'s `value` (picklable), on every rank."""
-        self.feed.check_even("world.broadcast_object")
+        self.current_batch.check_even("world.broadcast_object")
         gathered = self.collectives.gather_objects(value if self.rank == source else None)
         return gathered[source]  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value` (picklable), in rank order, on every rank."""
-        self.feed.check_even("world.gather")
+        self.current_batch.check_even("world.gather")
         return self.collectives.gather_objects(value)
 
     def sum(self, value: Tensor, groups: Sequence[Sequence[int]] | None = None) -> Tensor:
@@ -197,7 +196,7 @@ class World(BatchRows):
         With `groups`, disjoint lists of ranks, each rank gets its own group's sum; a rank in no
         group keeps its value. Raises UsageError for a rank that is listed twice.
         """
-        self.feed.check_even("world.sum")
+        self.current_batch.check_even("world.sum")
         group = self.collectives
         if groups is not None:
             key = tuple(tuple(members) for members in groups)
@@ -293,11 +292,11 @@ def enter(
         world.say_once(line)
     if chosen.exact is not None:
         MicroShards(chosen.exact, world.size, world.rank)  # refuses what cannot be
-        repeatable.fix_arithmetic(device)
+        randomness.fix_arithmetic(device)
     _begin_alike(world, given)
     whereabouts.show_on_signal()
     if world.size > 1:
-        world.without_engine = WithoutEngine(world.size, world.say_once)
+        world.without_engine = StepsWithoutEngine(world.size, world.say_once)
         world.sentry = Sentry(group.lookout, chosen.warn_after, chosen.timeout)
     atexit.register(_leave)
     _current = world
@@ -383,7 +382,7 @@ def _leave() -> None:
     if world is not None:
         atexit.unregister(_leave)
         if world.is_main and not world.step_log.ended:
-            world.unstepped.tell()
+            world.unstepped.warn()
         world.preemption.forget()
         world.step_log.close()
         world.expect_no_engine()

@@ -319,7 +319,7 @@ def several_case(world, folder, row):
         hidden = models[0](world.share(batch(step).float()))
         engine.backward((models[1](hidden) * heat).square().mean())
         engine.step()
-    engine._scale.value = 512.0
+    engine._state.scale.value = 512.0
     optimizers[1].param_groups[1]["lr"] = 0.05
     path = engine.save(folder)
     told = [engine.optimizer_state_dict(optimizer) for optimizer in optimizers]

@@ -1115,7 +1115,7 @@ def within_host_case(world, zero):
         train_plain(plain, squares, size=world.size)
         with engine.full_parameters():
             same_weights(model, plain)
-        sharing = engine._recipe.sharding
+        sharing = engine._spec.shard_group
         assert (sharing.size, sharing.copies) == ((2, 2) if zero else (4, 1))
         norms = world.gather(one_step(world, engine, model))
         assert len(set(norms)) == 1

@@ -30,8 +30,8 @@ def plainly(seed):
 def begin(world, seed):
     """Let `world` be as it is after sw.init(seed=...)."""
     plainly(seed)
-    world.draws, world.feed.current = CommonDraws(world.device), None
-    world.feed.watch(world.draws.before_batch)
+    world.draws, world.current_batch.batch = CommonDraws(world.device), None
+    world.current_batch.watch(world.draws.before_batch)
 
 
 def engine_of(model, **settings):
@@ -244,7 +244,7 @@ def time_first_case(world):
     """Rows along dimension 1, as of a recurrent network."""
     batch = torch.arange(12.0).view(2, 6)
     mine = world.share((batch, batch.int()), dim=1)
-    assert world.feed.current.samples == mine[0].shape[1]
+    assert world.current_batch.batch.samples == mine[0].shape[1]
     return mine[0]
 
 

@@ -325,7 +325,7 @@ def trains_adapters(world, adapts):
     trained = [[p for p in each.parameters() if p.requires_grad] for each in (model, same)]
     optimizer = torch.optim.AdamW(trained[1], lr=0.1)
     engine = sw.Engine(model, torch.optim.AdamW(trained[0], lr=0.1))
-    split = sorted({group.kind for group in engine._recipe.split.groups})
+    split = sorted({group.kind for group in engine._spec.tensor.groups})
     for _ in range(3):
         engine.backward(model(input_ids=x, labels=x).loss)
         found = engine.step().loss

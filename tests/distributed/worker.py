@@ -129,10 +129,10 @@ def _reset(world: Any) -> None:
     import torch
 
     from shardwise import randomness
-    from shardwise.current_batch import Feed
+    from shardwise.current_batch import CurrentBatch
 
     gc.collect()
-    world.feed, world.engines = Feed(), 0
+    world.current_batch, world.engines = CurrentBatch(), 0
     world.seed, world.settings = 0, world.first_settings
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)

@@ -63,7 +63,7 @@ LEFT_OUT = [
     rarely(COLLECTIVE, ("engine/consistency.py",), "zero 0"),
     often(COLLECTIVE, ("engine/engine_spec.py",), "zero 0"),
     rarely(COLLECTIVE, ("engine/initial_values.py",), "zero 0"),
-    rarely(COLLECTIVE, ("engine/exact_mean.py",), "zero 0"),
+    rarely(COLLECTIVE, ("engine/gradient_weighting.py",), "zero 0"),
     rarely(COLLECTIVE, ("engine/exchange.py",), "zero 0"),
     rarely(COLLECTIVE, ("states/bucket_reducer.py",), "zero 0"),
     rarely(COLLECTIVE, ("states/bucket_reducer.py",), "zero 3"),

@@ -76,7 +76,7 @@ class TestProof:
         with ThreadPoolExecutor(1) as pool, authentication.Acceptor(listener, KNOWN) as acceptor:
             with socket.create_connection(listener.getsockname()) as mine:
                 accepted = pool.submit(acceptor.accept, soon())
-                claim = authentication.Claim(KNOWN, mine.recv(authentication.NONCE))
+                claim = authentication.Proof(KNOWN, mine.recv(authentication.NONCE))
                 mine.sendall(claim.words)
                 found = accepted.result()
                 assert found is not None

@@ -162,7 +162,7 @@ class TestWhereabouts:
     @pytest.mark.parametrize(
         ("qualified", "said"),
         [
-            ("Resumable.save", "engine.save"),
+            ("Engine.save", "engine.save"),
             ("Engine.__init__", "sw.Engine"),
             ("World.barrier", "world.barrier"),
             ("Metrics.compute", "metrics.compute"),
@@ -246,7 +246,7 @@ class TestLookout:
         place = pair[0]._places[1]
         with socket.create_connection((place.address, place.port)) as stranger:
             stranger.settimeout(5)
-            claim = authentication.Claim(b"guessed", stranger.recv(authentication.NONCE))
+            claim = authentication.Proof(b"guessed", stranger.recv(authentication.NONCE))
             stranger.sendall(claim.words + b'{"ask": "where"}\n')
             with suppress(ConnectionResetError):  # it hung up on what it has not read
                 assert stranger.recv(100) == b""

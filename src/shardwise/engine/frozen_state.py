@@ -1,5 +1,6 @@
-"""Optimizer state of parameters that are frozen for now: it stays with the user's optimizer, whole
-on every rank, until they are trained again."""
+"""Gives a checkpoint the optimizer state of parameters that are frozen for now.
+
+It stays with the user's optimizer, whole on every rank, until they are trained again."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn, optim
 
 from shardwise.engine.build import States
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.states.optimizer_kind import OptimizerKind, placed
 from shardwise.states.optimizer_trial import examine
 
@@ -19,8 +20,8 @@ from shardwise.states.optimizer_trial import examine
 class _Group:
     """A parameter group of an optimizer; what kind it is costs a trial, made once when asked."""
 
-    def __init__(self, face: optim.Optimizer, options: dict[str, Any]) -> None:
-        self.optimizer = face
+    def __init__(self, optimizer: optim.Optimizer, options: dict[str, Any]) -> None:
+        self.optimizer = optimizer
         self.options = options
 
     @cached_property
@@ -30,7 +31,7 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class Idle:
+class FrozenState:
     """A parameter that a group of an optimizer has, and that is not trained now."""
 
     name: str
@@ -67,12 +68,12 @@ class Idle:
             }
 
 
-def idle(recipe: Recipe, states: States) -> Iterator[Idle]:
+def idle(spec: EngineSpec, states: States) -> Iterator[FrozenState]:
     """All of them, in the order of the optimizers' groups."""
     trained = {tracked.parameter for tracked in states.parameters.tracked}
-    names = {tracked.parameter: tracked.name for tracked in recipe.located()}
-    for face in recipe.optimizers:
-        for group in (_Group(face, options) for options in face.param_groups):
+    names = {tracked.parameter: tracked.name for tracked in spec.located()}
+    for optimizer in spec.optimizers:
+        for group in (_Group(optimizer, options) for options in optimizer.param_groups):
             for parameter in group.options["params"]:
-                if parameter not in trained and recipe.is_here(parameter):
-                    yield Idle(names[parameter], parameter, group)
+                if parameter not in trained and spec.is_here(parameter):
+                    yield FrozenState(names[parameter], parameter, group)

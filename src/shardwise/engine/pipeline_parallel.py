@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardwise.config import Settings
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import ConfigError, ModelError
 from shardwise.model import units
 from shardwise.parallel.pipeline import Partition, PipelineGroup
@@ -73,7 +73,7 @@ def stages_of(settings: Settings) -> int:
     return count
 
 
-def assign_layers(recipe: Recipe, pipeline: PipelineGroup) -> None:
+def assign_layers(recipe: EngineSpec, pipeline: PipelineGroup) -> None:
     """Assign layers to stages, alike on all ranks. Raises ModelError, ConfigError on all alike."""
     settings = recipe.settings
     made = partitions.partition_model(
@@ -96,7 +96,7 @@ def assign_layers(recipe: Recipe, pipeline: PipelineGroup) -> None:
     pipeline.assign(made)
 
 
-def _check_recomputed(recipe: Recipe, partition: Partition) -> None:
+def _check_recomputed(recipe: EngineSpec, partition: Partition) -> None:
     """Raise ConfigError where a recomputed unit contains several layers, between which values would
     be sent again."""
     if recipe.settings.activations != "recomputed":

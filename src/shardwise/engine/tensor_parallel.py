@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import zip_longest
 
 from shardwise.config import Settings
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import ConfigError, ModelError, ModelMismatch
 from shardwise.parallel.tensor import known_modules
 from shardwise.parallel.tensor import plan as plans
@@ -32,7 +32,7 @@ def begin(world: World, settings: Settings, plan: TensorPlan | None) -> TensorPa
     return TensorParallelModels(world.tensor, world.device, sequence_parallel=sequence_parallel)
 
 
-def find_and_split(recipe: Recipe, made: TensorParallelModels, plan: TensorPlan | None) -> None:
+def find_and_split(recipe: EngineSpec, made: TensorParallelModels, plan: TensorPlan | None) -> None:
     """Find what to split, and reduce this rank's models to its parts. Collective.
 
     Raises ModelError, on all ranks alike, where nothing is found, and ModelMismatch where ranks
@@ -51,14 +51,14 @@ def find_and_split(recipe: Recipe, made: TensorParallelModels, plan: TensorPlan 
 
 
 def _agreed(
-    recipe: Recipe, parts: int, plan: TensorPlan
+    recipe: EngineSpec, parts: int, plan: TensorPlan
 ) -> tuple[list[SplitGroup], dict[str, str]]:
     """The splits that all ranks find, and why tried modules stay whole.
 
     Rank 0 alone runs the trials: a busy rank that came to another result would be alone in its
     collectives.
     """
-    run = recipe.run
+    run = recipe.world_group
     trials = known_modules.SplitTrials()
     found = _found(recipe, parts, plan, trials) if run.rank == 0 else []
     results = run.gather_objects(trials.results)[0]
@@ -81,7 +81,7 @@ def _agreed(
 
 
 def _found(
-    recipe: Recipe, parts: int, plan: TensorPlan, trials: known_modules.SplitTrials
+    recipe: EngineSpec, parts: int, plan: TensorPlan, trials: known_modules.SplitTrials
 ) -> list[SplitGroup] | ModelError:
     """The splits that this rank finds, or its error, which all ranks raise together."""
     try:

@@ -1,4 +1,4 @@
-"""Which unit each parameter belongs to, where parameters are sharded.
+"""Assigns each parameter to the unit that it is gathered with, where parameters are sharded.
 
 Each model is its units, the smallest blocks that all ranks execute, and its rest, which is a unit
 of its own. A parameter that two units share belongs to the rest. What no module of the models
@@ -126,7 +126,7 @@ def _filled_units_in(found: Sections, units: Sequence[Unit], module: nn.Module) 
 
 
 def open_doors(found: Sections, residency: Residency, doors: unit_hooks.UnitHooks) -> None:
-    """Let the models' forwards show the units that they need."""
+    """Let the models' forwards gather the units that they need."""
     doors.manager = residency
     doors.attach(
         [

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from shardwise.current_batch import Feed
+from shardwise.current_batch import CurrentBatch
 from shardwise.horovod.gather_scatter import allgather_async
 from shardwise.horovod.operations import wait
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
@@ -45,7 +45,7 @@ class SyncBatchNorm(sync_batch_norm._SyncBatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self._ranks = _Rows(process_set)
-        self._feed = Feed()
+        self._feed = CurrentBatch()
 
     def _check_input_dim(self, input: Tensor) -> None:  # torch's name
         if input.ndim < 2:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.collectives import GatherOrder
-from shardwise.current_batch import Feed
+from shardwise.current_batch import CurrentBatch
 from shardwise.model.batch_norm_statistics import (
     StatisticsExchange,
     StatisticsExchanges,
@@ -174,7 +174,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     _plain: type[nn.Module]
     _ranks: StatisticsRows
-    _feed: Feed
+    _feed: CurrentBatch
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (N, C, ...). In eval mode as the plain class; in training over all ranks."""
@@ -267,7 +267,7 @@ def _run_eagerly() -> None:
         _SyncBatchNorm.forward = _eager  # type: ignore[method-assign]
 
 
-def convert(models: Sequence[nn.Module], order: GatherOrder, feed: Feed) -> int:
+def convert(models: Sequence[nn.Module], order: GatherOrder, feed: CurrentBatch) -> int:
     """Let every BatchNorm of `models` use the statistics of all ranks of `order`; returns how many.
 
     Subclasses too, but for those that normalise in a forward of their own (see `out_of_reach`).

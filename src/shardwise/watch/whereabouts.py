@@ -25,9 +25,6 @@ DEPTH = 6
 
 OBJECTS = {
     "Engine": "engine",
-    "Resumable": "engine",
-    "Backwards": "engine",
-    "Stepping": "engine",
     "Engines": "engines",
     "World": "world",
     "BatchRows": "world",

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise import nested_batch as rows
+from shardwise.batch_rows import row_counts, rows_of_part
 from shardwise.collectives import Collectives
 from shardwise.config import Settings
 from shardwise.errors import UsageError
@@ -48,12 +48,12 @@ def split_batch(batch: Any, count: int) -> list[tuple[int, Any]]:
     """`batch` in `count` parts of nearly equal size, with the rows of each; where there are fewer
     rows, the parts that get none have one row to run with."""
     cuts = even_cuts(row_count(batch), count)
-    return [rows.part(batch, cuts, number) for number in range(count)]
+    return [rows_of_part(batch, cuts, number) for number in range(count)]
 
 
 def row_count(batch: Any) -> int:
     """The first dimension that the tensors of a batch share. Raises UsageError without one."""
-    lengths = rows.lengths(batch)
+    lengths = row_counts(batch)
     if len(lengths) != 1 or 0 in lengths:
         raise UsageError(
             "engine.forward_backward(loss_of, *batch) takes tensors of one equal first dimension "

@@ -1,4 +1,4 @@
-"""Writes a checkpoint: every rank its own byte ranges, then one name for all of it."""
+"""Plans and writes the tensors of a checkpoint: each rank its own byte ranges."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from shardwise.checkpoint import document, json_values
 from shardwise.checkpoint.byte_ranges import byte_ranges, clipped, share
-from shardwise.checkpoint.checksum import Part, joined
+from shardwise.checkpoint.checksum import ChecksumPart, joined
 from shardwise.checkpoint.folders import DOCUMENT, Draft
 from shardwise.checkpoint.format import TensorFile, TensorSpec, index, index_name, lay_out
-from shardwise.checkpoint.writer import CHUNK, Sink, Writer, create
+from shardwise.checkpoint.writer import CHUNK, TensorSink, Writer, create
 from shardwise.collectives import Collectives
 from shardwise.engine import consistency
 from shardwise.engine.checkpoint_tensors import (
-    Lending,
+    EngineTensors,
     average_specs,
     optimizer_specs,
     spec_of,
@@ -32,16 +32,16 @@ from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, ReportedSta
 
 T = TypeVar("T")
 
-Sums = Mapping[tuple[str, str], Sequence[Part]]
+Sums = Mapping[tuple[str, str], Sequence[ChecksumPart]]
 """By set and tensor, the checksums of the parts that a rank has written."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """A checkpoint before it is written, alike on all ranks."""
 
     sets: dict[str, list[TensorFile]]
-    told: ReportedState
+    reported: ReportedState
     numbers: dict[str, dict[str, Any]]
     """By parameter what the optimizers keep of it as one value, whatever rank has it."""
     borders: list[str]
@@ -58,62 +58,64 @@ class Plan:
         return sum(file.nbytes for file in self.files)
 
 
-def plan(lending: Lending, limit: int) -> Plan:
+def plan(engine_tensors: EngineTensors, limit: int) -> SavePlan:
     """What is to be written, in files of at most `limit` bytes. Collective."""
-    inventory, states = lending.inventory, lending.states
-    told = lending.trained.reported()
+    inventory, states = engine_tensors.inventory, engine_tensors.states
+    reported = engine_tensors.trained.reported()
     # Ranks may differ in the shape of a buffer that grows; who writes it tells.
-    buffers = {name: spec_of(name, value) for name, value in lending.own_buffers.items()}
+    buffers = {name: spec_of(name, value) for name, value in engine_tensors.own_buffers.items()}
     theirs: dict[str, TensorSpec] = {}
-    for several in lending.recipe.run.gather_objects(buffers):
+    for several in engine_tensors.spec.world_group.gather_objects(buffers):
         theirs |= several
     numbers: dict[str, dict[str, Any]] = {}
-    for part in lending.of_all_layers(_numbers(lending, told)):
+    for part in engine_tensors.of_all_layers(_numbers(engine_tensors, reported)):
         numbers |= part
     tracked = states.parameters.tracked
-    borders = lending.of_all_layers([tracked[number].name for number in sorted(told.borders)])
+    borders = engine_tensors.of_all_layers(
+        [tracked[number].name for number in sorted(reported.borders)]
+    )
     specs = {
         MODEL: [
             inventory.parameters[name] if name in inventory.parameters else theirs[name]
             for name in inventory.names
         ],
-        OPTIMIZER: _joined(lending.of_all_layers(optimizer_specs(lending, told))),
-        AVERAGE: _joined(lending.of_all_layers(average_specs(states))),
+        OPTIMIZER: _joined(engine_tensors.of_all_layers(optimizer_specs(engine_tensors, reported))),
+        AVERAGE: _joined(engine_tensors.of_all_layers(average_specs(states))),
     }
     sets = {
         kind: lay_out(kind, each, limit=limit, aliases=inventory.aliases if kind == MODEL else {})
         for kind, each in specs.items()
         if each
     }
-    return Plan(sets, told, numbers, _joined(borders))
+    return SavePlan(sets, reported, numbers, _joined(borders))
 
 
 def _joined(several: Iterable[Iterable[T]]) -> list[T]:
     return list(itertools.chain.from_iterable(several))
 
 
-def _numbers(lending: Lending, told: ReportedState) -> dict[str, dict[str, Any]]:
+def _numbers(engine_tensors: EngineTensors, reported: ReportedState) -> dict[str, dict[str, Any]]:
     """What the optimizers keep of the parameters here as one value each, by name."""
-    tracked = lending.states.parameters.tracked
+    tracked = engine_tensors.states.parameters.tracked
     singles = {
         tracked[number].name: {k: v for k, v in entries.items() if not isinstance(v, Blank)}
-        for number, entries in sorted(told.states.items())
+        for number, entries in sorted(reported.states.items())
     }
-    return singles | {e.name: e.numbers for e in lending.idle if e.numbers or e.tensors}
+    return singles | {e.name: e.numbers for e in engine_tensors.idle if e.numbers or e.tensors}
 
 
-def lend(lending: Lending, made: Plan, sink: Sink) -> None:
+def lend(engine_tensors: EngineTensors, made: SavePlan, sink: TensorSink) -> None:
     """Give `sink` all that this rank is to write. Collective where memory is out of order."""
     known = {(kind, n) for kind, files in made.sets.items() for f in files for n in f.tensors}
-    apart = lending.out_of_order(made.told)
-    for holding in [*lending.trained, *lending.beside()]:
+    apart = engine_tensors.out_of_order(made.reported)
+    for holding in [*engine_tensors.trained, *engine_tensors.beside()]:
         _give(holding, known - apart, sink)
     if apart:
-        for holding in lending.reordered(made.told):
+        for holding in engine_tensors.reordered(made.reported):
             _give(holding, known, sink)
 
 
-def _give(holding: TensorSpan, wanted: Set[tuple[str, str]], sink: Sink) -> None:
+def _give(holding: TensorSpan, wanted: Set[tuple[str, str]], sink: TensorSink) -> None:
     """Lend this rank's share of what is `wanted` of a holding, by set and name, span by span."""
     held, kind = holding.storage, holding.kind
     mine = [part for part in holding.extents if (kind, part.tensor) in wanted]
@@ -143,14 +145,14 @@ def bytes_of(flat: Tensor) -> memoryview:
 # -- one after the other -------------------------------------------------------------------
 
 
-def begin(draft: Draft, made: Plan, group: Collectives) -> None:
+def begin(draft: Draft, made: SavePlan, group: Collectives) -> None:
     """Make the draft's folder and its files, on rank 0; all ranks must see them. Collective.
 
     Raises CheckpointNotWritten, or CheckpointError where they do not, on all ranks alike.
     """
     failure = None
     if group.rank == 0:
-        failure = told_of(lambda: _make(draft, made), draft)
+        failure = disk_error_of(lambda: _make(draft, made), draft)
     consistency.agree(group, failure, CheckpointNotWritten)
     draft.path = group.gather_objects(draft.path)[0]
     seen = group.gather_objects((socket.gethostname(), draft.path.is_dir()))
@@ -164,17 +166,17 @@ def begin(draft: Draft, made: Plan, group: Collectives) -> None:
         )
 
 
-def _make(draft: Draft, made: Plan) -> None:
+def _make(draft: Draft, made: SavePlan) -> None:
     draft.begin()
     create(draft.path, made.files)
 
 
-def write(lending: Lending, made: Plan, draft: Draft) -> Sums:
+def write(engine_tensors: EngineTensors, made: SavePlan, draft: Draft) -> Sums:
     """Write this rank's part, to the disk, and return the checksums of all ranks. Collective.
 
     Raises CheckpointNotWritten on all ranks alike.
     """
-    group = lending.recipe.run
+    group = engine_tensors.spec.world_group
     writer = Writer(draft.path, made.sets)
     sums: Sums = {}
 
@@ -183,8 +185,8 @@ def write(lending: Lending, made: Plan, draft: Draft) -> Sums:
         sums = writer.finish()
 
     try:
-        lend(lending, made, writer)
-        failure = told_of(finish, draft)
+        lend(engine_tensors, made, writer)
+        failure = disk_error_of(finish, draft)
     finally:
         writer.close()
     consistency.agree(group, failure, CheckpointNotWritten)
@@ -193,7 +195,7 @@ def write(lending: Lending, made: Plan, draft: Draft) -> Sums:
 
 def merged(several: Sequence[Sums]) -> Sums:
     """The parts of all ranks, by tensor."""
-    whole: dict[tuple[str, str], list[Part]] = {}
+    whole: dict[tuple[str, str], list[ChecksumPart]] = {}
     for sums in several:
         for tensor, parts in sums.items():
             whole.setdefault(tensor, []).extend(parts)
@@ -201,7 +203,7 @@ def merged(several: Sequence[Sums]) -> Sums:
 
 
 def documents(
-    made: Plan, sums: Sums, fields: Mapping[str, Any], more: Mapping[str, bytes]
+    made: SavePlan, sums: Sums, fields: Mapping[str, Any], more: Mapping[str, bytes]
 ) -> dict[str, bytes]:
     """The small files of a checkpoint, the one that completes it last."""
     checksums = {
@@ -219,18 +221,18 @@ def documents(
     sets = {kind: [file.name for file in files] for kind, files in made.sets.items()}
     summed = {name: document.crc_of(data) for name, data in found.items()}
     summed |= {file.name: document.crc_of(file.header) for file in made.files}
-    told = {"sets": sets, "checksums": checksums, "files": summed}
-    found[DOCUMENT] = document.dump(told | dict(fields))
+    tensors = {"sets": sets, "checksums": checksums, "files": summed}
+    found[DOCUMENT] = document.dump(tensors | dict(fields))
     return found
 
 
-def _checksum(spec: TensorSpec, parts: Sequence[Part]) -> int:
+def _checksum(spec: TensorSpec, parts: Sequence[ChecksumPart]) -> int:
     crc = joined(parts, spec.nbytes)
     assert crc is not None, f"{spec.name} was not written whole: {sorted(parts)}"
     return crc
 
 
-def told_of(work: Callable[[], Any], draft: Draft) -> str | None:
+def disk_error_of(work: Callable[[], Any], draft: Draft) -> str | None:
     """Do `work`; what went wrong with the disk, in words."""
     try:
         work()
@@ -242,28 +244,28 @@ def told_of(work: Callable[[], Any], draft: Draft) -> str | None:
 # -- what stands beside the tensors --------------------------------------------------------
 
 
-def state_fields(lending: Lending, made: Plan) -> dict[str, Any]:
+def state_fields(engine_tensors: EngineTensors, made: SavePlan) -> dict[str, Any]:
     """The optimizers' numbers: groups by parameter, options, and what is one value each.
 
     Raises CheckpointError for a value that no file can hold.
     """
-    names = lending.optimized
+    names = engine_tensors.optimized
     optimizers = [
         {
-            "class": type(face).__name__,
+            "class": type(optimizer).__name__,
             "groups": [
                 {
                     "parameters": [names[p] for p in group["params"]],
                     "options": {
-                        key: _encoded(value, f"option {key} of {type(face).__name__}")
+                        key: _encoded(value, f"option {key} of {type(optimizer).__name__}")
                         for key, value in group.items()
                         if key not in ("params", "param_names")
                     },
                 }
-                for group in face.param_groups
+                for group in optimizer.param_groups
             ],
         }
-        for face in lending.recipe.optimizers
+        for optimizer in engine_tensors.spec.optimizers
     ]
     state = {
         name: {key: _encoded(value, f"{key} of {name}") for key, value in entries.items()}

@@ -1,4 +1,4 @@
-"""Reads a checkpoint into the states: each rank what it holds, whoever wrote it."""
+"""Loads tensors from a checkpoint into the states: each rank reads what it holds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from shardwise.checkpoint import document, reader
 from shardwise.checkpoint import tensor_names as names
 from shardwise.checkpoint.byte_ranges import Extent, clipped
-from shardwise.checkpoint.dtypes import from_name
 from shardwise.checkpoint.folders import DOCUMENT, lacks_document
-from shardwise.checkpoint.reader import Tensors
+from shardwise.checkpoint.format import dtype_of
+from shardwise.checkpoint.reader import TensorReader
 from shardwise.engine.build import States
-from shardwise.engine.checkpoint_tensors import Lending
-from shardwise.engine.optimizer_numbers import Numbers
+from shardwise.engine.checkpoint_tensors import EngineTensors
+from shardwise.engine.optimizer_fields import OptimizerFields
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 from shardwise.model.buffers import write
 from shardwise.shards import Shard
@@ -35,11 +35,11 @@ Fill = Callable[[Tensor, int], None]
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """Where the values of a model's tensors are: by set its files, and by the model's names those
     in the file. `fields` are what stands beside them, where it is a checkpoint of ours."""
 
-    sets: Mapping[str, Tensors]
+    sets: Mapping[str, TensorReader]
     names: Mapping[str, str]
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class Source:
         """The names of what has a moving average."""
         return self.sets[AVERAGE].specs.keys() if AVERAGE in self.sets else set()
 
-    def values(self, kind: str, name: str, dtype: torch.dtype) -> tuple[Tensors, str] | None:
+    def values(self, kind: str, name: str, dtype: torch.dtype) -> tuple[TensorReader, str] | None:
         """The files with the best values for tensor `name`, and its name there.
 
         A master is better than the parameter made of it where the wider dtype is wanted, and
@@ -67,16 +67,16 @@ class Source:
         if plain_name not in self.names:
             return None
         held = self.sets[MODEL].specs[self.names[plain_name]]
-        wide = dtype.itemsize > from_name(held.dtype).itemsize
+        wide = dtype.itemsize > dtype_of(held.dtype).itemsize
         if wide and self.has(OPTIMIZER, master):
             return self.sets[OPTIMIZER], master
         return self.sets[MODEL], self.names[plain_name]
 
 
 def open_source(
-    path: Path, lending: Lending, *, strict: bool, alone: bool, stack: ExitStack
-) -> Source:
-    """What `path`, a checkpoint's folder or another's files, has for the model of `lending`.
+    path: Path, engine_tensors: EngineTensors, *, strict: bool, alone: bool, stack: ExitStack
+) -> CheckpointSource:
+    """What `path`, a checkpoint's folder or another's files, has for the model of `engine_tensors`.
 
     The files are open until `stack` is closed. Raises CheckpointMismatch, with all names, where
     tensors are misshapen, or with `strict` missing or unexpected; BrokenCheckpoint for one that has
@@ -91,7 +91,7 @@ def open_source(
         )
     if os.path.lexists(path / DOCUMENT):
         fields = document.load(path)
-        sets: dict[str, Tensors] = {
+        sets: dict[str, TensorReader] = {
             kind: stack.enter_context(closing(reader.open_set(path, files, fields["files"])))
             for kind, files in fields["sets"].items()
         }
@@ -99,16 +99,21 @@ def open_source(
             raise BrokenCheckpoint(f"{path / DOCUMENT} has no set of tensors {MODEL!r}.")
     else:
         sets = {MODEL: stack.enter_context(closing(reader.open_foreign(path)))}
-    found = names.match(lending.inventory.names, sets[MODEL].specs)
-    _check(path, lending, sets[MODEL], found, strict=strict)
-    return Source(sets, found.found, fields)
+    found = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
+    _check(path, engine_tensors, sets[MODEL], found, strict=strict)
+    return CheckpointSource(sets, found.found, fields)
 
 
 def _check(
-    path: Path, lending: Lending, tensors: Tensors, found: names.Match, *, strict: bool
+    path: Path,
+    engine_tensors: EngineTensors,
+    tensors: TensorReader,
+    found: names.Match,
+    *,
+    strict: bool,
 ) -> None:
     """Raise CheckpointMismatch for all that does not fit."""
-    inventory = lending.inventory
+    inventory = engine_tensors.inventory
     shapes = {name: spec.shape for name, spec in inventory.parameters.items()}
     shapes |= {name: tuple(value.shape) for name, value in inventory.buffers.items()}
     misshapen = [
@@ -119,16 +124,16 @@ def _check(
     faults = [("misshapen", misshapen)]
     if strict:
         faults += [("missing in it", found.missing), ("unexpected in it", found.unexpected)]
-    told = [f"{what}: {names.listed(several)}" for what, several in faults if several]
-    if told:
+    lines = [f"{what}: {names.listed(several)}" for what, several in faults if several]
+    if lines:
         loosely = " To load what fits and keep the rest: strict=False." if not misshapen else ""
         raise CheckpointMismatch(
-            f"{path} is not of this model. {'; '.join(told)}. Build the model that was saved."
+            f"{path} is not of this model. {'; '.join(lines)}. Build the model that was saved."
             f"{loosely}"
         )
 
 
-def verify(path: Path, source: Source, rank: int, size: int) -> None:
+def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
     """Read what falls to `rank` of `size` of a checkpoint's bytes.
 
     Tensors are dealt out by their bytes, the largest first. Raises BrokenCheckpoint for one that is
@@ -164,19 +169,19 @@ def verify(path: Path, source: Source, rank: int, size: int) -> None:
 # -- into the states -----------------------------------------------------------------------
 
 
-def fill_model(lending: Lending, source: Source) -> None:
+def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
     """Read the model's tensors, masters and averages. Collective."""
-    states = lending.states
-    apart = _apart(lending)
+    states = engine_tensors.states
+    apart = _apart(engine_tensors)
     with torch.no_grad():
         states.parameters.meet()
-        for holding in lending.trained:
+        for holding in engine_tensors.trained:
             if _is_of_model(holding):
                 _fill(holding, source, apart)
-        for holding in lending.frozen():
+        for holding in engine_tensors.frozen():
             _fill(holding, source, apart)
-        _fill_whole(lending, source)
-        if lending.recipe.placement.is_sharded("optimizer"):
+        _fill_whole(engine_tensors, source)
+        if engine_tensors.spec.placement.is_sharded("optimizer"):
             sent = [states.parameters.publish(i) for i in range(len(states.optimizer.intervals))]
             for handle in sent:
                 handle.wait()
@@ -190,32 +195,34 @@ def _is_of_model(holding: TensorSpan) -> bool:
     return holding.kind != OPTIMIZER or all(e.tensor.endswith(master) for e in holding.extents)
 
 
-def _fill_whole(lending: Lending, source: Source) -> None:
+def _fill_whole(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
     """Read what every rank has whole: buffers, and parameters that are not trained."""
-    inventory = lending.inventory
+    inventory = engine_tensors.inventory
     for name, value in [*inventory.buffers.items(), *inventory.whole.items()]:
         if name in source.names:
             read = source.sets[MODEL].whole(source.names[name])
-            shard = lending.recipe.shard_of(value)
+            shard = engine_tensors.spec.shard_of(value)
             found = read.view(value.shape) if shard is None else part_of(read, shard)
             write(value.detach(), found)
 
 
-def fill_optimizers(lending: Lending, source: Source, numbers: Numbers) -> None:
+def fill_optimizers(
+    engine_tensors: EngineTensors, source: CheckpointSource, numbers: OptimizerFields
+) -> None:
     """Read the optimizers' options and state, which replaces what there is."""
-    states = lending.states
-    numbers.take_options(lending.recipe.optimizers)
+    states = engine_tensors.states
+    numbers.take_options(engine_tensors.spec.optimizers)
     tracked = {each.name: number for number, each in enumerate(states.parameters.tracked)}
     entries = _entries(states, source, numbers, tracked)
     states.optimizer.restart(entries, {tracked[n] for n in numbers.borders if n in tracked})
-    apart = _apart(lending)
+    apart = _apart(engine_tensors)
     with torch.no_grad():
-        for holding in lending.trained:
+        for holding in engine_tensors.trained:
             if not _is_of_model(holding):
                 _fill(holding, source, apart)
-    for each in lending.idle:
+    for each in engine_tensors.idle:
         state = _whole_state(source, numbers, each.name)
-        shard = lending.recipe.shard_of(each.parameter)
+        shard = engine_tensors.spec.shard_of(each.parameter)
         if shard is not None:
             state = {key: part_of(value, shard) for key, value in state.items()}
         each.take(state)
@@ -228,7 +235,7 @@ def part_of(value: Any, shard: Shard) -> Any:
     return value
 
 
-def _whole_state(source: Source, numbers: Numbers, name: str) -> dict[str, Any]:
+def _whole_state(source: CheckpointSource, numbers: OptimizerFields, name: str) -> dict[str, Any]:
     """The state of parameter `name`, as the user's optimizer has it."""
     state = dict(numbers.state.get(name, {}))
     tensors = source.sets.get(OPTIMIZER)
@@ -241,7 +248,7 @@ def _whole_state(source: Source, numbers: Numbers, name: str) -> dict[str, Any]:
 
 
 def _entries(
-    states: States, source: Source, numbers: Numbers, tracked: Mapping[str, int]
+    states: States, source: CheckpointSource, numbers: OptimizerFields, tracked: Mapping[str, int]
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """By parameter its state, tensors as Blanks in the dtype that they will have here."""
     entries: dict[nn.Parameter, dict[str, Any]] = {}
@@ -250,9 +257,9 @@ def _entries(
         for part in states.optimizer.intervals
         for slot in part.bucket.slots
     }
-    for name, told in numbers.state.items():
+    for name, values in numbers.state.items():
         if name in tracked:
-            entries[_parameter(states, tracked[name])] = dict(told)
+            entries[_parameter(states, tracked[name])] = dict(values)
     specs = source.sets[OPTIMIZER].specs if OPTIMIZER in source.sets else {}
     for full, spec in specs.items():
         name, _, key = full.rpartition(".")
@@ -260,7 +267,7 @@ def _entries(
             continue
         number = tracked[name]
         dtype = _here(
-            from_name(spec.dtype),
+            dtype_of(spec.dtype),
             source.sets[MODEL].specs[source.names[name]].dtype,
             source.has(OPTIMIZER, tensor_spans.state_name(name, tensor_spans.MASTER)),
             masters[number],
@@ -271,7 +278,7 @@ def _entries(
 
 def _here(saved: torch.dtype, parameter: str, mastered: bool, master: torch.dtype) -> torch.dtype:
     """The dtype of a state: as it was saved, unless masters are of another dtype now."""
-    before = torch.float32 if mastered else from_name(parameter)
+    before = torch.float32 if mastered else dtype_of(parameter)
     return master if saved.is_floating_point and saved == before else saved
 
 
@@ -282,14 +289,14 @@ def _parameter(states: States, number: int) -> nn.Parameter:
 # -- one holding ---------------------------------------------------------------------------
 
 
-def _apart(lending: Lending) -> dict[str, Tracked]:
+def _apart(engine_tensors: EngineTensors) -> dict[str, Tracked]:
     """By name, the parameters whose memory is not in the order of their elements."""
-    parameters = lending.states.parameters
+    parameters = engine_tensors.states.parameters
     frozen = [t for slab in parameters.frozen for t in slab.tracked]
     return {t.name: t for t in [*parameters.tracked, *frozen] if not t.in_order}
 
 
-def _fill(holding: TensorSpan, source: Source, apart: Mapping[str, Tracked]) -> None:
+def _fill(holding: TensorSpan, source: CheckpointSource, apart: Mapping[str, Tracked]) -> None:
     """Read all extents of a holding, span by span; what has no source stays as it is."""
     held = holding.storage
     fills = {
@@ -320,7 +327,7 @@ def _fill_span(
 
 
 def _fill_of(
-    holding: TensorSpan, name: str, source: Source, apart: Mapping[str, Tracked]
+    holding: TensorSpan, name: str, source: CheckpointSource, apart: Mapping[str, Tracked]
 ) -> Fill | None:
     """What fills memory with the elements of a tensor; in its own order, for one of `apart`."""
     found = source.values(holding.kind, name, holding.storage.dtype)

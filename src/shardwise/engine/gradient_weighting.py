@@ -1,4 +1,4 @@
-"""The exact mean: the gradient of the mean over all items of all workers and micro-batches.
+"""Weights gradients, so that their sum is that of the mean over all items of all workers.
 
 Each rank's loss is a mean over `weight` items. Backward is seeded with weight / divisor, so that
 gradients add up to weighted sums over micro-batches and ranks; the total weight travels beside
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives
 from shardwise.current_batch import Batch
-from shardwise.engine.step_statistics import Parts
+from shardwise.engine.step_statistics import Aggregation
 from shardwise.errors import UsageError
 from shardwise.model.precision import NARROW, LossScale
 
@@ -32,7 +32,7 @@ REDUCTIONS = ("mean", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class LossWeight:
     """How a loss counts in its step: its gradient is multiplied by `factor` before it is added,
     and the number of items that the step has seen grows by `items`.
 
@@ -44,7 +44,7 @@ class Share:
     items: float | Tensor
 
 
-def share_of(batch: Batch | None, weight: float | Tensor | None, *, summed: bool) -> Share:
+def weigh(batch: Batch | None, weight: float | Tensor | None, *, summed: bool) -> LossWeight:
     """How a loss of `batch` counts: a mean over `weight` items, or `summed` over them.
 
     Without `weight` it is the samples of the batch, and 1 without a batch. A stand-in weighs
@@ -52,8 +52,8 @@ def share_of(batch: Batch | None, weight: float | Tensor | None, *, summed: bool
     """
     items = _items(weight, batch)
     if not summed:
-        return Share(factor=items, items=items)
-    return Share(factor=1.0 if items else 0.0, items=items)
+        return LossWeight(factor=items, items=items)
+    return LossWeight(factor=1.0 if items else 0.0, items=items)
 
 
 def is_summed(reduction: str, *, weighted: bool) -> bool:
@@ -86,17 +86,17 @@ def _items(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:
     return float(given)
 
 
-class Seeds:
-    """The seeds of backward, and what undoes them; alike on all ranks."""
+class GradientWeighting:
+    """Computes the seeds of backward and the divisor of the gradients, alike on all ranks."""
 
-    def __init__(self, scale: LossScale, group: Collectives, parts: Parts) -> None:
+    def __init__(self, scale: LossScale, group: Collectives, parts: Aggregation) -> None:
         self._scale = scale
         self._group = group
         self._parts = parts
         self._unit: float | None = None
 
     def begin(self, weight: float | Tensor) -> None:
-        """Know about what a step weighs, from each rank's first `weight`; the first call is
+        """Estimate the weight of a step from each rank's first `weight`; the first call is
         collective."""
         if self._unit is None:
             row = torch.as_tensor(weight, dtype=torch.float64, device=self._group.small_device)
@@ -104,8 +104,8 @@ class Seeds:
             self.follow(*self._parts.first_step(weights))
 
     def seed(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, float | Tensor]:
-        """What backward of `loss` starts from, in its dtype, and the rest: what its gradients are
-        still to be multiplied by. The first call is collective."""
+        """The seed of a backward of `loss`, in its dtype, and the factor by which its gradients are
+        still to be multiplied. The first call is collective."""
         self.begin(weight)
         exact = torch.as_tensor(weight, dtype=torch.float64) / self._divisor
         narrow = loss.dtype in NARROW
@@ -118,11 +118,11 @@ class Seeds:
         return filled.view_as(loss), float(rest)
 
     def divisor(self, total_weight: float) -> float:
-        """What the summed gradients are to be divided by to be the mean."""
+        """The number that turns summed gradients into their mean, by division."""
         return total_weight / self._divisor
 
     def follow(self, total_weight: float, count: int) -> None:
-        """Take a step's total weight, in `count` backwards, for the next."""
+        """Take the total weight of a step with `count` backwards as an estimate of the next."""
         if not (total_weight > 0 and count):
             self._unit = 1.0
         else:

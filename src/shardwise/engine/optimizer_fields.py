@@ -1,4 +1,4 @@
-"""What checkpoint.json has of the optimizers: read, compared with those here, given to them."""
+"""Reads the optimizers' part of checkpoint.json: options, and state that is one value each."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, optim
 
 from shardwise.checkpoint import json_values
 from shardwise.checkpoint.tensor_names import listed
-from shardwise.engine.checkpoint_tensors import Lending
+from shardwise.engine.checkpoint_tensors import EngineTensors
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 
 
 @dataclass(frozen=True)
-class Numbers:
+class OptimizerFields:
     """What stands in checkpoint.json of the optimizers: by optimizer and group the options, by
     parameter what is one value, and the parameters at which segments were cut."""
 
@@ -25,10 +25,10 @@ class Numbers:
     state: dict[str, dict[str, Any]]
     borders: list[str]
 
-    def take_options(self, faces: Sequence[optim.Optimizer]) -> None:
+    def take_options(self, optimizers: Sequence[optim.Optimizer]) -> None:
         """Let the groups have the options (rates, what schedulers keep there) that were saved."""
-        for face, several in zip(faces, self.options, strict=True):
-            for group, saved in zip(face.param_groups, several, strict=True):
+        for optimizer, several in zip(optimizers, self.options, strict=True):
+            for group, saved in zip(optimizer.param_groups, several, strict=True):
                 for key, value in saved.items():
                     now = group.get(key)
                     if isinstance(now, Tensor) and isinstance(value, Tensor):
@@ -37,22 +37,22 @@ class Numbers:
                         group[key] = value
 
 
-def read(fields: Mapping[str, Any]) -> Numbers:
+def read(fields: Mapping[str, Any]) -> OptimizerFields:
     """Raises BrokenCheckpoint for what cannot have been written."""
     state = {
         name: {key: json_values.decode(value) for key, value in entries.items()}
         for name, entries in fields["state"].items()
     }
-    for told in fields["optimizers"]:
-        names = [name for group in told["groups"] for name in group["parameters"]]
+    for described in fields["optimizers"]:
+        names = [name for group in described["groups"] for name in group["parameters"]]
         _check_steps({n: state[n]["step"] for n in names if "step" in state.get(n, {})})
-    return Numbers(
+    return OptimizerFields(
         [
             [
                 {key: json_values.decode(v) for key, v in g["options"].items()}
-                for g in told["groups"]
+                for g in described["groups"]
             ]
-            for told in fields["optimizers"]
+            for described in fields["optimizers"]
         ],
         state,
         fields["borders"],
@@ -72,11 +72,13 @@ def _check_steps(steps: Mapping[str, Any]) -> None:
             )
 
 
-def check(lending: Lending, fields: Mapping[str, Any], numbers: Numbers) -> None:
+def check(
+    engine_tensors: EngineTensors, fields: Mapping[str, Any], numbers: OptimizerFields
+) -> None:
     """Raise CheckpointMismatch for other optimizers, groups or parameters in them than those that
     were saved, BrokenCheckpoint for options that cannot be theirs."""
-    classes = [(type(o).__name__, len(o.param_groups)) for o in lending.recipe.optimizers]
-    there = [(told["class"], len(told["groups"])) for told in fields["optimizers"]]
+    classes = [(type(o).__name__, len(o.param_groups)) for o in engine_tensors.spec.optimizers]
+    there = [(described["class"], len(described["groups"])) for described in fields["optimizers"]]
     if classes != there:
 
         def said(several: list[tuple[str, int]]) -> str:
@@ -86,9 +88,9 @@ def check(lending: Lending, fields: Mapping[str, Any], numbers: Numbers) -> None
             f"The checkpoint is of the optimizers {said(there)}, and here are {said(classes)}. "
             "Make the same ones, or load the model alone: engine.load(path, model_only=True)."
         )
-    _check_groups(lending, fields)
-    _check_options(lending.recipe.optimizers, numbers)
-    lost = sorted(set(fields["state"]) - set(lending.optimized.values()))
+    _check_groups(engine_tensors, fields)
+    _check_options(engine_tensors.spec.optimizers, numbers)
+    lost = sorted(set(fields["state"]) - set(engine_tensors.optimized.values()))
     if lost:
         raise CheckpointMismatch(
             f"The checkpoint has optimizer state of parameters that are in no optimizer here: "
@@ -97,16 +99,18 @@ def check(lending: Lending, fields: Mapping[str, Any], numbers: Numbers) -> None
         )
 
 
-def _check_groups(lending: Lending, fields: Mapping[str, Any]) -> None:
+def _check_groups(engine_tensors: EngineTensors, fields: Mapping[str, Any]) -> None:
     """Options go to groups by their place: raise CheckpointMismatch where that is another's."""
     there = {
         name: place
-        for place, group in enumerate(_groups(told["groups"] for told in fields["optimizers"]))
+        for place, group in enumerate(
+            _groups(described["groups"] for described in fields["optimizers"])
+        )
         for name in group["parameters"]
     }
-    names = lending.optimized
-    faces = lending.recipe.optimizers
-    for place, group in enumerate(_groups(face.param_groups for face in faces)):
+    names = engine_tensors.optimized
+    optimizers = engine_tensors.spec.optimizers
+    for place, group in enumerate(_groups(optimizer.param_groups for optimizer in optimizers)):
         for name in (names[p] for p in group["params"]):
             if there.get(name, place) != place:
                 raise CheckpointMismatch(
@@ -120,15 +124,15 @@ def _check_groups(lending: Lending, fields: Mapping[str, Any]) -> None:
 NUMBER = "a number"
 
 
-def _check_options(faces: Sequence[optim.Optimizer], numbers: Numbers) -> None:
+def _check_options(optimizers: Sequence[optim.Optimizer], numbers: OptimizerFields) -> None:
     """Options of another kind than the optimizer has would only fail in its update."""
-    for face, several in zip(faces, numbers.options, strict=True):
-        for place, (group, saved) in enumerate(zip(face.param_groups, several, strict=True)):
+    for optimizer, several in zip(optimizers, numbers.options, strict=True):
+        for place, (group, saved) in enumerate(zip(optimizer.param_groups, several, strict=True)):
             for key, value in saved.items():
                 now = group.get(key)
                 if not _fits(now, value):
                     raise BrokenCheckpoint(
-                        f"{key} of group {place} of {type(face).__name__} is {value!r:.60} in "
+                        f"{key} of group {place} of {type(optimizer).__name__} is {value!r:.60} in "
                         f"checkpoint.json, and {now!r:.60} here, which is of another kind. Take "
                         "another checkpoint."
                     )

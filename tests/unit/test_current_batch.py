@@ -2,16 +2,16 @@
 
 import pytest
 
-from shardwise.current_batch import Batch, Feed, Plan
+from shardwise.current_batch import Batch, CurrentBatch, StreamShape
 from shardwise.errors import UsageError
 
-PLAN = Plan(batch_size=4, micro_batches=1, steps_per_epoch=None)
+PLAN = StreamShape(batch_size=4, micro_batches=1, steps_per_epoch=None)
 FOUR, TWO, NONE = Batch(samples=4), Batch(samples=2), Batch(samples=0)
 
 
 def given(*batches, training=True):
     """A feed with one open stream for each of `batches`."""
-    feed = Feed()
+    feed = CurrentBatch()
     for number, batch in enumerate(batches):
         feed.give(feed.open(f"loader {number}", PLAN), batch, training=training)
     return feed
@@ -28,9 +28,9 @@ def test_an_evaluation_is_no_training():
     inner = feed.open("evaluation", PLAN)
     feed.give(inner, NONE, training=False)
     assert feed.batch_of_loss(weighted=True) is FOUR
-    assert feed.current is NONE
+    assert feed.batch is NONE
     feed.close(inner)
-    assert feed.current is FOUR, "metrics of the training loop go on with its batch"
+    assert feed.batch is FOUR, "metrics of the training loop go on with its batch"
 
 
 def test_two_training_streams_need_a_weight():
@@ -46,7 +46,7 @@ def test_a_stand_in_beside_real_samples_is_ambiguous():
 
 
 def test_a_share_gives_way_to_the_next_stream():
-    feed = Feed()
+    feed = CurrentBatch()
     feed.share("world.share", PLAN, FOUR, training=True)
     feed.give(feed.open("loader", PLAN), TWO, training=True)
     assert feed.batch_of_loss(weighted=False) is TWO
@@ -54,7 +54,7 @@ def test_a_share_gives_way_to_the_next_stream():
 
 def shared(*batches, feed=None):
     """A feed after `world.share` gave `batches` to train on."""
-    feed = feed or Feed()
+    feed = feed or CurrentBatch()
     for batch in batches:
         feed.share("world.share", PLAN, batch, training=True)
     return feed
@@ -71,7 +71,7 @@ def test_a_share_to_evaluate_on_leaves_that_to_train_on():
     feed.close(inner)
     assert feed.batch_of_loss(weighted=False) is FOUR
     feed.train()
-    assert feed.current is FOUR
+    assert feed.batch is FOUR
 
 
 def test_shares_of_other_sizes_need_a_weight_until_a_backward():
@@ -116,7 +116,7 @@ class Watcher:
 
 
 def test_watchers_hear_of_every_batch_and_are_not_kept_alive():
-    feed, watcher = Feed(), Watcher()
+    feed, watcher = CurrentBatch(), Watcher()
     feed.watch(watcher.notice)
     stream = feed.open("loader", PLAN)
     feed.give(stream, FOUR, training=True)

@@ -1,4 +1,4 @@
-"""State of an optimizer as a plain state_dict has it, given to the user's optimizer."""
+"""Makes a plain state_dict of an engine's optimizer state, and gives one to a user's optimizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,41 @@ from typing import Any
 
 from torch import Tensor, nn, optim
 
+from shardwise.engine.build import States
+from shardwise.engine.engine_spec import EngineSpec
+from shardwise.errors import UsageError
 from shardwise.states.optimizer_kind import placed, state_shape
+
+
+def only(spec: EngineSpec, optimizer: optim.Optimizer | None) -> optim.Optimizer:
+    """`optimizer`, or the only one. Raises UsageError where there are several, or for another."""
+    if optimizer is None and len(spec.optimizers) != 1:
+        raise UsageError("This engine has several optimizers: say which.")
+    if optimizer is not None and not any(optimizer is each for each in spec.optimizers):
+        raise UsageError(f"This {type(optimizer).__name__} is not one that this engine has.")
+    return spec.optimizers[0] if optimizer is None else optimizer
+
+
+def make(spec: EngineSpec, states: States, optimizer: optim.Optimizer | None) -> dict[str, Any]:
+    """See Engine.optimizer_state_dict."""
+    optimizer = only(spec, optimizer)
+    # A parameter that was frozen on the way has left its state with the user's optimizer.
+    held: dict[Any, Any] = dict(optimizer.state)
+    held |= states.gathering.optimizer_state()
+    if spec.pipeline is not None:
+        held |= spec.pipeline.ownership.states_of_others(held, spec.optimizers)
+    if spec.tensor is not None:
+        order = [p for group in optimizer.param_groups for p in group["params"] if p in held]
+        held = {p: spec.tensor.whole_state(p, held[p]) for p in order}
+    numbers: dict[nn.Parameter, int] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        members = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
+        groups.append({**group, "params": members})
+    return {
+        "state": {number: held[p] for p, number in numbers.items() if p in held},
+        "param_groups": groups,
+    }
 
 
 def misfit(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
