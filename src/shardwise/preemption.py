@@ -20,7 +20,7 @@ from weakref import WeakMethod
 
 import torch
 
-from shardwise.launch.progress import Telling
+from shardwise.launch.progress import ProgressWriter
 from shardwise.launch.restarts import SAVED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -35,7 +35,7 @@ AGAIN = 1.0
 class Preemption:
     """What this rank, and what all ranks know of being asked to end: the numbers of signals."""
 
-    def __init__(self, telling: Telling, say: Callable[..., None]) -> None:
+    def __init__(self, telling: ProgressWriter, say: Callable[..., None]) -> None:
         self.asked = 0
         self.agreed = 0
         self._telling = telling

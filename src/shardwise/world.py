@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise import collectives, config, launch, randomness, repeatable, timeline_control
+from shardwise import collectives, config, randomness, repeatable, timeline_control
 from shardwise.batch_rows import BatchRows
 from shardwise.collectives import Collectives, GatherOrder, Solo
 from shardwise.common_draws import CommonDraws
 from shardwise.current_batch import Feed
 from shardwise.errors import ConfigError, LaunchError, UsageError
-from shardwise.launch import report
+from shardwise.launch import error_file, launchers
 from shardwise.launch.identity import Identity
-from shardwise.launch.progress import Telling
+from shardwise.launch.progress import ProgressWriter
 from shardwise.mesh import Mesh
 from shardwise.preemption import Preemption
 from shardwise.randomness import GeneratorStates
@@ -58,7 +58,7 @@ class World(BatchRows):
         identity: Identity,
         group: Collectives,
         device: torch.device,
-        telling: Telling | None = None,
+        telling: ProgressWriter | None = None,
     ) -> None:
         self.rank = identity.rank
         self.size = identity.size
@@ -83,7 +83,7 @@ class World(BatchRows):
         self.stage = group
         """The ranks of all replicas that have these layers: all, where all have all."""
         self.feed = Feed()
-        self.telling = telling or Telling({})
+        self.telling = telling or ProgressWriter({})
         self.preemption = Preemption(self.telling, self.print)
         self.feed.watch(self.preemption.before_batch)
         self.draws = CommonDraws(device)
@@ -256,7 +256,7 @@ def init(seed: int | None = None, **settings: Any) -> World:
     Raises ConfigError for a setting that is wrong, LaunchError when the others cannot be reached.
     """
     found = config.sources(os.environ, settings)
-    report.watch_exceptions()
+    error_file.watch_exceptions()
     idle = config.idle(found, config.resolve(found)[0], config.OF_A_RUN)
     world = enter(seed, settings)
     for line in idle:
@@ -272,17 +272,17 @@ def enter(
     if _current is not None:
         raise UsageError("shardwise.init was called twice; call it once, at the top of the script.")
     given = dict(settings) | ({"seed": seed} if seed is not None else {})
-    report.watch_exceptions()
+    error_file.watch_exceptions()
     found = config.sources(os.environ, given)
     chosen, _ = config.resolve(found)
-    identity = launch.detect(os.environ)
+    identity = launchers.detect(os.environ)
     device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
     if device.type == "cpu":
         heap.keep(os.environ)
     group = collectives.connect(
         identity, device, chosen.timeout, chosen.transport, chosen.rendezvous, on_meeting
     )
-    world = World(identity, group, device, Telling(os.environ))
+    world = World(identity, group, device, ProgressWriter(os.environ))
     world._keywords = dict(settings)
     world.settings = world.settle(**given)
     world.cut(_mesh(world.settings, world.size))
@@ -404,7 +404,7 @@ def _share_cores(world: World) -> None:
 
     Each would else start a thread per core, and all would wait for each other.
     """
-    if world.launcher not in ("Open MPI", "MPICH", "MVAPICH", "Slurm", "horovodrun"):
+    if world.launcher in launchers.SETS_THREADS:
         return
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return

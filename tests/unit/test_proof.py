@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardwise import authentication
 from shardwise.collectives.store import Hosted, Reaching, Table
 from shardwise.errors import LaunchError
-from shardwise.launch import own, secret
+from shardwise.launch import environment
 from tests.disk import wait_until
 
 KNOWN = b"what all ranks of this run know"
@@ -142,13 +142,18 @@ class TestSeals:
 
 class TestSecret:
     def test_the_launchers_own_comes_first(self) -> None:
-        assert secret.told({}) is None
-        assert secret.told({secret.VARIABLE: "s" * 16}) == "s" * 16
-        assert secret.told({secret.VARIABLE: "s" * 16, own.SECRET: "ours"}) == "ours"
+        assert environment.given_secret({}) is None
+        assert environment.given_secret({environment.SECRET_VARIABLE: "s" * 16}) == "s" * 16
+        assert (
+            environment.given_secret(
+                {environment.SECRET_VARIABLE: "s" * 16, environment.RUN_SECRET_VARIABLE: "ours"}
+            )
+            == "ours"
+        )
 
     def test_a_short_one_is_refused(self) -> None:
         with pytest.raises(LaunchError, match=r"has 5 characters.*openssl rand -hex 32"):
-            secret.told({secret.VARIABLE: "short"})
+            environment.given_secret({environment.SECRET_VARIABLE: "short"})
 
 
 class TestTable:

@@ -22,7 +22,7 @@ from shardwise.collectives.nccl import Nccl
 from shardwise.collectives.rendezvous import Met
 from shardwise.collectives.same_host import key, share_memory
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.launch import interface, secret
+from shardwise.launch import environment, network
 from shardwise.launch.identity import Identity
 from shardwise.watch.status_server import Lookout, Place
 
@@ -101,9 +101,9 @@ def address_of(identity: Identity) -> str:
     named = os.environ.get(meeting.INTERFACE, "").split(",")[0]
     towards = identity.address or os.environ.get("MASTER_ADDR") or OUTSIDE
     try:
-        found = interface.address_of(named) if named else interface.towards(towards)
+        found = network.address_of_interface(named) if named else network.address_towards(towards)
         # A host's name may lead to itself by its loopback, where no other host comes.
-        return interface.towards(OUTSIDE) if ip_address(found).is_loopback else found
+        return network.address_towards(OUTSIDE) if ip_address(found).is_loopback else found
     except (LaunchError, ValueError):  # as where hosts are on one machine without a network
         return LOOPBACK
 
@@ -177,5 +177,6 @@ def _open_words(identity: Identity) -> str:
     return (
         f"this run is open: whoever reaches rank 0 at {address_of(identity)} while it starts may "
         "join it, and have it run code as this user. Give all ranks what only they know: "
-        f"{secret.VARIABLE}=$(openssl rand -hex 32), passed on to every host (docs/security.md)."
+        f"{environment.SECRET_VARIABLE}=$(openssl rand -hex 32), passed on to every host "
+        "(docs/security.md)."
     )

@@ -26,9 +26,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from shardwise import authentication
 from shardwise.collectives.store import Hosted, Reaching
 from shardwise.errors import LaunchError
-from shardwise.launch import ancestors, interface, notes, rendezvous, secret
+from shardwise.launch import environment, network, rendezvous_file
 from shardwise.launch.identity import Identity
-from shardwise.launch.notes import Note
+from shardwise.launch.rendezvous_file import RendezvousFile
 
 POLL = 0.02
 WARN = 60.0
@@ -78,12 +78,12 @@ class _Terms:
         """Seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
-    def found(self) -> Note | None:
+    def found(self) -> RendezvousFile | None:
         """Rank 0's note, or what it would say."""
         if self.path is not None:
-            return notes.read(self.path)
+            return rendezvous_file.read(self.path)
         assert self.address is not None
-        return Note(addresses=self.address[:1], port=self.address[1], host="", pid=0)
+        return RendezvousFile(addresses=self.address[:1], port=self.address[1], host="", pid=0)
 
     def __str__(self) -> str:
         return f"within {self.timeout:g} s (--timeout)"
@@ -96,12 +96,12 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Met:
     Sets GLOO_SOCKET_IFNAME where it is not, to the interface over which all reach rank 0.
     Raises LaunchError where ranks do not find each other, naming those that are missing.
     """
-    address, given = _told_address(identity, place), secret.told(os.environ)
+    address, given = _told_address(identity, place), environment.given_secret(os.environ)
     path = None
     if address is None:
-        path = notes.path(identity, place)
+        path = rendezvous_file.path(identity, place)
     elif given is None and identity.on_one_host and identity.size > 1:
-        path = notes.path(identity, run=f"{address[0]}:{address[1]}")
+        path = rendezvous_file.path(identity, run=f"{address[0]}:{address[1]}")
     terms = _Terms(
         identity=identity,
         timeout=timeout,
@@ -129,7 +129,7 @@ def _told_address(identity: Identity, place: str | None) -> tuple[str, int] | No
 def _receive(terms: _Terms) -> Met:
     """The store, when all others have come to it."""
     identity, listening = terms.identity, _listen(terms)
-    port, drawn = listening.getsockname()[1], terms.given or secret.drawn()
+    port, drawn = listening.getsockname()[1], terms.given or environment.draw_secret()
     proven = b"" if terms.is_open else drawn.encode()
     hosted = Hosted(listening, proven, terms.timeout)
     try:
@@ -156,11 +156,15 @@ def _listen(terms: _Terms) -> socket.socket:
         return socket.socket(fileno=identity.listen_fd)
     if terms.address is not None:
         host, port = terms.address
-        return rendezvous.listen(_own(host, identity), port)
+        return network.listen(_own(host, identity), port)
     if identity.on_one_host:
-        return rendezvous.listen("127.0.0.1", 0)
+        return network.listen("127.0.0.1", 0)
     named = _named_interface()
-    return rendezvous.listen(interface.address_of(named), 0) if named else notes.listen_everywhere()
+    return (
+        network.listen(network.address_of_interface(named), 0)
+        if named
+        else network.listen_everywhere()
+    )
 
 
 def _own(host: str, identity: Identity) -> str:
@@ -173,20 +177,20 @@ def _own(host: str, identity: Identity) -> str:
     is_loopback = ipaddress.ip_address(found.partition("%")[0]).is_loopback
     if is_loopback:
         return found if identity.on_one_host else ""
-    return found if interface.holding(found) is not None else ""
+    return found if network.interface_of(found) is not None else ""
 
 
 def _noted(terms: _Terms, port: int, told: str) -> AbstractContextManager[None]:
     if terms.path is None:
         return nullcontext()
-    addresses = notes.addresses(terms.identity)
+    addresses = rendezvous_file.addresses(terms.identity)
     if terms.address is not None:
         addresses = terms.address[:1]
     elif not terms.identity.on_one_host and (named := _named_interface()):
-        addresses = (interface.address_of(named),)
+        addresses = (network.address_of_interface(named),)
     host, pid = socket.gethostname(), os.getpid()
-    note = Note(addresses=addresses, port=port, host=host, pid=pid, secret=told)
-    return notes.left(terms.path, note)
+    note = RendezvousFile(addresses=addresses, port=port, host=host, pid=pid, secret=told)
+    return rendezvous_file.written(terms.path, note)
 
 
 def _await_all(terms: _Terms, hosted: Hosted) -> None:
@@ -209,12 +213,12 @@ class Beside:
 
     def __init__(self, identity: Identity) -> None:
         self._size = identity.local_size
-        self._launcher = ancestors.launcher() if sys.platform == "linux" else None
+        self._launcher = rendezvous_file.launcher_process() if sys.platform == "linux" else None
         self._fewer_since: float | None = None
 
     def have_ended(self) -> bool:
         """Whether fewer run than were to be started, and have for a while."""
-        living = None if self._launcher is None else ancestors.living_children(self._launcher)
+        living = None if self._launcher is None else rendezvous_file.living_children(self._launcher)
         if living is None or living >= self._size:
             self._fewer_since = None
             return False
@@ -241,7 +245,7 @@ def _hint(terms: _Terms) -> str:
         return ""
     return (
         f" Do all hosts share {terms.path.parent}? If not, name a folder that they share, or rank "
-        f"0's host and a port that is free there: {notes.VARIABLE}=FOLDER/ or HOST:PORT."
+        f"0's host and a port that is free there: {rendezvous_file.VARIABLE}=FOLDER/ or HOST:PORT."
     )
 
 
@@ -295,7 +299,7 @@ def _trouble(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "it does not answer, as where it has not called sw.init, or is stopped"
     if isinstance(error, authentication.Unproven):
-        return f"{error} ({secret.VARIABLE} must be alike on all ranks)"
+        return f"{error} ({environment.SECRET_VARIABLE} must be alike on all ranks)"
     return error.strerror or str(error)
 
 
@@ -358,6 +362,6 @@ def _named_interface() -> str:
 def _choose_interface(address: str) -> None:
     """Let Gloo talk on the network where rank 0 has `address`; the user's own choice stays."""
     if INTERFACE not in os.environ:
-        name = interface.holding(interface.towards(address))
+        name = network.interface_of(network.address_towards(address))
         if name is not None:
             os.environ[INTERFACE] = name

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardwise.collectives.rendezvous import Met, here
 from shardwise.config import FLAGS_VARIABLE
 from shardwise.errors import LaunchError
-from shardwise.launch import private, secret
+from shardwise.launch import environment, private_files
 from shardwise.launch.identity import Identity
 
 STARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -62,13 +62,13 @@ def _known(identity: Identity, store: Store, timeout: float) -> Met:
     limit = timedelta(seconds=timeout)
     store.set(here(identity.rank), "")
     _await_all(identity, store, timeout)
-    given = secret.told(os.environ)
+    given = environment.given_secret(os.environ)
     if given is not None or identity.size == 1:
-        return Met(store, (given or secret.drawn()).encode(), False, _nothing)
+        return Met(store, (given or environment.draw_secret()).encode(), False, _nothing)
     if identity.on_one_host:
         return Met(store, _by_file(identity, store, limit).encode(), False, _nothing)
     if identity.rank == 0:
-        store.set("secret", secret.drawn())
+        store.set("secret", environment.draw_secret())
     return Met(store, store.get("secret"), True, _nothing)
 
 
@@ -110,10 +110,10 @@ def _await_all(identity: Identity, store: Store, timeout: float) -> None:
 def _by_file(identity: Identity, store: Store, limit: timedelta) -> str:
     """The secret that rank 0 draws. Only the name of a file is told on the store."""
     if identity.rank == 0:
-        name, drawn = f"secret-{tokens.token_hex(8)}", secret.drawn()
-        place = private.folder() / name
+        name, drawn = f"secret-{tokens.token_hex(8)}", environment.draw_secret()
+        place = private_files.folder() / name
         try:
-            private.write(place, drawn)
+            private_files.write(place, drawn)
             store.set("secret at", name)
             store.wait([_read(rank) for rank in range(1, identity.size)], limit)
         except OSError as error:
@@ -122,14 +122,14 @@ def _by_file(identity: Identity, store: Store, limit: timedelta) -> str:
             ) from error
         finally:
             place.unlink(missing_ok=True)
-            private.tidy()
+            private_files.tidy()
         return drawn
     name = store.get("secret at").decode()
-    found = private.read(_in_our_folder(name))
+    found = private_files.read(_in_our_folder(name))
     if found is None:
         raise LaunchError(
             f"Rank {identity.rank} of {identity.size} finds no {name} of rank 0 in "
-            f"{private.path()}. Is TMPDIR alike on all ranks?"
+            f"{private_files.folder_path()}. Is TMPDIR alike on all ranks?"
         )
     store.set(_read(identity.rank), "")
     return found
@@ -139,7 +139,7 @@ def _in_our_folder(name: str) -> Path:
     """Where a file lies whose name somebody has told."""
     if _FILE.fullmatch(name) is None:
         raise LaunchError(f"{name!r} is no name of rank 0's: others write on torchrun's store.")
-    return private.folder() / name
+    return private_files.folder() / name
 
 
 def _read(rank: int) -> str:

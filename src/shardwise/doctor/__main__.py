@@ -7,11 +7,11 @@ import sys
 
 from rich.console import Console
 
-from shardwise import launch
 from shardwise.doctor import checks, findings, reach, speed
 from shardwise.doctor.checks import Check
 from shardwise.doctor.speed import Speed
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch import launchers
 from shardwise.printable import printable
 from shardwise.watch import clocks
 from shardwise.world import World, enter
@@ -38,7 +38,7 @@ def main() -> int:
 
 def _say_what_is_wrong(lines: list[str]) -> int:
     """Rank 0 says what keeps all from joining; the exit code."""
-    is_main = launch.detect(os.environ).rank == 0
+    is_main = launchers.detect(os.environ).rank == 0
     for line in lines if is_main else ():
         print(printable(f"wrong: {line}"), flush=True)
     return int(is_main)
@@ -49,7 +49,7 @@ def _hosts(world: World) -> dict[str, list[Check]]:
     mine = checks.of_host(world.settings)
     network = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by Gloo")
     mine.append(Check("network interface", network))
-    mine += reach.check(launch.detect(os.environ))
+    mine += reach.check(launchers.detect(os.environ))
     ahead = clocks.ahead(world.collectives.lookout, 0, "wall")
     mine.append(findings.clock(None if ahead is None else ahead.ns / 1e9))
     hosts: dict[str, list[Check]] = {}

@@ -18,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwise.collectives import address_of
 from shardwise.doctor.checks import Check
-from shardwise.launch import rendezvous
+from shardwise.launch import network
 from shardwise.launch.identity import Identity
 
 REACH = 3.0
@@ -52,7 +52,7 @@ def try_all(identity: Identity, store: Store) -> None:
         mine = None
         if identity.local_rank == 0:
             address = address_of(identity)
-            listening = stack.enter_context(rendezvous.listen(address, 0))
+            listening = stack.enter_context(network.listen(address, 0))
             mine = Door(socket.gethostname(), address, listening.getsockname()[1])
         told = _tell(identity, store, "door", mine and asdict(mine))
         doors = [Door(**each) for each in told if each is not None]

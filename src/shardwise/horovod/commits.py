@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from shardwise.launch import own, private
+from shardwise.launch import environment, private_files
 
 
 def run_name(environ: Mapping[str, str]) -> str | None:
     """What all starts of this run have in common; None where nobody would start it again."""
-    if own.RUN in environ:
-        return environ[own.RUN]
+    if environment.RUN_VARIABLE in environ:
+        return environ[environment.RUN_VARIABLE]
     if "TORCHELASTIC_RUN_ID" in environ:  # torch's agent outlives the ranks that it starts
         return f"{os.getppid()}-{_begun(os.getppid())}"
     return None
@@ -39,7 +39,9 @@ class Commits:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         name = run_name(environ)
-        self.path = None if name is None else private.folder() / own.commit_file(name)
+        self.path = (
+            None if name is None else private_files.folder() / private_files.commit_file(name)
+        )
 
     def write(self, number: int, state: Mapping[str, Any]) -> None:
         """Put commit `number` in the place of the one before, whole or not at all."""
@@ -47,13 +49,13 @@ class Commits:
             return
         aside = self.path.with_suffix(".new")
         aside.unlink(missing_ok=True)
-        with private.create(aside) as file:
+        with private_files.create(aside) as file:
             torch.save({"number": number, "state": dict(state)}, file)
         aside.rename(self.path)
 
     def read(self) -> tuple[int, dict[str, Any]] | None:
         """The commit that is here, if any; one of another user's is none of ours."""
-        file = private.opened(self.path) if self.path is not None else None
+        file = private_files.opened(self.path) if self.path is not None else None
         if file is None:
             return None
         with file:
@@ -64,4 +66,4 @@ class Commits:
         """The run has come to its end."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-            private.tidy()
+            private_files.tidy()

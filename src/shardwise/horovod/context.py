@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from shardwise import collectives, launch
+from shardwise import collectives
 from shardwise.errors import BadCall
 from shardwise.horovod import habits, links
 from shardwise.horovod.background import Background
 from shardwise.horovod.samples import Samples
+from shardwise.launch import launchers
 from shardwise.timeline import recorder
 from shardwise.world import World
 
@@ -79,7 +80,7 @@ def _meet(world: World, timeout: float) -> dict[int, links.Link]:
     if world.rank != 0:
         address, port = group.gather_plain(None)[0]
         return {0: links.connect(address, port, secret, world.rank, timeout)}
-    address = collectives.address_of(launch.detect(os.environ))
+    address = collectives.address_of(launchers.detect(os.environ))
     with links.listen(address) as listener:
         group.gather_plain((address, listener.getsockname()[1]))
         return links.accept(listener, secret, world.size, timeout)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.launch.report import DIRECTORY_VARIABLE, RANK_VARIABLE
+from shardwise.launch.environment import RANK_VARIABLE, REPORTS_VARIABLE
 
 ENGINES = 60
 """Of how many engines of a process the steps are told; those made later are not."""
@@ -39,15 +39,15 @@ class Progress:
     resumes: bool = False
 
 
-class Telling:
+class ProgressWriter:
     """The end of a rank; where nobody listens, it tells nobody."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._launcher = os.getppid() if DIRECTORY_VARIABLE in environ else None
-        if DIRECTORY_VARIABLE not in environ:
+        self._launcher = os.getppid() if REPORTS_VARIABLE in environ else None
+        if REPORTS_VARIABLE not in environ:
             self._numbers = memoryview(bytearray(8 * _NUMBERS)).cast("q")
             return
-        path = _path(Path(environ[DIRECTORY_VARIABLE]), int(environ[RANK_VARIABLE]))
+        path = _path(Path(environ[REPORTS_VARIABLE]), int(environ[RANK_VARIABLE]))
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, 8 * _NUMBERS)

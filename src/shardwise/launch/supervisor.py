@@ -13,14 +13,14 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from shardwise.launch import cause, closing, verdict
+from shardwise.launch import failure_report
 from shardwise.launch.console import STDERR, Console
-from shardwise.launch.crew import Departure
+from shardwise.launch.error_file import ErrorReport
+from shardwise.launch.local_workers import RankExit
 from shardwise.launch.progress import Progress
-from shardwise.launch.report import Report
 from shardwise.launch.restarts import SAVED, Ending, Failure
-from shardwise.launch.signals import Plan, Signals
-from shardwise.launch.voice import Voice
+from shardwise.launch.signals import Signals, SignalSchedule
+from shardwise.launch.worker_output import WorkerOutput
 
 SETTLE = 0.4
 """Seconds after the first failure in which others may tell that they failed too."""
@@ -59,7 +59,7 @@ class Supervisor:
     def __init__(
         self,
         console: Console,
-        voices: Sequence[Voice],
+        voices: Sequence[WorkerOutput],
         signals: Signals,
         *,
         grace: float,
@@ -74,9 +74,9 @@ class Supervisor:
         self._joins = joins
         self._hosts = hosts or {}
         self._sites: Sequence[Site] = ()
-        self._plan = Plan()
+        self._plan = SignalSchedule()
         self._running = set(range(len(voices)))
-        self._departures: dict[int, Departure] = {}
+        self._departures: dict[int, RankExit] = {}
         self._losses: list[str] = []
         self._asked: signal.Signals | None = None
         self._stopping = False
@@ -117,7 +117,7 @@ class Supervisor:
         """Take what `rank` has written."""
         self._voices[rank].hear(stream, data)
 
-    def left(self, departure: Departure) -> None:
+    def left(self, departure: RankExit) -> None:
         """Take notice that a rank has ended."""
         self._running.discard(departure.end.rank)
         self._departures[departure.end.rank] = departure
@@ -136,7 +136,7 @@ class Supervisor:
         if not self._saving and not self._stopping:
             self._saving, self._asked = True, self._asked or asked
             self._plan.make([])
-            self.say(closing.saving(asked))
+            self.say(failure_report.saving_line(asked))
 
     @property
     def _is_patient(self) -> bool:
@@ -168,7 +168,7 @@ class Supervisor:
         ends = self._ends()
         if all(end.code == 0 for end in ends):
             return
-        explained = verdict.is_explained(ends, self._reports())
+        explained = failure_report.is_explained(ends, self._reports())
         if self._plan and explained == self._explained:
             return
         self._explained = explained
@@ -189,7 +189,7 @@ class Supervisor:
         else:
             self._plan.make([(0, signal.SIGTERM), (self._grace, signal.SIGKILL)])
         again, size = self._asked is not None, len(self._voices)
-        words = closing.stopping(asked, size, again=again, broken=self._console.broken)
+        words = failure_report.stopping_line(asked, size, again=again, broken=self._console.broken)
         first, self._asked = self._asked is None, self._asked or asked
         self.say(words)
         if first and asked == signal.SIGTERM:
@@ -206,28 +206,30 @@ class Supervisor:
             site.send(number)
 
     def _conclude(self) -> Ending:
-        reports, lost = self._reports(), closing.lost(self._losses)
-        refused = "" if self._asked else verdict.refused(self._ends(), reports)
+        reports, lost = self._reports(), failure_report.lost_hosts(self._losses)
+        refused = "" if self._asked else failure_report.common_refusal(self._ends(), reports)
         self._show_what_was_left_to_us(reports, alike=bool(refused))
-        judged = verdict.judge(self._ends(), reports)
+        judged = failure_report.judge(self._ends(), reports)
         saved = any(departure.saved for departure in self._departures.values())
         if judged is None and not lost and (saved or self._saving):
             return Ending(code=SAVED if saved else 0)
         if self._asked is not None:
             return Ending(code=128 + self._asked, words=lost)
-        if lost and (judged is None or verdict.is_consequence(judged, reports)):
+        if lost and (judged is None or failure_report.is_consequence(judged, reports)):
             failure = Failure(what="a host", why=self._losses[0], progress=self._progress())
             return Ending(code=1, words=lost, failure=failure)
         if judged is not None:
             return self._blame(judged, reports, refused)
-        return Ending(code=0, words=closing.copies(len(self._voices)) if self._apart else "")
+        return Ending(
+            code=0, words=failure_report.unjoined_copies(len(self._voices)) if self._apart else ""
+        )
 
     @property
     def _apart(self) -> bool:
         """Whether ranks that should have been one run have not heard of each other."""
         return self._joins and len(self._voices) > 1 and self._progress() is None
 
-    def _show_what_was_left_to_us(self, reports: Mapping[int, Report], *, alike: bool) -> None:
+    def _show_what_was_left_to_us(self, reports: Mapping[int, ErrorReport], *, alike: bool) -> None:
         """Let each rank say what it was refused, in its log alone where it is the same for all."""
         for rank, found in reports.items():
             if found.refusal and alike:
@@ -236,18 +238,20 @@ class Supervisor:
                 self._voices[rank].hear(STDERR, found.text.encode())
 
     def _blame(
-        self, judged: verdict.Verdict, reports: Mapping[int, Report], refused: str
+        self, judged: failure_report.Verdict, reports: Mapping[int, ErrorReport], refused: str
     ) -> Ending:
         """Which rank failed and why, or that all were `refused` the same."""
         rank = judged.rank if judged.waiting is None else judged.waiting
         found = reports.get(rank)
         departure = self._departures[judged.rank]
         # Who was ended by us is to blame only where an error of its own came before.
-        how = cause.UNCAUGHT if departure.end.stopped else departure.how
-        trace = verdict.last_words(found.text if found else self._voices[rank].tail.text())
+        how = failure_report.UNCAUGHT if departure.end.stopped else departure.how
+        trace = failure_report.last_traceback(
+            found.text if found else self._voices[rank].tail.text()
+        )
         if judged.late and found is not None:  # our frames do not say more of who is at fault
             trace = f"{found.message} [{found.where}]"
-        words = closing.words(
+        words = failure_report.closing_words(
             judged,
             how,
             trace,
@@ -256,11 +260,11 @@ class Supervisor:
             host=self._hosts.get(judged.rank, ""),
         )
         if refused:
-            words = closing.refusal(refused, list(reports), len(self._voices))
-        what, why = closing.short(judged, how, len(self._voices), found)
+            words = failure_report.refusal_words(refused, list(reports), len(self._voices))
+        what, why = failure_report.in_few_words(judged, how, len(self._voices), found)
         return Ending(
             code=judged.exit_code,
-            words=closing.lost(self._losses) + words,
+            words=failure_report.lost_hosts(self._losses) + words,
             failure=Failure(what=what, why=why, progress=self._progress()),
         )
 
@@ -279,9 +283,9 @@ class Supervisor:
         """Show whole lines of our own."""
         self._console.say(words)
 
-    def _ends(self) -> list[verdict.End]:
+    def _ends(self) -> list[failure_report.ExitStatus]:
         return [departure.end for departure in self._departures.values() if not departure.saved]
 
-    def _reports(self) -> dict[int, Report]:
+    def _reports(self) -> dict[int, ErrorReport]:
         found = self._departures.items()
         return {rank: departure.report for rank, departure in found if departure.report}

@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-from shardwise.launch import report
-from shardwise.launch.progress import Telling
+from shardwise.launch import error_file
+from shardwise.launch.progress import ProgressWriter
 from shardwise.launch.restarts import SAVED
 
-report.watch_exceptions()
+error_file.watch_exceptions()
 RANK = int(os.environ["SHARDWISE_LAUNCH_RANK"])
-telling = Telling(os.environ)
+telling = ProgressWriter(os.environ)
 telling.stepped(0, 7)
 
 
