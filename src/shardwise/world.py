@@ -32,8 +32,8 @@ from shardwise.step_log import StepLog
 from shardwise.sum_tree import MicroShards
 from shardwise.tiers import heap
 from shardwise.unstepped import Unstepped
-from shardwise.watch import whereabouts
-from shardwise.watch.watchdog import Sentry
+from shardwise.watch import process_status
+from shardwise.watch.watchdog import Watchdog
 from shardwise.without_engine import WithoutEngine
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class World(BatchRows):
         """How many steps the engines of this process have made, all together."""
         self.unstepped = Unstepped()
         self.without_engine: WithoutEngine | None = None
-        self.sentry: Sentry | None = None
+        self.watchdog: Watchdog | None = None
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._keywords: dict[str, Any] = {}
         self._said: set[str] = set()
@@ -295,10 +295,10 @@ def enter(
         MicroShards(chosen.exact, world.size, world.rank)  # refuses what cannot be
         repeatable.fix_arithmetic(device)
     _begin_alike(world, given)
-    whereabouts.show_on_signal()
+    process_status.show_on_signal()
     if world.size > 1:
         world.without_engine = WithoutEngine(world.size, world.say_once)
-        world.sentry = Sentry(group.lookout, chosen.warn_after, chosen.timeout)
+        world.watchdog = Watchdog(group.status_server, chosen.warn_after, chosen.timeout)
     atexit.register(_leave)
     _current = world
     if chosen.timeline is not None:
@@ -364,9 +364,9 @@ def start_timeline(path: str | os.PathLike[str]) -> None:
     it goes on; one of an earlier run is replaced. Raises ConfigError where it cannot be written.
     """
     world = current()
-    timeline_control.start(Path(path), world.collectives.lookout)
+    timeline_control.start(Path(path), world.collectives.status_server)
     if world.is_main and not world.settings.quiet:
-        line = timeline_control.where(Path(path), world.collectives.lookout)
+        line = timeline_control.where(Path(path), world.collectives.status_server)
         print(f"shardwise: {line}", file=sys.stderr, flush=True)
 
 
@@ -387,15 +387,15 @@ def _leave() -> None:
         world.preemption.forget()
         world.step_log.close()
         world.expect_no_engine()
-        if world.sentry is not None:
-            world.sentry.close()
+        if world.watchdog is not None:
+            world.watchdog.close()
         side = vars(world).get("side_channel", world.data)
         made = dict.fromkeys((side, world.data, world.tensor, world.pipeline, world.stage))
         for group in made:
             if group is not world.collectives:
                 group.close()
         world.collectives.close()
-        world.collectives.lookout.close()
+        world.collectives.status_server.close()
         collectives.disconnect()
 
 

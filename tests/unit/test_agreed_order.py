@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.collectives.agreed_order import SETTLED, Turns, with_unseen
+from shardwise.collectives.agreed_order import SETTLED, AgreedOrder, with_unseen
 from shardwise.errors import OrderError
 
 NAMES = ["rest", "a", "b", "c", "d"]
@@ -14,7 +14,7 @@ UNITS = range(len(NAMES))
 
 
 def turns_of(agree, *, staying=(), alone=False):
-    turns = Turns(agree, alone=alone)
+    turns = AgreedOrder(agree, alone=alone)
     assert turns.join(NAMES, staying=staying) == 0
     return turns
 

@@ -59,9 +59,9 @@ def test_a_failure_of_another_rank_is_everyones(monkeypatch, capsys):
 
 
 def test_the_key_tells_hosts_apart(monkeypatch):
-    here = same_host.key()
+    here = same_host.host_key()
     monkeypatch.setattr(socket, "gethostname", lambda: "other")
-    assert same_host.key() != here
+    assert same_host.host_key() != here
 
 
 def test_a_transport_of_the_cpu_is_refused_for_gpus():

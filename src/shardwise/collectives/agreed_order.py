@@ -36,7 +36,7 @@ SETTLED = 16
 """Passes of a kind, one after the other, that go as their list says until ranks stop to ask."""
 
 
-class _Order:
+class _KnownOrder:
     """The list of a kind of pass; `last` has by turn its last place. `kept` counts the passes in a
     row that went as it says."""
 
@@ -47,7 +47,7 @@ class _Order:
 
 
 @dataclass(eq=False)
-class _Joined:
+class _Member:
     """The turns of one who has joined, from number `first` on."""
 
     first: int
@@ -59,7 +59,7 @@ class _Joined:
         self.numbers = list(range(self.first, self.first + len(self.names)))
 
 
-class Turns:
+class AgreedOrder:
     """The turns of one pass after the other; `agree` is collective and small.
 
     `agree(wanted)` tells this rank's wish and returns the smallest of all ranks' wishes: the place
@@ -73,12 +73,12 @@ class Turns:
         self._alone = alone
         self._names: list[str] = []
         self._staying: set[int] = set()
-        self._joined: list[_Joined] = []
-        self._owners: list[_Joined] = []
-        self._by_use: list[_Joined] = []
-        self._known: dict[Hashable, _Order] = {}
+        self._joined: list[_Member] = []
+        self._owners: list[_Member] = []
+        self._by_use: list[_Member] = []
+        self._known: dict[Hashable, _KnownOrder] = {}
         self._key: Hashable = None
-        self._order: _Order | None = None
+        self._order: _KnownOrder | None = None
         self._taken: list[int] = []
         self._descending = self._uneven = False
         self._choices: list[int] | None = None
@@ -91,7 +91,7 @@ class Turns:
 
         Those `staying`, counted from 0, are units that may be there without a turn.
         """
-        joined = _Joined(len(self._names), names, exchanges)
+        joined = _Member(len(self._names), names, exchanges)
         self._names += names
         self._staying |= {joined.first + number for number in staying}
         self._owners += [joined] * len(names)
@@ -164,7 +164,7 @@ class Turns:
         """Learn from a pass at whose end the ranks have `told` each other this, or nothing."""
         if self._order is None:
             if told < self._end + 2:
-                self._known[self._key] = _Order(self._completed(expected))
+                self._known[self._key] = _KnownOrder(self._completed(expected))
         elif told >= 0:
             as_listed = told == self._end + 1 and self._is_of_one
             self._order.kept = self._order.kept + 1 if as_listed else 0
@@ -177,7 +177,7 @@ class Turns:
         owners = {self._owners[turn] for turn in self._taken}
         return sum(not owner.exchanges for owner in owners) <= 1
 
-    def _with_new(self, order: _Order) -> _Order:
+    def _with_new(self, order: _KnownOrder) -> _KnownOrder:
         """`order` with the turns of this pass that it lacks: each before the first one that ranks
         would take later."""
         lacking = [turn for turn in dict.fromkeys(self._taken) if turn not in order.last]
@@ -187,7 +187,7 @@ class Turns:
         for turn in lacking:
             later = (n for n, each in enumerate(turns) if place[each] > place[turn])
             turns.insert(next(later, len(turns)), turn)
-        return _Order(turns)
+        return _KnownOrder(turns)
 
     def _left(self) -> list[int]:
         """What the list of this pass still has."""

@@ -156,7 +156,7 @@ class Arena:
         return segment, memory
 
 
-class Windows:
+class MappedSegments:
     """The segments of the other ranks, mapped as this one hears of them."""
 
     def __init__(self) -> None:

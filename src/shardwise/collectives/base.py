@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from shardwise import authentication
 from shardwise.collectives.ordered_sums import PLAIN, Sum
-from shardwise.collectives.pieces import join
 from shardwise.errors import CollectiveError, UsageError
 from shardwise.timeline.recorder import Launched
-from shardwise.watch.status_server import Lookout
+from shardwise.watch.status_server import StatusServer
+from shardwise.watch.wait_graph import named
 
 Cuts = Sequence[int]
 Counts = Sequence[Sequence[int]]
@@ -89,11 +90,11 @@ class Collectives(ABC):
         """Whether sums in the tree can be had of this group."""
         return True
 
-    def __init__(self, rank: int, size: int, lookout: Lookout | None = None) -> None:
-        """`lookout` is this process's, whatever its groups."""
+    def __init__(self, rank: int, size: int, status_server: StatusServer | None = None) -> None:
+        """`status_server` is this process's, whatever its groups."""
         self.rank = rank
         self.size = size
-        self.lookout = lookout or Lookout(rank, size)
+        self.status_server = status_server or StatusServer(rank, size)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A zeroed flat buffer of `numel` elements in memory that this transport moves well."""
@@ -130,7 +131,7 @@ class Collectives(ABC):
         The sum comes to `buffer`, which has their length in all; some may be its own parts. They
         must stay as they are until the handle has been waited for.
         """
-        join(pieces, buffer)
+        join_pieces(pieces, buffer)
         return self.all_reduce(buffer, how)
 
     def reduce_scatter_pieces(
@@ -143,7 +144,7 @@ class Collectives(ABC):
         into: Tensor | None = None,
     ) -> Handle:
         """`reduce_scatter` of `pieces`, which are as those of `all_reduce_pieces`."""
-        join(pieces, buffer)
+        join_pieces(pieces, buffer)
         return self.reduce_scatter(buffer, cuts, how, into=into)
 
     def reduce_scatter_onto(
@@ -201,7 +202,7 @@ class Collectives(ABC):
         Raises CollectiveError for what was not sent by a rank of this run: a pickle can run code.
         """
         data = authentication.sealed(
-            self.lookout.secret, _PICKLE.format(self.rank), pickle.dumps(value)
+            self.status_server.secret, _PICKLE.format(self.rank), pickle.dumps(value)
         )
         return [pickle.loads(self._unsealed(r, d)) for r, d in enumerate(self._gather_bytes(data))]
 
@@ -211,7 +212,7 @@ class Collectives(ABC):
 
     def _unsealed(self, rank: int, data: bytes) -> bytes:
         try:
-            return authentication.unsealed(self.lookout.secret, _PICKLE.format(rank), data)
+            return authentication.unsealed(self.status_server.secret, _PICKLE.format(rank), data)
         except authentication.Forged as error:
             raise CollectiveError(
                 f"What came for rank {rank} of {self.size} is not of this run ({error}) Somebody "
@@ -310,3 +311,38 @@ def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
         if rank in seen:
             raise UsageError(f"Rank {rank} is twice in {groups}: each rank belongs to one group.")
         seen.add(rank)
+
+
+@dataclass(frozen=True)
+class GroupRanks:
+    """The members of a group by their place in it, as ranks of a run of `size` ranks."""
+
+    ranks: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def whole(cls, size: int) -> GroupRanks:
+        """All ranks of a run."""
+        return cls(tuple(range(size)), size)
+
+    def part(self, places: Sequence[int]) -> GroupRanks:
+        """A group of some of these."""
+        return GroupRanks(tuple(self.ranks[place] for place in places), self.size)
+
+    def speaker(self, place: int) -> str:
+        """How a message about this rank begins: "Rank 3 of 4"."""
+        return f"Rank {self.ranks[place]} of {self.size}"
+
+    def named(self, places: Iterable[int]) -> str:
+        """Others: "rank 2", or "ranks 0, 2"."""
+        return named(self.ranks[place] for place in places)
+
+
+def join_pieces(pieces: Sequence[Tensor], buffer: Tensor) -> None:
+    """Move `pieces` into `buffer`, but for those that lie there."""
+    start = 0
+    for piece in pieces:
+        place = buffer[start : start + piece.numel()]
+        if piece.data_ptr() != place.data_ptr():
+            place.copy_(piece)
+        start += piece.numel()

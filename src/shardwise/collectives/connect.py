@@ -14,17 +14,18 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwise.collectives import listeners, torchrun_store
-from shardwise.collectives import rendezvous as meeting
 from shardwise.collectives.base import Collectives, Solo
 from shardwise.collectives.gloo import Gloo
-from shardwise.collectives.host_staged import Staged
+from shardwise.collectives.hierarchical import Hierarchical
+from shardwise.collectives.host_staged import HostStaged
 from shardwise.collectives.nccl import Nccl
-from shardwise.collectives.rendezvous import Met
-from shardwise.collectives.same_host import key, share_memory
+from shardwise.collectives.rendezvous import INTERFACE, Rendezvous, meet
+from shardwise.collectives.same_host import host_key, share_memory
+from shardwise.collectives.shared_memory import SharedMemory
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import environment, network
 from shardwise.launch.identity import Identity
-from shardwise.watch.status_server import Lookout, Place
+from shardwise.watch.status_server import RankAddress, StatusServer
 
 OnMeeting = Callable[[Identity, Store], None]
 
@@ -32,7 +33,7 @@ LOOPBACK = "127.0.0.1"
 OUTSIDE = "192.0.2.1"
 """An address that no host has: the route there is that of the whole network."""
 
-_met: Met | None = None
+_met: Rendezvous | None = None
 """What the ranks of this run have met on."""
 
 
@@ -62,16 +63,18 @@ def connect(
     if identity.launcher == "python":
         return Solo()
     backend = "nccl" if on_gpu and transport == "auto" else "gloo"
-    lookout = _join(identity, backend, timeout, rendezvous, on_meeting)
+    status_server = _join(identity, backend, timeout, rendezvous, on_meeting)
     limit = timedelta(seconds=timeout)
     if on_gpu and transport == "auto":
-        alone = Nccl(identity.rank, identity.size, device, lookout=lookout, timeout=limit)
+        alone = Nccl(
+            identity.rank, identity.size, device, status_server=status_server, timeout=limit
+        )
         _meet(identity, alone)
         return alone
-    group = Gloo(identity.rank, identity.size, timeout=limit, lookout=lookout)
+    group = Gloo(identity.rank, identity.size, timeout=limit, status_server=status_server)
     _meet(identity, group)
     if on_gpu:
-        return Staged(group, device)
+        return HostStaged(group, device)
     if transport == "gloo" or identity.size == 1:
         return group
     return share_memory(group, timeout, required=transport == "shared")
@@ -81,9 +84,9 @@ def _meet(identity: Identity, group: Collectives) -> None:
     """Let the watches of all ranks know each other."""
     if group.size == 1:
         return
-    name = f"{key()} {_process_space()}"
-    mine = asdict(group.lookout.listen(address_of(identity), name))
-    group.lookout.meet([Place(**each) for each in group.gather_plain(mine)])
+    name = f"{host_key()} {_process_space()}"
+    mine = asdict(group.status_server.listen(address_of(identity), name))
+    group.status_server.start([RankAddress(**each) for each in group.gather_plain(mine)])
 
 
 def _process_space() -> str:
@@ -98,7 +101,7 @@ def address_of(identity: Identity) -> str:
     """Where the other ranks can reach this one."""
     if identity.on_one_host:
         return LOOPBACK
-    named = os.environ.get(meeting.INTERFACE, "").split(",")[0]
+    named = os.environ.get(INTERFACE, "").split(",")[0]
     towards = identity.address or os.environ.get("MASTER_ADDR") or OUTSIDE
     try:
         found = network.address_of_interface(named) if named else network.address_towards(towards)
@@ -122,7 +125,7 @@ def _join(
     timeout: float,
     rendezvous: str | None,
     on_meeting: OnMeeting | None,
-) -> Lookout:
+) -> StatusServer:
     """Make torch's default process group, or take the one that there is; the watch of this rank,
     which knows the secret."""
     global _met
@@ -134,12 +137,12 @@ def _join(
                 f"torch.distributed was initialised with {made} before sw.init, which takes "
                 f"{backend} here: call sw.init first, and leave init_process_group out."
             )
-        return Lookout(identity.rank, identity.size, _met.secret)
+        return StatusServer(identity.rank, identity.size, _met.secret)
     try:
         if is_torchs and torchrun_store.has_store():
             _met = torchrun_store.meet(identity, timeout)
         else:
-            _met = meeting.meet(identity, timeout, None if is_torchs else rendezvous)
+            _met = meet(identity, timeout, None if is_torchs else rendezvous)
             if on_meeting is not None and not is_torchs:
                 on_meeting(identity, _met.store)
         dist.init_process_group(
@@ -159,7 +162,7 @@ def _join(
         ) from error
     if _met.is_open and identity.rank == 0:
         print(f"shardwise: {_open_words(identity)}", file=sys.stderr, flush=True)
-    return Lookout(identity.rank, identity.size, _met.secret)
+    return StatusServer(identity.rank, identity.size, _met.secret)
 
 
 def _backend_for(device: str) -> str:
@@ -180,3 +183,14 @@ def _open_words(identity: Identity) -> str:
         f"{environment.SECRET_VARIABLE}=$(openssl rand -hex 32), passed on to every host "
         "(docs/security.md)."
     )
+
+
+def for_thread(group: Collectives, timeout: float) -> Collectives:
+    """The ranks of `group`, all of the run, as another thread may use them beside. Collective;
+    `timeout` in seconds bounds every wait."""
+    if isinstance(group, HostStaged):
+        return HostStaged(for_thread(group.inner, timeout), group.device)
+    if isinstance(group, SharedMemory | Hierarchical):
+        assert group.under is not None
+        return share_memory(group.under.second_group(), timeout, required=False)
+    return group.second_group()

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from shardwise.collectives.agreed_order import Turns
+from shardwise.collectives.agreed_order import AgreedOrder
 from shardwise.collectives.base import Collectives
 
 
@@ -52,7 +52,7 @@ class GatherOrder:
     def __init__(self, size: int, group: Callable[[], Collectives]) -> None:
         self._size = size
         self._group = group
-        self._turns = Turns(self._agree, alone=size == 1)
+        self._turns = AgreedOrder(self._agree, alone=size == 1)
         self._members: WeakValueDictionary[int, Member] = WeakValueDictionary()
         self._firsts: list[int] = []
         self._modes: dict[int, Hashable] = {}

@@ -21,12 +21,12 @@ from shardwise.collectives.ordered_sums import PLAIN, Sum
 from shardwise.collectives.torch_backend import interval
 
 
-class Staged(Collectives):
+class HostStaged(Collectives):
     """`inner` for the tensors of `device`, through memory of the host; other tensors go to it
     as they are. `gather_rows` and `small_device` are the inner ones: small vectors on the CPU."""
 
     def __init__(self, inner: Collectives, device: torch.device) -> None:
-        super().__init__(inner.rank, inner.size, inner.lookout)
+        super().__init__(inner.rank, inner.size, inner.status_server)
         self.name = f"{inner.name} through the host"
         self.inner = inner
         self.device = device
@@ -76,10 +76,10 @@ class Staged(Collectives):
         self.inner.barrier()
 
     def second_group(self) -> Collectives:
-        return Staged(self.inner.second_group(), self.device)
+        return HostStaged(self.inner.second_group(), self.device)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        return Staged(self.inner.split(groups), self.device)
+        return HostStaged(self.inner.split(groups), self.device)
 
     @property
     def small_device(self) -> torch.device:

@@ -20,18 +20,18 @@ from torch import Tensor
 
 from shardwise.collectives.base import Collectives, Cuts, Handle
 from shardwise.collectives.ordered_sums import PLAIN, Sum
-from shardwise.collectives.same_host import grouped, key
+from shardwise.collectives.same_host import host_key, ranks_by_host
 from shardwise.errors import ConfigError
 
 
-class Within(Collectives):
+class HybridShard(Collectives):
     """The ranks of this host, whose sums are those over all hosts.
 
     `rank` and `size` count this host's ranks; `copies` is the number of hosts.
     """
 
     def __init__(self, inside: Collectives, between: Collectives) -> None:
-        super().__init__(inside.rank, inside.size, inside.lookout)
+        super().__init__(inside.rank, inside.size, inside.status_server)
         self.name = f"{inside.name} within a host, {between.name} between"
         self.copies = between.size
         self.sums_onto = inside.sums_onto
@@ -114,12 +114,12 @@ def _of_two_halves(how: Sum) -> Sum:
     return how.untold
 
 
-def within_hosts(group: Collectives) -> Collectives:
+def shard_within_hosts(group: Collectives) -> Collectives:
     """`group`, or where it spans several hosts the ranks of this one. Collective.
 
     Raises ConfigError where hosts have different numbers of ranks.
     """
-    hosts = grouped(group.gather_plain(key()))
+    hosts = ranks_by_host(group.gather_plain(host_key()))
     if len(hosts) == 1:
         return group
     if len({len(ranks) for ranks in hosts}) > 1:
@@ -129,4 +129,4 @@ def within_hosts(group: Collectives) -> Collectives:
             "Start equal numbers, or shard over all ranks: --shard-within all."
         )
     places = [list(ranks) for ranks in zip(*hosts, strict=True)]
-    return Within(group.split(hosts), group.split(places))
+    return HybridShard(group.split(hosts), group.split(places))

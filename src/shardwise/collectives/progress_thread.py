@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection
 from queue import SimpleQueue
 
-from shardwise.collectives.socket_mesh import Watch
+from shardwise.collectives.socket_mesh import MeshPoll
 from shardwise.errors import CollectiveError
 from shardwise.watch.waits import Waits
 
@@ -21,7 +21,7 @@ PATIENCE = 2.0
 """Seconds that the last messages get to come to an end when their group has been left."""
 
 
-class Trip:
+class PendingWork:
     """Messages on their way; once `is_over`, all have come, or `error` says why not.
 
     `missing` tells for which ranks the courier waits now.
@@ -48,11 +48,11 @@ class Trip:
             raise self.error
 
 
-class Courier:
+class ProgressThread:
     """Makes trips one after the other, and wakes who looks at `watch`, where one is given."""
 
     def __init__(
-        self, waits: Waits, watch: Watch | None = None, name: str = "shardwise-courier"
+        self, waits: Waits, watch: MeshPoll | None = None, name: str = "shardwise-progress"
     ) -> None:
         self._waits = waits
         self._name = name
@@ -61,28 +61,28 @@ class Courier:
         if watch is not None:
             self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             watch.hear(self._bell)
-        self._begun: SimpleQueue[tuple[Trip, Callable[[], None]] | None] = SimpleQueue()
+        self._begun: SimpleQueue[tuple[PendingWork, Callable[[], None]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._dismissed = False
         self._door = threading.Lock()
 
-    def follow(self, wait: Callable[[], None]) -> Trip:
-        """A trip that is over when `wait` has returned, or raised.
+    def follow(self, wait: Callable[[], None]) -> PendingWork:
+        """A pending that is over when `wait` has returned, or raised.
 
-        Raises CollectiveError when the thread has ended, or will: nobody would make the trip.
+        Raises CollectiveError when the thread has ended, or will: nobody would make the pending.
         """
-        trip = Trip(self._missing)
+        pending = PendingWork(self._missing)
         with self._door:
             self.refuse_if_dismissed()
             if self._thread is None:
                 # A daemon, since the end of a process must not wait for a rank that never comes.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
-            self._begun.put((trip, wait))
-        return trip
+            self._begun.put((pending, wait))
+        return pending
 
     def refuse_if_dismissed(self) -> None:
-        """Raise CollectiveError when no trip can begin any more."""
+        """Raise CollectiveError when no pending can begin any more."""
         if self._dismissed:
             raise CollectiveError(
                 "This group of ranks has been closed here, as at the end of a run: this rank can "
@@ -120,14 +120,14 @@ class Courier:
         begun = self._begun.get()
         if begun is None:
             return False
-        trip, wait = begun
+        pending, wait = begun
         error = None
         try:
             wait()
         except Exception as raised:  # raised again where the rank waits
             error = raised
         del begun, wait  # whoever goes on now may be the last to hold the tensors
-        trip.end(error)
+        pending.end(error)
         if self._watch is not None:
             os.eventfd_write(self._bell, 1)
         return True

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwise import authentication
-from shardwise.collectives.store import Hosted, Reaching
+from shardwise.collectives.store import ClientStore, HostStore
 from shardwise.errors import LaunchError
 from shardwise.launch import environment, network, rendezvous_file
 from shardwise.launch.identity import Identity
@@ -43,7 +43,7 @@ REACH = 5.0
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-class Met(NamedTuple):
+class Rendezvous(NamedTuple):
     """What ranks have when they have met: a store, and the secret of their run. `is_open`: the
     secret was told to whoever reached the store. `close` lets go of the store."""
 
@@ -89,7 +89,7 @@ class _Terms:
         return f"within {self.timeout:g} s (--timeout)"
 
 
-def meet(identity: Identity, timeout: float, place: str | None) -> Met:
+def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
     """Meet the other ranks of the run that `identity` belongs to; `timeout` in seconds.
 
     `place` is the setting `rendezvous`: HOST:PORT of rank 0, or a folder that all hosts share.
@@ -126,12 +126,12 @@ def _told_address(identity: Identity, place: str | None) -> tuple[str, int] | No
 # -- rank 0's side --------------------------------------------------------------------------
 
 
-def _receive(terms: _Terms) -> Met:
+def _receive(terms: _Terms) -> Rendezvous:
     """The store, when all others have come to it."""
     identity, listening = terms.identity, _listen(terms)
     port, drawn = listening.getsockname()[1], terms.given or environment.draw_secret()
     proven = b"" if terms.is_open else drawn.encode()
-    hosted = Hosted(listening, proven, terms.timeout)
+    hosted = HostStore(listening, proven, terms.timeout)
     try:
         if terms.is_open:
             hosted.set("secret", drawn)
@@ -145,7 +145,7 @@ def _receive(terms: _Terms) -> Met:
     address = min(seen, key=lambda one: ipaddress.ip_address(one).is_loopback, default="127.0.0.1")
     hosted.set("address", address)
     _choose_interface(address)
-    return Met(hosted, drawn.encode(), terms.is_open, hosted.close)
+    return Rendezvous(hosted, drawn.encode(), terms.is_open, hosted.close)
 
 
 def _listen(terms: _Terms) -> socket.socket:
@@ -193,9 +193,9 @@ def _noted(terms: _Terms, port: int, told: str) -> AbstractContextManager[None]:
     return rendezvous_file.written(terms.path, note)
 
 
-def _await_all(terms: _Terms, hosted: Hosted) -> None:
+def _await_all(terms: _Terms, hosted: HostStore) -> None:
     identity, warning = terms.identity, time.monotonic() + WARN
-    beside = Beside(identity)
+    beside = LocalRanks(identity)
     keys = {here(rank): rank for rank in range(1, identity.size)}
     while absent := hosted.absent(list(keys), 5 * POLL):
         now, ended = time.monotonic(), beside.have_ended()
@@ -208,7 +208,7 @@ def _await_all(terms: _Terms, hosted: Hosted) -> None:
             warning = terms.deadline
 
 
-class Beside:
+class LocalRanks:
     """Whether ranks beside this one have ended: mpiexec and srun may let the others wait."""
 
     def __init__(self, identity: Identity) -> None:
@@ -256,7 +256,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 # -- the others' side -----------------------------------------------------------------------
 
 
-def _go(terms: _Terms) -> Met:
+def _go(terms: _Terms) -> Rendezvous:
     """The store of rank 0, when all have come to it."""
     trouble, refused_since = "", None
     while terms.left:
@@ -303,11 +303,11 @@ def _trouble(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _come(terms: _Terms, connection: socket.socket, known: str) -> Met:
+def _come(terms: _Terms, connection: socket.socket, known: str) -> Rendezvous:
     """Say that this rank is here, and wait for the others."""
     identity = terms.identity
     address = connection.getpeername()[0].removeprefix("::ffff:")
-    store = Reaching(connection, terms.timeout)
+    store = ClientStore(connection, terms.timeout)
     try:
         store.set(here(identity.rank), address)
         if store.absent(["address"], terms.left):
@@ -325,7 +325,7 @@ def _come(terms: _Terms, connection: socket.socket, known: str) -> Met:
     except BaseException:
         store.close()
         raise
-    return Met(store, known.encode(), terms.is_open, store.close)
+    return Rendezvous(store, known.encode(), terms.is_open, store.close)
 
 
 def _did_not_come(terms: _Terms, missing: Sequence[int]) -> LaunchError:

@@ -1,4 +1,4 @@
-"""Calls in flight between ranks that share memory: what they wait for, and who is missing.
+"""Calls in call between ranks that share memory: what they wait for, and who is missing.
 
 A call is a generator. It tells the others what they need, yields the stage that it waits for all
 of them to reach, and goes on with their messages. Whoever waits for one call moves all that can be
@@ -14,15 +14,14 @@ from collections.abc import Collection, Generator
 import torch
 from torch import Tensor
 
-from shardwise.collectives.arena import Windows
-from shardwise.collectives.base import Handle
-from shardwise.collectives.progress_thread import Trip
-from shardwise.collectives.roster import Roster
-from shardwise.collectives.socket_mesh import INLINE, Mesh, Message, Watch
-from shardwise.collectives.torch_backend import SAME_CALLS, late
+from shardwise.collectives.arena import MappedSegments
+from shardwise.collectives.base import GroupRanks, Handle
+from shardwise.collectives.progress_thread import PendingWork
+from shardwise.collectives.socket_mesh import INLINE, MeshMessage, MeshPoll, SocketMesh
+from shardwise.collectives.torch_backend import SAME_CALLS, timeout_error
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.timeline.recorder import Launched
-from shardwise.watch.status_server import Lookout
+from shardwise.watch.status_server import StatusServer
 
 READY, HALFWAY, DONE, ENDED, FAILED, OVER = range(6)
 """Stages: the buffer may be read; half of the work is done; all that was needed of the others has
@@ -45,25 +44,25 @@ DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)},
 SPIN = 50e-6
 """Seconds to look again and again before going to sleep, where there is a core for every rank."""
 
-Messages = dict[int, Message]
-Plan = Generator[int | Trip, Messages, None]
+Messages = dict[int, MeshMessage]
+Steps = Generator[int | PendingWork, Messages, None]
 
 
-class Flight(Handle):
+class SharedWork(Handle):
     """One call of this rank; `opening` is the message that it starts with."""
 
-    def __init__(self, flights: Flights, opening: Message, plan: Plan) -> None:
+    def __init__(self, work: GroupWork, opening: MeshMessage, plan: Steps) -> None:
         super().__init__()
-        self._flights = flights
+        self._work = work
         self.opening = opening
         self.plan = plan
         self.stage = READY
-        self.trip: Trip | None = None
+        self.pending: PendingWork | None = None
 
-    def reach(self, step: int | Trip) -> None:
-        """What the plan waits for now: a stage of all ranks here, or a trip between hosts."""
-        self.trip = step if isinstance(step, Trip) else None
-        if not isinstance(step, Trip):
+    def reach(self, step: int | PendingWork) -> None:
+        """What the plan waits for now: a stage of all ranks here, or a pending between hosts."""
+        self.pending = step if isinstance(step, PendingWork) else None
+        if not isinstance(step, PendingWork):
             self.stage = step
 
     def noted(self, launched: Launched | None) -> Handle:
@@ -81,135 +80,143 @@ class Flight(Handle):
         return f"{KINDS[self.opening.kind]} (call {self.opening.call})"
 
     def advance(self) -> None:
-        self._flights.progress()
+        self._work.progress()
 
     def is_there(self) -> bool:
-        self._flights.progress()
+        self._work.progress()
         return self.stage >= DONE
 
     def wait(self) -> None:
-        self._flights.until(self, DONE)
+        self._work.until(self, DONE)
 
     def reusable(self) -> None:
-        self._flights.until(self, OVER)
+        self._work.until(self, OVER)
 
 
-class Fleet:
-    """The calls of all groups of this process, and its `lookout`."""
+class ProcessWork:
+    """The calls of all groups of this process, and its `status_server`."""
 
-    def __init__(self, lookout: Lookout) -> None:
-        self.lookout = lookout
-        self.watch = Watch()
+    def __init__(self, status_server: StatusServer) -> None:
+        self.status_server = status_server
+        self.watch = MeshPoll()
         self.told: CollectiveError | None = None
         """Why a rank of this host, this one too, has given up, in whichever group."""
-        self._flights: dict[Mesh, Flights] = {}
+        self._work: dict[SocketMesh, GroupWork] = {}
 
-    def join(self, mesh: Mesh, flights: Flights) -> None:
-        """Move the calls of `flights` from now on."""
-        self._flights[mesh] = flights
+    def join(self, mesh: SocketMesh, work: GroupWork) -> None:
+        """Move the calls of `work` from now on."""
+        self._work[mesh] = work
 
-    def leave(self, mesh: Mesh) -> None:
+    def leave(self, mesh: SocketMesh) -> None:
         """Leave those of `mesh` alone."""
-        self._flights.pop(mesh, None)
+        self._work.pop(mesh, None)
 
     def progress(self, patience: float = 0.0) -> None:
         """Move every call as far as what has come allows; wait up to `patience` for a message."""
         for mesh, rank, message in self.watch.look(patience):
-            self._flights[mesh].take(rank, message)
-        for flights in list(self._flights.values()):
-            flights.move()
+            self._work[mesh].take(rank, message)
+        for work in list(self._work.values()):
+            work.move()
 
 
-class Flights:
+class GroupWork:
     """The calls of this rank in one group, and what the others have said of theirs."""
 
     def __init__(
-        self, mesh: Mesh, fleet: Fleet, rank: int, size: int, timeout: float, roster: Roster
+        self,
+        mesh: SocketMesh,
+        process_work: ProcessWork,
+        rank: int,
+        size: int,
+        timeout: float,
+        group_ranks: GroupRanks,
     ) -> None:
         self._mesh = mesh
-        self._fleet = fleet
-        fleet.join(mesh, self)
+        self._process_work = process_work
+        process_work.join(mesh, self)
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._roster = roster
+        self._group_ranks = group_ranks
         self._spin = SPIN if len(os.sched_getaffinity(0)) >= size else 0.0
-        self._alive: dict[int, Flight] = {}
+        self._alive: dict[int, SharedWork] = {}
         self._inbox: dict[tuple[int, int], Messages] = {}
         self._failure: CollectiveError | None = None
-        self.windows = Windows()
+        self.windows = MappedSegments()
 
-    def start(self, opening: Message, plan: Plan) -> Flight:
+    def start(self, opening: MeshMessage, plan: Steps) -> SharedWork:
         """Begin a call."""
         self._refuse_after_failure()
-        flight = self._alive[opening.call] = Flight(self, opening, plan)
+        call = self._alive[opening.call] = SharedWork(self, opening, plan)
         try:
-            flight.reach(next(plan))
+            call.reach(next(plan))
         except CollectiveError as error:
-            raise self._cut_off(flight, error) from error
+            raise self._cut_off(call, error) from error
         for rank, message in self._inbox.get((opening.call, READY), {}).items():
-            self._compare(flight, rank, message)
+            self._compare(call, rank, message)
         self.progress()
-        return flight
+        return call
 
-    def post(self, message: Message) -> None:
+    def post(self, message: MeshMessage) -> None:
         """Tell all others."""
         for rank in self._mesh.peers:
             self._mesh.send(rank, message)
 
-    def say(self, begin: Message, stage: int, only: int | None = None) -> None:
+    def say(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
         """Tell all others, or one, that this rank has come to `stage` in a call."""
-        message = Message(begin.call, stage)
+        message = MeshMessage(begin.call, stage)
         for rank in self._mesh.peers if only is None else [only]:
             self._mesh.send(rank, message)
 
     def progress(self, patience: float = 0.0) -> None:
         """Move every call of this process as far as what has come allows."""
         self._refuse_after_failure()
-        self._fleet.progress(patience)
+        self._process_work.progress(patience)
 
     def move(self) -> None:
         """Move every call of this group as far as what has come allows."""
-        for flight in list(self._alive.values()):
-            self._move(flight)
+        for call in list(self._alive.values()):
+            self._move(call)
 
-    def until(self, flight: Flight, stage: int) -> None:
-        """Return when `flight` has come to `stage`."""
-        if flight.stage < stage and not self._comes_soon(flight, stage):
-            with self._fleet.lookout.waits.noted(flight.name, lambda: self._missing(flight)):
-                self._sleep(flight, stage)
+    def until(self, call: SharedWork, stage: int) -> None:
+        """Return when `call` has come to `stage`."""
+        if call.stage < stage and not self._comes_soon(call, stage):
+            with self._process_work.status_server.waits.noted(
+                call.name, lambda: self._missing(call)
+            ):
+                self._sleep(call, stage)
 
-    def _comes_soon(self, flight: Flight, stage: int) -> bool:
+    def _comes_soon(self, call: SharedWork, stage: int) -> bool:
         """Look again and again for a moment, which is faster than to sleep."""
         until = time.monotonic() + self._spin
         while True:
             self.progress()
-            if flight.stage >= stage:
+            if call.stage >= stage:
                 return True
             if time.monotonic() >= until:
                 return False
 
-    def _sleep(self, flight: Flight, stage: int) -> None:
+    def _sleep(self, call: SharedWork, stage: int) -> None:
         begun = time.monotonic()
-        while flight.stage < stage:
-            if self._fleet.told is not None:
-                self._failure = self._fleet.told  # the others have been told as well
+        while call.stage < stage:
+            if self._process_work.told is not None:
+                self._failure = self._process_work.told  # the others have been told as well
                 raise self._failure
-            if flight.trip is not None:
+            if call.pending is not None:
                 self.progress(self._timeout)  # what it waits for has a limit of its own
                 continue
-            missing = self._unheard(flight)
+            missing = self._unheard(call)
             if lost := missing & self._mesh.gone:
-                raise self._failed(PeerLost, self._lost(flight, lost))
+                raise self._failed(PeerLost, self._lost(call, lost))
             waited = time.monotonic() - begun
             if waited > self._timeout:
-                raise self._late(flight, missing)
+                raise self._late(call, missing)
             self.progress(self._timeout - waited + 1e-3)
 
     def is_over(self) -> bool:
         """Whether all ranks have read all that this one has shown them, as far as it has heard."""
-        if self._failure is None and self._fleet.told is None:
-            self._fleet.progress()
+        if self._failure is None and self._process_work.told is None:
+            self._process_work.progress()
         return not self._alive
 
     def close(self) -> None:
@@ -217,10 +224,10 @@ class Flights:
         self._alive.clear()
         self._inbox.clear()
         self.windows.close()
-        self._fleet.leave(self._mesh)
+        self._process_work.leave(self._mesh)
         self._mesh.close()
 
-    def take(self, rank: int, message: Message) -> None:
+    def take(self, rank: int, message: MeshMessage) -> None:
         """Mind what `rank` said."""
         if message.fd >= 0:
             self.windows.learn(rank, message.segment, message.fd)
@@ -228,93 +235,95 @@ class Flights:
             self.windows.forget(rank, message.segment)
             return
         if message.stage == FAILED:
-            self._fleet.told = self._fleet.told or self._passed_on(rank, message)
+            self._process_work.told = self._process_work.told or self._passed_on(rank, message)
             return
         self._inbox.setdefault((message.call, message.stage), {})[rank] = message
-        flight = self._alive.get(message.call)
-        if message.stage == READY and flight is not None:
-            self._compare(flight, rank, message)
+        call = self._alive.get(message.call)
+        if message.stage == READY and call is not None:
+            self._compare(call, rank, message)
 
-    def _move(self, flight: Flight) -> None:
-        while (came := self._due(flight)) is not None:
+    def _move(self, call: SharedWork) -> None:
+        while (came := self._due(call)) is not None:
             try:
-                flight.reach(flight.plan.send(came))
-                flight.tell()
+                call.reach(call.plan.send(came))
+                call.tell()
             except StopIteration:
-                flight.stage, flight.trip = OVER, None
-                flight.tell()
-                del self._alive[flight.opening.call]
+                call.stage, call.pending = OVER, None
+                call.tell()
+                del self._alive[call.opening.call]
                 return
             except CollectiveError as error:
-                raise self._cut_off(flight, error) from error
+                raise self._cut_off(call, error) from error
 
-    def _due(self, flight: Flight) -> Messages | None:
-        """What a flight has waited for, once all of it is here."""
-        if flight.trip is not None:
-            if flight.trip.error is not None:
-                raise self._cut_off(flight, flight.trip.error)
-            return {} if flight.trip.is_over else None
-        if len(came := self._heard(flight)) < self._size - 1:
+    def _due(self, call: SharedWork) -> Messages | None:
+        """What a call has waited for, once all of it is here."""
+        if call.pending is not None:
+            if call.pending.error is not None:
+                raise self._cut_off(call, call.pending.error)
+            return {} if call.pending.is_over else None
+        if len(came := self._heard(call)) < self._size - 1:
             return None
-        self._inbox.pop((flight.opening.call, flight.stage), None)
+        self._inbox.pop((call.opening.call, call.stage), None)
         return came
 
-    def _heard(self, flight: Flight) -> Messages:
-        return self._inbox.get((flight.opening.call, flight.stage), {})
+    def _heard(self, call: SharedWork) -> Messages:
+        return self._inbox.get((call.opening.call, call.stage), {})
 
-    def _unheard(self, flight: Flight) -> set[int]:
-        return set(self._mesh.peers) - self._heard(flight).keys()
+    def _unheard(self, call: SharedWork) -> set[int]:
+        return set(self._mesh.peers) - self._heard(call).keys()
 
-    def _missing(self, flight: Flight) -> Collection[int]:
-        """The ranks of the run that a flight waits for."""
-        if flight.trip is not None:
-            return flight.trip.missing()
-        return [self._roster.ranks[place] for place in self._unheard(flight)]
+    def _missing(self, call: SharedWork) -> Collection[int]:
+        """The ranks of the run that a call waits for."""
+        if call.pending is not None:
+            return call.pending.missing()
+        return [self._group_ranks.ranks[place] for place in self._unheard(call)]
 
-    def _compare(self, flight: Flight, rank: int, message: Message) -> None:
+    def _compare(self, call: SharedWork, rank: int, message: MeshMessage) -> None:
         """All ranks must be in the same collective."""
-        mine, theirs = _claims(flight.opening), _claims(message)
+        mine, theirs = _claims(call.opening), _claims(message)
         if mine == theirs:
             return
-        said, heard = _text(flight.opening), _text(message)
+        said, heard = _text(call.opening), _text(message)
         if said == heard:
             heard += ", cut otherwise or from another source"
         raise self._failed(
             CollectiveError,
             f"Call {message.call} is {said} on {self._name(self._rank)} and {heard} on "
-            f"{self._name(rank)}, of {self._roster.size}. "
-            f"{self._fleet.lookout.compared()}{SAME_CALLS}",
+            f"{self._name(rank)}, of {self._group_ranks.size}. "
+            f"{self._process_work.status_server.call_difference()}{SAME_CALLS}",
         )
 
     def _name(self, *places: int) -> str:
-        return self._roster.named(places)
+        return self._group_ranks.named(places)
 
-    def _lost(self, flight: Flight, lost: set[int]) -> str:
+    def _lost(self, call: SharedWork, lost: set[int]) -> str:
         return (
-            f"{self._roster.speaker(self._rank)} lost {self._name(*lost)} in {flight.name}: gone "
-            "before it had done its part. The cause is on the rank that went away; see its own "
-            "output."
+            f"{self._group_ranks.speaker(self._rank)} lost {self._name(*lost)} in {call.name}: "
+            "gone before it had done its part. The cause is on the rank that went away; see its "
+            "own output."
         )
 
-    def _late(self, flight: Flight, missing: set[int]) -> CollectiveError:
+    def _late(self, call: SharedWork, missing: set[int]) -> CollectiveError:
         """The error of a rank that waited too long, or of the one that gave up before it."""
-        ranks = [self._roster.ranks[place] for place in missing]
-        speaker = self._roster.speaker(self._rank)
-        error = late(self._fleet.lookout, speaker, flight.name, ranks, self._timeout)
+        ranks = [self._group_ranks.ranks[place] for place in missing]
+        speaker = self._group_ranks.speaker(self._rank)
+        error = timeout_error(
+            self._process_work.status_server, speaker, call.name, ranks, self._timeout
+        )
         return self._failed(type(error), str(error), error.at_fault)
 
-    def _cut_off(self, flight: Flight, error: Exception) -> Exception:
+    def _cut_off(self, call: SharedWork, error: Exception) -> Exception:
         """The error of messages between hosts; where a rank of this host is gone, that is why."""
         if isinstance(error, PeerLost) and self._mesh.gone:
-            return self._failed(PeerLost, self._lost(flight, self._mesh.gone))
+            return self._failed(PeerLost, self._lost(call, self._mesh.gone))
         if isinstance(error, CollectiveError):
             return self._failed(type(error), str(error), error.at_fault)
         return error
 
-    def _passed_on(self, rank: int, message: Message) -> CollectiveError:
+    def _passed_on(self, rank: int, message: MeshMessage) -> CollectiveError:
         kind = PeerLost if message.kind else CollectiveError
         return kind(
-            f"{self._roster.speaker(self._rank)} gave up with {self._name(rank)}, which says: "
+            f"{self._group_ranks.speaker(self._rank)} aborted because {self._name(rank)} failed: "
             f"{message.payload.decode(errors='replace')}"
         )
 
@@ -323,10 +332,10 @@ class Flights:
     ) -> CollectiveError:
         """The error to raise, kept for later calls and told to the others."""
         self._failure = kind(text).blaming(at_fault)
-        self._fleet.told = self._fleet.told or self._failure
+        self._process_work.told = self._process_work.told or self._failure
         told = text.encode()[:INLINE]
-        self.post(Message(0, FAILED, kind=int(kind is PeerLost), payload=told))
-        self._fleet.lookout.tell(self._failure)
+        self.post(MeshMessage(0, FAILED, kind=int(kind is PeerLost), payload=told))
+        self._process_work.status_server.announce_abort(self._failure)
         return self._failure
 
     def _refuse_after_failure(self) -> None:
@@ -334,9 +343,9 @@ class Flights:
             raise type(self._failure)(str(self._failure))
 
 
-def first_message(call: int, kind: str, buffer: Tensor, check: int) -> Message:
+def first_message(call: int, kind: str, buffer: Tensor, check: int) -> MeshMessage:
     """What a rank says of a call, and all must say alike; `check` is any further number."""
-    return Message(
+    return MeshMessage(
         call,
         READY,
         kind=KINDS.index(kind),
@@ -346,10 +355,10 @@ def first_message(call: int, kind: str, buffer: Tensor, check: int) -> Message:
     )
 
 
-def _claims(message: Message) -> tuple[int, ...]:
+def _claims(message: MeshMessage) -> tuple[int, ...]:
     return message.kind, message.dtype, message.numel, message.check
 
 
-def _text(message: Message) -> str:
+def _text(message: MeshMessage) -> str:
     dtype = str(DTYPES[message.dtype]).removeprefix("torch.")
     return f"{KINDS[message.kind]} of {message.numel} {dtype} values"

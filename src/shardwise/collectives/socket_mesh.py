@@ -35,10 +35,10 @@ _CREDENTIALS = struct.Struct("3i")
 _ROOM = _HEADER.size + INLINE
 _ONE_FD = socket.CMSG_SPACE(struct.calcsize("i"))
 
-_living: WeakSet[Mesh] = WeakSet()
+_living: WeakSet[SocketMesh] = WeakSet()
 
 
-class Message(NamedTuple):
+class MeshMessage(NamedTuple):
     """What one rank says to another: its `stage` in call number `call`.
 
     `kind`, `dtype`, `numel` and `check` say which call it takes it for; `segment` and `offset`
@@ -57,15 +57,15 @@ class Message(NamedTuple):
     fd: int = -1
 
 
-class Watch:
+class MeshPoll:
     """What comes over all meshes of this process, looked for together."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._owners: dict[int, tuple[Mesh, int]] = {}
+        self._owners: dict[int, tuple[SocketMesh, int]] = {}
         self._bells: set[int] = set()
 
-    def look(self, patience: float = 0.0) -> Iterator[tuple[Mesh, int, Message]]:
+    def look(self, patience: float = 0.0) -> Iterator[tuple[SocketMesh, int, MeshMessage]]:
         """The messages that have come; waits up to `patience` seconds for the first."""
         for fd, events in self._poll.poll(patience * 1000 if patience > 0 else 0):
             if fd in self._bells:
@@ -78,7 +78,7 @@ class Watch:
                 for message in mesh.read(rank):
                     yield mesh, rank, message
 
-    def follow(self, mesh: Mesh, rank: int, fd: int, *, room: bool = False) -> None:
+    def follow(self, mesh: SocketMesh, rank: int, fd: int, *, room: bool = False) -> None:
         """Look at a socket; with `room` also for room to send."""
         self._owners[fd] = mesh, rank
         self._poll.register(fd, select.POLLIN | (select.POLLOUT if room else 0))
@@ -95,12 +95,12 @@ class Watch:
             self._poll.unregister(fd)
 
 
-class Mesh:
+class SocketMesh:
     """Sockets from this rank to all others of the host. `gone` are the peers whose end was seen."""
 
-    def __init__(self, peers: dict[int, socket.socket], watch: Watch) -> None:
+    def __init__(self, peers: dict[int, socket.socket], watch: MeshPoll) -> None:
         self._sockets = peers
-        self._unsent: dict[int, deque[Message]] = {rank: deque() for rank in peers}
+        self._unsent: dict[int, deque[MeshMessage]] = {rank: deque() for rank in peers}
         self._buffer = memoryview(bytearray(_ROOM))
         self._blocked: set[int] = set()
         self.watch = watch
@@ -115,7 +115,7 @@ class Mesh:
         """The ranks at the other ends."""
         return list(self._sockets)
 
-    def send(self, rank: int, message: Message) -> None:
+    def send(self, rank: int, message: MeshMessage) -> None:
         """Send, now or as soon as there is room; a message to a peer that is gone is dropped."""
         queue = self._unsent[rank]
         queue.append(message)
@@ -128,7 +128,7 @@ class Mesh:
             self.watch.leave(peer.fileno())
             peer.close()
 
-    def read(self, rank: int) -> Iterator[Message]:
+    def read(self, rank: int) -> Iterator[MeshMessage]:
         """The messages of `rank` that have come."""
         peer = self._sockets[rank]
         while True:
@@ -146,7 +146,7 @@ class Mesh:
                 return
             fields = _HEADER.unpack_from(self._buffer)
             payload = bytes(self._buffer[_HEADER.size : length])
-            yield Message._make([*fields, payload, _descriptor(extra)])
+            yield MeshMessage._make([*fields, payload, _descriptor(extra)])
 
     def flush(self, rank: int) -> None:
         """Send to `rank` what there is room for."""

@@ -41,7 +41,7 @@ _opened: WeakSet[socket.socket] = WeakSet()
 Message = dict[str, Any]
 
 
-class Table:
+class KeyValueTable:
     """Values by key, for many threads."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Table:
             awaited.notify_all()
 
 
-class _OnTable(Store):
+class _TableStore(Store):
     """What torch calls a store. Its own verbs are those that torch calls, in C++ too."""
 
     def __init__(self, timeout: float) -> None:
@@ -158,13 +158,13 @@ class _OnTable(Store):
         return False
 
 
-class Hosted(_OnTable):
+class HostStore(_TableStore):
     """Rank 0's side: accepts at `listener`, which it owns, those that know `secret`, until
     `accept_no_more`."""
 
     def __init__(self, listener: socket.socket, secret: bytes, timeout: float) -> None:
         super().__init__(timeout)
-        self._table = Table()
+        self._table = KeyValueTable()
         self._bells = socket.socketpair()
         self._connections: list[socket.socket] = []
         _opened.update((listener, *self._bells))
@@ -219,7 +219,7 @@ _VERBS = ("set", "get", "add", "compare_set", "delete", "count")
 """What other ranks may ask for."""
 
 
-class Reaching(_OnTable):
+class ClientStore(_TableStore):
     """The others' side, over a `connection` that is proven at both ends."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
@@ -268,7 +268,7 @@ def _fail(why: str) -> NoReturn:
 
 def _started(target: Callable[..., None], *given: Any) -> threading.Thread:
     # A daemon, since the end of a process must not wait for who does not answer.
-    thread = threading.Thread(target=target, args=given, name="shardwise-table", daemon=True)
+    thread = threading.Thread(target=target, args=given, name="shardwise-store", daemon=True)
     thread.start()
     return thread
 

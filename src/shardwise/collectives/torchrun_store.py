@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.collectives.rendezvous import Met, here
+from shardwise.collectives.rendezvous import Rendezvous, here
 from shardwise.config import FLAGS_VARIABLE
 from shardwise.errors import LaunchError
 from shardwise.launch import environment, private_files
@@ -47,7 +47,7 @@ def exposed() -> str:
     )
 
 
-def meet(identity: Identity, timeout: float) -> Met:
+def meet(identity: Identity, timeout: float) -> Rendezvous:
     """Meet the other ranks on the agent's store; `timeout` in seconds. Raises LaunchError, naming
     those that are missing, and RuntimeError where the store cannot be reached."""
     limit = timedelta(seconds=timeout)
@@ -57,22 +57,22 @@ def meet(identity: Identity, timeout: float) -> Met:
     return _known(identity, store, timeout)
 
 
-def _known(identity: Identity, store: Store, timeout: float) -> Met:
+def _known(identity: Identity, store: Store, timeout: float) -> Rendezvous:
     """When all have come to `store`: what they know each other by."""
     limit = timedelta(seconds=timeout)
     store.set(here(identity.rank), "")
     _await_all(identity, store, timeout)
     given = environment.given_secret(os.environ)
     if given is not None or identity.size == 1:
-        return Met(store, (given or environment.draw_secret()).encode(), False, _nothing)
+        return Rendezvous(store, (given or environment.draw_secret()).encode(), False, _nothing)
     if identity.on_one_host:
-        return Met(store, _by_file(identity, store, limit).encode(), False, _nothing)
+        return Rendezvous(store, _by_file(identity, store, limit).encode(), False, _nothing)
     if identity.rank == 0:
         store.set("secret", environment.draw_secret())
-    return Met(store, store.get("secret"), True, _nothing)
+    return Rendezvous(store, store.get("secret"), True, _nothing)
 
 
-def adopt(identity: Identity, timeout: float) -> Met:
+def adopt(identity: Identity, timeout: float) -> Rendezvous:
     """Meet on torch's default process group, which the script or a library of it has made before.
 
     Raises LaunchError where that is another one than the launcher's.

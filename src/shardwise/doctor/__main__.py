@@ -13,7 +13,6 @@ from shardwise.doctor.speed import Speed
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import launchers
 from shardwise.printable import printable
-from shardwise.watch import clocks
 from shardwise.world import World, enter
 
 
@@ -50,7 +49,7 @@ def _hosts(world: World) -> dict[str, list[Check]]:
     network = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by Gloo")
     mine.append(Check("network interface", network))
     mine += reach.check(launchers.detect(os.environ))
-    ahead = clocks.ahead(world.collectives.lookout, 0, "wall")
+    ahead = world.collectives.status_server.clock_offset(0, "wall")
     mine.append(findings.clock(None if ahead is None else ahead.ns / 1e9))
     hosts: dict[str, list[Check]] = {}
     for host, found in world.gather((world.host, mine)):

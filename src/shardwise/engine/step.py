@@ -325,7 +325,7 @@ class Stepping(Backwards):
         self.world.stepped_last = self._number
         self.world.steps_made += 1
         self.world.telling.stepped(self._number, self.steps)
-        self._group.lookout.step = self.steps
+        self._group.status_server.step = self.steps
         self._reseed()
         if (recording := recorder.active) is not None:
             recording.stepped(self._number, self.steps)

@@ -164,7 +164,7 @@ class Background:
     # -- the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        with torch.no_grad(), self._groups[0].lookout.waits.beside():
+        with torch.no_grad(), self._groups[0].status_server.waits.beside():
             try:
                 while not self._ends:
                     self._look()
@@ -329,8 +329,8 @@ class Background:
             return
         now = time.monotonic()
         for request, missing in self._coordinator.stalled(now, self._warn_after):
-            lookout = self._groups[0].lookout
-            stall.warn(request, missing, self._warn_after, self.timeout, lookout)
+            status_server = self._groups[0].status_server
+            stall.warn(request, missing, self._warn_after, self.timeout, status_server)
         self._decide(self._coordinator.overdue(now, self.timeout))
 
     def _leave(self) -> None:

@@ -76,7 +76,7 @@ def _hosts(world: World) -> list[list[int]]:
 def _meet(world: World, timeout: float) -> dict[int, links.Link]:
     """Connect to rank 0, which tells all where it is over the channels that they have. Collective;
     on rank 0 the others by rank."""
-    group, secret = world.collectives, world.collectives.lookout.secret
+    group, secret = world.collectives, world.collectives.status_server.secret
     if world.rank != 0:
         address, port = group.gather_plain(None)[0]
         return {0: links.connect(address, port, secret, world.rank, timeout)}
