@@ -13,10 +13,10 @@ NAMES = ["rest", "a", "b", "c", "d"]
 UNITS = range(len(NAMES))
 
 
-def turns_of(agree, *, staying=(), alone=False):
-    turns = AgreedOrder(agree, alone=alone)
-    assert turns.join(NAMES, staying=staying) == 0
-    return turns
+def order_of(agree, *, staying=(), alone=False):
+    order = AgreedOrder(agree, alone=alone)
+    assert order.join(NAMES, staying=staying) == 0
+    return order
 
 
 class Agreement:
@@ -46,16 +46,16 @@ def gathered(plans, *, expected=UNITS, descending=False):
     told = {}
 
     def rank_of(rank):
-        turns = turns_of(agreement.of(rank))
+        order = order_of(agreement.of(rank))
         told[rank] = []
         for wanted in plans[rank]:
-            turns.open("pass", descending=descending)
+            order.open("pass", descending=descending)
             failed = None in wanted
             taken = []
             for unit in wanted:
                 if unit is not None:
-                    taken += turns.until(unit)
-            taken += turns.rest(expected=expected, failed=failed)
+                    taken += order.until(unit)
+            taken += order.rest(expected=expected, failed=failed)
             told[rank].append(taken)
 
     errors = []
@@ -141,20 +141,20 @@ def test_one_that_skips_keeps_a_pass_from_being_settled():
 
 def test_what_stays_without_a_turn_is_no_other_order():
     asks = []
-    turns = turns_of(lambda wanted: asks.append(wanted) or wanted, staying=[0])
+    order = order_of(lambda wanted: asks.append(wanted) or wanted, staying=[0])
     for _ in range(SETTLED + 3):
-        turns.open("pass")
-        assert [turn for unit in (1, 2) for turn in turns.until(unit)][-2:] == [1, 2]
-        list(turns.rest(expected=[0, 1, 2]))
+        order.open("pass")
+        assert [entry for unit in (1, 2) for entry in order.until(unit)][-2:] == [1, 2]
+        list(order.rest(expected=[0, 1, 2]))
     assert len(asks) == 3 + SETTLED
 
 
 def test_alone_no_order_is_wrong():
-    turns = turns_of(lambda wanted: wanted, alone=True)
+    order = order_of(lambda wanted: wanted, alone=True)
     for wanted in (*[[0, 1, 3]] * (SETTLED + 1), [3, 1, 0]):
-        turns.open("pass")
-        assert [turn for unit in wanted for turn in turns.until(unit)][-1] == wanted[-1]
-        assert list(turns.rest(expected=[0, 1, 3])) == []
+        order.open("pass")
+        assert [entry for unit in wanted for entry in order.until(unit)][-1] == wanted[-1]
+        assert list(order.rest(expected=[0, 1, 3])) == []
 
 
 programs = st.integers(1, 3).flatmap(
@@ -182,24 +182,24 @@ def test_any_order_where_not_all_was_expected(passes):
 
 
 def test_what_is_over():
-    turns = turns_of(lambda wanted: wanted)
-    turns.open("pass")
-    told = [(turn, turns.over()) for unit in (0, 2, 1, 2, 3) for turn in turns.until(unit)]
+    order = order_of(lambda wanted: wanted)
+    order.open("pass")
+    told = [(entry, order.over()) for unit in (0, 2, 1, 2, 3) for entry in order.until(unit)]
     assert [over for _, over in told] == [None, 0, 2, 1, None], "the first pass tells each once"
-    assert list(turns.rest()) == []
-    turns.open("pass")
-    told = [(turn, turns.over()) for turn in turns.until(1)]
-    assert turns.next() == 2
-    told += [(turn, turns.over()) for turn in turns.until(3)]
+    assert list(order.rest()) == []
+    order.open("pass")
+    told = [(entry, order.over()) for entry in order.until(1)]
+    assert order.next() == 2
+    told += [(entry, order.over()) for entry in order.until(3)]
     assert told == [(0, None), (2, 0), (1, None), (2, 1), (3, 2)]
-    assert turns.next() is None
-    assert list(turns.rest()) == []
+    assert order.next() is None
+    assert list(order.rest()) == []
 
 
 def test_serving_until_nobody_wants_anything():
     wishes = iter([2, 0, len(NAMES)])
-    turns = turns_of(lambda wanted: min(wanted, next(wishes)))
-    assert list(turns.serve()) == [2, 0]
+    order = order_of(lambda wanted: min(wanted, next(wishes)))
+    assert list(order.serve()) == [2, 0]
 
 
 subsets = st.lists(st.sampled_from(list(UNITS)), unique=True).map(sorted)
