@@ -253,7 +253,7 @@ def fault(world, phase, number, seconds):
     if world.rank == 1:
         place, name = {
             "reduce-scatter": (shared_memory, "sum_in_rank_order"),
-            "all-reduce": (shared_memory.GroupWork, "say"),
+            "all-reduce": (shared_memory.GroupWork, "announce"),
             "all-gather": (shared_buffers.SharedBuffers, "read"),
             "exchange of rows": (shared_memory.GroupWork, "post"),
         }[phase]

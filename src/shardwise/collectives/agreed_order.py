@@ -90,7 +90,7 @@ class AgreedOrder:
     def join(
         self, names: Sequence[str], *, staying: Collection[int] = (), exchanges: bool = False
     ) -> int:
-        """Add a member with the entries `names`, alike on all ranks; returns the first one's number.
+        """Add a member with the entries `names`, alike on all ranks; returns the first number.
 
         Those `staying`, counted from 0, are units that may be there without being gathered.
         """

@@ -1,4 +1,4 @@
-"""Which transport a process joins, and how."""
+"""Chooses the transport of a process, and joins the other ranks over it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OUTSIDE = "192.0.2.1"
 """An address that no host has: the route there is that of the whole network."""
 
 _met: Rendezvous | None = None
-"""What the ranks of this run have met on."""
+"""The rendezvous of this run, kept open until all groups are closed."""
 
 
 def connect(
@@ -81,7 +81,7 @@ def connect(
 
 
 def _meet(identity: Identity, group: Collectives) -> None:
-    """Let the watches of all ranks know each other."""
+    """Start the status server, and let those of all ranks know each other."""
     if group.size == 1:
         return
     name = f"{host_key()} {_process_space()}"
@@ -112,7 +112,7 @@ def address_of(identity: Identity) -> str:
 
 
 def disconnect() -> None:
-    """Let go of the store on which ranks have met; the last word, when all groups are closed."""
+    """Close the store on which ranks have met; the last step, when all groups are closed."""
     global _met
     met, _met = _met, None
     if met is not None:
@@ -126,8 +126,10 @@ def _join(
     rendezvous: str | None,
     on_meeting: OnMeeting | None,
 ) -> StatusServer:
-    """Make torch's default process group, or take the one that there is; the watch of this rank,
-    which knows the secret."""
+    """Make torch's default process group, or take the one that there is.
+
+    Returns the status server of this rank, which knows the secret of the run.
+    """
     global _met
     limit, is_torchs = timedelta(seconds=timeout), identity.launcher == "torchrun"
     if dist.is_initialized():
@@ -152,6 +154,7 @@ def _join(
             world_size=identity.size,
             timeout=limit,
         )
+        # All ranks are connected now: whoever comes to Gloo's sockets from here on is a stranger.
         listeners.shut()
     except (RuntimeError, ValueError) as error:
         where = f" at {identity.address}:{identity.port}" if identity.port is not None else ""
@@ -176,7 +179,7 @@ def _backend_for(device: str) -> str:
 
 
 def _open_words(identity: Identity) -> str:
-    """What is said of a run whose ranks know nothing in common that others do not."""
+    """The warning about a run whose ranks share no secret."""
     return (
         f"this run is open: whoever reaches rank 0 at {address_of(identity)} while it starts may "
         "join it, and have it run code as this user. Give all ranks what only they know: "
@@ -186,8 +189,12 @@ def _open_words(identity: Identity) -> str:
 
 
 def for_thread(group: Collectives, timeout: float) -> Collectives:
-    """The ranks of `group`, all of the run, as another thread may use them beside. Collective;
-    `timeout` in seconds bounds every wait."""
+    """Make the same ranks a group of their own, for another thread of each process. Collective.
+
+    A transport belongs to one thread: whoever waits on it moves all of its calls. What shares
+    memory is therefore made anew, over channels and memory that nobody else uses. `timeout` in
+    seconds bounds every wait; `group` has all ranks of the run.
+    """
     if isinstance(group, HostStaged):
         return HostStaged(for_thread(group.inner, timeout), group.device)
     if isinstance(group, SharedMemory | Hierarchical):

@@ -1,4 +1,4 @@
-"""CPU ranks of several hosts: shared memory inside each, Gloo between them.
+"""The transport of CPU ranks on several hosts: shared memory inside each, Gloo between them.
 
 A rank's *peers* are the ranks of its place on the other hosts. Each rank sums what its host has for
 its peers and itself, and only these sums travel, to their owners:
@@ -35,10 +35,10 @@ from shardwise.layout import even_cuts
 from shardwise.sum_tree import node_sizes
 
 Hosts = Sequence[Sequence[int]]
-"""The ranks of each host in ascending order; as many on each."""
+"""By host, its ranks in ascending order; as many on each."""
 
 PartialSteps = Generator[int | PendingWork, Messages, Messages]
-"""A part of a plan; what it returns are the messages that came first."""
+"""A part of the steps of a call; it returns the messages that came first."""
 
 
 class Hierarchical(MappedMemory):
@@ -61,7 +61,7 @@ class Hierarchical(MappedMemory):
         self._between = between
         self._hosts = hosts
         self._under = under
-        self._progress_thread = ProgressThread(between.status_server.waits, inside.watch)
+        self._progress_thread = ProgressThread(between.status_server.waits, inside.poll)
         self._children: list[Hierarchical] = []
         self._parent: ref[Hierarchical] | None = None
         # By place on the host: the ranks there, in the order of `between`.
@@ -94,8 +94,8 @@ class Hierarchical(MappedMemory):
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         buffer, _ = real_buffer(buffer, ())
         begin = self._inside.opening("broadcast", buffer, source)
-        plan = self._broadcast(begin, self._between.messages.number(), buffer, source)
-        return self._inside.start(begin, plan)
+        steps = self._broadcast(begin, self._between.messages.number(), buffer, source)
+        return self._inside.start(begin, steps)
 
     def barrier(self) -> None:
         begin = self._inside.opening("barrier", torch.empty(0))
@@ -103,10 +103,10 @@ class Hierarchical(MappedMemory):
 
     def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
         begin = self._inside.opening("reduce-scatter", buffer, hash(tuple(cuts)))
-        plan = self._reduce_scatter(
+        steps = self._reduce_scatter(
             begin, self._between.messages.number(), own, buffer, cuts, target, how
         )
-        return self._inside.start(begin, plan)
+        return self._inside.start(begin, steps)
 
     def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Handle:
         buffer, cuts = real_buffer(buffer, cuts)
@@ -117,11 +117,11 @@ class Hierarchical(MappedMemory):
     # -- how they go ----------------------------------------------------------------------
 
     def _barrier(self, begin: MeshMessage, call: int) -> Steps:
-        """A rank tells its peers when all of its host have come."""
+        """Wait for the ranks of this host, then for the peers, who have waited for theirs."""
         self._inside.post(begin)
         yield READY
         came = {peer: torch.empty(1) for peer in self._others}
-        yield self._travel("barrier", call, dict.fromkeys(came, torch.zeros(1)), came)
+        yield self._send_between("barrier", call, dict.fromkeys(came, torch.zeros(1)), came)
 
     def _reduce_scatter(
         self,
@@ -152,13 +152,13 @@ class Hierarchical(MappedMemory):
         # Of this buffer nobody else reads the intervals of this rank's peers before HALFWAY.
         yield self._fetch(calls[1], buffer, cuts)
         self._copy_peers(buffer, public, cuts)
-        self._inside.say(begin, HALFWAY)
+        self._inside.announce(begin, HALFWAY)
         yield HALFWAY
         for place, message in came.items():
             for rank in self._columns[place]:
                 part = interval(buffer, cuts, rank)
                 part.copy_(self._inside.buffers.read(place, message, cuts[rank], part))
-        self._inside.say(begin, DONE)
+        self._inside.announce(begin, DONE)
         yield DONE
         self._inside.buffers.take_back(public, buffer)
 
@@ -185,14 +185,14 @@ class Hierarchical(MappedMemory):
             rows = self._inside.buffers.rows(came, part, cuts[rank])
             sum_in_rank_order(rows, sums[-1], how.partial)
         if last:
-            self._inside.say(begin, DONE)
+            self._inside.announce(begin, DONE)
         me = self._between.rank
         rows = [
             sums[me] if place == me else self._between.borrow(target.numel(), dtype)
             for place in range(len(self._peers))
         ]
         sends = {place: sums[place] for place in self._others}
-        yield self._travel("reduce-scatter", call, sends, {p: rows[p] for p in self._others})
+        yield self._send_between("reduce-scatter", call, sends, {p: rows[p] for p in self._others})
         sum_in_rank_order(rows, target, how)
         for scratch in [*sums, *(rows[place] for place in self._others)]:
             self._between.give_back(scratch)
@@ -202,7 +202,7 @@ class Hierarchical(MappedMemory):
         yield self._fetch(call, buffer, cuts)
         columns = [sum(cuts[rank + 1] - cuts[rank] for rank in column) for column in self._columns]
         if max(columns) * buffer.itemsize <= INLINE:
-            yield from self._tell(begin, buffer, cuts)
+            yield from self._gather_small(begin, buffer, cuts)
             return
         public = self._inside.buffers.place_for(buffer)
         self._copy_peers(buffer, public, cuts)
@@ -212,12 +212,12 @@ class Hierarchical(MappedMemory):
             for rank in self._columns[place]:
                 part = interval(buffer, cuts, rank)
                 part.copy_(self._inside.buffers.read(place, message, cuts[rank], part))
-        self._inside.say(begin, DONE)
+        self._inside.announce(begin, DONE)
         yield DONE
         self._inside.buffers.take_back(public, buffer)
 
-    def _tell(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
-        """The second half of a small all-gather: what peers have sent goes into the message."""
+    def _gather_small(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
+        """Finish a small all-gather: what peers have sent goes into the message itself."""
         parts = [interval(buffer, cuts, rank) for rank in self._peers]
         self._inside.post(begin._replace(payload=b"".join(map(as_bytes, parts))))
         came = yield READY
@@ -229,7 +229,7 @@ class Hierarchical(MappedMemory):
                 first += part.numel()
 
     def _broadcast(self, begin: MeshMessage, call: int, buffer: Tensor, source: int) -> Steps:
-        """From the source to its peers, and from each of these to its host."""
+        """Send from the source to its peers, and from each of these to its host."""
         column = next(place for place, ranks in enumerate(self._columns) if source in ranks)
         small = buffer.nbytes <= INLINE
         if self._inside.rank != column:
@@ -237,13 +237,13 @@ class Hierarchical(MappedMemory):
             came = yield READY
             buffer.copy_(self._inside.buffers.read(column, came[column], 0, buffer))
             if not small:
-                self._inside.say(begin, HALFWAY, only=column)
+                self._inside.announce(begin, HALFWAY, only=column)
             return
         from_place = self._peers.index(source)
         if self.rank == source:
-            pending = self._travel("broadcast", call, dict.fromkeys(self._others, buffer), {})
+            pending = self._send_between("broadcast", call, dict.fromkeys(self._others, buffer), {})
         else:
-            pending = self._travel("broadcast", call, {}, {from_place: buffer})
+            pending = self._send_between("broadcast", call, {}, {from_place: buffer})
             yield pending
         public = self._inside.buffers.publish(begin, buffer, small=small)
         yield READY
@@ -259,20 +259,20 @@ class Hierarchical(MappedMemory):
         """The places of this rank's peers, itself left out."""
         return [place for place in range(len(self._peers)) if place != self._between.rank]
 
-    def _travel(
+    def _send_between(
         self, what: str, call: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
     ) -> PendingWork:
         several = ({place: [each] for place, each in one.items()} for one in (sends, receives))
         return self._progress_thread.follow(self._between.messages.start(what, call, *several))
 
     def _fetch(self, call: int, buffer: Tensor, cuts: Cuts) -> PendingWork:
-        """Send this rank's interval to its peers, and bring theirs."""
+        """Send this rank's interval to its peers, and receive theirs."""
         own = interval(buffer, cuts, self.rank)
         receives = {place: interval(buffer, cuts, self._peers[place]) for place in self._others}
-        return self._travel("all-gather", call, dict.fromkeys(receives, own), receives)
+        return self._send_between("all-gather", call, dict.fromkeys(receives, own), receives)
 
     def _copy_peers(self, buffer: Tensor, public: Tensor, cuts: Cuts) -> None:
-        """What this rank has of its peers, to where its host reads it."""
+        """Copy what this rank has of its peers to where its host reads it."""
         if public is not buffer:
             for rank in self._peers:
                 interval(public, cuts, rank).copy_(interval(buffer, cuts, rank))
@@ -287,7 +287,8 @@ class Hierarchical(MappedMemory):
         mine = sorted(next((group for group in groups if self.rank in group), [self.rank]))
         spread = self._spread(mine)
         here = self._inside.split([places for group in groups if (places := self._here(group))])
-        # All ranks make all groups of Gloo, in which each is once at most.
+        # torch makes groups collectively: all ranks make all groups of Gloo in this order, also
+        # those that they are not in. Each rank is in one of them at most.
         spanning = [group for group in groups if _is_even(self._spread(group))]
         apart = [
             group for group in groups if len(self._spread(group)) > 1 and group not in spanning
@@ -330,6 +331,6 @@ class Hierarchical(MappedMemory):
 
 
 def _is_even(hosts: Hosts) -> bool:
-    """Whether ranks on these hosts can be `Spanning`."""
+    """Whether ranks on these hosts can be `Hierarchical`."""
     counts = {len(ranks) for ranks in hosts}
     return len(hosts) > 1 and len(counts) == 1 and counts != {1}

@@ -1,6 +1,6 @@
-"""A transport of CPU tensors, for ranks whose tensors are on an accelerator.
+"""The transport of ranks that share a GPU: any transport of CPU tensors, through host memory.
 
-Every verb copies down, runs, and copies up:
+Every collective copies down, runs, and copies up:
 
     launch   device -> host; the inner collective starts
     wait     the inner collective ends; host -> device, on the present stream
@@ -22,8 +22,10 @@ from shardwise.collectives.torch_backend import interval
 
 
 class HostStaged(Collectives):
-    """`inner` for the tensors of `device`, through memory of the host; other tensors go to it
-    as they are. `gather_rows` and `small_device` are the inner ones: small vectors on the CPU."""
+    """Carries the tensors of `device` over the transport `inner`, through memory of the host.
+
+    Other tensors go to `inner` as they are. Small vectors, for `gather_rows`, are on the CPU.
+    """
 
     def __init__(self, inner: Collectives, device: torch.device) -> None:
         super().__init__(inner.rank, inner.size, inner.status_server)
@@ -34,7 +36,7 @@ class HostStaged(Collectives):
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         if self._is_for_inner(buffer):
             return self.inner.all_reduce(buffer, how)
-        host = self._down(buffer)  # where its squares are wanted is the device: nobody is told here
+        host = self._down(buffer)  # `how.each` wants pieces on the device
         handle = self.inner.all_reduce(host, how.untold)
         return _then(handle, lambda: _up(host, buffer))
 
@@ -92,8 +94,8 @@ class HostStaged(Collectives):
         return buffer.device.type != self.device.type
 
     def _blank(self, buffer: Tensor) -> Tensor:
-        """Memory of the host for `buffer`, with anything in it."""
-        pinned = self.device.type != "cpu"  # it is the CPU in tests of this file alone
+        """Allocate host memory for `buffer`, with anything in it."""
+        pinned = self.device.type != "cpu"  # the CPU stands for a GPU in tests
         return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=pinned)
 
     def _down(self, buffer: Tensor) -> Tensor:
@@ -101,7 +103,7 @@ class HostStaged(Collectives):
 
 
 def _then(handle: Handle, bring: Callable[[], None]) -> Handle:
-    """`handle`, whose result is there once `bring` has brought it."""
+    """A handle whose result is there once `bring` has run after that of `handle`."""
 
     def finish() -> None:
         handle.wait()
@@ -111,5 +113,8 @@ def _then(handle: Handle, bring: Callable[[], None]) -> Handle:
 
 
 def _up(host: Tensor, device: Tensor) -> None:
-    """Copy to the device on the present stream; pinned memory is kept from others until then."""
+    """Copy to the device on the present stream.
+
+    torch keeps the pinned memory from other uses until the copy has been made.
+    """
     device.copy_(host, non_blocking=True)

@@ -1,6 +1,6 @@
-"""Sharded inside a host, replicated between hosts.
+"""The transport for states that are sharded inside a host and replicated between hosts.
 
-A state that is sharded within a host has an interval for each of that host's ranks, and every
+Such a state has an interval for each of that host's ranks, and every
 host has all of it. So only sums leave a host, each rank's interval to the ranks of equal place on
 the others (as in ZeRO++'s and FSDP's hybrid sharding). 16-bit sums are rounded twice, inside and
 between:
@@ -25,7 +25,7 @@ from shardwise.errors import ConfigError
 
 
 class HybridShard(Collectives):
-    """The ranks of this host, whose sums are those over all hosts.
+    """The ranks of this host; their sums are made over all hosts.
 
     `rank` and `size` count this host's ranks; `copies` is the number of hosts.
     """
@@ -67,7 +67,7 @@ class HybridShard(Collectives):
     def _then_between(
         self, first: Handle, free: Callable[[], None], own: Tensor, how: Sum
     ) -> Handle:
-        """Sum `own` between hosts when `first` has come, and nobody here reads it: `free`."""
+        """Sum `own` between hosts once `first` is there and nobody here reads `own` (`free`)."""
         second: list[Handle] = []
 
         def advance() -> None:
@@ -109,13 +109,13 @@ class HybridShard(Collectives):
 
 
 def _of_two_halves(how: Sum) -> Sum:
-    """A sum inside, then one between: the pieces of a host's sum are not those of the whole."""
+    """A sum inside and one between: pieces of a host's sum are no pieces of the whole one."""
     assert not how.in_tree, "refused in the exact mode"
     return how.untold
 
 
 def shard_within_hosts(group: Collectives) -> Collectives:
-    """`group`, or where it spans several hosts the ranks of this one. Collective.
+    """Make `group` the ranks of this host, where it has ranks on several. Collective.
 
     Raises ConfigError where hosts have different numbers of ranks.
     """

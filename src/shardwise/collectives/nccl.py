@@ -1,4 +1,4 @@
-"""CUDA ranks over NCCL."""
+"""The transport of CUDA ranks over NCCL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 
 class Nccl(Collectives):
-    """CUDA ranks over NCCL, by its own collectives; `wait()` orders its stream and ours."""
+    """CUDA ranks over NCCL, by its own collectives.
+
+    `wait()` makes the present stream wait for NCCL's; the host goes on.
+    """
 
     name = "nccl"
 
@@ -70,8 +73,10 @@ class Nccl(Collectives):
         return self._handle(work, lambda: _rounded(how.scaled(out), target))
 
     def _tree_reduce_scatter(self, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
-        """Each rank gets all ranks' rows of its interval and sums them: NCCL's own order is a
-        matter of its algorithm."""
+        """Send each rank all rows of its interval, which it sums itself.
+
+        The order of NCCL's own sums depends on its algorithm.
+        """
         sent, out = real_view(buffer), real_view(target)
         pairs = sent.numel() // max(buffer.numel(), 1)
         lengths = [(b - a) * pairs for a, b in pairwise(cuts)]
@@ -169,7 +174,7 @@ class Nccl(Collectives):
 
 
 class _Working(Handle):
-    """A call of NCCL, which tells without waiting whether the device has made it."""
+    """A call of NCCL, which knows without waiting whether the device has made it."""
 
     def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
         super().__init__(finish)

@@ -1,4 +1,7 @@
-"""Which ranks can share memory, found out together over a group that they already have."""
+"""Finds out which ranks are on one host, and sets up shared memory between them.
+
+Ranks decide together, over a group that they already have.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def _listed(hosts: Sequence[Sequence[int]]) -> str:
 
 
 def host_key() -> str | None:
-    """What ranks have in common that can share memory and sockets; None where none can."""
+    """A key that ranks have in common which can share memory and sockets; None where none can."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -73,7 +76,7 @@ def host_key() -> str | None:
 
 
 def _apart(keys: Sequence[str | None], hosts: Sequence[Sequence[int]]) -> str:
-    """Why ranks cannot share memory, for who asked for it."""
+    """Say why ranks cannot share memory, where the user asked for it."""
     if None in keys:
         return (
             "--transport shared needs Linux and a readable /proc on every host, which rank "
@@ -95,7 +98,7 @@ def _apart(keys: Sequence[str | None], hosts: Sequence[Sequence[int]]) -> str:
 def _try(
     group: Collectives, hosts: Sequence[Sequence[int]], timeout: float
 ) -> SharedMemory | Hierarchical | str:
-    """The transport, or why there is none; alike on all ranks."""
+    """Set up the transport; returns it, or why there is none. Alike on all ranks."""
     drawn = group.gather_plain(secrets.token_hex(8))[0]
     mine = next(ranks for ranks in hosts if group.rank in ranks)
     name, arena = f"{drawn}-{mine[0]}", Arena()
@@ -144,7 +147,7 @@ def _together(
     attempt: Callable[[], T],
     opened: Callable[[T], Iterable[socket.socket]],
 ) -> tuple[T | None, str]:
-    """What `attempt` makes when it succeeds on all ranks; else None, and the first failure.
+    """Run `attempt` on all ranks: what it makes, or None and the first failure of any.
 
     `opened` are the sockets in what it made, closed again where others failed.
     """

@@ -77,7 +77,7 @@ class SharedBuffers:
             whole = torch.frombuffer(bytearray(message.payload), dtype=like.dtype)
             return whole[first : first + like.numel()]
         offset = message.offset + first * like.itemsize
-        return self._work.windows.view(rank, message.segment, offset, like.numel(), like.dtype)
+        return self._work.segments.view(rank, message.segment, offset, like.numel(), like.dtype)
 
     def rows(self, came: dict[int, MeshMessage], own: Tensor, first: int) -> list[Tensor]:
         """The ranks' values of this rank's interval, which starts at element `first`."""

@@ -120,7 +120,7 @@ class SharedMemory(MappedMemory):
         self._timeout = timeout
         self._under = under
         self._process_work = process_work
-        mesh = SocketMesh(sockets, process_work.watch)
+        mesh = SocketMesh(sockets, process_work.poll)
         self._work = GroupWork(mesh, process_work, rank, size, timeout, self._group_ranks)
         self.buffers = SharedBuffers(arena, self._work, rank, size)
         self._children: list[SharedMemory] = []
@@ -141,7 +141,7 @@ class SharedMemory(MappedMemory):
 
     @property
     def under(self) -> Collectives | None:
-        """The group that these ranks agreed on this one over; None where it was split off."""
+        """The group over which these ranks agreed on this one; None where it was split off."""
         return self._under
 
     # -- the verbs ------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class SharedMemory(MappedMemory):
         yield READY
 
     def _exchange(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
-        """A small all-reduce: everyone tells everything, and sums all."""
+        """A small all-reduce in one exchange: everyone sends everything, and sums all."""
         self._work.post(begin._replace(payload=as_bytes(buffer)))
         came = yield READY
         rows = self.buffers.rows(came, buffer, 0)
@@ -200,7 +200,7 @@ class SharedMemory(MappedMemory):
         own = interval(public, cuts, self.rank)
         rows = self.buffers.rows(came, own, cuts[self.rank])
         sum_in_rank_order(rows, own, how)
-        self._work.say(begin, HALFWAY)
+        self._work.announce(begin, HALFWAY)
         # A rank that is halfway has read what it sums of this buffer, and summed what is read of
         # its own: both ends of the copies below are free.
         yield HALFWAY
@@ -209,7 +209,7 @@ class SharedMemory(MappedMemory):
             part.copy_(self.buffers.read(rank, message, cuts[rank], part))
         if public is not buffer:
             interval(buffer, cuts, self.rank).copy_(own)
-        self._work.say(begin, DONE)
+        self._work.announce(begin, DONE)
         yield DONE
         self.buffers.take_back(public, buffer)
 
@@ -221,7 +221,7 @@ class SharedMemory(MappedMemory):
         # Nobody else reads this rank's interval, so the sum may go over it.
         rows = self.buffers.rows(came, own, cuts[self.rank])
         sum_in_rank_order(rows, target, how)
-        self._work.say(begin, DONE)
+        self._work.announce(begin, DONE)
         yield DONE
         self.buffers.take_back(public, buffer)
 
@@ -234,7 +234,7 @@ class SharedMemory(MappedMemory):
             part = interval(buffer, cuts, rank)
             part.copy_(self.buffers.read(rank, message, 0, part))
         if not small:
-            self._work.say(begin, DONE)
+            self._work.announce(begin, DONE)
             yield DONE
             self.buffers.take_back(public, own)
 
@@ -250,7 +250,7 @@ class SharedMemory(MappedMemory):
             part.copy_(
                 self.buffers.read(rank, message, slice_of(counts[rank], self.rank).start, part)
             )
-        self._work.say(begin, DONE)
+        self._work.announce(begin, DONE)
         yield DONE
         self.buffers.take_back(public, sent)
 
@@ -268,7 +268,7 @@ class SharedMemory(MappedMemory):
         came = yield READY
         buffer.copy_(self.buffers.read(source, came[source], 0, buffer))
         if not small:
-            self._work.say(begin, HALFWAY, only=source)
+            self._work.announce(begin, HALFWAY, only=source)
 
     def _common(self, begin: MeshMessage, like: Tensor, made: list[Tensor]) -> Steps:
         if self.rank == 0:
@@ -283,21 +283,21 @@ class SharedMemory(MappedMemory):
     # -- for calls of a larger group ------------------------------------------------------
 
     @property
-    def watch(self) -> MeshPoll:
+    def poll(self) -> MeshPoll:
         """What this process waits on for messages."""
-        return self._process_work.watch
+        return self._process_work.poll
 
     def start(self, begin: MeshMessage, steps: Steps) -> Handle:
         """Begin a call that was opened with `begin`."""
         return self._work.start(begin, steps)
 
     def post(self, message: MeshMessage) -> None:
-        """Tell all others."""
+        """Send a message to all others."""
         self._work.post(message)
 
-    def say(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
-        """Tell all others, or one, that this rank has come to `stage` in a call."""
-        self._work.say(begin, stage, only)
+    def announce(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
+        """Send all others, or one, that this rank has come to `stage` in a call."""
+        self._work.announce(begin, stage, only)
 
     def opening(self, kind: str, buffer: Tensor, check: int = 0) -> MeshMessage:
         """The first message of this rank's next call; `check` is any number that all must share."""

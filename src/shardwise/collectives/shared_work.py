@@ -1,8 +1,9 @@
-"""Calls in call between ranks that share memory: what they wait for, and who is missing.
+"""Moves the calls in flight between ranks that share memory, and finds who is missing.
 
-A call is a generator. It tells the others what they need, yields the stage that it waits for all
-of them to reach, and goes on with their messages. Whoever waits for one call moves all that can be
-moved, also in other groups of this process, so ranks may wait for their calls in any order.
+A call is a generator of steps. It sends the others what they need, yields the stage that it waits
+for all of them to reach, and goes on with their messages. Whoever waits for one call moves all
+calls that can be moved, also in other groups of this process: so ranks may wait for their calls in
+any order, and none waits in a circle.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardwise.watch.status_server import StatusServer
 
 READY, HALFWAY, DONE, ENDED, FAILED, OVER = range(6)
 """Stages: the buffer may be read; half of the work is done; all that was needed of the others has
-been read. ENDED tells that a segment is no longer used, FAILED that a rank gives up. OVER is
+been read. ENDED says that a segment is no longer used, FAILED that a rank aborts. OVER is
 nobody's message."""
 
 KINDS = (
@@ -45,32 +46,35 @@ SPIN = 50e-6
 """Seconds to look again and again before going to sleep, where there is a core for every rank."""
 
 Messages = dict[int, MeshMessage]
+"""By rank, its message about a stage."""
+
 Steps = Generator[int | PendingWork, Messages, None]
+"""The steps of a call; yields the stage, or the work between hosts, that it waits for."""
 
 
 class SharedWork(Handle):
-    """One call of this rank; `opening` is the message that it starts with."""
+    """The handle of one call of this rank; `opening` is the message that it starts with."""
 
-    def __init__(self, work: GroupWork, opening: MeshMessage, plan: Steps) -> None:
+    def __init__(self, work: GroupWork, opening: MeshMessage, steps: Steps) -> None:
         super().__init__()
         self._work = work
         self.opening = opening
-        self.plan = plan
+        self.steps = steps
         self.stage = READY
         self.pending: PendingWork | None = None
 
     def reach(self, step: int | PendingWork) -> None:
-        """What the plan waits for now: a stage of all ranks here, or a pending between hosts."""
+        """Note what the call waits for now: a stage of all ranks here, or work between hosts."""
         self.pending = step if isinstance(step, PendingWork) else None
         if not isinstance(step, PendingWork):
             self.stage = step
 
     def noted(self, launched: Launched | None) -> Handle:
         self._noted = launched
-        self.tell()
+        self.note_end()
         return self
 
-    def tell(self) -> None:
+    def note_end(self) -> None:
         """Note the end in the timeline, once the result is there."""
         if self._noted is not None and self.stage >= DONE:
             self._noted.done()
@@ -94,13 +98,13 @@ class SharedWork(Handle):
 
 
 class ProcessWork:
-    """The calls of all groups of this process, and its `status_server`."""
+    """The calls of all groups of this process, which any wait of it moves."""
 
     def __init__(self, status_server: StatusServer) -> None:
         self.status_server = status_server
-        self.watch = MeshPoll()
-        self.told: CollectiveError | None = None
-        """Why a rank of this host, this one too, has given up, in whichever group."""
+        self.poll = MeshPoll()
+        self.error: CollectiveError | None = None
+        """Why a rank of this host, this one too, has aborted, in whichever group."""
         self._work: dict[SocketMesh, GroupWork] = {}
 
     def join(self, mesh: SocketMesh, work: GroupWork) -> None:
@@ -108,19 +112,19 @@ class ProcessWork:
         self._work[mesh] = work
 
     def leave(self, mesh: SocketMesh) -> None:
-        """Leave those of `mesh` alone."""
+        """Move the calls of `mesh` no longer."""
         self._work.pop(mesh, None)
 
     def progress(self, patience: float = 0.0) -> None:
         """Move every call as far as what has come allows; wait up to `patience` for a message."""
-        for mesh, rank, message in self.watch.look(patience):
-            self._work[mesh].take(rank, message)
+        for mesh, rank, message in self.poll.look(patience):
+            self._work[mesh].receive(rank, message)
         for work in list(self._work.values()):
             work.move()
 
 
 class GroupWork:
-    """The calls of this rank in one group, and what the others have said of theirs."""
+    """The calls of this rank in one group, and the messages of the others about theirs."""
 
     def __init__(
         self,
@@ -142,14 +146,14 @@ class GroupWork:
         self._alive: dict[int, SharedWork] = {}
         self._inbox: dict[tuple[int, int], Messages] = {}
         self._failure: CollectiveError | None = None
-        self.windows = MappedSegments()
+        self.segments = MappedSegments()
 
-    def start(self, opening: MeshMessage, plan: Steps) -> SharedWork:
-        """Begin a call."""
+    def start(self, opening: MeshMessage, steps: Steps) -> SharedWork:
+        """Begin a call: run its `steps` up to the first wait."""
         self._refuse_after_failure()
-        call = self._alive[opening.call] = SharedWork(self, opening, plan)
+        call = self._alive[opening.call] = SharedWork(self, opening, steps)
         try:
-            call.reach(next(plan))
+            call.reach(next(steps))
         except CollectiveError as error:
             raise self._cut_off(call, error) from error
         for rank, message in self._inbox.get((opening.call, READY), {}).items():
@@ -158,12 +162,12 @@ class GroupWork:
         return call
 
     def post(self, message: MeshMessage) -> None:
-        """Tell all others."""
+        """Send a message to all others."""
         for rank in self._mesh.peers:
             self._mesh.send(rank, message)
 
-    def say(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
-        """Tell all others, or one, that this rank has come to `stage` in a call."""
+    def announce(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
+        """Send all others, or one, that this rank has come to `stage` in a call."""
         message = MeshMessage(begin.call, stage)
         for rank in self._mesh.peers if only is None else [only]:
             self._mesh.send(rank, message)
@@ -199,8 +203,8 @@ class GroupWork:
     def _sleep(self, call: SharedWork, stage: int) -> None:
         begun = time.monotonic()
         while call.stage < stage:
-            if self._process_work.told is not None:
-                self._failure = self._process_work.told  # the others have been told as well
+            if self._process_work.error is not None:
+                self._failure = self._process_work.error  # the others know of it as well
                 raise self._failure
             if call.pending is not None:
                 self.progress(self._timeout)  # what it waits for has a limit of its own
@@ -215,7 +219,7 @@ class GroupWork:
 
     def is_over(self) -> bool:
         """Whether all ranks have read all that this one has shown them, as far as it has heard."""
-        if self._failure is None and self._process_work.told is None:
+        if self._failure is None and self._process_work.error is None:
             self._process_work.progress()
         return not self._alive
 
@@ -223,19 +227,21 @@ class GroupWork:
         """Forget all calls, unmap what the others share, close the sockets."""
         self._alive.clear()
         self._inbox.clear()
-        self.windows.close()
+        self.segments.close()
         self._process_work.leave(self._mesh)
         self._mesh.close()
 
-    def take(self, rank: int, message: MeshMessage) -> None:
-        """Mind what `rank` said."""
+    def receive(self, rank: int, message: MeshMessage) -> None:
+        """Take a message of `rank`."""
         if message.fd >= 0:
-            self.windows.learn(rank, message.segment, message.fd)
+            self.segments.learn(rank, message.segment, message.fd)
         if message.stage == ENDED:
-            self.windows.forget(rank, message.segment)
+            self.segments.forget(rank, message.segment)
             return
         if message.stage == FAILED:
-            self._process_work.told = self._process_work.told or self._passed_on(rank, message)
+            self._process_work.error = self._process_work.error or self._error_of_another(
+                rank, message
+            )
             return
         self._inbox.setdefault((message.call, message.stage), {})[rank] = message
         call = self._alive.get(message.call)
@@ -245,18 +251,18 @@ class GroupWork:
     def _move(self, call: SharedWork) -> None:
         while (came := self._due(call)) is not None:
             try:
-                call.reach(call.plan.send(came))
-                call.tell()
+                call.reach(call.steps.send(came))
+                call.note_end()
             except StopIteration:
                 call.stage, call.pending = OVER, None
-                call.tell()
+                call.note_end()
                 del self._alive[call.opening.call]
                 return
             except CollectiveError as error:
                 raise self._cut_off(call, error) from error
 
     def _due(self, call: SharedWork) -> Messages | None:
-        """What a call has waited for, once all of it is here."""
+        """The messages that a call has waited for, once all are here; None until then."""
         if call.pending is not None:
             if call.pending.error is not None:
                 raise self._cut_off(call, call.pending.error)
@@ -279,7 +285,7 @@ class GroupWork:
         return [self._group_ranks.ranks[place] for place in self._unheard(call)]
 
     def _compare(self, call: SharedWork, rank: int, message: MeshMessage) -> None:
-        """All ranks must be in the same collective."""
+        """Raise CollectiveError where a rank is in another collective in this call."""
         mine, theirs = _claims(call.opening), _claims(message)
         if mine == theirs:
             return
@@ -304,7 +310,7 @@ class GroupWork:
         )
 
     def _late(self, call: SharedWork, missing: set[int]) -> CollectiveError:
-        """The error of a rank that waited too long, or of the one that gave up before it."""
+        """The error of a rank that waited too long, or of the one that aborted before it."""
         ranks = [self._group_ranks.ranks[place] for place in missing]
         speaker = self._group_ranks.speaker(self._rank)
         error = timeout_error(
@@ -313,14 +319,14 @@ class GroupWork:
         return self._failed(type(error), str(error), error.at_fault)
 
     def _cut_off(self, call: SharedWork, error: Exception) -> Exception:
-        """The error of messages between hosts; where a rank of this host is gone, that is why."""
+        """The error of messages between hosts, or of the rank of this host that is to blame."""
         if isinstance(error, PeerLost) and self._mesh.gone:
             return self._failed(PeerLost, self._lost(call, self._mesh.gone))
         if isinstance(error, CollectiveError):
             return self._failed(type(error), str(error), error.at_fault)
         return error
 
-    def _passed_on(self, rank: int, message: MeshMessage) -> CollectiveError:
+    def _error_of_another(self, rank: int, message: MeshMessage) -> CollectiveError:
         kind = PeerLost if message.kind else CollectiveError
         return kind(
             f"{self._group_ranks.speaker(self._rank)} aborted because {self._name(rank)} failed: "
@@ -330,9 +336,9 @@ class GroupWork:
     def _failed(
         self, kind: type[CollectiveError], text: str, at_fault: tuple[int, ...] = ()
     ) -> CollectiveError:
-        """The error to raise, kept for later calls and told to the others."""
+        """The error to raise; later calls raise it again, and the others are told."""
         self._failure = kind(text).blaming(at_fault)
-        self._process_work.told = self._process_work.told or self._failure
+        self._process_work.error = self._process_work.error or self._failure
         told = text.encode()[:INLINE]
         self.post(MeshMessage(0, FAILED, kind=int(kind is PeerLost), payload=told))
         self._process_work.status_server.announce_abort(self._failure)
@@ -344,7 +350,7 @@ class GroupWork:
 
 
 def first_message(call: int, kind: str, buffer: Tensor, check: int) -> MeshMessage:
-    """What a rank says of a call, and all must say alike; `check` is any further number."""
+    """The message that opens a call, alike on all ranks; `check` is any further number."""
     return MeshMessage(
         call,
         READY,

@@ -1,4 +1,4 @@
-"""Messages between the processes of one host: a socket from each to each.
+"""Carries small messages between the ranks of one host, over a Unix socket for each pair.
 
 Messages of one peer arrive whole and in order. A peer that ends, however it does, is seen at once
 as the end of its socket. What a rank wrote before it sent a message can be read by who received it:
@@ -39,9 +39,9 @@ _living: WeakSet[SocketMesh] = WeakSet()
 
 
 class MeshMessage(NamedTuple):
-    """What one rank says to another: its `stage` in call number `call`.
+    """A message of one rank to another: its `stage` in call number `call`.
 
-    `kind`, `dtype`, `numel` and `check` say which call it takes it for; `segment` and `offset`
+    `kind`, `dtype`, `numel` and `check` say which collective the call is; `segment` and `offset`
     where its buffer lies, or `payload` is the buffer. `fd` is a descriptor on its way.
     """
 
@@ -58,7 +58,7 @@ class MeshMessage(NamedTuple):
 
 
 class MeshPoll:
-    """What comes over all meshes of this process, looked for together."""
+    """Waits for messages of all meshes of this process together."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -79,17 +79,17 @@ class MeshPoll:
                     yield mesh, rank, message
 
     def follow(self, mesh: SocketMesh, rank: int, fd: int, *, room: bool = False) -> None:
-        """Look at a socket; with `room` also for room to send."""
+        """Watch a socket; with `room` also for room to send."""
         self._owners[fd] = mesh, rank
         self._poll.register(fd, select.POLLIN | (select.POLLOUT if room else 0))
 
     def hear(self, bell: int) -> None:
-        """Let an eventfd end the waiting of `look`; it says nothing else."""
+        """Let an eventfd end the waiting of `look`; nothing is read from it."""
         self._bells.add(bell)
         self._poll.register(bell, select.POLLIN)
 
     def leave(self, fd: int) -> None:
-        """Look at it no longer."""
+        """Watch a socket or an eventfd no longer."""
         if self._owners.pop(fd, None) is not None or fd in self._bells:
             self._bells.discard(fd)
             self._poll.unregister(fd)
@@ -98,16 +98,16 @@ class MeshPoll:
 class SocketMesh:
     """Sockets from this rank to all others of the host. `gone` are the peers whose end was seen."""
 
-    def __init__(self, peers: dict[int, socket.socket], watch: MeshPoll) -> None:
+    def __init__(self, peers: dict[int, socket.socket], poll: MeshPoll) -> None:
         self._sockets = peers
         self._unsent: dict[int, deque[MeshMessage]] = {rank: deque() for rank in peers}
         self._buffer = memoryview(bytearray(_ROOM))
         self._blocked: set[int] = set()
-        self.watch = watch
+        self.poll = poll
         self.gone: set[int] = set()
         for rank, peer in peers.items():
             peer.setblocking(False)
-            watch.follow(self, rank, peer.fileno())
+            poll.follow(self, rank, peer.fileno())
         _living.add(self)
 
     @property
@@ -125,7 +125,7 @@ class SocketMesh:
     def close(self) -> None:
         """Close every socket, which the peers see."""
         for peer in self._sockets.values():
-            self.watch.leave(peer.fileno())
+            self.poll.leave(peer.fileno())
             peer.close()
 
     def read(self, rank: int) -> Iterator[MeshMessage]:
@@ -141,7 +141,7 @@ class SocketMesh:
             except ConnectionResetError:
                 continue  # it left messages of ours unread; its own are still to be read
             if not length:
-                self.watch.leave(peer.fileno())
+                self.poll.leave(peer.fileno())
                 self.gone.add(rank)
                 return
             fields = _HEADER.unpack_from(self._buffer)
@@ -167,7 +167,7 @@ class SocketMesh:
         blocked = bool(queue)
         if blocked != (rank in self._blocked) and rank not in self.gone:
             self._blocked ^= {rank}
-            self.watch.follow(self, rank, peer.fileno(), room=blocked)
+            self.poll.follow(self, rank, peer.fileno(), room=blocked)
 
 
 def _descriptor(extra: list[tuple[int, int, bytes]]) -> int:

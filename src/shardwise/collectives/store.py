@@ -1,7 +1,7 @@
-"""The table of names and values on which ranks meet: in rank 0's memory, for who proves itself.
+"""The key-value store on which ranks meet: in rank 0's memory, for ranks that know the secret.
 
-    rank 0      Table ◀─ Hosted
-    the others  Reaching ─▶ a connection each, lines of JSON ─▶ a thread of rank 0's ─▶ Table
+    rank 0      KeyValueTable ◀─ HostStore
+    the others  ClientStore ─▶ a connection each, JSON lines ─▶ a thread of rank 0 ─▶ KeyValueTable
 
 torch's own store would do for torch, but it asks nobody who it is. A connection lasts as long as
 its rank; nobody is accepted any more once all have come.
@@ -42,7 +42,7 @@ Message = dict[str, Any]
 
 
 class KeyValueTable:
-    """Values by key, for many threads."""
+    """Values by key; safe for many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,8 +61,10 @@ class KeyValueTable:
             return total
 
     def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        """Set where `expected` is there, or nothing is and nothing is expected; what is there then,
-        or what was expected where nothing is."""
+        """Set `value` where `expected` is there, or nothing is and nothing is expected.
+
+        Returns what is there then, or what was expected where nothing is.
+        """
         with self._lock:
             if self._values.get(key, b"") == expected:
                 self._put(key, value)
@@ -99,7 +101,7 @@ class KeyValueTable:
 
 
 class _TableStore(Store):
-    """What torch calls a store. Its own verbs are those that torch calls, in C++ too."""
+    """A store as torch knows it, over a table. torch calls these methods, also from C++."""
 
     def __init__(self, timeout: float) -> None:
         """`timeout` in seconds is for waits that are given none."""
@@ -117,7 +119,7 @@ class _TableStore(Store):
 
     @abstractmethod
     def _do(self, verb: str, *given: Any) -> Any:
-        """What a verb of the table returns."""
+        """Call a method of the table."""
 
     def set(self, key: str, value: str | bytes) -> None:
         listeners.note(_bytes(value))
@@ -159,8 +161,10 @@ class _TableStore(Store):
 
 
 class HostStore(_TableStore):
-    """Rank 0's side: accepts at `listener`, which it owns, those that know `secret`, until
-    `accept_no_more`."""
+    """Rank 0's side of the store.
+
+    It accepts at `listener`, which it owns, ranks that know `secret`, until `accept_no_more`.
+    """
 
     def __init__(self, listener: socket.socket, secret: bytes, timeout: float) -> None:
         super().__init__(timeout)
@@ -177,7 +181,7 @@ class HostStore(_TableStore):
         return self._table.absent(keys, time.monotonic() + seconds)
 
     def accept_no_more(self) -> None:
-        """All have come: whoever connects from now on is a stranger."""
+        """Accept nobody from now on: all ranks have come."""
         self._bells[0].close()
         self._accepting.join()
 
@@ -220,7 +224,7 @@ _VERBS = ("set", "get", "add", "compare_set", "delete", "count")
 
 
 class ClientStore(_TableStore):
-    """The others' side, over a `connection` that is proven at both ends."""
+    """The other ranks' side of the store, over a `connection` that is proven at both ends."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         super().__init__(timeout)

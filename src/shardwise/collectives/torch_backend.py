@@ -1,4 +1,4 @@
-"""What the transports share: buffers as backends take them, subgroups, errors in words."""
+"""Helps the transports over torch.distributed: subgroups, complex buffers, errors in words."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def interval(buffer: Tensor, cuts: Cuts, rank: int) -> Tensor:
 
 
 def real_view(buffer: Tensor) -> Tensor:
-    """`buffer` as the backends take it: complex numbers travel as pairs of reals."""
+    """View `buffer` as the backends take it: complex numbers travel as pairs of reals."""
     return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
 def gathered_rows(
     group: Collectives, row: Tensor, gather: Callable[[Tensor, Cuts], Handle]
 ) -> Tensor:
-    """One vector of each rank, by the group's own all-gather: (k,) becomes (size, k)."""
+    """Gather one vector of each rank by the group's own all-gather: (k,) becomes (size, k)."""
     rows = row.new_empty((group.size, row.numel()))
     rows[group.rank] = row
     gather(rows.view(-1), [rank * row.numel() for rank in range(group.size + 1)]).wait()
@@ -39,7 +39,7 @@ def gathered_rows(
 
 
 class _Placeholder:
-    """Counts as a group where torch counts groups, to make a name of the number."""
+    """Counts as a group where torch counts groups, so that the next group gets a fresh number."""
 
 
 _highest = 0
@@ -108,7 +108,7 @@ _GONE = ("closed by peer", "connection reset", "broken pipe", "connection refuse
 def explained(
     error: RuntimeError, speaker: str, what: str, other: str | None = None
 ) -> CollectiveError:
-    """The error that a user reads when the transport gives up.
+    """Turn an error of the backend into the one that a user reads.
 
     `speaker` is this rank ("Rank 0 of 2"), `other` the one that it waited for, where known.
     """
@@ -130,7 +130,7 @@ ADVICE = "Every rank must make the same calls; --timeout sets how long to wait."
 
 
 def is_timeout(error: RuntimeError) -> bool:
-    """Whether a transport gave up because the time was over."""
+    """Whether the backend failed because the time was over."""
     return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
@@ -141,7 +141,10 @@ def timeout_error(
     missing: Collection[int],
     timeout: float = 0.0,
 ) -> CollectiveError:
-    """The error of a rank that waited too long for the ranks `missing`: names the root of it."""
+    """The error of a rank that waited too long for the ranks `missing`.
+
+    It names those that block them (watch/wait_graph.py).
+    """
     blocking = status_server.blocking_ranks(missing)
     if (passed := status_server.error_of_another(speaker, blocking.abort)) is not None:
         return passed

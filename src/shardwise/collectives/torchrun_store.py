@@ -1,8 +1,8 @@
-"""How ranks meet that torchrun started: on the store of its agent, which torch has to itself.
+"""Lets ranks that torchrun started meet, on the store of its agent.
 
-Whoever reaches that store can read and write it. So what ranks know each other by is not told
-there: on one host rank 0 leaves it in a file that only the same user can read, over several hosts
-the user gives it. Without either the run is open, and says so.
+Whoever reaches that store can read and write it. So the secret of the run is not put there: on one
+host rank 0 writes it to a file that only the same user can read, over several hosts the user gives
+it. Without either the run is open, and says so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def has_store() -> bool:
 
 
 def exposed() -> str:
-    """What is said of the agent where shardwise run has not said it; "" where there is none."""
+    """The warning about torchrun's agent; "" without one, or where shardwise run has warned."""
     if not has_store() or FLAGS_VARIABLE in os.environ:
         return ""
     return (
@@ -58,7 +58,7 @@ def meet(identity: Identity, timeout: float) -> Rendezvous:
 
 
 def _known(identity: Identity, store: Store, timeout: float) -> Rendezvous:
-    """When all have come to `store`: what they know each other by."""
+    """Wait until all have come to `store`, and agree on the secret."""
     limit = timedelta(seconds=timeout)
     store.set(here(identity.rank), "")
     _await_all(identity, store, timeout)
@@ -89,7 +89,7 @@ def adopt(identity: Identity, timeout: float) -> Rendezvous:
 
 
 def _nothing() -> None:
-    """The store is the agent's: it stays."""
+    """Close nothing: the store is the agent's."""
 
 
 def _await_all(identity: Identity, store: Store, timeout: float) -> None:
@@ -108,7 +108,7 @@ def _await_all(identity: Identity, store: Store, timeout: float) -> None:
 
 
 def _by_file(identity: Identity, store: Store, limit: timedelta) -> str:
-    """The secret that rank 0 draws. Only the name of a file is told on the store."""
+    """Hand the secret that rank 0 draws to all ranks in a file; the store has only its name."""
     if identity.rank == 0:
         name, drawn = f"secret-{tokens.token_hex(8)}", environment.draw_secret()
         place = private_files.folder() / name
@@ -136,7 +136,7 @@ def _by_file(identity: Identity, store: Store, limit: timedelta) -> str:
 
 
 def _in_our_folder(name: str) -> Path:
-    """Where a file lies whose name somebody has told."""
+    """The path of a file whose name was read from the store, which others may write to."""
     if _FILE.fullmatch(name) is None:
         raise LaunchError(f"{name!r} is no name of rank 0's: others write on torchrun's store.")
     return private_files.folder() / name
