@@ -94,18 +94,18 @@ class TestRepeated:
 class TestProgress:
     def test_is_read_as_it_was_told(self, tmp_path: Path) -> None:
         assert progress.read(tmp_path, 3) is None
-        telling = ProgressWriter({REPORTS_VARIABLE: str(tmp_path), RANK_VARIABLE: "3"})
+        writer = ProgressWriter({REPORTS_VARIABLE: str(tmp_path), RANK_VARIABLE: "3"})
         assert progress.read(tmp_path, 3) == Progress(step=0, kept=0)
-        telling.stepped(0, 9)
-        telling.stepped(1, 9)
-        telling.kept(0, 6)
-        telling.kept(1, 4)
-        telling.heeds(saves=True)
-        telling.resumes()
-        told = Progress(step=9, kept=4, heeds=True, resumes=True)
+        writer.stepped(0, 9)
+        writer.stepped(1, 9)
+        writer.kept(0, 6)
+        writer.kept(1, 4)
+        writer.saves_when_asked(saves=True)
+        writer.resumes()
+        told = Progress(step=9, kept=4, saves_when_asked=True, resumes=True)
         assert progress.read(tmp_path, 3) == told
-        telling.stepped(progress.ENGINES, 99)
-        telling.ended()
+        writer.stepped(progress.ENGINES, 99)
+        writer.ended()
         assert progress.read(tmp_path, 3) == Progress(**{**vars(told), "ended": True})
 
     def test_nobody_listens(self) -> None:

@@ -11,9 +11,10 @@ from shardwise.doctor import checks, findings, reach, speed
 from shardwise.doctor.checks import Check
 from shardwise.doctor.speed import Speed
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.initialize import enter
 from shardwise.launch import launchers
 from shardwise.printable import printable
-from shardwise.world import World, enter
+from shardwise.world import World
 
 
 def main() -> int:

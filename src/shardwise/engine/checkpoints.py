@@ -39,7 +39,7 @@ from shardwise.errors import (
 from shardwise.model.precision import LossScale
 from shardwise.randomness import GeneratorStates
 from shardwise.timeline import Row, span
-from shardwise.world import World, _leave
+from shardwise.world import World, leave
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class Checkpoints:
         fields, more, failure = self._beside(lending, made, steps)
         consistency.agree(recipe.run, failure)
         draft = Draft(folder, steps, made.nbytes)
-        kept = partial(self._world.telling.kept, self._number, steps)
+        kept = partial(self._world.progress.kept, self._number, steps)
         finish = partial(_finish, made, fields, more, draft, keep, kept, self._say)
         try:
             saving.begin(draft, made, recipe.run)
@@ -302,8 +302,8 @@ class Checkpoints:
         self.tracking.give(beside.tracked)
         if beside.step:
             usage_checks.tell_schedulers(self._held.recipe.optimizers)
-        self._world.telling.stepped(self._number, beside.step)
-        self._world.telling.kept(self._number, beside.step)
+        self._world.progress.stepped(self._number, beside.step)
+        self._world.progress.kept(self._number, beside.step)
         return beside.step
 
     def _examine(
@@ -445,7 +445,7 @@ def _at_exit(checkpoints: Checkpoints) -> None:
                 wait()
         except CheckpointError as error:
             print(f"shardwise: {error}", file=sys.stderr, flush=True)
-            _leave()
+            leave()
             sys.stdout.flush()
             os._exit(1)
 

@@ -153,7 +153,7 @@ class Resumable(ABC):
             line = f"resumed from {loaded}, at step {self.steps}"
         self._resumes, self._saved = True, None if loaded is None else self._moment()
         self._settle_in(home, _Habit())
-        self.world.telling.resumes()
+        self.world.progress.resumes()
         if not self.settings.quiet:
             self.world.print(f"shardwise: {line}")
         return self.steps
@@ -165,7 +165,7 @@ class Resumable(ABC):
             self.load(path)
         self._resumes, self._saved = True, None if path is None else self._moment()
         self._settle_in(home, _Habit())
-        self.world.telling.resumes()
+        self.world.progress.resumes()
 
     def _pass_over(self, why: object) -> None:
         self.world.print(f"shardwise: passed over: {why}", file=sys.stderr)

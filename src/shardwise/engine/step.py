@@ -324,7 +324,7 @@ class Stepping(Backwards):
         self.steps += 1
         self.world.stepped_last = self._number
         self.world.steps_made += 1
-        self.world.telling.stepped(self._number, self.steps)
+        self.world.progress.stepped(self._number, self.steps)
         self._group.status_server.step = self.steps
         self._reseed()
         if (recording := recorder.active) is not None:

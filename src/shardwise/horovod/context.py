@@ -43,8 +43,8 @@ class Context:
         """A DistributedOptimizer has made a step: what a restart may lose."""
         self.steps += 1
         if self.steps == 1:
-            self.world.telling.kept(0, 0)  # commits were counted before
-        self.world.telling.stepped(0, self.steps)
+            self.world.progress.kept(0, 0)  # commits were counted before
+        self.world.progress.stepped(0, self.steps)
         if (recording := recorder.active) is not None:
             recording.stepped(0, self.steps)
         if self.samples is not None:
@@ -54,8 +54,8 @@ class Context:
         """A restart goes on from here. Where no steps are counted, as with optimizers of the user's
         own, commits are: the launcher gives up a run that gets no further."""
         if not self.steps:
-            self.world.telling.stepped(0, self.commits)
-        self.world.telling.kept(0, self.steps or self.commits)
+            self.world.progress.stepped(0, self.commits)
+        self.world.progress.kept(0, self.steps or self.commits)
 
     def close(self) -> None:
         """End the thread, and look no longer."""

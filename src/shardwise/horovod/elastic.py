@@ -153,7 +153,7 @@ def run(
 
     @wraps(func)
     def wrapper(state: TorchState, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        current().world.telling.resumes()
+        current().world.progress.resumes()
         if state.resume():
             current().kept()
             state.on_reset()

@@ -13,9 +13,9 @@ from shardwise import config
 from shardwise.errors import BadCall, UsageError
 from shardwise.horovod import context, habits
 from shardwise.horovod.process_sets import add_process_set
+from shardwise.initialize import init as init_world
 from shardwise.world import World
 from shardwise.world import current as current_world
-from shardwise.world import init as init_world
 
 
 def init(

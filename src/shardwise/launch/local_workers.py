@@ -202,7 +202,7 @@ class LocalWorkers:
 
     def _heeds(self, child: Worker) -> bool:
         told = progress.read(self._folder, child.rank)
-        return told is not None and told.heeds
+        return told is not None and told.saves_when_asked
 
     def _departure(self, child: Worker) -> RankExit:
         assert child.end is not None

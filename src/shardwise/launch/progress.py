@@ -1,6 +1,6 @@
 """How far a rank has come: numbers in a file that it and its launcher map.
 
-    heeds | ended | resumes | steps, kept of engine 0 | steps, kept of engine 1 | ...
+    saves_when_asked | ended | resumes | steps, kept of engine 0 | steps, kept of engine 1 | ...
 
 Telling one costs a store into memory, so a rank tells every step, and what it told is there
 however it ends.
@@ -28,13 +28,13 @@ class Progress:
     """What a rank has told, of the engine that has most to lose.
 
     `step` is how many steps it made, `kept` how many of them a restart has not to make again.
-    `heeds`: asked to end, it saves first; `ended`: it has done so. `resumes`: it asks for the
-    newest checkpoint when it starts.
+    `saves_when_asked`: asked to end, it saves first; `ended`: it has done so. `resumes`: it asks
+    for the newest checkpoint when it starts.
     """
 
     step: int
     kept: int
-    heeds: bool = False
+    saves_when_asked: bool = False
     ended: bool = False
     resumes: bool = False
 
@@ -60,7 +60,7 @@ class ProgressWriter:
         """Whether the launcher that listened is gone."""
         return self._launcher is not None and os.getppid() != self._launcher
 
-    def heeds(self, *, saves: bool) -> None:
+    def saves_when_asked(self, *, saves: bool) -> None:
         """From now on this rank saves before it ends, when asked to end; or no longer."""
         self._numbers[_HEEDS] = saves
 
@@ -97,7 +97,7 @@ def read(folder: Path, rank: int) -> Progress | None:
     return Progress(
         step=step,
         kept=kept,
-        heeds=bool(numbers[_HEEDS]),
+        saves_when_asked=bool(numbers[_HEEDS]),
         ended=bool(numbers[_ENDED]),
         resumes=bool(numbers[_RESUMES]),
     )
