@@ -172,7 +172,7 @@ def _be_rank(job: Any, command: Any, console: Any, *rest: Any) -> Any:
     from shardwise.launch.restarts import Ending
 
     del command, rest
-    job.voices(console)
+    job.outputs(console)
     if job.interface is not None:
         network.address_of_interface(job.interface)
     if job.size > 1 or not job.is_python or job.module:

@@ -1,4 +1,4 @@
-"""How ranks that were told no address find rank 0: its note, and the meeting itself."""
+"""How ranks that were given no address find rank 0: its rendezvous file, and the rendezvous."""
 
 import json
 import os
@@ -60,7 +60,9 @@ class TestNote:
 
     def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
         with (
-            pytest.raises(LaunchError, match=r"cannot leave a note .*: No such file"),
+            pytest.raises(
+                LaunchError, match=r"cannot write the rendezvous file in .*: No such file"
+            ),
             rendezvous_file.written(tmp_path / "none" / "note", NOTE),
         ):
             pass
@@ -171,7 +173,9 @@ class TestMeeting:
         assert "Waiting on." in capsys.readouterr().err
 
     def test_rank_0_does_not_come(self, folder: str) -> None:
-        with pytest.raises(LaunchError, match=r"Rank 1 of 2, .* found no note of rank 0 in"):
+        with pytest.raises(
+            LaunchError, match=r"Rank 1 of 2, .* found no rendezvous file of rank 0 in"
+        ):
             rendezvous.meet(SECOND, 0.2, folder)
 
     def test_a_note_that_leads_nowhere(self, folder: str) -> None:

@@ -48,7 +48,7 @@ def connect(
     """Join the group that `identity` describes; `timeout` in seconds bounds every wait.
 
     `transport` is auto, shared or gloo: how CPU ranks talk; with gloo, ranks on GPUs talk through
-    the host, so that several can share one. `rendezvous` is where ranks meet that were told no
+    the host, so that several can share one. `rendezvous` is where ranks meet that were given no
     address; `on_meeting` is called when they have, with the store, but not under torchrun, whose
     store is its own. Raises LaunchError when the others cannot be reached, or not by shared memory
     as asked; ConfigError where it is not for `device`.

@@ -1,10 +1,11 @@
-"""How all ranks of a run first meet, and know of each other that they are of it.
+"""Lets all ranks of a run meet at rank 0, and prove to each other that they are of it.
 
-    rank 0      listens ─▶ leaves a note ─▶ waits for all ─▶ removes the note, says where it is
-    the others  find the note ─▶ reach rank 0 ─▶ proof ─▶ "here I am" ─▶ on which network to talk
+    rank 0      listens ─▶ writes a file ─▶ waits for all ─▶ removes it, says where it was reached
+    the others  find the file ─▶ reach rank 0 ─▶ proof ─▶ "here I am" ─▶ on which network to talk
 
-The note has the secret that both prove to know. There is none where the launcher told rank 0's
-address and the secret. torchrun's own store is torch's matter (by_torch.py).
+The rendezvous file (launch/rendezvous_file.py) holds the secret that both prove to know. There is
+none where the launcher gave rank 0's address and the secret. Under torchrun ranks meet on its own
+store (torchrun_store.py).
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class Rendezvous(NamedTuple):
-    """What ranks have when they have met: a store, and the secret of their run. `is_open`: the
-    secret was told to whoever reached the store. `close` lets go of the store."""
+    """What ranks have once they have met: a store, and the secret of their run.
+
+    `is_open`: the secret was given to whoever reached the store. `close` closes the store.
+    """
 
     store: Store
     secret: bytes
@@ -57,8 +60,8 @@ class Rendezvous(NamedTuple):
 class _Terms:
     """How the ranks of a run are to meet, until `deadline` of the monotonic clock.
 
-    `address` is rank 0's, where it was told; `path` that of the note, where there is to be one;
-    `given` the secret, where all were told it.
+    `address` is rank 0's, where it was given; `path` that of the rendezvous file, where there is to
+    be one; `given` the secret, where all ranks were given it.
     """
 
     identity: Identity
@@ -79,7 +82,7 @@ class _Terms:
         return max(0.0, self.deadline - time.monotonic())
 
     def found(self) -> RendezvousFile | None:
-        """Rank 0's note, or what it would say."""
+        """Rank 0's rendezvous file, or what it would say."""
         if self.path is not None:
             return rendezvous_file.read(self.path)
         assert self.address is not None
@@ -96,7 +99,7 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
     Sets GLOO_SOCKET_IFNAME where it is not, to the interface over which all reach rank 0.
     Raises LaunchError where ranks do not find each other, naming those that are missing.
     """
-    address, given = _told_address(identity, place), environment.given_secret(os.environ)
+    address, given = _given_address(identity, place), environment.given_secret(os.environ)
     path = None
     if address is None:
         path = rendezvous_file.path(identity, place)
@@ -113,9 +116,9 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
     return _receive(terms) if identity.rank == 0 else _go(terms)
 
 
-def _told_address(identity: Identity, place: str | None) -> tuple[str, int] | None:
-    told = identity.launcher == "shardwise run" or place is None
-    if identity.port is not None and told:
+def _given_address(identity: Identity, place: str | None) -> tuple[str, int] | None:
+    is_given = identity.launcher == "shardwise run" or place is None
+    if identity.port is not None and is_given:
         return identity.address or "127.0.0.1", identity.port
     if place is not None and os.sep not in place:
         host, _, port = place.rpartition(":")
@@ -127,7 +130,7 @@ def _told_address(identity: Identity, place: str | None) -> tuple[str, int] | No
 
 
 def _receive(terms: _Terms) -> Rendezvous:
-    """The store, when all others have come to it."""
+    """Host the store, and return it when all other ranks have come to it."""
     identity, listening = terms.identity, _listen(terms)
     port, drawn = listening.getsockname()[1], terms.given or environment.draw_secret()
     proven = b"" if terms.is_open else drawn.encode()
@@ -135,7 +138,7 @@ def _receive(terms: _Terms) -> Rendezvous:
     try:
         if terms.is_open:
             hosted.set("secret", drawn)
-        with _noted(terms, port, "" if terms.given else drawn):
+        with _announced(terms, port, "" if terms.given else drawn):
             _await_all(terms, hosted)
     except BaseException:
         hosted.close()
@@ -149,7 +152,7 @@ def _receive(terms: _Terms) -> Rendezvous:
 
 
 def _listen(terms: _Terms) -> socket.socket:
-    """Where the others come to: at the address that they were told, or that the user's choice of
+    """Where the others come to: at the address that they were given, or that the user's choice of
     an interface has; everywhere where nothing says by which they come."""
     identity = terms.identity
     if identity.listen_fd is not None:
@@ -180,7 +183,7 @@ def _own(host: str, identity: Identity) -> str:
     return found if network.interface_of(found) is not None else ""
 
 
-def _noted(terms: _Terms, port: int, told: str) -> AbstractContextManager[None]:
+def _announced(terms: _Terms, port: int, secret: str) -> AbstractContextManager[None]:
     if terms.path is None:
         return nullcontext()
     addresses = rendezvous_file.addresses(terms.identity)
@@ -189,16 +192,16 @@ def _noted(terms: _Terms, port: int, told: str) -> AbstractContextManager[None]:
     elif not terms.identity.on_one_host and (named := _named_interface()):
         addresses = (network.address_of_interface(named),)
     host, pid = socket.gethostname(), os.getpid()
-    note = RendezvousFile(addresses=addresses, port=port, host=host, pid=pid, secret=told)
-    return rendezvous_file.written(terms.path, note)
+    file = RendezvousFile(addresses=addresses, port=port, host=host, pid=pid, secret=secret)
+    return rendezvous_file.written(terms.path, file)
 
 
 def _await_all(terms: _Terms, hosted: HostStore) -> None:
     identity, warning = terms.identity, time.monotonic() + WARN
-    beside = LocalRanks(identity)
+    neighbours = LocalRanks(identity)
     keys = {here(rank): rank for rank in range(1, identity.size)}
     while absent := hosted.absent(list(keys), 5 * POLL):
-        now, ended = time.monotonic(), beside.have_ended()
+        now, ended = time.monotonic(), neighbours.have_ended()
         if ended or now > min(terms.deadline, warning):
             missing = [keys[key] for key in absent]
             said = _missing(terms, missing, ended=ended)
@@ -209,7 +212,7 @@ def _await_all(terms: _Terms, hosted: HostStore) -> None:
 
 
 class LocalRanks:
-    """Whether ranks beside this one have ended: mpiexec and srun may let the others wait."""
+    """Watches the ranks beside this one: mpiexec and srun may let others wait for an ended one."""
 
     def __init__(self, identity: Identity) -> None:
         self._size = identity.local_size
@@ -240,7 +243,7 @@ def _missing(terms: _Terms, missing: Sequence[int], *, ended: bool) -> str:
 
 
 def _hint(terms: _Terms) -> str:
-    """What to look at where ranks on several hosts find each other by a note."""
+    """What to look at where ranks on several hosts find each other by a file."""
     if terms.path is None or terms.identity.on_one_host:
         return ""
     return (
@@ -257,15 +260,15 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _go(terms: _Terms) -> Rendezvous:
-    """The store of rank 0, when all have come to it."""
+    """Reach the store of rank 0, and return it when all ranks have come to it."""
     trouble, refused_since = "", None
     while terms.left:
-        note = terms.found()
-        for name in note.addresses if note else ():
-            assert note is not None
-            known = "" if terms.is_open else (terms.given or note.secret)
+        file = terms.found()
+        for name in file.addresses if file else ():
+            assert file is not None
+            known = "" if terms.is_open else (terms.given or file.secret)
             try:
-                connection = _connect(terms, name, note.port, known.encode())
+                connection = _connect(terms, name, file.port, known.encode())
             except OSError as error:  # this address leads nowhere; the next one may
                 trouble = _trouble(error)
                 refused_since = _refused(refused_since, error)
@@ -281,7 +284,7 @@ def _connect(terms: _Terms, name: str, port: int, known: bytes) -> socket.socket
     """A connection to rank 0 that is proven at both ends. Raises OSError."""
     connection = socket.create_connection((name, port), timeout=max(0.001, min(REACH, terms.left)))
     try:
-        # The kernel accepts for a rank 0 that was told where to listen, and is yet to come.
+        # The kernel accepts for a rank 0 that was given its port, and is yet to come.
         patience = terms.left if terms.path is None else min(REACH, terms.left)
         authentication.prove(connection, known, time.monotonic() + patience)
     except BaseException:
@@ -291,7 +294,7 @@ def _connect(terms: _Terms, name: str, port: int, known: bytes) -> socket.socket
 
 
 def _refused(since: float | None, error: OSError) -> float | None:
-    """Since when every answer was that we are not known there."""
+    """Since when every answer was that this rank does not know the secret."""
     return (since or time.monotonic()) if isinstance(error, authentication.Unproven) else None
 
 
@@ -337,13 +340,13 @@ def _did_not_come(terms: _Terms, missing: Sequence[int]) -> LaunchError:
 
 
 def _did_not_find(terms: _Terms, trouble: str) -> LaunchError:
-    identity, note = terms.identity, terms.found()
-    if note is not None:
-        where = f"at {' or '.join(note.addresses)}, port {note.port}"
+    identity, file = terms.identity, terms.found()
+    if file is not None:
+        where = f"at {' or '.join(file.addresses)}, port {file.port}"
         what = f"did not reach rank 0 {where}, {terms}" + (f": {trouble}" if trouble else "")
     else:
         assert terms.path is not None
-        what = f"found no note of rank 0 in {terms.path.parent} {terms}"
+        what = f"found no rendezvous file of rank 0 in {terms.path.parent} {terms}"
     return LaunchError(
         f"Rank {identity.rank} of {identity.size}, started by {identity.launcher} on "
         f"{socket.gethostname()}, {what}. Did rank 0 start?{_hint(terms)}"

@@ -339,8 +339,8 @@ class GroupWork:
         """The error to raise; later calls raise it again, and the others are told."""
         self._failure = kind(text).blaming(at_fault)
         self._process_work.error = self._process_work.error or self._failure
-        told = text.encode()[:INLINE]
-        self.post(MeshMessage(0, FAILED, kind=int(kind is PeerLost), payload=told))
+        reason = text.encode()[:INLINE]
+        self.post(MeshMessage(0, FAILED, kind=int(kind is PeerLost), payload=reason))
         self._process_work.status_server.announce_abort(self._failure)
         return self._failure
 

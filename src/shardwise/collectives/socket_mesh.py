@@ -240,8 +240,8 @@ def _greeted(peer: socket.socket, word: bytes) -> int | None:
 
 def _is_ours(peer: socket.socket) -> bool:
     """Whether a process of this user is at the other end."""
-    told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(told)[1]) == os.geteuid()
+    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(found)[1]) == os.geteuid()
 
 
 def _reach(peer: socket.socket, address: str, until: float) -> None:

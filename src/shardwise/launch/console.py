@@ -1,4 +1,7 @@
-"""The launcher's own standard output and error as screens for its ranks."""
+"""Gives the launcher's standard output and error to its ranks as screens.
+
+Also opens standard streams that were closed when the command was started.
+"""
 
 from __future__ import annotations
 
@@ -89,8 +92,9 @@ class Console:
 
 
 def open_standard_streams() -> str:
-    """Let nothing else be opened in the place of a stream that is closed: a closed input is an
-    empty one, and what goes to closed errors is lost.
+    """Open standard streams that are closed, so that nothing else is opened in their place.
+
+    A closed input becomes an empty one, and what goes to closed errors is lost.
 
     Returns, as a sentence, that the output is closed; "" where it is not.
     """
@@ -113,7 +117,7 @@ def open_standard_streams() -> str:
 
 
 def forget_unwritten() -> None:
-    """What an output did not take is not tried again at the end of the process."""
+    """Drop what standard output did not take, so that Python does not try again at its end."""
     with suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Runs that are started on each host by itself, by torch's elastic agent, as torchrun does.
+"""Runs torch's elastic agent, for runs that are started on each host by itself, like torchrun's.
 
     on each:   shardwise run --nnodes 2 --nproc-per-node 4 --rdzv-endpoint node1:29500 train.py
 
@@ -88,7 +88,7 @@ def agent_command(
 def own_address(meeting: ElasticRendezvous, name: str | None) -> str | None:
     """The address of this host for the others: of interface `name`, else of the way to them.
 
-    None where the way does not tell: on the host where they meet, by a name that is local to it.
+    None where the route does not say: on the host where they meet, by a name that is local to it.
     """
     if name is not None:
         return network.address_of_interface(name)

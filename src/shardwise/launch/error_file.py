@@ -1,8 +1,14 @@
-"""A rank's last words: what it died of, written where its launcher looks.
+"""Writes the error that a rank died of to a file, in which its launcher reads it.
 
-When several ranks fail, most of them only report that another one is gone. Each rank that dies
-of an exception leaves a report with the time, so that the launcher can show the first cause. What
-was refused on all ranks alike the launcher shows, once; without one each rank does.
+When several ranks fail, most of them only report that another one is gone. Each rank that dies of
+an exception writes an error file with the time, so that the launcher can show the first cause.
+
+What a user asked for and cannot have is a *refusal*: one sentence says it all, and a traceback of
+ours says nothing. The launcher shows one once that all ranks share; without a launcher each rank
+shows its own.
+
+the user's line ─▶ our frames only ─▶ an error of ours              a refusal
+                ─▶ the same, after an error of the user's own       no refusal: both are shown
 """
 
 from __future__ import annotations
@@ -50,8 +56,7 @@ class ErrorReport:
 
 
 def watch_exceptions() -> None:
-    """From now on an uncaught exception in the main thread leaves a report where one is wanted, and
-    a refusal is shown as a sentence."""
+    """Write an error file for an uncaught exception, and show a refusal as a sentence."""
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
 
@@ -69,12 +74,12 @@ class _Hook:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         refused = refusal_sentence(error)
-        told = f"shardwise: {_speaker()}{refused}\n" if refused else ""
+        shown = f"shardwise: {_speaker()}{refused}\n" if refused else ""
         if REPORTS_VARIABLE not in os.environ:
-            if not told or self._before is not sys.__excepthook__:  # one that others have set
+            if not shown or self._before is not sys.__excepthook__:  # one that others have set
                 self._before(kind, error, trace)
-            if told:
-                _show(told)
+            if shown:
+                _show(shown)
             return
         text = "".join(traceback.format_exception(kind, error, trace))
         alone = os.environ.get(OWN_NAMES["size"], "1") == "1"
@@ -88,7 +93,7 @@ class _Hook:
         if isinstance(error, KeyboardInterrupt) or _blames(error):
             _show(f"{_message(error)} [{users_line(trace)}]\n")
         elif not is_shown_for_us:
-            _show(told or text)
+            _show(shown or text)
 
 
 def _show(text: str) -> None:
@@ -98,16 +103,16 @@ def _show(text: str) -> None:
 
 
 def _speaker() -> str:
-    """Which of several ranks this is; nobody knows whether the others would say the same."""
+    """Name this rank where there are several: the others may not say the same."""
     try:
         identity = launchers.detect(os.environ)
-    except LaunchError:  # which is what is to be told
+    except LaunchError:  # that error is the one to be shown
         return ""
     return "" if identity.size == 1 else f"rank {identity.rank} of {identity.size}: "
 
 
 def write(folder: Path, error: BaseException, text: str, refusal: str = "") -> None:
-    """Leave the report of this rank in `folder`, whole or not at all."""
+    """Write the error file of this rank in `folder`, whole or not at all."""
     rank = int(os.environ[RANK_VARIABLE])
     report = ErrorReport(
         rank=rank,
@@ -135,7 +140,7 @@ def _message(error: BaseException) -> str:
 
 
 def read(folder: Path) -> dict[int, ErrorReport]:
-    """The reports that ranks have left in `folder`, by rank."""
+    """Read the error files in `folder`, by rank."""
     found = (ErrorReport(**json.loads(path.read_text())) for path in folder.glob("[0-9]*.json"))
     return {report.rank: report for report in found}
 
@@ -144,7 +149,7 @@ OURS = Path(__file__).parents[1]
 
 
 def refusal_sentence(error: BaseException) -> str:
-    """The error, with the user's lines that led to it; "" where the traceback is needed."""
+    """Return the error with the user's lines that led to it; "" where the traceback is needed."""
     if not isinstance(error, ShardwiseError) or isinstance(error, CollectiveError):
         return ""
     files = _files(error.__traceback__)
@@ -153,10 +158,10 @@ def refusal_sentence(error: BaseException) -> str:
         return ""
     if any(any(map(_is_users, _files(cause.__traceback__))) for cause in _causes(error)):
         return ""
-    told = " ".join([str(error), *getattr(error, "__notes__", ())])
+    said = " ".join([str(error), *getattr(error, "__notes__", ())])
     *before, last = _users_frames(error.__traceback__)
     way = "".join(f"{_place(frame)} > " for frame in before)
-    return f"{told} [{way}{_line(last)}]"
+    return f"{said} [{way}{_line(last)}]"
 
 
 def users_line(trace: TracebackType | None) -> str:

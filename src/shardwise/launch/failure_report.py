@@ -33,8 +33,11 @@ _TRACE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class ExitStatus:
-    """How a rank ended: `code` as subprocess has it (negative for a signal), `time` in seconds
-    since the epoch, `stopped` when the launcher had asked it to end by then."""
+    """How a rank ended.
+
+    `code` is as subprocess has it (negative for a signal), `time` in seconds since the epoch,
+    `stopped` when the launcher had asked it to end by then.
+    """
 
     rank: int
     code: int
@@ -44,9 +47,12 @@ class ExitStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The rank to blame and the exit code of the run. `waiting` is a rank that could not go on
-    because of `rank`, None where that failed itself. `late`: `rank` did not come, nor say anything
-    until it was ended; else it had ended in peace too early."""
+    """The rank to blame and the exit code of the run.
+
+    `waiting` is a rank that could not go on because of `rank`, None where that failed itself.
+    `late`: `rank` did not come, nor say anything until it was ended; else it had ended well, but
+    too early.
+    """
 
     rank: int
     exit_code: int
@@ -55,7 +61,7 @@ class Verdict:
 
 
 def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Verdict | None:
-    """The verdict over a run whose ranks have all ended; None when all ended well.
+    """Judge a run whose ranks have all ended; None when all ended well.
 
     The cause is the first failure that is not merely about another rank. Where there is none
     but a rank ended by itself with code 0, that rank left too early; where none did but those that
@@ -79,8 +85,7 @@ def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Ver
 def _silent_rank(
     ends: Sequence[ExitStatus], failures: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]
 ) -> Verdict | None:
-    """That one is to blame which the first of those that waited names, and which had to be ended
-    before it said anything."""
+    """Blame the rank that the first of the waiting ones names, and that had to be ended."""
     silent = {end.rank for end in ends} - {end.rank for end in failures}
     for end in sorted(failures, key=lambda end: _moment(end, reports)):
         for rank in reports[end.rank].at_fault if end.rank in reports else ():
@@ -101,8 +106,10 @@ def is_consequence(judged: Verdict, reports: Mapping[int, ErrorReport]) -> bool:
 
 
 def common_refusal(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> str:
-    """The sentence that all ranks have died of; "" where any of them has another end, but for those
-    that were ended before they could say anything."""
+    """Return the one refusal that all ranks have died of; "" where one of them ended otherwise.
+
+    Those that were ended before they could say anything do not count.
+    """
     own = [end.rank for end in ends if not end.stopped or end.rank in reports]
     found = {reports[rank].refusal if rank in reports else "" for rank in own}
     return found.pop() if len(found) == 1 else ""
@@ -130,7 +137,7 @@ def _exit_code(end: ExitStatus) -> int:
 
 
 def last_traceback(tail: str) -> str:
-    """Of the end of a rank's output its last traceback with those it is chained to; else lines."""
+    """Cut the last traceback and those it is chained to from a rank's output; else some lines."""
     text = tail.rstrip()
     starts = [match.start(1) for match in _TRACE.finditer(text)]
     if not starts:
@@ -147,7 +154,7 @@ _KILL_HINT = "Once more kills them at once."
 def closing_words(
     judged: Verdict, how: str, trace: str, *, size: int, where: str = "", host: str = ""
 ) -> str:
-    """The closing words of a failed run, with the trace of the rank at fault last.
+    """Build the closing words of a failed run, with the traceback of the rank at fault last.
 
     `how` says how the blamed rank ended, `where` at which line of the user's the one that waited
     for it was, `host` where it ran if there are several. A run of one rank that ended by itself
@@ -193,7 +200,7 @@ def refusal_words(sentence: str, ranks: Sequence[int], size: int) -> str:
 def in_few_words(
     judged: Verdict, how: str, size: int, report: ErrorReport | None
 ) -> tuple[str, str]:
-    """The same in a few words: what happened to whom, and why."""
+    """Say in a few words what happened to whom, and why."""
     who = "the program" if size == 1 else f"rank {judged.rank} of {size}"
     if judged.late:
         return f"{who} did not come", report.message.partition("\n")[0] if report else ""
@@ -212,7 +219,7 @@ def saving_line(asked: signal.Signals) -> str:
 
 
 def stopping_line(asked: signal.Signals, size: int, *, again: bool, broken: str = "") -> str:
-    """The line at the moment when someone wants the run to end, or its output is `broken`."""
+    """Build the line for when someone wants the run to end, or its output is `broken`."""
     by = {signal.SIGINT: "Ctrl-C", signal.SIGPIPE: broken}
     reason = by.get(asked, asked.name)
     ranks = "the program" if size == 1 else f"{size} ranks"
@@ -223,7 +230,7 @@ def stopping_line(asked: signal.Signals, size: int, *, again: bool, broken: str 
 
 
 def lost_hosts(losses: Sequence[str]) -> str:
-    """That hosts went out of reach, each with its reason; nothing where there are none."""
+    """List the hosts that went out of reach, each with its reason; "" where there are none."""
     return "".join(f"\nshardwise: {why}\n" for why in losses)
 
 
@@ -247,7 +254,7 @@ _SIGNAL_CAUSES = {
 
 
 def described_exit(code: int, *, before: HostMemory, now: HostMemory, peak: int) -> str:
-    """Words for the way a process ended: `code` as subprocess has it, negative for a signal.
+    """Say how a process ended and what it most likely means: `code` is negative for a signal.
 
     `before` and `now` are the host's memory at the start and after, `peak` the process's largest
     resident set in bytes.
@@ -328,7 +335,7 @@ OS_ERROR_HINTS = {
 
 
 def os_error_sentence(error: OSError) -> str:
-    """What was refused, and what to do about it."""
+    """Say what the operating system refused, and what to do about it."""
     files = [str(name)[:200] for name in (error.filename, error.filename2) if name is not None]
     what = f"{' to '.join(files)}: " if files else ""
     hint = OS_ERROR_HINTS.get(error.errno or 0)

@@ -1,4 +1,4 @@
-"""Which hosts, and how many ranks on each: `-H`, hostfiles, and how ranks spread. Pure.
+"""Reads which hosts a run has (`-H`, hostfiles), and spreads the ranks over them. Pure.
 
 All of these give the same map:
 

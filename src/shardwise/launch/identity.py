@@ -10,7 +10,7 @@ from shardwise.errors import LaunchError
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Rank and size as a launcher gave them, and what it told of where the first rank listens.
+    """Rank and size as a launcher gave them, and what it says of where rank 0 listens.
 
     `node` is the index of this host, None where the launcher tells none. With `port` set, rank 0
     listens at `address`; without it the launcher only started processes, and ranks find each

@@ -1,4 +1,4 @@
-"""A run as it was asked for, and how it is shown."""
+"""Describes a run as it was asked for: what runs where, and how it is shown."""
 
 import secrets
 import shlex
@@ -53,7 +53,7 @@ class Job:
     @property
     def joins(self) -> bool:
         """Whether its ranks are expected to call sw.init: Python that is not asked for its help,
-        nor has another way to join them."""
+        nor has another options to join them."""
         asks = "--help" in self.words[1:] or self.words[1:] == ("-h",)
         return self.is_python and not asks and not program.joins_itself(self.words[0])
 
@@ -62,8 +62,8 @@ class Job:
         piped = self.log_dir is not None or self.shown is not None or len(self.shares) > 1
         return Console(self.size, environ, piped=piped)
 
-    def voices(self, console: Console) -> list[WorkerOutput]:
-        """A voice for each rank. Raises LaunchError where logs cannot be written."""
+    def outputs(self, console: Console) -> list[WorkerOutput]:
+        """Make the output of each rank. Raises LaunchError where logs cannot be written."""
         kept = open_logs(self.log_dir, self.size, self.words)
         return [
             WorkerOutput(rank, console, shown=self.shown is None or rank in self.shown, log=log)
@@ -105,14 +105,17 @@ class Job:
         )
 
 
-def dry_run_words(job: Job, way: SshOptions, here: Sequence[Share]) -> str:
-    """Which ranks would run where, by which commands; `here` are the shares of this host."""
+def dry_run_words(job: Job, options: SshOptions, here: Sequence[Share]) -> str:
+    """Say for `--dry-run` which ranks would run where, by which commands.
+
+    `here` are the shares of this host. Pure.
+    """
     hosts = len(job.shares)
     rows = [
         (
             share.host.name,
             share.ranks,
-            "here" if share in here else shlex.join(command.ssh_command(way, share.host)),
+            "here" if share in here else shlex.join(command.ssh_command(options, share.host)),
         )
         for share in job.shares
     ]
@@ -123,8 +126,8 @@ def dry_run_words(job: Job, way: SshOptions, here: Sequence[Share]) -> str:
         f"{job.size} rank{'s' * (job.size > 1)} on {hosts} host{'s' * (hosts > 1)}; "
         f"rank 0 listens on {job.shares[0].host.name}, on {listens}{by}",
         *(f"  {name:<{widths[0]}}  {ranks:<{widths[1]}}  {how}" for name, ranks, how in rows),
-        f"each rank: {shlex.join(_program_words(job, way))}",
-        f"in folder: {way.folder}",
+        f"each rank: {shlex.join(_program_words(job, options))}",
+        f"in folder: {options.folder}",
         f"settings: {shlex.join(f'{name}={value}' for name, value in job.flags.items()) or 'none'}",
     ]
     if job.passed:
@@ -134,7 +137,7 @@ def dry_run_words(job: Job, way: SshOptions, here: Sequence[Share]) -> str:
     return "\n".join(lines)
 
 
-def _program_words(job: Job, way: SshOptions) -> list[str]:
+def _program_words(job: Job, options: SshOptions) -> list[str]:
     if job.module:
-        return [way.python, "-m", *job.words]
-    return [way.python, *job.words] if job.is_python else list(job.words)
+        return [options.python, "-m", *job.words]
+    return [options.python, *job.words] if job.is_python else list(job.words)

@@ -1,4 +1,4 @@
-"""The ranks that this process starts on its own host: from their start to their ends."""
+"""Starts the ranks of this host, passes on what they write, and reports how they end."""
 
 import os
 import selectors
@@ -25,7 +25,7 @@ Hear = Callable[[int, int, bytes], None]
 
 @dataclass(frozen=True, kw_only=True)
 class HostTask:
-    """What one host is to run; plain values, so that it travels as JSON.
+    """What one host is to run, in plain values: it travels as JSON.
 
     `count` of `size` ranks, from `first` on, run `command` with the settings in `flags`. Rank 0
     listens on `port` of `address`; `master_port` there is free for torch's own rendezvous.
@@ -52,8 +52,7 @@ class HostTask:
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """That a rank has ended, `how` in words, the report that it left, if any, and what it had told
-    of its progress."""
+    """The end of a rank: `how` in words, its error report, if any, and its last progress."""
 
     end: ExitStatus
     how: str
@@ -67,16 +66,16 @@ class RankExit:
 
 
 class LocalWorkers:
-    """The ranks of `task`, as processes of this host; their reports lie in `folder`.
+    """The ranks of `task`, as processes of this host; their error files lie in `folder`.
 
-    `left` is told of each that ended, `saves` of the signal to end before which one saves.
+    `left` is called with each that ended, `saves` with the signal to end before which one saves.
     """
 
     def __init__(
         self,
         task: HostTask,
         folder: Path,
-        warden: OrphanReaper,
+        reaper: OrphanReaper,
         selector: selectors.BaseSelector,
         hear: Hear,
         left: Callable[[RankExit], None],
@@ -84,12 +83,12 @@ class LocalWorkers:
     ) -> None:
         self._task = task
         self._folder = folder
-        self._warden = warden
+        self._reaper = reaper
         self._selector = selector
         self._hear = hear
         self._left = left
         self._saves = saves
-        self._children: list[Worker] = []
+        self._workers: list[Worker] = []
         self._stopping = False
         self._memory = resources.host_memory()
 
@@ -98,18 +97,18 @@ class LocalWorkers:
         for local_rank in range(self._task.count):
             rank = self._task.first + local_rank
             fds = [listener.fileno()] if listener is not None and rank == 0 else []
-            child = Worker(rank, partial(self._hear, rank))
+            worker = Worker(rank, partial(self._hear, rank))
             outlet = (
                 self._task.outlet if rank == 0 else WorkerStreams(piped=self._task.outlet.piped)
             )
             environ = self._environment(local_rank, fds[0] if fds else None)
-            child.start(self._task.command, environ, fds, outlet)
-            self._warden.started(child.group)
-            self._children.append(child)
+            worker.start(self._task.command, environ, fds, outlet)
+            self._reaper.started(worker.group)
+            self._workers.append(worker)
         self.listen()
 
     def listen(self) -> None:
-        """Take what the ranks write, as it comes."""
+        """Pass on what the ranks write, as it comes."""
         for source in self._open():
             with suppress(KeyError):  # it is listened to already
                 self._selector.register(
@@ -122,45 +121,50 @@ class LocalWorkers:
             self._ignore(source)
 
     def reap(self) -> None:
-        """Tell of those that have ended since, when what they wrote has been passed on."""
-        for child in self._children:
-            if child.end is None and child.reap(stopped=self._stopping):
-                for source in child.sources:
+        """Report the ranks that have ended since, once what they wrote has been passed on."""
+        for worker in self._workers:
+            if worker.end is None and worker.reap(stopped=self._stopping):
+                for source in worker.sources:
                     self._ignore(source)
                     source.drain()
-                self._left(self._departure(child))
+                self._left(self._rank_exit(worker))
 
-    def send(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to all that is left of the ranks; SIGTERM also ends who would save."""
         self._stopping = True
-        for child in self._children:
-            if not child.is_gone():
-                child.send(number)
-                if number == signal.SIGTERM and self._heeds(child):
-                    child.send_alone(signal.SIGKILL)
+        for worker in self._workers:
+            if not worker.is_gone():
+                worker.send_signal(number)
+                if number == signal.SIGTERM and self._saves_first(worker):
+                    worker.send_to_process(signal.SIGKILL)
 
-    def ask(self, number: signal.Signals) -> None:
-        """Pass on that someone wants the ranks to end: to those that save first alone, so that
-        their DataLoader workers go on, and to all that is left of the others."""
-        saving = [child for child in self._children if child.end is None and self._heeds(child)]
-        for child in self._children:
-            if child in saving:
-                child.send_alone(number)
-            elif not child.is_gone():
-                child.send(number)
+    def ask_to_end(self, number: signal.Signals) -> None:
+        """Pass on that someone wants the ranks to end.
+
+        To those that save first alone, so that their DataLoader workers go on; to the whole process
+        groups of the others.
+        """
+        saving = [
+            worker for worker in self._workers if worker.end is None and self._saves_first(worker)
+        ]
+        for worker in self._workers:
+            if worker in saving:
+                worker.send_to_process(number)
+            elif not worker.is_gone():
+                worker.send_signal(number)
         if saving:
             self._saves(number)
 
     def resize(self, window: tuple[int, int]) -> None:
-        """Tell ranks that draw live the new rows and columns of the terminal."""
-        for child in self._children:
-            child.resize(window)
+        """Pass on the new rows and columns of the terminal to ranks that draw live."""
+        for worker in self._workers:
+            worker.resize(window)
 
     def release(self) -> None:
-        """Tell the warden of those that left nothing behind."""
-        for child in self._children:
-            if child.is_gone():
-                self._warden.ended(child.group)
+        """Let the orphan reaper forget those that left no process behind."""
+        for worker in self._workers:
+            if worker.is_gone():
+                self._reaper.ended(worker.group)
 
     def _environment(self, local_rank: int, listen_fd: int | None) -> dict[str, str]:
         task = self._task
@@ -198,21 +202,21 @@ class LocalWorkers:
             self._selector.unregister(source.fd)
 
     def _open(self) -> list[OutputSource]:
-        return [source for child in self._children for source in child.sources if source.open]
+        return [source for worker in self._workers for source in worker.sources if source.open]
 
-    def _heeds(self, child: Worker) -> bool:
-        told = progress.read(self._folder, child.rank)
-        return told is not None and told.saves_when_asked
+    def _saves_first(self, worker: Worker) -> bool:
+        found = progress.read(self._folder, worker.rank)
+        return found is not None and found.saves_when_asked
 
-    def _departure(self, child: Worker) -> RankExit:
-        assert child.end is not None
+    def _rank_exit(self, worker: Worker) -> RankExit:
+        assert worker.end is not None
         now = resources.host_memory()
         how = failure_report.described_exit(
-            child.end.code, before=self._memory, now=now, peak=child.peak
+            worker.end.code, before=self._memory, now=now, peak=worker.peak
         )
         return RankExit(
-            end=child.end,
+            end=worker.end,
             how=how,
-            report=error_file.read(self._folder).get(child.rank),
-            progress=progress.read(self._folder, child.rank),
+            report=error_file.read(self._folder).get(worker.rank),
+            progress=progress.read(self._folder, worker.rank),
         )

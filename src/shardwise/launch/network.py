@@ -1,4 +1,4 @@
-"""Which address of this host others reach it by, and which network interface holds it."""
+"""Finds addresses and interfaces of this host, and opens the sockets that rank 0 listens on."""
 
 import errno
 import fcntl
@@ -85,12 +85,12 @@ def _addresses() -> Iterator[tuple[str, str]]:
 def _address_four(probe: socket.socket, name: str) -> str | None:
     asked = struct.pack("256s", name.encode()[:15])
     try:
-        told = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, asked)
+        found = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, asked)
     except OSError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV, errno.EINVAL):
             return None
         raise
-    return socket.inet_ntoa(told[20:24])
+    return socket.inet_ntoa(found[20:24])
 
 
 def _indices() -> list[tuple[str, int]]:
@@ -98,7 +98,7 @@ def _indices() -> list[tuple[str, int]]:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on `port`, or with 0 on one that the kernel chooses.
+    """Open a socket that listens on `port`, or with 0 on one that the kernel chooses.
 
     Rank 0 inherits it, so no other process can take the port in between. Raises LaunchError.
     """
@@ -118,7 +118,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def reserve_port(address: str) -> socket.socket:
-    """A socket on a port that the kernel chooses, which is kept for whom MASTER_PORT is told.
+    """Reserve a port that the kernel chooses, for MASTER_PORT.
 
     It does not listen, so that a script on this host can, by torch's own init_process_group.
     Raises LaunchError.
@@ -134,7 +134,7 @@ def reserve_port(address: str) -> socket.socket:
 
 
 def listen_everywhere() -> socket.socket:
-    """A socket that listens on every address of this host, on a port that the kernel chooses.
+    """Open a socket that listens on every address of this host, on a port of the kernel's choice.
 
     IPv6 is for hosts that have nothing else: torch warns of a client whose name it cannot find,
     and few networks know a name for an IPv4 address in IPv6's clothes.

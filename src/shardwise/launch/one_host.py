@@ -1,4 +1,4 @@
-"""A run on this host alone: its ranks meet on the loopback interface and read our input."""
+"""Runs a job on this host alone: its ranks meet on loopback, rank 0 reads our input."""
 
 import os
 import tempfile
@@ -38,15 +38,15 @@ def _once(job: Job, command: tuple[str, ...], console: Console, signals: Signals
     with network.listen(address, job.port) as meeting, network.reserve_port(address) as spare:
         where = {"port": meeting.getsockname()[1], "master_port": spare.getsockname()[1]}
         task = job.task(job.shares[0], command, console, address=address, **where, reads=True)
-        voices = job.voices(console)
+        outputs = job.outputs(console)
         folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
-        with OrphanReaper(folder) as warden:
-            supervisor = Supervisor(console, voices, signals, grace=job.grace, joins=job.joins)
-            told = supervisor.hear, supervisor.left, supervisor.saves_first
-            crew = LocalWorkers(task, folder, warden, supervisor.selector, *told)
+        with OrphanReaper(folder) as reaper:
+            supervisor = Supervisor(console, outputs, signals, grace=job.grace, joins=job.joins)
+            sinks = supervisor.hear, supervisor.left, supervisor.saves_first
+            workers = LocalWorkers(task, folder, reaper, supervisor.selector, *sinks)
             with closing(supervisor):
-                crew.start(meeting)
+                workers.start(meeting)
                 meeting.close()
-                ending = supervisor.watch([crew])
-            crew.release()
+                ending = supervisor.watch([workers])
+            workers.release()
             return ending

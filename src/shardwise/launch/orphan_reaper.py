@@ -1,4 +1,4 @@
-"""Ends the ranks when their launcher was killed too suddenly to do it (kill -9).
+"""Ends orphaned ranks, whose launcher was killed too suddenly to end them itself (kill -9).
 
 A process of its own, which only reads its standard input: the folder of the run on the first
 line, then "+PID" for each process group that started and "-PID" for each that ended. The end of
@@ -26,7 +26,7 @@ PATIENCE = 2.0
 
 
 class OrphanReaper:
-    """The launcher's end of it; a context. `folder`, if any, is removed at the end."""
+    """The launcher's side of the process; a context. `folder`, if any, is removed at the end."""
 
     def __init__(self, folder: Path | None = None) -> None:
         script = Path(__file__)
@@ -38,15 +38,15 @@ class OrphanReaper:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._tell(str(folder or ""))
+        self._write(str(folder or ""))
 
     def started(self, group: int) -> None:
         """Watch over the process group `group`."""
-        self._tell(f"+{group}")
+        self._write(f"+{group}")
 
     def ended(self, group: int) -> None:
         """Forget the process group `group`: it is empty."""
-        self._tell(f"-{group}")
+        self._write(f"-{group}")
 
     def __enter__(self) -> "OrphanReaper":
         return self
@@ -61,8 +61,8 @@ class OrphanReaper:
         self._process.stdin.close()
         self._process.wait()
 
-    def _tell(self, line: str) -> None:
-        """Say `line`; a warden that was killed is no reason to stop the run."""
+    def _write(self, line: str) -> None:
+        """Write `line`; a reaper that was killed is no reason to stop the run."""
         assert self._process.stdin is not None
         try:
             os.write(self._process.stdin.fileno(), f"{line}\n".encode())
@@ -70,11 +70,11 @@ class OrphanReaper:
             return
 
 
-def watch(told: TextIO) -> None:
-    """Wait for the end of `told`, then end what is left and remove the folder."""
-    folder = told.readline().rstrip("\n")
+def watch(lines: TextIO) -> None:
+    """Wait for the end of `lines`, then end what is left and remove the folder."""
+    folder = lines.readline().rstrip("\n")
     groups: set[int] = set()
-    for line in told:
+    for line in lines:
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
     end_groups(groups, PATIENCE)
     if folder:

@@ -1,4 +1,4 @@
-"""Files that only this user can have written, and only this user can read.
+"""Reads and writes files that only this user can have written, and only this user can read.
 
 Names in the temporary folder can be known by other users of the host, who may put a link or a
 file of their own there first. So what ranks leave there lies in a folder of the user's own, which

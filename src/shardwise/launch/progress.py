@@ -1,9 +1,9 @@
-"""How far a rank has come: numbers in a file that it and its launcher map.
+"""Records how far a rank has come, in numbers of a file that it and its launcher map.
 
     saves_when_asked | ended | resumes | steps, kept of engine 0 | steps, kept of engine 1 | ...
 
-Telling one costs a store into memory, so a rank tells every step, and what it told is there
-however it ends.
+Recording one costs a store into memory, so a rank records every step, and the record is there
+however the rank ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from shardwise.launch.environment import RANK_VARIABLE, REPORTS_VARIABLE
 
 ENGINES = 60
-"""Of how many engines of a process the steps are told; those made later are not."""
+"""Of so many engines of a process steps are recorded; not of those made later."""
 
 _HEEDS, _ENDED, _RESUMES, _FIRST = range(4)
 _NUMBERS = _FIRST + 2 * ENGINES
@@ -25,7 +25,7 @@ _NUMBERS = _FIRST + 2 * ENGINES
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a rank has told, of the engine that has most to lose.
+    """The progress that a rank has recorded, of the engine that has most to lose.
 
     `step` is how many steps it made, `kept` how many of them a restart has not to make again.
     `saves_when_asked`: asked to end, it saves first; `ended`: it has done so. `resumes`: it asks
@@ -40,7 +40,7 @@ class Progress:
 
 
 class ProgressWriter:
-    """The end of a rank; where nobody listens, it tells nobody."""
+    """The rank's side; without a launcher it records into memory of its own."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._launcher = os.getppid() if REPORTS_VARIABLE in environ else None
@@ -57,7 +57,7 @@ class ProgressWriter:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether the launcher that listened is gone."""
+        """Whether the launcher is gone."""
         return self._launcher is not None and os.getppid() != self._launcher
 
     def saves_when_asked(self, *, saves: bool) -> None:
@@ -84,7 +84,7 @@ class ProgressWriter:
 
 
 def read(folder: Path, rank: int) -> Progress | None:
-    """What `rank` has told in `folder`; None where it never began to."""
+    """Read the progress of `rank` in `folder`; None where it never began to record."""
     try:
         data = _path(folder, rank).read_bytes()
     except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""How ranks find rank 0 whom nobody told where it is: by a note that it leaves.
+"""Writes and reads the rendezvous file, in which rank 0 says where it listens.
 
-mpirun and srun start processes and tell them no address. Rank 0 then listens on a port that the
-kernel gave it, and leaves a note under a name that only this run has: in the user's own temporary
+mpirun and srun start processes and give them no address. Rank 0 then listens on a port that the
+kernel gave it, and writes a file under a name that only this run has: in the user's own temporary
 folder where all ranks are on one host, else in the working directory, which hosts of a cluster
-mostly share. Only the same user can read it, so it also has the secret by which ranks know each
-other. The note goes when all have come.
+mostly share. Only the same user can read it, so it also holds the secret of the run. The file is
+removed when all ranks have come.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ from shardwise.launch.identity import Identity
 VARIABLE = "SHARDWISE_RENDEZVOUS"
 PATTERN = ".shardwise-{user}-{run}"
 DRAFT = ".writing"
-"""Before the name of a note that is being written; nobody looks for that."""
+"""What the name of a file begins with while it is being written; nobody looks for that."""
 
 OLD = 60.0
-"""Seconds after which a note may be one that was left behind."""
+"""Seconds after which a file may be one that a killed run left behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousFile:
-    """Where rank 0 listens: names or numbers of its host, the likeliest first, and the port.
+    """Where rank 0 listens: names or addresses of its host, the likeliest first, and the port.
 
-    `host` and `pid` are of the process that left the note. `secret` is what ranks prove that they
-    know, "" where they were told by their environment.
+    `host` and `pid` are of the process that wrote the file. `secret` is that of the run, "" where
+    ranks have it from their environment.
     """
 
     addresses: tuple[str, ...]
@@ -49,10 +49,10 @@ class RendezvousFile:
 
 
 def path(identity: Identity, folder: str | None = None, run: str | None = None) -> Path:
-    """Where the note of this run lies: in `folder`, or where all of its ranks look by themselves.
+    """Return where the file of this run lies: in `folder`, or where all ranks look by themselves.
 
-    `run` names it where that is known otherwise. Raises LaunchError where nothing names the run on
-    all of its hosts, or the user's own temporary folder cannot be had.
+    `run` names the run where that is known otherwise. Raises LaunchError where nothing names the
+    run on all of its hosts, or the user's own temporary folder cannot be had.
     """
     run = run or identity.job
     if run is None:
@@ -75,7 +75,7 @@ def _nameless(identity: Identity) -> str:
 
 
 def addresses(identity: Identity) -> tuple[str, ...]:
-    """How others may reach this host, which is rank 0's, the likeliest first."""
+    """Return how others may reach this host, which is rank 0's, the likeliest first."""
     if identity.on_one_host:
         return ("127.0.0.1",)
     name = socket.gethostname()
@@ -84,7 +84,7 @@ def addresses(identity: Identity) -> tuple[str, ...]:
 
 
 def _own_number(name: str) -> str | None:
-    """The number of this host on the way out, for others to whom its name says nothing."""
+    """Return the address of this host on the way out, for hosts that do not know its name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing: only asks for the route
@@ -94,17 +94,17 @@ def _own_number(name: str) -> str | None:
 
 
 @contextmanager
-def written(place: Path, note: RendezvousFile) -> Iterator[None]:
-    """The note lies at `place` while the block runs, and no longer, also when SIGTERM comes."""
+def written(place: Path, file: RendezvousFile) -> Iterator[None]:
+    """Keep the file at `place` while the block runs, and no longer, also when SIGTERM comes."""
     _sweep(place.parent)
     with _sigterm_raises():
         try:
-            private_files.write(place, json.dumps(asdict(note)), DRAFT)
+            private_files.write(place, json.dumps(asdict(file)), DRAFT)
             yield
         except OSError as error:
             raise LaunchError(
-                f"Rank 0 cannot leave a note for the other ranks in {place.parent}: "
-                f"{error.strerror}. Name a folder that it may write to and all hosts share, or "
+                f"Rank 0 cannot write the rendezvous file in {place.parent}: {error.strerror}. "
+                f"Name a folder that it may write to and all hosts share, or "
                 f"rank 0's host and a free port: {VARIABLE}=FOLDER/ or HOST:PORT."
             ) from error
         finally:
@@ -113,7 +113,7 @@ def written(place: Path, note: RendezvousFile) -> Iterator[None]:
 
 
 def read(place: Path) -> RendezvousFile | None:
-    """The note at `place`, if it is there, whole and to be believed."""
+    """Read the file at `place`; None where there is none that is whole and trusted."""
     with suppress(FileNotFoundError):
         os.listdir(place.parent)  # makes a network file system look again
         text = private_files.read(place)
@@ -122,7 +122,7 @@ def read(place: Path) -> RendezvousFile | None:
 
 
 def _parsed(text: str) -> RendezvousFile | None:
-    """The note that `text` is; None for what another version, or a crash, has left."""
+    """Parse the text of a file; None for what another version, or a crash, has left."""
     try:
         found = json.loads(text)
         return RendezvousFile(**found | {"addresses": tuple(found["addresses"])})
@@ -131,7 +131,7 @@ def _parsed(text: str) -> RendezvousFile | None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove notes of ours whose process was killed before it could."""
+    """Remove files of this user whose process was killed before it could."""
     ours = PATTERN.format(user=os.getuid(), run="*")
     for old in [*folder.glob(ours), *folder.glob(DRAFT + ours)]:
         with suppress(FileNotFoundError):
@@ -141,11 +141,11 @@ def _sweep(folder: Path) -> None:
 
 
 def _is_needed(old: Path) -> bool:
-    """Whether who left it may be there still: on another host, or told in words unknown here."""
+    """Whether its process may run still: on another host, or one of another version."""
     if old.name.startswith(DRAFT):
         return False
-    note = read(old)
-    return note is None or note.host != socket.gethostname() or _lives(note.pid)
+    file = read(old)
+    return file is None or file.host != socket.gethostname() or _lives(file.pid)
 
 
 def _lives(pid: int) -> bool:
@@ -153,14 +153,14 @@ def _lives(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's process has the number now: leave the note
+    except PermissionError:  # another user's process has the number now: keep the file
         return True
     return True
 
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM, with which launchers end a run, unwind this process rather than cut it off."""
+    """Let SIGTERM, with which launchers end a run, raise SystemExit: then the file is removed."""
     mine = threading.current_thread() is threading.main_thread()
     if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -177,7 +177,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def name_by_process() -> str:
-    """The number and the start time of the process that started this rank and those beside it.
+    """Name the run by the process that started this rank: its number and start time.
 
     A rank may be started through a script of its own, so parents are followed upwards; where none
     of them is a known launcher, the parent is taken.
@@ -191,7 +191,7 @@ def name_by_process() -> str:
 
 
 def launcher_process(pid: int | None = None) -> int | None:
-    """The nearest known launcher above `pid` (this process), None where none is seen."""
+    """Return the nearest launcher's process above `pid` (this process); None where none is seen."""
     with suppress(OSError):  # no /proc, or one that hides other users' processes
         above = _stat(os.getpid() if pid is None else pid)[2]
         while above > 1:
@@ -203,7 +203,7 @@ def launcher_process(pid: int | None = None) -> int | None:
 
 
 def living_children(pid: int) -> int | None:
-    """How many processes that `pid` started still run; None where the system does not tell."""
+    """Count the processes that `pid` started and that still run; None where /proc does not tell."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:

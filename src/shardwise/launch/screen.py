@@ -1,4 +1,4 @@
-"""Many ranks, one screen: whose line is whose, and progress bars that stay alive.
+"""Merges the output of many ranks on one screen, and keeps a progress bar alive.
 
 Pure: bytes go in, bytes come out. Two kinds of source meet on a `Screen`:
 
@@ -227,8 +227,10 @@ _TRACEBACKS = re.compile(rb"Traceback \(most recent call last\):|Exception ignor
 
 
 class InterruptFilter:
-    """After Ctrl-C: withholds a traceback, and forgets it if it only tells of the interrupt; also
-    one from where Python can raise nothing."""
+    """Hides tracebacks of the interrupt after Ctrl-C, and lets all others through.
+
+    Also those from places where Python can raise nothing ("Exception ignored in").
+    """
 
     def __init__(self) -> None:
         self._held = b""

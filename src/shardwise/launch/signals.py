@@ -1,4 +1,4 @@
-"""Signals as events to wait for, and the signals still to be sent."""
+"""Turns signals into events to wait for, and schedules the signals still to be sent."""
 
 import os
 import signal

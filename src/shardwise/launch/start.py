@@ -1,8 +1,8 @@
-"""From the command line to a run: on which hosts, and by whom its ranks are started.
+"""Starts what the command line asks for: chooses the hosts, and who starts the ranks.
 
 nothing, or -n N            this host                     one_host.py
--H, --hostfile              ssh to each                   many_hosts.py
-a Slurm allocation          srun                          srun.py
+-H, --hostfile              ssh to each                   ssh/many_hosts.py
+a Slurm allocation          srun                          slurm.py
 --nnodes                    torch's elastic agent         elastic.py
 """
 
@@ -103,7 +103,7 @@ def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
         interface=asked.interface,
         log_dir=asked.log_dir,
     )
-    way = SshOptions(
+    options = SshOptions(
         folder=environment.working_folder(os.environ),
         python=asked.python or sys.executable,
         ssh=_ssh(asked.ssh),
@@ -112,9 +112,9 @@ def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
         patience=asked.host_timeout or HOST_TIMEOUT,
     )
     if asked.dry_run:
-        print(dry_run_words(job, way, here))
+        print(dry_run_words(job, options, here))
         return 0
-    return one_host.run(job) if is_alone else many_hosts.run(job, way)
+    return one_host.run(job) if is_alone else many_hosts.run(job, options)
 
 
 def _by_srun(asked: RunRequest, passed: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""One rank as the launcher holds it: its process, and what comes out of it."""
+"""One rank as a process of this host: starts it, reads what it writes, ends it."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ MOST_READS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStreams:
-    """What a rank is connected to.
+    """What the standard streams of a rank are connected to.
 
     `piped`: its output comes through us. `drawn`: which of streams 1 and 2 are a terminal, of
     `window` rows and columns where known. `reads`: it has our standard input.
@@ -49,7 +49,7 @@ class OutputSource:
         return self._read() != b""
 
     def drain(self) -> None:
-        """Pass on what the ended rank has left; do not wait for others who hold the pipe."""
+        """Pass on what the ended rank has written; do not wait for others that hold the pipe."""
         for _ in range(MOST_READS):
             if not self._read():
                 break
@@ -117,11 +117,11 @@ class Worker:
         """The process group of the rank: the process itself and all that it starts."""
         return self._process.pid
 
-    def send(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the whole process group."""
         orphan_reaper.signal_group(self.group, number)
 
-    def send_alone(self, number: signal.Signals) -> None:
+    def send_to_process(self, number: signal.Signals) -> None:
         """Send a signal to the process, and not to those that it has started."""
         if self.end is None:
             self._process.send_signal(number)
@@ -142,13 +142,13 @@ class Worker:
         return True
 
     def resize(self, window: tuple[int, int]) -> None:
-        """Tell a rank that draws live the new rows and columns of the terminal."""
+        """Pass on the new rows and columns of the terminal to a rank that draws live."""
         if self._terminal is not None and self.end is None:
             termios.tcsetwinsize(self._terminal, window)
-            self.send(signal.SIGWINCH)
+            self.send_signal(signal.SIGWINCH)
 
     def _connect(self, outlet: WorkerStreams) -> None:
-        """Make what the process will write to; all that it draws goes to one terminal."""
+        """Open what the process will write to; all that it draws goes to one terminal."""
         if outlet.drawn:
             self._terminal, slave = _open_terminal(outlet.window)
             self._theirs |= dict.fromkeys(outlet.drawn, slave)

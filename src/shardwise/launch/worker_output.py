@@ -1,4 +1,4 @@
-"""One rank as it is heard: on the screen, in its log, and its last lines in memory.
+"""Routes what one rank writes: to the screen, to its log, and its last lines to memory.
 
 stream 1, 2   what it writes to a pipe: whole lines, with the rank in front
 stream 0      what it draws live on a terminal
@@ -52,7 +52,7 @@ class WorkerLog:
 
 
 def open_logs(folder: str | None, ranks: int, command: Sequence[str]) -> list[WorkerLog | None]:
-    """A log per rank in `folder`, which is made; what earlier runs wrote there stays.
+    """Open a log per rank in `folder`, which is made; what earlier runs wrote there stays.
 
     Raises LaunchError where that cannot be.
     """
@@ -77,7 +77,7 @@ def open_logs(folder: str | None, ranks: int, command: Sequence[str]) -> list[Wo
 
 
 class WorkerOutput:
-    """Where the bytes of one rank go. `tail` remembers the last of what it said to stderr."""
+    """Takes the bytes of one rank. `tail` remembers the last that it wrote to stderr."""
 
     def __init__(
         self, rank: int, console: Console, *, shown: bool = True, log: WorkerLog | None = None
@@ -87,34 +87,34 @@ class WorkerOutput:
         self._shown = shown
         self._log = log
         self._lines = {fd: Lines(console.prefix(rank, fd)) for fd in (STDOUT, STDERR)}
-        self._hushes: dict[int, InterruptFilter] | None = None
+        self._filters: dict[int, InterruptFilter] | None = None
 
     def hear(self, stream: int, data: bytes) -> None:
         """Take what has come on `stream`; nothing at all is the end of the stream."""
         if not data:
             self._end(stream)
-        elif self._hushes is not None:
-            self._tell(stream, self._hushes.setdefault(stream, InterruptFilter()).feed(data))
+        elif self._filters is not None:
+            self._show(stream, self._filters.setdefault(stream, InterruptFilter()).feed(data))
         else:
-            self._tell(stream, data)
+            self._show(stream, data)
 
     def keep(self, stream: int, data: bytes) -> None:
-        """Take what only the log is to have."""
+        """Write to the log alone."""
         if self._log and not self._log.fault:
             self._log.feed(stream, data)
             if self._log.fault:
                 self._console.say(f"shardwise: {self._log.fault}\n")
 
-    def hush(self) -> None:
+    def hide_interrupt(self) -> None:
         """From now on, do not show that the rank was interrupted: the user knows."""
-        self._hushes = {}
+        self._filters = {}
 
     def close(self) -> None:
         """Close the log."""
         if self._log:
             self._log.close()
 
-    def _tell(self, stream: int, data: bytes) -> None:
+    def _show(self, stream: int, data: bytes) -> None:
         self.keep(stream, data)
         if stream != STDOUT:
             self.tail.feed(data)
@@ -126,9 +126,9 @@ class WorkerOutput:
             self._console.screen(stream).lines(self._lines[stream].feed(data))
 
     def _end(self, stream: int) -> None:
-        hushed = (self._hushes or {}).pop(stream, None)
-        if hushed is not None:
-            self._tell(stream, hushed.close())
+        filtered = (self._filters or {}).pop(stream, None)
+        if filtered is not None:
+            self._show(stream, filtered.close())
         if self._log:
             self._log.end(stream)
         if self._shown and stream == LIVE:

@@ -1,4 +1,4 @@
-"""The launcher's end on one of several hosts: it starts and watches the ranks of this host.
+"""The agent that the launcher starts on each of several hosts: it runs the ranks of this host.
 
     launcher                  agent
         <- hello              versions, clock, where it was reached
@@ -9,8 +9,8 @@
     signal, ask, resize ->
     close ->                  it ends, as it does when the connection ends or falls silent
 
-It speaks on its standard input and output, which ssh carries. Whatever happens, its warden ends
-the ranks when it ends.
+It reads its standard input and writes its standard output, which ssh carries. Whatever happens,
+its orphan reaper ends the ranks when it ends.
 """
 
 import os
@@ -37,14 +37,14 @@ from shardwise.launch.worker import WorkerStreams
 
 IN, OUT = 0, 1
 FIRST_PATIENCE = 60.0
-"""Seconds without a sign of life after which the launcher is given up, until it says its own."""
+"""Seconds without a heartbeat after which the launcher is lost, until it says its own number."""
 
 FULL = 2**20
 """Bytes on their way to the launcher beyond which the ranks' output waits in its pipes."""
 
 
 class Agent:
-    """This host's part of a run."""
+    """The part of a run that is on this host."""
 
     def __init__(self, signals: Signals, stack: ExitStack) -> None:
         self._signals = signals
@@ -53,19 +53,19 @@ class Agent:
         self._out = b""
         self._paused = False
         self._listener: socket.socket | None = None
-        self._crew: LocalWorkers | None = None
+        self._workers: LocalWorkers | None = None
         self._patience = FIRST_PATIENCE
         self._heard = time.monotonic()
         self._open = True
         self._receiver = protocol.MessageReader(protocol.TO_AGENT, self._obey, lambda noise: None)
 
     def run(self) -> None:
-        """Do what the launcher says until it says no more."""
+        """Obey the launcher until it closes the connection, or falls silent."""
         for fd in (IN, OUT):
             os.set_blocking(fd, False)
         self._selector.register(IN, selectors.EVENT_READ, self._read)
         self._selector.register(self._signals.fd, selectors.EVENT_READ, self._on_signals)
-        self._tell("hello", **_hello(os.environ))
+        self._send("hello", **_hello(os.environ))
         while self._open:
             left = self._heard + self._patience - time.monotonic()
             for key, _ in self._selector.select(max(0.0, left)):
@@ -79,9 +79,9 @@ class Agent:
         except protocol.ProtocolError:
             raise
         except LaunchError as error:
-            self._tell("refused", why=str(error))
+            self._send("refused", why=str(error))
         except OSError as error:
-            self._tell("refused", why=failure_report.os_error_sentence(error))
+            self._send("refused", why=failure_report.os_error_sentence(error))
 
     def _on_check(
         self,
@@ -111,54 +111,54 @@ class Agent:
             self._listener = self._stack.enter_context(network.listen(address, port))
             spare = self._stack.enter_context(network.reserve_port(address))
             where = {"port": self._listener.getsockname()[1], "master_port": spare.getsockname()[1]}
-        self._tell("ready", command=command, address=address, **where)
+        self._send("ready", command=command, address=address, **where)
 
     def _on_start(self, task: dict[str, Any]) -> None:
         """Start the ranks."""
-        told = task.pop("outlet", None)
-        outlet = protocol.build(WorkerStreams, told if isinstance(told, dict) else {})
+        streams = task.pop("outlet", None)
+        outlet = protocol.build(WorkerStreams, streams if isinstance(streams, dict) else {})
         checked = protocol.build(HostTask, task, outlet=outlet)
         leads = network.interface_of(network.address_towards(checked.address))
         given = replace(checked, command=tuple(checked.command), interface=leads)
         folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
-        warden = self._stack.enter_context(OrphanReaper(folder))
-        self._crew = LocalWorkers(
-            given, folder, warden, self._selector, self._hear, self._left, self._saves
+        reaper = self._stack.enter_context(OrphanReaper(folder))
+        self._workers = LocalWorkers(
+            given, folder, reaper, self._selector, self._hear, self._left, self._saves
         )
-        self._crew.start(self._listener)
+        self._workers.start(self._listener)
         if self._listener is not None:
             self._listener.close()
 
     def _on_signal(self, number: int) -> None:
-        if self._crew is not None:
-            self._crew.send(protocol.signal_of(number))
+        if self._workers is not None:
+            self._workers.send_signal(protocol.signal_of(number))
 
     def _on_ask(self, number: int) -> None:
-        if self._crew is not None:
-            self._crew.ask(protocol.signal_of(number))
+        if self._workers is not None:
+            self._workers.ask_to_end(protocol.signal_of(number))
 
     def _on_resize(self, window: tuple[int, int]) -> None:
-        if self._crew is not None:
-            self._crew.resize(window)
+        if self._workers is not None:
+            self._workers.resize(window)
 
     def _on_close(self) -> None:
-        if self._crew is not None:
-            self._crew.release()
+        if self._workers is not None:
+            self._workers.release()
         self._open = False
 
     def _hear(self, rank: int, stream: int, data: bytes) -> None:
-        self._tell("output", rank=rank, stream=stream, data=protocol.text_of(data))
+        self._send("output", rank=rank, stream=stream, data=protocol.text_of(data))
 
-    def _left(self, departure: RankExit) -> None:
+    def _left(self, rank_exit: RankExit) -> None:
         report, progress = (
-            told and asdict(told) for told in (departure.report, departure.progress)
+            found and asdict(found) for found in (rank_exit.report, rank_exit.progress)
         )
-        self._tell(
-            "end", end=asdict(departure.end), how=departure.how, report=report, progress=progress
+        self._send(
+            "end", end=asdict(rank_exit.end), how=rank_exit.how, report=report, progress=progress
         )
 
     def _saves(self, number: signal.Signals) -> None:
-        self._tell("saves", number=int(number))
+        self._send("saves", number=int(number))
 
     def _read(self) -> None:
         try:
@@ -169,7 +169,7 @@ class Agent:
         self._open = bool(data)
         self._receiver.feed(data)
 
-    def _tell(self, kind: str, **values: Any) -> None:
+    def _send(self, kind: str, **values: Any) -> None:
         self._out += protocol.encode(kind, **values)
         self._write()
 
@@ -186,21 +186,21 @@ class Agent:
             self._selector.register(OUT, selectors.EVENT_WRITE, self._write)
         elif waiting and not self._out:
             self._selector.unregister(OUT)
-        if self._crew is not None and self._paused != (len(self._out) > FULL):
+        if self._workers is not None and self._paused != (len(self._out) > FULL):
             self._paused = not self._paused
-            (self._crew.pause if self._paused else self._crew.listen)()
+            (self._workers.pause if self._paused else self._workers.listen)()
 
     def _on_signals(self) -> None:
         for number in self._signals.arrived():
             if number == signal.SIGCHLD:
-                if self._crew is not None:
-                    self._crew.reap()
+                if self._workers is not None:
+                    self._workers.reap()
             elif number != signal.SIGWINCH:
                 self._open = False
 
 
 def _hello(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the launcher wants to know of this host first."""
+    """Build the first message: what the launcher wants to know of this host."""
     here = (environ.get("SSH_CONNECTION", "").split(" ") + [""] * 3)[2]
     return {
         "version": version("shardwise"),
@@ -213,7 +213,7 @@ def _hello(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _machine() -> str | None:
-    """What two agents on one and the same host have in common; None where nothing tells."""
+    """Return what agents on one and the same host have in common; None where nothing does."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt")]

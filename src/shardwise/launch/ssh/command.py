@@ -1,4 +1,4 @@
-"""The words by which an agent is started on another host, and what its failures mean. Pure."""
+"""Builds the ssh command that starts an agent on a host, and says what its failures mean. Pure."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ CONNECT = 10
 
 @dataclass(frozen=True, kw_only=True)
 class SshOptions:
-    """How to come to other hosts and what is used there.
+    """How other hosts are reached and what is used there.
 
     `ssh` are the words of the program with flags of the user's, `port` its port, None for its
     own. `python` runs the agent in `folder`. `passed` are variables for the ranks. `patience` is
-    the seconds of silence after which a host is given up.
+    the seconds of silence after which a host counts as lost.
     """
 
     folder: str
@@ -42,68 +42,70 @@ class SshOptions:
     patience: float = 10.0
 
 
-def ssh_command(way: SshOptions, host: Host) -> list[str]:
-    """The command that starts an agent on `host`; it never asks for a password."""
-    options = {
+def ssh_command(options: SshOptions, host: Host) -> list[str]:
+    """Build the command that starts an agent on `host`; it never asks for a password."""
+    settings = {
         "BatchMode": "yes",
         "ConnectTimeout": str(CONNECT),
-        "ServerAliveInterval": str(max(1, round(way.patience / 4))),
+        "ServerAliveInterval": str(max(1, round(options.patience / 4))),
         "ServerAliveCountMax": "3",
         "LogLevel": "ERROR",
     }
-    given = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    port = [] if way.port is None else ["-p", str(way.port)]
-    return [*way.ssh, "-T", "-x", *given, *port, host.login, "--", remote_command(way)]
+    given = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+    port = [] if options.port is None else ["-p", str(options.port)]
+    return [*options.ssh, "-T", "-x", *given, *port, host.login, "--", remote_command(options)]
 
 
-def remote_command(way: SshOptions) -> str:
-    """One line for the login shell of the other host, whichever that is."""
-    needed = [f"{name}={way.passed[name]}" for name in NEEDED if name in way.passed]
-    agent = shlex.join([*(["env", *needed] if needed else []), *agent_words(way.python)])
-    return f"cd {shlex.quote(way.folder)} || exit {NO_FOLDER}; exec {agent}"
+def remote_command(options: SshOptions) -> str:
+    """Build one line for the login shell of the other host, whichever that is."""
+    needed = [f"{name}={options.passed[name]}" for name in NEEDED if name in options.passed]
+    agent = shlex.join([*(["env", *needed] if needed else []), *agent_words(options.python)])
+    return f"cd {shlex.quote(options.folder)} || exit {NO_FOLDER}; exec {agent}"
 
 
 def agent_words(python: str) -> list[str]:
-    """The command that is an agent, on whichever host."""
+    """Build the command that is an agent, on whichever host."""
     return [python, "-P", "-m", AGENT]
 
 
-def start_failure(way: SshOptions, host: Host, code: int | None, said: str) -> str:
-    """Why the agent on `host` did not start or went away: exit `code`, and what was `said`."""
-    login = shlex.join([*way.ssh, *([] if way.port is None else ["-p", str(way.port)]), host.login])
+def start_failure(options: SshOptions, host: Host, code: int | None, said: str) -> str:
+    """Say why the agent on `host` did not start or went away, from its exit code and output."""
+    port = [] if options.port is None else ["-p", str(options.port)]
+    login = shlex.join([*options.ssh, *port, host.login])
     last = _last_line(said)
     if code == NO_FOLDER:
         return (
-            f"{host.name} has no folder {way.folder}, where this run starts. Put the project "
+            f"{host.name} has no folder {options.folder}, where this run starts. Put the project "
             "there too: on a file system that all hosts share, or as a copy."
         )
     if code in NOT_FOUND:
         return (
-            f"{host.name} has no {way.python}. Install the same Python there, or name one that "
+            f"{host.name} has no {options.python}. Install the same Python there, or name one that "
             "all hosts have with --python PATH."
         )
     if "No module named" in last or "PackageNotFoundError" in last:
         return (
-            f"{way.python} on {host.name} cannot import {AGENT}. Install the same version of "
+            f"{options.python} on {host.name} cannot import {AGENT}. Install the same version of "
             "shardwise there, or pass on where it is with -x PYTHONPATH."
         )
     if code == SSH_FAILED:
         return f"ssh to {host.name} fails: {last or 'no reason given'}. {_advice(last, login)}"
     return (
         f"The agent on {host.name} ended ({'signal' if (code or 0) < 0 else 'exit code'} "
-        f"{abs(code or 0)}){': ' + last if last else ''}. Look at: {login} {way.python} -m {AGENT}"
+        f"{abs(code or 0)}){': ' + last if last else ''}. Look at: {login} {options.python} "
+        f"-m {AGENT}"
     )
 
 
-def lost_host(way: SshOptions, share: Share, code: int | None, said: str) -> str:
-    """Why the agent for the ranks of `share` went away after they had started."""
+def lost_host(options: SshOptions, share: Share, code: int | None, said: str) -> str:
+    """Say why the agent for the ranks of `share` went away after they had started."""
     who = f"{share.host.name} ({share.ranks}) is lost"
     if code != SSH_FAILED:
-        return f"{who}. {start_failure(way, share.host, code, said)}"
-    reason = _last_line(said) or f"nothing was heard of it for {way.patience:g} s"
+        return f"{who}. {start_failure(options, share.host, code, said)}"
+    reason = _last_line(said) or f"nothing was heard of it for {options.patience:g} s"
     return (
         f"{who}: {reason}. Did the host go down, or the network between? What runs there ends by "
-        f"itself within {way.patience:g} s."
+        f"itself within {options.patience:g} s."
     )
 
 
@@ -121,5 +123,5 @@ def _advice(said: str, login: str) -> str:
 
 
 def refusals(faults: Sequence[str]) -> str:
-    """All that is wrong on any host, one line each."""
+    """List all that is wrong on any host, one line each."""
     return "\n           ".join(faults)

@@ -1,4 +1,4 @@
-"""Tells the other hosts, every second, that their launcher is alive.
+"""Tells the agents on other hosts, every second, that their launcher is alive.
 
 A process of its own, so that a launcher that stands still (Ctrl-Z, a pager that reads no further)
 does not look like one whose host is cut off. It writes a NUL byte to each descriptor given as an
@@ -21,7 +21,7 @@ EVERY = 1.0
 
 @contextmanager
 def heartbeats(fds: Iterable[int]) -> Iterator[None]:
-    """Let a process write to `fds` while the block runs."""
+    """Let a process of its own write to `fds` while the block runs."""
     script, passed = Path(__file__), list(fds)
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", script.name, *map(str, passed)],

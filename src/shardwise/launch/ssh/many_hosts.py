@@ -1,4 +1,4 @@
-"""A run on several hosts: an agent on each, found to be ready before any rank starts."""
+"""Runs a job on several hosts: an agent on each, and no rank starts before all are ready."""
 
 import os
 import time
@@ -25,28 +25,28 @@ START_LIMIT = 60.0
 """Seconds that a host may take to log us in and answer."""
 
 
-def run(job: Job, way: SshOptions) -> int:
+def run(job: Job, options: SshOptions) -> int:
     """Run `job` to its end and return the exit code. Raises LaunchError when it cannot start."""
     console = job.console(os.environ)
     with Signals() as signals:
-        once = partial(_once, job, way, console, signals)
+        once = partial(_once, job, options, console, signals)
         return restarts.repeated(job.restarts, once, console.say)
 
 
-def _once(job: Job, way: SshOptions, console: Console, signals: Signals) -> Ending:
-    """Reach all hosts, start all ranks, and watch them to their end."""
+def _once(job: Job, options: SshOptions, console: Console, signals: Signals) -> Ending:
+    """Reach all hosts, start all ranks, and watch them to their end, once."""
     with ExitStack() as stack:
-        voices = job.voices(console)
+        outputs = job.outputs(console)
         supervisor = Supervisor(
             console,
-            voices,
+            outputs,
             signals,
             grace=job.grace,
             joins=job.joins,
             hosts=_names(job.shares),
         )
         stack.enter_context(closing(supervisor))
-        remotes = stack.enter_context(_agents(job, way, supervisor, console.err.lines))
+        remotes = stack.enter_context(_agents(job, options, supervisor, console.err.lines))
         where = _prepare(job, remotes, supervisor)
         if supervisor.is_asked:
             return supervisor.watch(())
@@ -60,15 +60,15 @@ def _once(job: Job, way: SshOptions, console: Console, signals: Signals) -> Endi
 
 @contextmanager
 def _agents(
-    job: Job, way: SshOptions, supervisor: Supervisor, say: Callable[[bytes], None]
+    job: Job, options: SshOptions, supervisor: Supervisor, say: Callable[[bytes], None]
 ) -> Iterator[list[RemoteHost]]:
-    """An agent on each host; all are gone afterwards."""
-    with OrphanReaper() as warden:
+    """Start an agent on each host; all are gone after the block."""
+    with OrphanReaper() as reaper:
         remotes: list[RemoteHost] = []
         try:
             for share in job.shares:
-                remotes.append(RemoteHost(way, share, say))
-                warden.started(remotes[-1].group)
+                remotes.append(RemoteHost(options, share, say))
+                reaper.started(remotes[-1].group)
                 remotes[-1].connect(supervisor.selector)
             with heartbeat.heartbeats([remote.input_fd for remote in remotes]):
                 yield remotes
@@ -79,15 +79,14 @@ def _agents(
             for remote in remotes:
                 remote.wait(began)
                 if remote.is_gone():
-                    warden.ended(remote.group)
+                    reaper.ended(remote.group)
 
 
 _NOWHERE: dict[str, Any] = {"address": LOOPBACK, "port": 0, "master_port": 0}
 
 
 def _prepare(job: Job, remotes: Sequence[RemoteHost], supervisor: Supervisor) -> dict[str, Any]:
-    """Where rank 0 will listen (address, port, master_port), once every host has said that it can
-    start.
+    """Wait until every host can start; returns rank 0's address, port and master_port.
 
     Raises LaunchError with all that is wrong on any of them.
     """
@@ -120,7 +119,7 @@ def _await(
     supervisor: Supervisor,
     word: Callable[[RemoteHost], Message | None],
 ) -> None:
-    """Return when all have given their `word`, or someone wants the run to end."""
+    """Wait until all have sent a message, or someone wants the run to end."""
     until = time.monotonic() + START_LIMIT
     while not supervisor.is_asked:
         silent = [remote for remote in remotes if word(remote) is None and remote.fault is None]
@@ -141,7 +140,7 @@ def _await(
 
 
 def _refuse_twice(remotes: Sequence[RemoteHost]) -> None:
-    """Raise LaunchError where two names are of one host, whose local ranks would clash."""
+    """Raise LaunchError where two names are one host: its local ranks would clash."""
     found: dict[str, Share] = {}
     for remote in remotes:
         machine, share = (remote.hello or {}).get("machine"), remote.share
@@ -156,7 +155,7 @@ def _refuse_twice(remotes: Sequence[RemoteHost]) -> None:
 
 
 def _compare(remotes: Sequence[RemoteHost], supervisor: Supervisor) -> None:
-    """Mention hosts with another torch or Python than the first."""
+    """Warn of hosts with another torch or Python than the first."""
     first, *others = remotes
     for remote in others:
         for what in ("torch", "python"):
@@ -171,7 +170,7 @@ def _compare(remotes: Sequence[RemoteHost], supervisor: Supervisor) -> None:
 
 
 def _names(shares: Sequence[Share]) -> dict[int, str]:
-    """The host of each rank."""
+    """By rank, the name of its host."""
     return {
         rank: share.host.name
         for share in shares

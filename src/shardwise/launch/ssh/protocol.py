@@ -1,4 +1,4 @@
-"""What a launcher and its agents on other hosts tell each other: lines of JSON. Pure.
+"""Encodes and checks the messages between a launcher and its agents: lines of JSON. Pure.
 
     b'@shardwise {"kind": "output", "rank": 3, "stream": 1, "data": "loss 0.31\\n"}\\n'
 
@@ -73,13 +73,13 @@ MOST = 2**26
 
 
 class ProtocolError(LaunchError):
-    """A line that nobody of this version says here; says what is wrong with it."""
+    """A line that is no message of this version; says what is wrong with it."""
 
 
 class MessageReader:
-    """Takes bytes as they come; gives whole messages of `kinds` to `take`, other lines to `noise`.
+    """Cuts bytes into messages of `kinds` for `take`, and other lines for `noise`.
 
-    Raises Garbled for a message that cannot be.
+    Raises ProtocolError for a message that cannot be.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class MessageReader:
 
 
 def _checked(text: bytes, kinds: Kinds) -> Message:
-    """The message that `text` is. Raises Garbled."""
+    """Parse and check a message. Raises ProtocolError."""
     try:
         message = json.loads(text)
     except (ValueError, RecursionError):
@@ -117,10 +117,10 @@ def _checked(text: bytes, kinds: Kinds) -> Message:
     return found
 
 
-def _check(what: str, told: Mapping[str, Any], types: Mapping[str, Any]) -> None:
-    if told.keys() != types.keys():
-        raise ProtocolError(f"{what!r} has the fields {sorted(told)} and not {sorted(types)}")
-    for name, value in told.items():
+def _check(what: str, fields: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    if fields.keys() != types.keys():
+        raise ProtocolError(f"{what!r} has the fields {sorted(fields)} and not {sorted(types)}")
+    for name, value in fields.items():
         if not _fits(value, types[name]):
             raise ProtocolError(f"{what!r} has {name}={str(value)[:40]!r}")
 
@@ -134,18 +134,18 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def build(made: type[T], told: Mapping[str, Any], **given: Any) -> T:
-    """`made`, a dataclass, of the fields that were told, as JSON has them, and those `given`.
+def build(made: type[T], fields: Mapping[str, Any], **given: Any) -> T:
+    """Build `made`, a dataclass, from fields as JSON has them, and those `given`.
 
-    Raises Garbled.
+    Raises ProtocolError.
     """
     hints = get_type_hints(made).items()
-    _check(made.__name__, told, {name: _plain(hint) for name, hint in hints if name not in given})
-    return made(**told, **given)
+    _check(made.__name__, fields, {name: _plain(hint) for name, hint in hints if name not in given})
+    return made(**fields, **given)
 
 
 def _plain(hint: Any) -> Any:
-    """What JSON has for a type."""
+    """Return what JSON has for a type."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return tuple(_plain(part) for part in parts)
@@ -157,7 +157,7 @@ def _plain(hint: Any) -> Any:
 
 
 def signal_of(number: int) -> signal.Signals:
-    """The signal of a number. Raises Garbled."""
+    """Return the signal of a number. Raises ProtocolError."""
     try:
         return signal.Signals(number)
     except ValueError:
@@ -165,12 +165,12 @@ def signal_of(number: int) -> signal.Signals:
 
 
 def text_of(data: bytes) -> str:
-    """Any bytes as a string that JSON can carry; `bytes_of` gives them back."""
+    """Encode any bytes as a string that JSON can carry; `bytes_of` gives them back."""
     return data.decode("latin-1")
 
 
 def bytes_of(text: str) -> bytes:
-    """The bytes that `text_of` was given. Raises Garbled for what it never gives."""
+    """Decode what `text_of` made. Raises ProtocolError for what it never makes."""
     try:
         return text.encode("latin-1")
     except UnicodeEncodeError:
@@ -178,16 +178,18 @@ def bytes_of(text: str) -> bytes:
 
 
 def rank_exit(message: Message, offset: float) -> RankExit:
-    """A rank's end as it was told; `offset` is added to its clock, in seconds.
-    Raises Garbled."""
+    """Build a rank's exit from its message; `offset` is added to its clock, in seconds.
+
+    Raises ProtocolError.
+    """
     report, progress = message["report"], message["progress"]
-    end, told = (
+    end, found = (
         build(ExitStatus, message["end"]),
         None if report is None else build(ErrorReport, report),
     )
     return RankExit(
         end=replace(end, time=end.time + offset),
         how=message["how"],
-        report=None if told is None else replace(told, time=told.time + offset),
+        report=None if found is None else replace(found, time=found.time + offset),
         progress=None if progress is None else build(Progress, progress),
     )

@@ -1,4 +1,4 @@
-"""One of several hosts as the launcher sees it: its agent, reached over ssh unless it is here."""
+"""Talks to the agent of one host, over ssh unless it is this one: the launcher's side."""
 
 import os
 import selectors
@@ -25,26 +25,26 @@ from shardwise.launch.worker_output import LIVE
 
 READ_SIZE = 2**16
 LAST_WAIT = 6.0
-"""Seconds that an agent has to end, its warden's patience included, once its ranks ran."""
+"""Seconds that an agent has to end, its reaper's patience included, once its ranks ran."""
 
 FIRST_WAIT = 1.0
 """The same for one that started none."""
 
 
 class RemoteHost:
-    """The agent for the ranks of `share`.
+    """The connection to the agent for the ranks of `share`.
 
-    `hello` and `ready` are what it has said of itself and of the program, None until then;
+    `hello` and `ready` are its messages about itself and about the program, None until they come;
     `fault` is why it will not run, None while all is well. `say` shows lines that a login prints.
     """
 
-    def __init__(self, way: SshOptions, share: Share, say: Callable[[bytes], None]) -> None:
+    def __init__(self, options: SshOptions, share: Share, say: Callable[[bytes], None]) -> None:
         self.share = share
         self.hello: protocol.Message | None = None
         self.ready: protocol.Message | None = None
         self.fault: str | None = None
         self.is_here = network.is_here(share.host)
-        self._way = way
+        self._options = options
         self._supervisor: Supervisor | None = None
         self._left: set[int] = set()
         self._errors = Tail()
@@ -57,7 +57,7 @@ class RemoteHost:
         self._process = _start(
             command.agent_words(sys.executable)
             if self.is_here
-            else command.ssh_command(way, share.host)
+            else command.ssh_command(options, share.host)
         )
 
     @property
@@ -72,7 +72,7 @@ class RemoteHost:
         return self._process.stdin.fileno()
 
     def connect(self, selector: selectors.BaseSelector) -> None:
-        """Take what comes from the host, whenever `selector` says so."""
+        """Read what comes from the host, whenever `selector` says so."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._selector = selector
@@ -82,37 +82,39 @@ class RemoteHost:
 
     def check(self, **values: Any) -> None:
         """Ask whether the run can start there."""
-        self._tell("check", listens=self.share.first == 0, patience=self._way.patience, **values)
+        self._send(
+            "check", listens=self.share.first == 0, patience=self._options.patience, **values
+        )
 
     def start(self, task: HostTask, supervisor: Supervisor) -> None:
-        """Start the ranks; from now on `supervisor` is told of them."""
+        """Start the ranks; from now on their messages go to `supervisor`."""
         self._supervisor = supervisor
-        self._tell("start", task=asdict(task))
+        self._send("start", task=asdict(task))
 
     def reap(self) -> None:
-        """The end of its output tells of its end; there is nothing else to see."""
+        """Do nothing: the agent reports the ends of its ranks, and its own output ends with it."""
 
-    def send(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the ranks there."""
-        self._tell("signal", number=int(number))
+        self._send("signal", number=int(number))
 
-    def ask(self, number: signal.Signals) -> None:
+    def ask_to_end(self, number: signal.Signals) -> None:
         """Pass on to the ranks there that someone wants them to end."""
-        self._tell("ask", number=int(number))
+        self._send("ask", number=int(number))
 
     def resize(self, window: tuple[int, int]) -> None:
-        """Tell of the new rows and columns of the terminal."""
-        self._tell("resize", window=window)
+        """Send the new rows and columns of the terminal."""
+        self._send("resize", window=window)
 
     def close(self) -> None:
-        """Tell the agent that it is over."""
-        self._tell("close")
+        """Tell the agent that the run is over."""
+        self._send("close")
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def wait(self, since: float) -> None:
-        """Wait for the end of the agent, which was asked for at `since`; kill what is too late."""
+        """Wait for the end of the agent, asked for at `since`; kill one that is too late."""
         until = since + (FIRST_WAIT if self._supervisor is None else LAST_WAIT)
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
@@ -124,10 +126,10 @@ class RemoteHost:
             stream.close()
 
     def is_gone(self) -> bool:
-        """Whether nothing is left of ssh and what it started on its way."""
+        """Whether nothing is left of ssh and what it started on its options."""
         return not orphan_reaper.signal_group(self.group, 0)
 
-    def _tell(self, kind: str, **values: Any) -> None:
+    def _send(self, kind: str, **values: Any) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # its end is noticed where its output ends
             self._process.stdin.write(protocol.encode(kind, **values))
@@ -143,12 +145,12 @@ class RemoteHost:
         self._read_errors()
         said = self._errors.text()
         if self._supervisor is None:
-            self._give_up(command.start_failure(self._way, self.share.host, code, said))
+            self._give_up(command.start_failure(self._options, self.share.host, code, said))
         else:
-            self._give_up(command.lost_host(self._way, self.share, code, said))
+            self._give_up(command.lost_host(self._options, self.share, code, said))
 
     def _hear(self, data: bytes) -> None:
-        """Take what the agent says; who says what no agent does is heard no more."""
+        """Take bytes of the agent; one that breaks the protocol is heard no more."""
         assert self._process.stdout is not None
         try:
             self._receiver.feed(data)
@@ -201,23 +203,23 @@ class RemoteHost:
         self._started(rank).hear(rank, stream, protocol.bytes_of(message["data"]))
 
     def _on_end(self, message: protocol.Message) -> None:
-        departure = protocol.rank_exit(message, self._offset)
-        supervisor = self._started(departure.end.rank)
-        self._left.add(departure.end.rank)
-        supervisor.left(departure)
+        rank_exit = protocol.rank_exit(message, self._offset)
+        supervisor = self._started(rank_exit.end.rank)
+        self._left.add(rank_exit.end.rank)
+        supervisor.left(rank_exit)
 
     def _on_saves(self, message: protocol.Message) -> None:
         self._started().saves_first(protocol.signal_of(message["number"]))
 
     def _started(self, rank: int | None = None) -> Supervisor:
-        """Who is told of the ranks. Raises wire.Garbled where none was started, or `rank` not."""
+        """The supervisor. Raises ProtocolError for a rank that was not started there."""
         first, count = self.share.first, self.share.count
         if self._supervisor is None or not (rank is None or first <= rank < first + count):
             raise protocol.ProtocolError("it tells of ranks that were not started there")
         return self._supervisor
 
     def _give_up(self, why: str) -> None:
-        """Note that nothing more comes from there."""
+        """Note that nothing more comes from there, and why."""
         if self.fault is not None:
             return
         self.fault = why
