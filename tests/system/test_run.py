@@ -275,6 +275,19 @@ class TestFailing:
         ) in ran.err
         assert ran.err.endswith("early.py:9: world.barrier()\n")
 
+    @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
+    def test_a_rank_that_leaves_before_it_joins(self, shardwise: Launcher, rank: int) -> None:
+        began = time.monotonic()
+        ran = shardwise.run("run", "-n", "2", script("leaves"), str(rank), "joins")
+        assert time.monotonic() - began < 120  # and not the 300 s of --timeout
+        assert ran.code == 1
+        assert f"LaunchError: Rank {rank} of 2 ended with exit code 0 before sw.init" in ran.err
+        assert f"shardwise: rank {rank} of 2 ended (exit code 0)" in ran.err
+
+    def test_a_rank_may_leave_where_none_joins(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "-n", "2", script("leaves"), "1", "alone")
+        assert (ran.code, ran.out) == (0, "[0] done\n")
+
     def test_a_killed_rank_is_named_for_what_it_likely_was(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("killed"))
         assert ran.code == 137

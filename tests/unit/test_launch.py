@@ -221,6 +221,12 @@ class TestVerdict:
                 ],
                 Verdict(rank=1, exit_code=1, waiting=0, late=True),
             ),
+            # it went so slowly that it was ended on its way; who lost it may not know which rank
+            (
+                [_end(0, -15, 5.0, stopped=True), _end(1, 1, 2.0)],
+                [_report(1, 1.9, secondary=True)],
+                Verdict(rank=0, exit_code=1, waiting=1, late=True),
+            ),
             # who is named has a reason of its own
             (
                 [_end(0, 1, 2.0), _end(1, 1, 3.0)],

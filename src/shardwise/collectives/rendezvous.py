@@ -27,7 +27,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from shardwise import authentication
 from shardwise.collectives.store import ClientStore, HostStore
 from shardwise.errors import LaunchError
-from shardwise.launch import environment, network, rendezvous_file
+from shardwise.launch import environment, network, progress, rendezvous_file
 from shardwise.launch.identity import Identity
 from shardwise.launch.rendezvous_file import RendezvousFile
 
@@ -202,13 +202,25 @@ def _await_all(terms: _Terms, hosted: HostStore) -> None:
     keys = {here(rank): rank for rank in range(1, identity.size)}
     while absent := hosted.absent(list(keys), 5 * POLL):
         now, ended = time.monotonic(), neighbours.have_ended()
+        missing = [keys[key] for key in absent]
+        _check_ended(terms, missing)
         if ended or now > min(terms.deadline, warning):
-            missing = [keys[key] for key in absent]
             said = _missing(terms, missing, ended=ended)
             if ended or not terms.left:
                 raise LaunchError(said).blaming(missing)
             print(f"shardwise: {said} Waiting on.", file=sys.stderr, flush=True)
             warning = terms.deadline
+
+
+def _check_ended(terms: _Terms, missing: Sequence[int]) -> None:
+    """Raise LaunchError where one of the `missing` ranks has ended with code 0: it never comes."""
+    if terms.identity.launcher != "shardwise run":  # a launcher inside of it counts its own ranks
+        return
+    if gone := progress.ended_early(missing):
+        raise LaunchError(
+            f"{_ranks(gone)} of {terms.identity.size} ended with exit code 0 before sw.init, where "
+            "the others wait: let all ranks call it, or none."
+        ).blaming(gone)
 
 
 class LocalRanks:
@@ -263,6 +275,7 @@ def _go(terms: _Terms) -> Rendezvous:
     """Reach the store of rank 0, and return it when all ranks have come to it."""
     trouble, refused_since = "", None
     while terms.left:
+        _check_ended(terms, [0])
         file = terms.found()
         for name in file.addresses if file else ():
             assert file is not None

@@ -211,7 +211,7 @@ class GroupWork:
                 continue
             missing = self._unheard(call)
             if lost := missing & self._mesh.gone:
-                raise self._failed(PeerLost, self._lost(call, lost))
+                raise self._lost(call, lost)
             waited = time.monotonic() - begun
             if waited > self._timeout:
                 raise self._late(call, missing)
@@ -302,11 +302,13 @@ class GroupWork:
     def _name(self, *places: int) -> str:
         return self._group_ranks.named(places)
 
-    def _lost(self, call: SharedWork, lost: set[int]) -> str:
-        return (
+    def _lost(self, call: SharedWork, lost: set[int]) -> CollectiveError:
+        return self._failed(
+            PeerLost,
             f"{self._group_ranks.speaker(self._rank)} lost {self._name(*lost)} in {call.name}: "
             "gone before it had done its part. The cause is on the rank that went away; see its "
-            "own output."
+            "own output.",
+            tuple(self._group_ranks.ranks[place] for place in sorted(lost)),
         )
 
     def _late(self, call: SharedWork, missing: set[int]) -> CollectiveError:
@@ -321,7 +323,7 @@ class GroupWork:
     def _cut_off(self, call: SharedWork, error: Exception) -> Exception:
         """The error of messages between hosts, or of the rank of this host that is to blame."""
         if isinstance(error, PeerLost) and self._mesh.gone:
-            return self._failed(PeerLost, self._lost(call, self._mesh.gone))
+            return self._lost(call, self._mesh.gone)
         if isinstance(error, CollectiveError):
             return self._failed(type(error), str(error), error.at_fault)
         return error

@@ -85,12 +85,18 @@ def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Ver
 def _silent_rank(
     ends: Sequence[ExitStatus], failures: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]
 ) -> Verdict | None:
-    """Blame the rank that the first of the waiting ones names, and that had to be ended."""
+    """Blame the rank that the first of the waiting ones names, and that had to be ended.
+
+    Where none is named, that is the only one that said nothing.
+    """
     silent = {end.rank for end in ends} - {end.rank for end in failures}
-    for end in sorted(failures, key=lambda end: _moment(end, reports)):
+    waited = sorted(failures, key=lambda end: _moment(end, reports))
+    for end in waited:
         for rank in reports[end.rank].at_fault if end.rank in reports else ():
             if rank in silent:
                 return Verdict(rank=rank, exit_code=1, waiting=end.rank, late=True)
+    if len(silent) == 1:
+        return Verdict(rank=silent.pop(), exit_code=1, waiting=waited[0].rank, late=True)
     return None
 
 

@@ -127,6 +127,8 @@ class LocalWorkers:
                 for source in worker.sources:
                     self._ignore(source)
                     source.drain()
+                if worker.end is not None and worker.end.code == 0 and worker.is_gone():
+                    progress.mark_ended_early(self._folder, worker.rank)
                 self._left(self._rank_exit(worker))
 
     def send_signal(self, number: signal.Signals) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,3 +106,25 @@ def read(folder: Path, rank: int) -> Progress | None:
 
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.progress"
+
+
+# -- ranks that have ended before the others met ----------------------------------------------
+
+
+def mark_ended_early(folder: Path, rank: int) -> None:
+    """Let the ranks of this host, whose error files lie in `folder`, know that `rank` ended well.
+
+    For a rank of which no process is left: what goes on in the background may still come.
+    """
+    with suppress(OSError):  # a full disk: they wait until --timeout then
+        _ended_mark(folder, rank).touch()
+
+
+def ended_early(ranks: Iterable[int]) -> list[int]:
+    """Those of `ranks` that have ended with code 0, as far as this process's launcher knows."""
+    folder = os.environ.get(REPORTS_VARIABLE)
+    return [] if folder is None else [r for r in ranks if _ended_mark(Path(folder), r).exists()]
+
+
+def _ended_mark(folder: Path, rank: int) -> Path:
+    return folder / f"ended-{rank}"

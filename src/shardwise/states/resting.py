@@ -14,7 +14,7 @@ Whole, it is of its own class and has its own keys again, at no cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -26,11 +26,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ParameterAccess, UsageError
+from shardwise.parallel.tensor.metadata_calls import SIZES
 from shardwise.states.torch_calls import FORMAL, functions, what_is_done, written
 
 unguarded = torch._C.DisableTorchFunctionSubclass
 """Inside this block `__torch_function__` is not asked: for the engine's own bookkeeping of many
 parameters. No code of a user's may run inside."""
+
+PASSES_ON = True
+"""Calls from here are made for the line that has called: parallel/uses.py looks for that one."""
 
 _KEY: Any = torch._C._parse_dispatch_key("DeferredInit")
 """A dispatch key that comes before all others of a tensor, and that torch has no use for itself."""
@@ -162,7 +166,11 @@ def is_sharded(module: nn.Module) -> bool:
 @cache
 def _resting(own: type[nn.Parameter]) -> type[nn.Parameter]:
     """The class of parameters of class `own` while they rest."""
-    members = {"__torch_function__": classmethod(_touched), "__module__": __name__}
+    members = {
+        "__torch_function__": classmethod(_touched),
+        "__module__": __name__,
+        "covers": own,
+    }
     metaclass: Any = type(own)
     made: type[nn.Parameter] = metaclass(f"{own.__name__}AtRest", (own,), members)
     return made
@@ -201,11 +209,11 @@ def _touched(
     cls: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     """An operation on what rests: done where it needs no values, else refused."""
-    del cls, types
+    del cls
     kwargs = kwargs or {}
     if func in FORMAL:
-        with unguarded(), Moving():
-            return func(*args, **kwargs)
+        with Moving():
+            return form_of(func, types, args, kwargs)
     if func in _LIKE:
         with unguarded():
             return func(*map(_plain, args), **kwargs)
@@ -221,6 +229,26 @@ def _touched(
     if func == SET_DATA and args[0] is args[1]:
         return None  # model.to(device) where it is already
     raise _refusal(func, args, kwargs)
+
+
+def below(types: Any) -> Callable[..., Any]:
+    """What does operations on parameters of `types`, as they would be asked in their own classes:
+    those that parallel/uses.py watches are of layers on several workers."""
+    for kind in types:
+        own = getattr(kind, "covers", kind)
+        ask: Callable[..., Any] = own.__torch_function__
+        if issubclass(own, nn.Parameter) and ask is not _STRAIGHTLY:
+            return ask
+    return _STRAIGHTLY
+
+
+_STRAIGHTLY: Callable[..., Any] = torch._C._disabled_torch_function_impl
+
+
+def form_of(func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What is asked about a form; sizes of what is split are those of the whole."""
+    ask = below(types) if func in SIZES else _STRAIGHTLY
+    return ask(func, types, args, kwargs)
 
 
 def _plain(value: Any) -> Any:
