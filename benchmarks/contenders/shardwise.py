@@ -9,12 +9,12 @@ from torch import Tensor
 
 import shardwise as sw
 from job import Job, Step
-from shardwise.launch import own
+from shardwise.launch import environment
 from shardwise.launch.identity import Identity
 
 
 def build(job: Job, *, zero: int, transport: str = "auto", **settings: str) -> Step:
-    os.environ |= own.environment(identity(job))
+    os.environ |= environment.identity_variables(identity(job))
     sw.init(seed=0, quiet=True, transport=transport)
     model = job.model()
     engine = sw.Engine(model, job.optimizer(model.parameters()), zero=zero, **settings)

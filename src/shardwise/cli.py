@@ -16,13 +16,23 @@ from typing import Any
 
 import click
 
-from shardwise import config, launch
+from shardwise import config
 from shardwise.checkpoint.commands import checkpoint
 from shardwise.config import values
 from shardwise.errors import LaunchError, ShardwiseError
-from shardwise.launch import explain as explaining
-from shardwise.launch import flags, gpus, program, srun, start, streams, system_errors
+from shardwise.launch import (
+    console,
+    environment,
+    failure_report,
+    flags,
+    launchers,
+    program,
+    resources,
+    slurm,
+    start,
+)
 from shardwise.launch.flags import Command, Flag
+from shardwise.launch.identity import described
 from shardwise.pipeline_plan import flags as plan_flags
 from shardwise.printable import printable, shortened
 from shardwise.scaling import flags as scale_flags
@@ -69,7 +79,7 @@ class Commands(click.Group):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code, 2 for what is wrong before any start."""
-    if closed := streams.make_sure():
+    if closed := console.open_standard_streams():
         return _refuse(closed)
     try:
         code = _shardwise.main(arguments, prog_name="shardwise", standalone_mode=False)
@@ -82,8 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ShardwiseError as error:
         message = str(error)
     except OSError as error:
-        streams.forget_unwritten()
-        message = system_errors.sentence(error)
+        console.forget_unwritten()
+        message = failure_report.os_error_sentence(error)
     except click.Abort:
         return 130
     else:
@@ -117,7 +127,7 @@ def _run(words: tuple[str, ...], **given: Any) -> int:
         raise LaunchError("What shall be run? For example: shardwise run -n 2 train.py")
     _mention_misplaced(words, OF_THE_SIZE if given.get("size") is None else ())
     _mention_copies(words[0], given.get("size"))
-    return start.run(start.Asked(words=words, settings=settings, **given))
+    return start.run(start.RunRequest(words=words, settings=settings, **given))
 
 
 def _mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
@@ -155,7 +165,7 @@ def _mention_copies(script: str, size: int | None) -> None:
 def _check(flags: dict[str, str]) -> None:
     """Raise here, once and before any rank starts, the errors in settings that every rank would
     raise."""
-    if system_errors.folder_of_this_process() is None:
+    if environment.current_folder() is None:
         raise LaunchError(
             "The folder that this was started in does not exist any more: go to another one (cd)."
         )
@@ -166,15 +176,15 @@ def _check(flags: dict[str, str]) -> None:
 
 def _doctor(explain: bool, **given: Any) -> int:
     """The command `doctor`: this process where a launcher started it, else a run of its own."""
-    identity = launch.detect(os.environ)
+    identity = launchers.detect(os.environ)
     if explain:
-        click.echo(explaining.words(identity, os.environ))
+        click.echo(described(identity, os.environ))
         return 0
     if identity.launcher != "python":
         return import_module("shardwise.doctor.__main__").main()  # type: ignore[no-any-return]
     asked = (given[name] for name in ("size", "per_host", "hosts", "hostfile", "nnodes"))
-    if all(value is None for value in asked) and not srun.is_wanted(os.environ):
-        given["size"] = gpus.count(os.environ) or 2
+    if all(value is None for value in asked) and not slurm.needs_srun(os.environ):
+        given["size"] = resources.gpu_count(os.environ) or 2
     return _run(("shardwise.doctor",), module=True, **given)
 
 

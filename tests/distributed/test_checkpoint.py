@@ -163,7 +163,7 @@ def test_without_shared_memory(group, tmp_path):
 def within_case(world, folder):
     """Sharded within a host: what two hosts have is written once, half by each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid_shard, "key", lambda: f"host {world.rank // 2}")
+        patch.setattr(hybrid_shard, "host_key", lambda: f"host {world.rank // 2}")
         path, values = saves(world, folder, zero=2, shard_within="host")
         alike(loads(world, path, zero=3, shard_within="host"), values)
     alike(loads(world, path, zero=0), values)

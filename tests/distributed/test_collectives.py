@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise import sum_tree
-from shardwise.collectives import Sum, gloo, listeners, ordered_sums
+from shardwise.collectives import Sum, gloo, gloo_exchange, listeners, ordered_sums
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.layout import even_cuts
 
@@ -159,18 +159,18 @@ def test_many_in_flight_waited_for_in_any_order(group, transport, length):
 def many_calls(world):
     """Of each kind, small and large, one after the other; what Gloo keeps of them."""
     group = world.collectives
-    for step in range(3 * gloo.REMEMBERED):
+    for step in range(3 * gloo_exchange.REMEMBERED):
         numel = (3, 300, 6_000)[step % 3]
         buffer = torch.ones(numel) if step % 2 else torch.ones(numel, dtype=torch.bfloat16)
         group.all_reduce(buffer).wait()
         assert buffer.eq(world.size).all()
         group.all_gather(buffer, even_cuts(numel, world.size)).wait()
-    return len(group._sent), len(group._unwaited)
+    return len(group.messages._sent), len(group.messages._unwaited)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_nothing_is_kept_of_calls_that_are_over(group, size):
-    assert group(size, transport="gloo")(many_calls) == [(gloo.REMEMBERED, 0)] * size
+    assert group(size, transport="gloo")(many_calls) == [(gloo_exchange.REMEMBERED, 0)] * size
 
 
 def half_precision(world, numel):
@@ -209,7 +209,7 @@ def test_both_verbs_sum_in_one_order(group, transport, numel, size):
 
 def sums_between_waits(world):
     """What this thread is said to wait for while it adds up each chunk of a sum."""
-    group, waits = world.collectives, world.collectives.lookout.waits
+    group, waits = world.collectives, world.collectives.status_server.waits
     buffer, found, usual = torch.ones(2_500_000), [], ordered_sums._sum
 
     def adding(*given):
@@ -231,7 +231,7 @@ def test_a_rank_that_sums_does_not_wait(group, size):
 
 
 def helpers():
-    return {t for t in threading.enumerate() if t.name in ("shardwise-clerk", "shardwise-courier")}
+    return {t for t in threading.enumerate() if t.name in ("shardwise-send", "shardwise-progress")}
 
 
 def closed_and_forgotten(world):
@@ -440,7 +440,7 @@ def connect_to_what_listens(world):
         else:
             found[port] = True
     world.barrier()
-    return found, world.collectives.lookout._places[world.rank].port
+    return found, world.collectives.status_server._places[world.rank].port
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="filters on sockets are Linux's")

@@ -22,27 +22,27 @@ WIDE = 160
 @contextmanager
 def reading_late():
     """What is in flight moves only while this rank waits, the latest call first."""
-    until, move = shared_work.Flights.until, shared_work.Flights.move
+    until, move = shared_work.GroupWork.until, shared_work.GroupWork.move
     waiting = []
 
-    def late_until(self, flight, stage):
-        waiting.append(flight)
+    def late_until(self, call, stage):
+        waiting.append(call)
         try:
-            until(self, flight, stage)
+            until(self, call, stage)
         finally:
             waiting.pop()
 
     def late_move(self):
-        for flight in reversed(list(self._alive.values()) if waiting else []):
-            if flight.stage == shared_work.HALFWAY:
+        for call in reversed(list(self._alive.values()) if waiting else []):
+            if call.stage == shared_work.HALFWAY:
                 time.sleep(0.01)
-            self._move(flight)
+            self._move(call)
 
-    shared_work.Flights.until, shared_work.Flights.move = late_until, late_move
+    shared_work.GroupWork.until, shared_work.GroupWork.move = late_until, late_move
     try:
         yield
     finally:
-        shared_work.Flights.until, shared_work.Flights.move = until, move
+        shared_work.GroupWork.until, shared_work.GroupWork.move = until, move
 
 
 def slow_reader_case(world, slow_rank):

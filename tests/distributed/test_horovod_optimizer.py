@@ -277,7 +277,7 @@ def _counted(world):
         told = []
         for what in ("stepped", "kept"):
             patch.setattr(
-                current().world.telling,
+                current().world.progress,
                 what,
                 lambda _, number, what=what: told.append((what, number)),
             )

@@ -82,14 +82,14 @@ def serve(connection: Connection, settings: dict[str, Any]) -> None:
 def _join(settings: dict[str, Any]) -> Any:
     import torch
 
-    import shardwise.world
+    import shardwise.initialize
 
     hosts = settings.pop("hosts", None)
     if hosts is not None:
         name = f"host{hosts[int(os.environ['SHARDWISE_LAUNCH_RANK'])]}"
         socket.gethostname = lambda: name
     torch.set_num_threads(1)
-    world = shardwise.world.init(
+    world = shardwise.initialize.init(
         **{"seed": 0, "device": "cpu", "quiet": True, "timeout": SECONDS_A_COLLECTIVE_MAY_WAIT}
         | settings
     )

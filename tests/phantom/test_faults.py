@@ -171,12 +171,14 @@ def rounded_early(world):
 
 def sent_before_it_came_down(world):
     """Through the host, and its memory is sent while the copy is on its way."""
-    real = host_staged.Staged._down
-    host_staged.Staged._down = lambda self, data: self._blank(data).copy_(data, non_blocking=True)
+    real = host_staged.HostStaged._down
+    host_staged.HostStaged._down = lambda self, data: self._blank(data).copy_(
+        data, non_blocking=True
+    )
     try:
         cases.stepped(world, {"zero": 0})
     finally:
-        host_staged.Staged._down = real
+        host_staged.HostStaged._down = real
 
 
 def hurried(world):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise import world as worlds
+from shardwise import world
 from shardwise.errors import UsageError
 from shardwise.step_log import StepLog
 from shardwise.world import World
@@ -50,15 +50,15 @@ def test_the_end_of_the_run_says_it_of_engines_that_are_gone(
     for _ in range(2):
         trained([1, -2])
         gc.collect()
-    worlds._leave()
-    worlds._leave()
+    world.leave()
+    world.leave()
     assert capfd.readouterr().err.count("shardwise: 4 backwards were never followed") == 1
 
 
 def test_other_ranks_leave_it_to_rank_0(solo: World, capfd: pytest.CaptureFixture[str]) -> None:
     solo.is_main = False
     trained([-1])
-    worlds._leave()
+    world.leave()
     assert capfd.readouterr().err == ""
 
 
@@ -72,7 +72,7 @@ class TestNothingIsSaid:
     @pytest.fixture(autouse=True)
     def silent(self, capfd: pytest.CaptureFixture[str], solo: World) -> object:
         yield
-        worlds._leave()
+        world.leave()
         assert capfd.readouterr().err == ""
 
     def test_of_a_backward_that_failed(self) -> None:

@@ -1,4 +1,4 @@
-"""Sums over the ranks, always in one order, so that every run gives the same bits."""
+"""Sums the rows of all ranks in one fixed order, so that every run gives the same bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Sum:
-    """How the values of all ranks become one.
+    """How the values of all ranks are summed.
 
     With `exact`, 16-bit floats are summed in fp32 and rounded once. With `in_tree`, ranks are
     joined in the tree of sum_tree.py, alike on every transport, else from the left. The sum is
@@ -30,16 +30,16 @@ class Sum:
     scale: float = 1.0
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """That in which values of `dtype` are added."""
+        """The dtype in which values of `dtype` are added."""
         return torch.float32 if self.exact and dtype in NARROW else dtype
 
     @property
     def partial(self) -> Sum:
-        """That of a part of the ranks, which goes into another sum."""
+        """The sum of a part of the ranks, which goes into another sum: neither scaled nor shown."""
         return replace(self, scale=1.0)
 
     def scaled(self, total: Tensor) -> Tensor:
-        """`total`, a sum, multiplied in place."""
+        """Multiply a sum by `scale`, in place."""
         return total if self.scale == 1.0 else total.mul_(self.scale)
 
 

@@ -7,14 +7,14 @@ import sys
 
 from rich.console import Console
 
-from shardwise import launch
 from shardwise.doctor import checks, findings, network
 from shardwise.doctor.checks import Check
 from shardwise.doctor.network import Speed
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.initialize import enter
+from shardwise.launch import launchers
 from shardwise.printable import printable
-from shardwise.watch import clocks
-from shardwise.world import World, enter
+from shardwise.world import World
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
 
 def _say_what_is_wrong(lines: list[str]) -> int:
     """Print on rank 0 what keeps the ranks from joining; returns the exit code."""
-    is_main = launch.detect(os.environ).rank == 0
+    is_main = launchers.detect(os.environ).rank == 0
     for line in lines if is_main else ():
         print(printable(f"wrong: {line}"), flush=True)
     return int(is_main)
@@ -50,8 +50,8 @@ def _hosts(world: World) -> dict[str, list[Check]]:
     mine = checks.of_host(world.settings)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by Gloo")
     mine.append(Check("network interface", interface))
-    mine += network.check(launch.detect(os.environ))
-    ahead = clocks.ahead(world.collectives.lookout, 0, "wall")
+    mine += network.check(launchers.detect(os.environ))
+    ahead = world.collectives.status_server.clock_offset(0, "wall")
     mine.append(findings.clock(None if ahead is None else ahead.ns / 1e9))
     hosts: dict[str, list[Check]] = {}
     for host, found in world.gather((world.host, mine)):

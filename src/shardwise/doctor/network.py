@@ -22,7 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwise.collectives import Collectives, address_of
 from shardwise.doctor.checks import Check
-from shardwise.launch import rendezvous
+from shardwise.launch import network
 from shardwise.launch.identity import Identity
 
 REACH = 3.0
@@ -60,7 +60,7 @@ def connect_all(identity: Identity, store: Store) -> None:
         mine = None
         if identity.local_rank == 0:
             address = address_of(identity)
-            server = stack.enter_context(rendezvous.listen(address, 0))
+            server = stack.enter_context(network.listen(address, 0))
             mine = ListeningHost(socket.gethostname(), address, server.getsockname()[1])
         exchanged = _exchange(identity, store, "host", mine and asdict(mine))
         hosts = [ListeningHost(**each) for each in exchanged if each is not None]

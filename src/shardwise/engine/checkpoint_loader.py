@@ -94,8 +94,8 @@ class CheckpointLoader:
         self._tracked.give(beside.tracked)
         if beside.step:
             usage_checks.mark_schedulers(self._spec.optimizers)
-        self._world.telling.stepped(self._state.number, beside.step)
-        self._world.telling.kept(self._state.number, beside.step)
+        self._world.progress.stepped(self._state.number, beside.step)
+        self._world.progress.kept(self._state.number, beside.step)
         return beside.step
 
     def _examine(

@@ -26,7 +26,7 @@ from shardwise.engine.engine_state import EngineState
 from shardwise.engine.tracking import Tracking
 from shardwise.errors import CheckpointError, CheckpointNotWritten, FolderInUse, UsageError
 from shardwise.timeline import Row, span
-from shardwise.world import World, _leave
+from shardwise.world import World, leave
 
 
 class CheckpointSaver:
@@ -67,7 +67,7 @@ class CheckpointSaver:
         fields, more, failure = self._beside(engine_tensors, made)
         consistency.agree(spec.world_group, failure)
         draft = Draft(folder, steps, made.nbytes)
-        kept = partial(self._world.telling.kept, self._state.number, steps)
+        kept = partial(self._world.progress.kept, self._state.number, steps)
         finish = partial(_finish, made, fields, more, draft, keep, kept, self._world.say_once)
         try:
             save_tensors.begin(draft, made, spec.world_group)
@@ -273,7 +273,7 @@ def _await_at_exit(wait: WeakMethod[Callable[[], None]]) -> None:
                 call()
         except CheckpointError as error:
             print(f"shardwise: {error}", file=sys.stderr, flush=True)
-            _leave()
+            leave()
             sys.stdout.flush()
             os._exit(1)
 

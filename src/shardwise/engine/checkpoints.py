@@ -104,7 +104,7 @@ class Checkpoints:
             line = f"resumed from {loaded}, at step {self._state.steps}"
         self._resumes, self._saved = True, None if loaded is None else self._moment()
         self._settle_in(home, _SaveOptions())
-        self._world.telling.resumes()
+        self._world.progress.resumes()
         if not self._state.spec.settings.quiet:
             self._world.print(f"shardwise: {line}")
         return self._state.steps
@@ -116,7 +116,7 @@ class Checkpoints:
             self.load(path)
         self._resumes, self._saved = True, None if path is None else self._moment()
         self._settle_in(home, _SaveOptions())
-        self._world.telling.resumes()
+        self._world.progress.resumes()
 
     def _pass_over(self, why: object) -> None:
         self._world.print(f"shardwise: passed over: {why}", file=sys.stderr)

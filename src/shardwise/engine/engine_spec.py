@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise.collectives import Collectives, GatherOrder, Solo, within_hosts
+from shardwise.collectives import Collectives, GatherOrder, Solo, shard_within_hosts
 from shardwise.config import Settings
 from shardwise.errors import ConfigError
 from shardwise.model import units
@@ -111,7 +111,7 @@ class EngineSpec:
     def shard_group(self) -> Collectives:
         """The ranks over which states are sharded: all, or those of a host."""
         within = self.settings.shard_within == "host" and self.placement.level > 0
-        return within_hosts(self.data_group) if within else self.data_group
+        return shard_within_hosts(self.data_group) if within else self.data_group
 
     @property
     def cuts_nothing(self) -> bool:

@@ -332,8 +332,8 @@ class StepRunner:
         state.steps += 1
         world.stepped_last = state.number
         world.steps_made += 1
-        world.telling.stepped(state.number, state.steps)
-        world.collectives.lookout.step = state.steps
+        world.progress.stepped(state.number, state.steps)
+        world.collectives.status_server.step = state.steps
         self._randoms.reseed()
         if (recording := recorder.active) is not None:
             recording.stepped(state.number, state.steps)

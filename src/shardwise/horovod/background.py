@@ -172,7 +172,7 @@ class BackgroundThread:
     # -- the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        with torch.no_grad(), self._groups[0].lookout.waits.beside():
+        with torch.no_grad(), self._groups[0].status_server.waits.beside():
             try:
                 while not self._ended:
                     self._wait_for_events()
@@ -345,8 +345,8 @@ class BackgroundThread:
             return
         now = time.monotonic()
         for request, missing in self._coordinator.stalled(now, self._warn_after):
-            lookout = self._groups[0].lookout
-            warn_stalled(request, missing, self._warn_after, self.timeout, lookout)
+            status_server = self._groups[0].status_server
+            warn_stalled(request, missing, self._warn_after, self.timeout, status_server)
         self._send_responses(self._coordinator.time_out(now, self.timeout))
 
     def _leave(self) -> None:

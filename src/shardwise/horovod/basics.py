@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise import collectives, config, launch
+from shardwise import collectives, config
 from shardwise.errors import BadCall, UsageError
 from shardwise.horovod import context, links, script_checks
 from shardwise.horovod.background import BackgroundThread
@@ -25,9 +25,10 @@ from shardwise.horovod.context import Context, current
 from shardwise.horovod.coordinator import JOIN
 from shardwise.horovod.operations import submit, wait
 from shardwise.horovod.process_sets import ProcessSet, add_process_set, global_process_set
+from shardwise.initialize import init as init_world
+from shardwise.launch import launchers
 from shardwise.world import World
 from shardwise.world import current as current_world
-from shardwise.world import init as init_world
 from shardwise.world import start_timeline as start
 from shardwise.world import stop_timeline as stop
 
@@ -78,11 +79,11 @@ def _hosts(world: World) -> list[list[int]]:
 
 def _connect(world: World, timeout: float) -> dict[int, links.Link]:
     """Connect every rank to rank 0; the links of this rank, by rank. Collective."""
-    group, secret = world.collectives, world.collectives.lookout.secret
+    group, secret = world.collectives, world.collectives.status_server.secret
     if world.rank != 0:
         address, port = group.gather_plain(None)[0]
         return {0: links.connect(address, port, secret, world.rank, timeout)}
-    address = collectives.address_of(launch.detect(os.environ))
+    address = collectives.address_of(launchers.detect(os.environ))
     with links.listen(address) as listener:
         group.gather_plain((address, listener.getsockname()[1]))
         return links.accept(listener, secret, world.size, timeout)

@@ -54,8 +54,8 @@ class Context:
         """Record a step of a DistributedOptimizer, which a restart would lose."""
         self.steps += 1
         if self.steps == 1:
-            self.world.telling.kept(0, 0)  # commits were counted before
-        self.world.telling.stepped(0, self.steps)
+            self.world.progress.kept(0, 0)  # commits were counted before
+        self.world.progress.stepped(0, self.steps)
         if (recording := recorder.active) is not None:
             recording.stepped(0, self.steps)
         if self.sample_counter is not None:
@@ -65,8 +65,8 @@ class Context:
         """Record that a restart would resume from here. Where no steps are counted, as with the
         user's own optimizers, commits are: the launcher gives up a run that gets no further."""
         if not self.steps:
-            self.world.telling.stepped(0, self.commits)
-        self.world.telling.kept(0, self.steps or self.commits)
+            self.world.progress.stepped(0, self.commits)
+        self.world.progress.kept(0, self.steps or self.commits)
 
     def close(self) -> None:
         """Stop the watchers and end the communication thread."""

@@ -34,7 +34,7 @@ from shardwise.horovod.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from shardwise.launch import own, private
+from shardwise.launch import environment, private_files
 
 __all__ = ["ElasticSampler", "HorovodInternalError", "State", "TorchState", "run"]
 
@@ -163,7 +163,7 @@ def run(
 
     @wraps(func)
     def wrapper(state: TorchState, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        current().world.telling.resumes()
+        current().world.progress.resumes()
         if state.resume():
             current().kept()
             state.on_reset()
@@ -178,8 +178,8 @@ def run(
 
 def run_name(environ: Mapping[str, str]) -> str | None:
     """The name that all starts of this run share; None where no launcher would start it again."""
-    if own.RUN in environ:
-        return environ[own.RUN]
+    if environment.RUN_VARIABLE in environ:
+        return environ[environment.RUN_VARIABLE]
     if "TORCHELASTIC_RUN_ID" in environ:  # torch's agent outlives the ranks that it starts
         return f"{os.getppid()}-{_start_time(os.getppid())}"
     return None
@@ -199,7 +199,9 @@ class CommitFile:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         name = run_name(environ)
-        self.path = None if name is None else private.folder() / own.commit_file(name)
+        self.path = (
+            None if name is None else private_files.folder() / private_files.commit_file(name)
+        )
 
     def write(self, number: int, state: Mapping[str, Any]) -> None:
         """Replace the commit before by commit `number`, atomically."""
@@ -207,13 +209,13 @@ class CommitFile:
             return
         aside = self.path.with_suffix(".new")
         aside.unlink(missing_ok=True)
-        with private.create(aside) as file:
+        with private_files.create(aside) as file:
             torch.save({"number": number, "state": dict(state)}, file)
         aside.rename(self.path)
 
     def read(self) -> tuple[int, dict[str, Any]] | None:
         """The commit on this host, if any; a file of another user does not count."""
-        file = private.opened(self.path) if self.path is not None else None
+        file = private_files.opened(self.path) if self.path is not None else None
         if file is None:
             return None
         with file:
@@ -224,7 +226,7 @@ class CommitFile:
         """Remove the file at the end of the run."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-            private.tidy()
+            private_files.tidy()
 
 
 class ElasticSampler(Sampler[int]):

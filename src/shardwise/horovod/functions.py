@@ -65,7 +65,7 @@ def _unpickled(data: Tensor) -> Any:
 
 
 def _secret() -> bytes:
-    return current().world.collectives.lookout.secret
+    return current().world.collectives.status_server.secret
 
 
 def broadcast_object(

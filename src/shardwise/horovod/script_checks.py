@@ -25,8 +25,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shardwise import config
 from shardwise.horovod.coordinator import OperationRequest
-from shardwise.watch.status_server import Lookout
-from shardwise.watch.wait_graph import Whereabouts, named
+from shardwise.watch.status_server import StatusServer
+from shardwise.watch.wait_graph import RankStatus, named
 
 BROADCAST = (
     "the parameters differ between ranks when training starts, and will go on doing so. After the "
@@ -250,15 +250,15 @@ def warn_stalled(
     missing: Sequence[int],
     seconds: float,
     timeout: float,
-    lookout: Lookout,
+    status_server: StatusServer,
 ) -> None:
     """Warn on stderr that `missing` ranks have not requested an operation, and where they are."""
     lines = [
         f"shardwise: {request.kind} {request.name!r} has waited {seconds:g} s for "
         f"{named(missing)}. It fails after {timeout:g} s (--timeout)."
     ]
-    for rank, found in sorted(lookout.ask(list(missing), stack=True).items()):
-        if isinstance(found, Whereabouts):
+    for rank, found in sorted(status_server.ask(list(missing), stack=True).items()):
+        if isinstance(found, RankStatus):
             lines.append(f"  rank {rank} is {found.place}")
             lines += [f"    {frame}" for frame in found.stack]
         else:

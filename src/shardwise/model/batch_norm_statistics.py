@@ -157,7 +157,7 @@ class StatisticsExchanges:
 
     # -- as a member of the order ---------------------------------------------------------
 
-    def take_turn(self, number: int, *, wanted: bool) -> None:
+    def run_entry(self, number: int, *, wanted: bool) -> None:
         """Exchange rows; what this rank has `wanted` is kept for `exchange`."""
         if not wanted:
             self.each[number].meet(None, FORWARD)

@@ -18,7 +18,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from shardwise.launch.environment import usable_cores
+from shardwise.launch.resources import usable_cores
 from shardwise.scaling.records import Curve, Measured
 from shardwise.scaling.runs import WEAK, MeasuredRun, ScalingPlan
 

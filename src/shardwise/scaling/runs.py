@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.launch.environment import usable_cores
+from shardwise.launch.resources import usable_cores
 from shardwise.scaling import records
 from shardwise.scaling.records import Measured, TooFew
 

@@ -308,7 +308,7 @@ class Residency:
         if self._over is not None and self._is_backward() and not self.units[number].lasting:
             self._over(number)
 
-    def take_turn(self, number: int, *, wanted: bool) -> None:
+    def run_entry(self, number: int, *, wanted: bool) -> None:
         """Gather unit `number` with all ranks, and show it if this one has `wanted` it. What is
         lasting stays from its first turn in a backward on."""
         unit = self.units[number]

@@ -1,4 +1,4 @@
-"""One question to other ranks, each over a connection of its own, and their answers.
+"""Asks other ranks one question, each over a connection of its own, and answers theirs.
 
     asker ─▶ proof, {"ask": "where"}\\n        answerer ─▶ proof, {"rank": 3, ...}\\n, and closes
 

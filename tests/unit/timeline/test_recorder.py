@@ -21,8 +21,7 @@ from shardwise.timeline import Row, reading, recorder, span
 from shardwise.timeline.encoding import LONGEST, Encoder
 from shardwise.timeline.file import PAGE, TimelineFile
 from shardwise.timeline.recorder import TimelineEvent, TimelineRecorder
-from shardwise.watch import clocks
-from shardwise.watch.status_server import Lookout
+from shardwise.watch.status_server import CLOCK_ROUNDS, ClockOffset, StatusServer
 
 
 class Kept:
@@ -203,7 +202,7 @@ def test_every_line_fits_into_a_page() -> None:
     assert len(lines(Encoder(0, ""), note)[-1]["name"]) == LONGEST
 
 
-class Answering(Lookout):
+class Answering(StatusServer):
     """A rank whose clock is `behind` ns behind, at an end of a way of some ms."""
 
     def __init__(self, behind: int) -> None:
@@ -222,12 +221,12 @@ class Answering(Lookout):
 
 @pytest.mark.parametrize("which", ["monotonic", "wall"])
 def test_a_clock_is_known_to_half_a_round_trip(which: Any) -> None:
-    found = clocks.ahead(Answering(5_000_000_000), 0, which)
+    found = Answering(5_000_000_000).clock_offset(0, which)
     assert found is not None
     assert abs(found.ns - 5_000_000_000) <= found.error
     assert found.error >= 1_000_000
-    assert clocks.ahead(Lookout(0, 2), 0, which) == clocks.Ahead(0, 0)
-    assert clocks.ahead(Lookout(1, 2), 0, which) is None  # it has met nobody
+    assert StatusServer(0, 2).clock_offset(0, which) == ClockOffset(0, 0)
+    assert StatusServer(1, 2).clock_offset(0, which) is None  # it has met nobody
 
 
 class Late(Answering):
@@ -235,7 +234,7 @@ class Late(Answering):
 
     def __init__(self, behind: int, silent: float) -> None:
         super().__init__(behind)
-        self._ways = [0.0] * clocks.ROUNDS
+        self._ways = [0.0] * CLOCK_ROUNDS
         self._silent = silent
 
     def shares_host(self, rank: int) -> bool:
@@ -246,10 +245,12 @@ class Late(Answering):
         return None if self._silent >= 0 else super().ask_clock(rank)
 
 
-def recorded_by(lookout: Lookout, path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def recorded_by(
+    status_server: StatusServer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
     """The events of a step recorded in three writes."""
     monkeypatch.setattr(recorder, "PERIOD", 0.02)
-    recording.start(path, lookout)
+    recording.start(path, status_server)
     assert recorder.active is not None
     with span("in the first write"):
         pass
@@ -282,7 +283,7 @@ def test_times_that_fit_nobodys_are_not_written(
 
 def test_a_run_of_one_rank_from_start_to_stop(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    recording.start(path, Lookout(0, 1))
+    recording.start(path, StatusServer(0, 1))
     with span("forward"):
         pass
     recording.stop()
@@ -290,15 +291,15 @@ def test_a_run_of_one_rank_from_start_to_stop(tmp_path: Path) -> None:
     (event,) = (one for one in reading.read([path]) if one["ph"] == "X")
     assert event["name"] == "forward"
     assert {one["name"] for one in reading.read([path]) if one["ph"] == "C"} == {"memory (MB)"}
-    lookout = Lookout(0, 1)
+    status_server = StatusServer(0, 1)
     for name in ("first", "second"):
-        recording.start(path, lookout)
+        recording.start(path, status_server)
         with span(name):
             pass
         recording.stop()
     assert [one["name"] for one in reading.read([path]) if one["ph"] == "X"] == ["first", "second"]
     with pytest.raises(ConfigError, match="is there already and is no timeline of ours"):
-        recording.start(Path(__file__), Lookout(0, 1))
+        recording.start(Path(__file__), StatusServer(0, 1))
     assert recorder.active is None
 
 
