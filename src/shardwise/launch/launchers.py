@@ -1,7 +1,7 @@
 """Finds out which launcher started this process, and which rank of how many it is.
 
-`LAUNCHERS` is the table of all launchers. To add one, write a function that reads its variables and
-add a row; nothing else names them.
+`LAUNCHERS` is the table of all launchers. To add one, write a function that reads its variables
+and add a row; nothing else needs to know of it.
 """
 
 from collections.abc import Callable, Mapping
