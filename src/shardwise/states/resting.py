@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ParameterAccess, UsageError
-from shardwise.parallel.forms import SIZES
+from shardwise.parallel.tensor.metadata_calls import SIZES
 from shardwise.states.torch_calls import FORMAL, functions, what_is_done, written
 
 unguarded = torch._C.DisableTorchFunctionSubclass
