@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise import config
-from shardwise import nested_batch as rows_module
 from shardwise.collectives.base import Collectives
 from shardwise.common_draws import CommonDraws
 from shardwise.current_batch import Batch, Feed, Plan
 from shardwise.errors import DataError, UsageError
 from shardwise.layout import even_cuts
+from shardwise.nested_batch import Rows, dimension
 from shardwise.step_log import StepLog
 
 T = TypeVar("T")
@@ -60,18 +60,14 @@ class BatchRows(ABC):
         `torch.no_grad()` changes nothing of that. A rank left without rows gets one, at weight 0.
         """
         self._check_takes_rows("world.share")
-        lengths = rows_module.lengths(batch, dim)
-        if len(lengths) != 1 or 0 in lengths:
-            raise DataError(
-                f"world.share takes tensors of one equal {_dimension(dim)} above 0, not {lengths}."
-            )
-        total = lengths.pop()
+        rows = Rows(batch, dim, call="world.share")
+        total = rows.total
         cuts = even_cuts(total, self.data_size)
-        count, mine = rows_module.part(batch, cuts, self.data_rank, dim)
+        first, end = cuts[self.data_rank], cuts[self.data_rank + 1]
+        mine, count = rows.taken(first, end), end - first
         plan = Plan(batch_size=total, micro_batches=1, steps_per_epoch=None)
         training = torch.is_grad_enabled()
-        place = cuts[self.data_rank], cuts[self.data_rank + 1]
-        given = Batch(samples=count, rows=place, total=total)
+        given = Batch(samples=count, rows=(first, end), total=total)
         self.feed.share("world.share", plan, given, training=training)
         if torch.is_grad_enabled():
             self.step_log.given(count)
@@ -101,12 +97,13 @@ class BatchRows(ABC):
             batch=batch,
             goes_on=batch is not None and not batch.last,
         )
-        if (lengths := rows_module.lengths(whole, dim)) != [total]:
+        drawn = Rows(whole, dim, call=f"world.draw, of what make({total}) returned,")
+        if drawn.total != total:
             raise DataError(
-                f"world.draw called make({total}), which returned tensors whose {_dimension(dim)} "
-                f"is {lengths}: let it return {total} rows there."
+                f"world.draw called make({total}), which returned tensors whose {dimension(dim)} "
+                f"is [{drawn.total}]: let it return {total} rows there."
             )
-        mine = rows_module.taken(whole, first, end, dim)
+        mine = drawn.taken(first, end)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), mine)  # type: ignore[no-any-return]
 
     @contextmanager
@@ -162,7 +159,3 @@ class BatchRows(ABC):
                 f"{call} takes rows out of a total batch, and --batch worker lets every worker "
                 "have a batch of its own: use sw.Loader(...), or leave --batch out."
             )
-
-
-def _dimension(dim: int) -> str:
-    return "first dimension" if dim == 0 else f"dimension {dim}"

@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shardwise import nested_batch as rows
 from shardwise.collectives import Collectives
 from shardwise.config import Settings
 from shardwise.engine.exact_mean import Seeds
-from shardwise.errors import UsageError
+from shardwise.errors import DataError, UsageError
 from shardwise.layout import even_cuts
 from shardwise.model.precision import NARROW
+from shardwise.nested_batch import Rows
 from shardwise.parallel.pipeline import (
     Action,
     Line,
@@ -54,20 +55,24 @@ def count_of(settings: Settings, batch: Any, group: Collectives) -> int:
 def parts_of(batch: Any, count: int) -> list[tuple[int, Any]]:
     """`batch` in `count` parts of nearly equal size, with the rows of each; where there are fewer
     rows, parts with none of them have one row to run with."""
-    cuts = even_cuts(rows_of(batch), count)
-    return [rows.part(batch, cuts, number) for number in range(count)]
+    found = _rows(batch)
+    cuts = even_cuts(found.total, count)
+    return [(end - first, found.taken(first, end)) for first, end in pairwise(cuts)]
 
 
 def rows_of(batch: Any) -> int:
-    """The first dimension that the tensors of a batch share. Raises UsageError without one."""
-    lengths = rows.lengths(batch)
-    if len(lengths) != 1 or 0 in lengths:
+    """How many rows a batch has. Raises UsageError where that cannot be told."""
+    return _rows(batch).total
+
+
+def _rows(batch: Any) -> Rows:
+    try:
+        return Rows(batch, call="engine.forward_backward(loss_of, *batch)")
+    except DataError as error:
         raise UsageError(
-            "engine.forward_backward(loss_of, *batch) takes tensors of one equal first dimension "
-            f"above 0, not {lengths}: it cuts them into micro-batches. Give what is not cut to "
-            "loss_of in another way."
-        )
-    return lengths.pop()
+            f"{error} It cuts the batch into micro-batches: give what is not cut to loss_of in "
+            "another way."
+        ) from None
 
 
 Buckets = Callable[[Callable[[nn.Parameter], int]], Mapping[int, frozenset[int]]]
