@@ -203,6 +203,7 @@ class Backwards(Drawing):
     def _begin_backward(self, *, weighted: bool, anew: bool) -> Batch | None:
         """Look whether a backward may come now, and of which batch; `anew`: its items have a weight
         of their own and are not known to be those of an earlier one."""
+        self.world.draws.check_outside("engine.backward")
         usage_checks.check_unreduced(is_reduced=self._totals is not None)
         usage_checks.check_block(
             averaged=self._averaged, uneven=self._uneven, whole=self._recipe.is_whole

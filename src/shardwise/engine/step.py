@@ -205,7 +205,8 @@ class Stepping(Backwards):
         return self._totals
 
     def _check_begun(self, call: str) -> None:
-        """Raise UsageError where there is nothing that `call` could sum up."""
+        """Raise UsageError where there is nothing that `call` could sum up, or no place for it."""
+        self.world.draws.check_outside(call)
         if not self._window.backwards:
             raise UsageError(
                 f"{call} without engine.backward(loss) since the last step: call backward first."
@@ -221,11 +222,18 @@ class Stepping(Backwards):
                     'Losses of this step are sums on some ranks (reduction="sum") and means on '
                     "others: write them in one way."
                 )
+            usage_checks.check_calls(
+                self.world,
+                calls_differ=math.isnan(totals.calls),
+                rows_differ=totals.rows_differ,
+            )
             if totals.written:
                 self._held.check_written()
         except ShardwiseError:
             self._abandon()
             raise
+        finally:
+            self.world.calls.clear()
 
     def _exchange(self) -> Totals:
         """What all ranks know of the step, alike."""
@@ -238,6 +246,7 @@ class Stepping(Backwards):
                 self._recipe.stage,
                 self._recipe.sharding.copies,
                 self._options.number(),
+                self.world.calls,
                 unsaved=self._checkpoints.has_failed,
                 asked=self.world.preemption.asked,
                 written=self._held.has_written,
