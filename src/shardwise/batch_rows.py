@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -14,13 +15,16 @@ from torch.utils import _pytree as pytree
 
 from shardwise import config
 from shardwise.collectives.base import Collectives
-from shardwise.common_draws import CommonDraws
+from shardwise.common_draws import SHARE, CommonCalls, CommonDraws
 from shardwise.current_batch import Batch, CurrentBatch, StreamShape
 from shardwise.errors import DataError, UsageError
 from shardwise.layout import even_cuts
+from shardwise.nested_batch import Rows, dimension
 from shardwise.step_log import StepLog
 
 T = TypeVar("T")
+
+_OWN_PARTS = "each worker has a part of its own"
 
 _LOST = (
     "shardwise: before training some workers drew what others did not, or ran a forward with "
@@ -35,8 +39,10 @@ class BatchRows(ABC):
     device: torch.device
     settings: config.Settings
     collectives: Collectives
+    data: Collectives
     current_batch: CurrentBatch
     draws: CommonDraws
+    calls: CommonCalls
     step_log: StepLog
 
     @property
@@ -59,19 +65,17 @@ class BatchRows(ABC):
         `torch.no_grad()` changes nothing of that. A rank left without rows gets one, at weight 0.
         """
         self._check_takes_rows("world.share")
-        lengths = row_counts(batch, dim)
-        if len(lengths) != 1 or 0 in lengths:
-            raise DataError(
-                f"world.share takes tensors of one equal {_dimension(dim)} above 0, not {lengths}."
-            )
-        total = lengths.pop()
+        rows = Rows(batch, dim, call="world.share")
+        total = rows.total
         cuts = even_cuts(total, self.data_size)
-        count, mine = rows_of_part(batch, cuts, self.data_rank, dim)
+        first, end = cuts[self.data_rank], cuts[self.data_rank + 1]
+        mine, count = rows.taken(first, end), end - first
+        if torch.is_grad_enabled() and self.data_size > 1:
+            self.calls.note_batch(SHARE, rows.digest)
         plan = StreamShape(batch_size=total, micro_batches=1, steps_per_epoch=None)
         training = torch.is_grad_enabled()
-        place = cuts[self.data_rank], cuts[self.data_rank + 1]
-        given = Batch(samples=count, rows=place, total=total)
-        self.current_batch.share("world.share", plan, given, training=training)
+        given = Batch(samples=count, rows=(first, end), total=total)
+        self.current_batch.share(SHARE, plan, given, training=training)
         if torch.is_grad_enabled():
             self.step_log.given(count)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), mine)  # type: ignore[no-any-return]
@@ -94,32 +98,106 @@ class BatchRows(ABC):
         batch = self.current_batch.batch
         total, (first, end) = self._place(batch, rows)
         self._meet()
+        self.calls.note("world.draw")
         whole = self.draws.draw(
             lambda: make(total),
             step=None if batch is None else batch.step,
             batch=batch,
             goes_on=batch is not None and not batch.last,
         )
-        if (lengths := row_counts(whole, dim)) != [total]:
+        drawn = Rows(whole, dim, call=f"world.draw, of what make({total}) returned,")
+        if drawn.total != total:
             raise DataError(
-                f"world.draw called make({total}), which returned tensors whose {_dimension(dim)} "
-                f"is {lengths}: let it return {total} rows there."
+                f"world.draw called make({total}), which returned tensors whose {dimension(dim)} "
+                f"is [{drawn.total}]: let it return {total} rows there."
             )
-        mine = take_rows(whole, first, end, dim)
+        mine = drawn.taken(first, end)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), mine)  # type: ignore[no-any-return]
 
-    @contextmanager
-    def alike(self) -> Iterator[None]:
+    @overload
+    def alike(self) -> AbstractContextManager[None]: ...
+
+    @overload
+    def alike(self, batches: Iterable[T]) -> Alike[T]: ...
+
+    def alike(self, batches: Iterable[T] | None = None) -> AbstractContextManager[None] | Alike[T]:
         """Inside the block every rank draws the same, as one process goes on to draw: the order of
         own batches, what is taken out of a replay buffer, the steps of an environment.
 
         torch, numpy and random are meant. What is drawn outside of it in training is each rank's
-        own. Checkpoints go on with it. Every rank enters it, as often as the others.
+        own. Checkpoints go on with it. Every rank enters it, as often as the others. Training in
+        the block is refused.
+
+        `for batch in world.alike(loader):` enters it around what gives the batches alone (`iter`
+        and each `next`), for a DataLoader that shuffles, or whose dataset draws: the body of the
+        loop is outside. A batch comes whole on every rank: `world.share(batch)` gives its rows.
         """
+        return self._alike() if batches is None else Alike(batches, self._alike)
+
+    @contextmanager
+    def _alike(self) -> Iterator[None]:
         self._check_draws_once("world.alike")
         self._meet()
+        self.calls.note("world.alike")
         with self.draws.alike():
             yield
+
+    @property
+    def rows(self) -> int:
+        """How many rows of the batch that the Loader or `world.share` gave last this rank has.
+
+        0 where it has a stand-in, a row of another rank's to run with. Sums and counts by hand are
+        over the first `world.rows` rows: `scores[: world.rows]`.
+
+        Raises DataError where there was no batch yet.
+        """
+        if self.current_batch.batch is None:
+            raise DataError(
+                "world.rows before the first batch: it is of what the Loader or world.share gave "
+                "last."
+            )
+        self.current_batch.stand_in = None  # who looks knows
+        return self.current_batch.batch.samples
+
+    def gather_rows(self, mine: Tensor, dim: int = 0) -> Tensor:
+        """What all ranks have computed of their rows of the batch given last, in the batch's order:
+        embeddings for a loss over pairs of samples.
+
+        `mine` has this rank's rows along `dim`, or those of a stand-in, which are left out:
+        the result has the rows of the total batch, whatever the number of ranks. This rank's own
+        rows are in it with their graph, those of others without: a loss of it that every rank
+        computes whole takes `engine.backward(loss, reduction="sum")`, and is `loss.item()`.
+        Every rank calls it.
+
+        Raises DataError for another number of rows, and where shapes or dtypes differ; UsageError
+        where the batch is cut into micro-batches, which no loss over pairs can be.
+        """
+        self._check_takes_rows("world.gather_rows")
+        self._check_draws_once("world.gather_rows")
+        batch = self.current_batch.batch
+        if batch is None or batch.rows is None:
+            raise DataError(
+                "world.gather_rows does not know which rows are this worker's, since "
+                + ("there was no batch yet" if batch is None else _OWN_PARTS)
+                + ": take the batch from sw.Loader(...) or by world.share."
+            )
+        (first, end), total = batch.rows, batch.total
+        _check_own(mine, end - first, dim)
+        own = mine.narrow(dim, 0, end - first)
+        moved = own.detach().movedim(dim, 0).contiguous()
+        form = [list(moved.shape[1:]), str(mine.dtype)]
+        told = self.data.gather_plain([form, first, end])
+        _check_joined(told, total)
+        width = math.prod(moved.shape[1:]) * mine.element_size()
+        # As bytes, which every transport moves, and each rank's into its place among all rows.
+        joined = torch.empty(total * width, dtype=torch.uint8, device=self.data.small_device)
+        joined[first * width : end * width] = moved.view(-1).view(torch.uint8)
+        cuts = [place * width for _, place, _ in told] + [total * width]
+        self.data.all_gather(joined, cuts).wait()
+        rows = joined.view(mine.dtype).view(total, *moved.shape[1:]).movedim(0, dim)
+        rows = rows.to(mine.device)
+        # No row of a stand-in, but its graph: backward is to come on this rank, too.
+        return torch.cat([rows.narrow(dim, 0, first), own, rows.narrow(dim, end, total - end)], dim)
 
     def _meet(self) -> None:
         """Let all ranks draw from one place, and say where they have lost each other."""
@@ -144,7 +222,7 @@ class BatchRows(ABC):
         if batch is None or batch.rows is None:
             raise DataError(
                 "world.draw does not know how many rows the total batch has, since "
-                + ("there was none yet" if batch is None else "each worker has a part of its own")
+                + ("there was none yet" if batch is None else _OWN_PARTS)
                 + ": write world.draw(make, rows=n)."
             )
         return batch.total, batch.rows
@@ -163,29 +241,55 @@ class BatchRows(ABC):
             )
 
 
-def _dimension(dim: int) -> str:
-    return "first dimension" if dim == 0 else f"dimension {dim}"
+class Alike(Generic[T]):
+    """Batches that all ranks draw alike, one after the other, and what is done with them outside;
+    made by `world.alike(batches)`. Each loop over it begins anew."""
+
+    def __init__(
+        self, batches: Iterable[T], block: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._batches = batches
+        self._block = block
+
+    def __iter__(self) -> Iterator[T]:
+        with self._block():  # a DataLoader draws its order and its workers' seed here
+            batches = iter(self._batches)
+        while True:
+            with self._block():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
 
 
-# -- rows of a nest of tensors --------------------------------------------------------------
+def _check_own(mine: Tensor, count: int, dim: int) -> None:
+    """Raise DataError unless `mine` has a row for each of this rank's."""
+    found = mine.shape[dim] if -mine.ndim <= dim < mine.ndim else 0
+    if found != count and (count or not found):  # a stand-in may be two rows
+        raise DataError(
+            f"world.gather_rows takes what was computed of this worker's {count} row(s), not "
+            f"{found} along {dimension(dim)}: gather views one by one, as in "
+            "torch.cat([world.gather_rows(view) for view in features.chunk(2)])."
+        )
 
 
-def row_counts(batch: Any, dim: int = 0) -> list[int]:
-    """The sizes that its tensors have in dimension `dim`, each once, in ascending order; 0 for a
-    tensor without it, and for none."""
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return sorted({leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else 0 for leaf in leaves})
-
-
-def rows_of_part(batch: Any, cuts: Sequence[int], number: int, dim: int = 0) -> tuple[int, Any]:
-    """How many rows part `number` of those between `cuts` has, and the part; one row to run with
-    where it has none."""
-    first, end = cuts[number], cuts[number + 1]
-    return end - first, take_rows(batch, first, end, dim)
-
-
-def take_rows(batch: Any, first: int, end: int, dim: int = 0) -> Any:
-    """Rows [first, end) of `batch`; its first one where that is none."""
-    if end == first:
-        first, end = 0, 1
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.narrow(dim, first, end - first), batch)
+def _check_joined(told: Sequence[tuple[Any, int, int]], total: int) -> None:
+    """Raise unless the ranks' rows have one form, and are those of the batch."""
+    for rank, (form, _, _) in enumerate(told):
+        if form != told[0][0]:
+            raise DataError(
+                f"world.gather_rows got rows of shape {tuple(told[0][0][0])} and {told[0][0][1]} "
+                f"on worker 0, and of {tuple(form[0])} and {form[1]} on worker {rank}: let all "
+                "have one shape."
+            )
+    ends = [0, *(end for _, _, end in told)]
+    if [first for _, first, _ in told] != ends[:-1] or ends[-1] != total:
+        raise UsageError(
+            "world.gather_rows: the workers have a part of the batch now, in micro-batches, and a "
+            "loss over pairs of rows needs all of it. Leave --micro-batch-size (or --exact) out, "
+            "and accumulate nothing."
+        )

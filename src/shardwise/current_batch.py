@@ -68,6 +68,8 @@ class CurrentBatch:
     batch: Batch | None = None
     sat_out: int = 0
     """How many batches of evaluations had no sample for this rank, which then ran none."""
+    stand_in: str | None = None
+    """Which stream has given a stand-in of which nobody has asked yet whether it is one."""
     _apart: int = 0
     """How many batches are under way that other ranks sit out."""
     _latest: LoaderStream | None = None
@@ -140,6 +142,8 @@ class CurrentBatch:
                 watcher(batch.samples == 0)
         stream.batch, stream.training = batch, training
         self.batch = batch
+        if batch.samples == 0:
+            self.stand_in = stream.name
         if training:
             self._latest = stream
 

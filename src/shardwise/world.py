@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise import collectives, config, timeline_control
 from shardwise.batch_rows import BatchRows
 from shardwise.collectives import Collectives, GatherOrder, Solo
-from shardwise.common_draws import CommonDraws
+from shardwise.common_draws import CommonCalls, CommonDraws
 from shardwise.current_batch import CurrentBatch
 from shardwise.errors import UsageError
 from shardwise.launch.identity import Identity
@@ -28,6 +28,7 @@ from shardwise.loop_checks import StepsWithoutEngine, UnsteppedBackwards
 from shardwise.mesh import Mesh
 from shardwise.preemption import Preemption
 from shardwise.step_log import StepLog
+from shardwise.watch import process_status
 from shardwise.watch.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -83,6 +84,7 @@ class World(BatchRows):
         self.current_batch.watch(self.preemption.before_batch)
         self.draws = CommonDraws(device)
         self.current_batch.watch(self.draws.before_batch)
+        self.calls = CommonCalls()
         self.step_log = StepLog(None, self.rank)
         self.engines = 0
         self.stepped_last = -1
@@ -95,6 +97,7 @@ class World(BatchRows):
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._keywords = dict(keywords or {})
         self._said: set[str] = set()
+        self._told_stand_in = False
 
     @cached_property
     def side_channel(self) -> Collectives:
@@ -184,6 +187,7 @@ class World(BatchRows):
     def gather(self, value: T) -> list[T]:
         """Every rank's `value` (picklable), in rank order, on every rank."""
         self.current_batch.check_even("world.gather")
+        self._tell_stand_in("world.gather")
         return self.collectives.gather_objects(value)
 
     def sum(self, value: Tensor, groups: Sequence[Sequence[int]] | None = None) -> Tensor:
@@ -193,6 +197,7 @@ class World(BatchRows):
         group keeps its value. Raises UsageError for a rank that is listed twice.
         """
         self.current_batch.check_even("world.sum")
+        self._tell_stand_in("world.sum")
         group = self.collectives
         if groups is not None:
             key = tuple(tuple(members) for members in groups)
@@ -209,6 +214,23 @@ class World(BatchRows):
         """`print`, on rank 0 alone."""
         if self.is_main:
             print(*values, **{"flush": True} | options)
+
+    def _tell_stand_in(self, call: str) -> None:
+        """Say once that sums by hand count stand-ins, where the script itself makes one after this
+        rank was given a stand-in, and has not looked at `rows`."""
+        caller = sys._getframe(2)
+        ours = caller.f_globals.get("__name__", "").startswith(f"{__package__}.")
+        if ours or self.current_batch.stand_in is None or self._told_stand_in:
+            return
+        self._told_stand_in = True
+        whole = " (world.gather_rows joins rows)" if call == "world.gather" else ""
+        self.say_once(
+            f"{call} ({process_status.users_line(caller)}) after {self.current_batch.stand_in} gave this "
+            "worker a stand-in, since a batch had fewer rows than there are workers: where it "
+            f"takes rows together, it takes that one too. Of a batch, world.rows rows are this "
+            f"worker's, 0 of a stand-in: write scores[: world.rows]{whole}; or use sw.Metrics, "
+            "which leaves stand-ins out."
+        )
 
     def expect_no_engine(self) -> None:
         """Do not warn of steps by hand: there is an engine, or another way to train."""

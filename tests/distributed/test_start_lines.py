@@ -175,3 +175,34 @@ def test_who_is_cut_because_of_a_trial(group):
         "  OwnAdamW: its state is cut within tensors, since a trial found each element updated by "
         "itself; whole tensors, if it looks at those later: --zero 0"
     ]
+
+
+class OwnLars(torch.optim.SGD):
+    """Scales by the norms of whole tensors, unless they have one dimension."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                scale = p.norm() / p.grad.norm() if p.ndim > 1 else 1.0
+                p.sub_(group["lr"] * scale * p.grad)
+
+
+def lars_case(world):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        model = blocks()
+        groups = [
+            [p for p in model.parameters() if (p.ndim == 1) is flat] for flat in (False, True)
+        ]
+        optimizer = OwnLars([{"params": group} for group in groups], lr=0.1)
+        sw.Engine(model, optimizer, quiet=False, zero=2).close()
+    return [line for line in said.getvalue().splitlines() if "OwnLars" in line]
+
+
+def test_the_group_that_is_cut_is_named(group):
+    assert group(2)(lars_case)[0] == [
+        "  OwnLars, parameter group 1: its state is cut within tensors, since a trial found each "
+        "element updated by itself (tensors of group 0 stay whole); whole tensors, if it looks at "
+        "those later: --zero 0"
+    ]

@@ -129,10 +129,12 @@ def _reset(world: Any) -> None:
     import torch
 
     from shardwise import randomness
+    from shardwise.common_draws import CommonCalls
     from shardwise.current_batch import CurrentBatch
 
     gc.collect()
     world.current_batch, world.engines = CurrentBatch(), 0
+    world.calls = CommonCalls()
     world.seed, world.settings = 0, world.first_settings
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)

@@ -118,6 +118,18 @@ class TestHangReport:
             "rank 1 is in world.barrier (train.py:9): is the call under an `if`?"
         )
 
+    def test_a_forward_that_others_leave_out(self):
+        """A coin that each worker tosses for itself."""
+        seen = {0: waits(0, 1), 1: waits(1, 0, verb="forward", line="train.py:9")}
+        said = hang_report.difference(seen)
+        assert "rank 1 is in forward (train.py:9): do some run a forward that others leave" in said
+        assert "world.alike()" in said
+        assert "engine.uneven()" in said
+        assert "is_main" not in said
+        seen[1] = waits(1, 0, verb="engine.save", line="train.py:9")
+        seen[2] = waits(2, 0, verb="forward", line="train.py:5")
+        assert "is the call under" in hang_report.difference(seen)
+
     def test_a_rank_in_an_endless_loop(self):
         seen = {0: waits(0, 1), 1: busy(1)}
         assert hang_report.call_difference(seen) == ""
@@ -152,6 +164,14 @@ class TestWhereabouts:
         assert process_status.library_call(frame) == "engine.backward"
         names = [line.split(" in ")[1].split(":")[0] for line in process_status.stack_lines(frame)]
         assert names[-4:] == ["main", "backward", "_go", "hook"]
+
+    def test_libraries_of_another_interpreter_are_no_lines_of_the_user(self):
+        """A venv laid over another one has torch in that one's folder."""
+        scope: dict[str, object] = {"sys": sys}
+        file = "/elsewhere/lib/python3/site-packages/torch/nn/modules/module.py"
+        exec(compile("def inner():\n    return sys._getframe()\n", file, "exec"), scope)
+        exec(compile("def main():\n    return inner()\n", "train.py", "exec"), scope)
+        assert process_status.users_line(scope["main"]()) == "train.py:2"
 
     def test_a_deep_stack_keeps_the_users_lines(self):
         source = "def down(left):\n    return down(left - 1) if left else sys._getframe()\n"

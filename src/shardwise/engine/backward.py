@@ -146,6 +146,7 @@ class BackwardRunner:
         backward.
         """
         state, world = self._state, self._world
+        self._world.draws.check_outside("engine.backward")
         usage_checks.check_unreduced(is_reduced=state.totals is not None)
         usage_checks.check_block(
             averaged=state.in_ema, uneven=state.in_uneven, whole=self._spec.is_whole

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives
+from shardwise.common_draws import CommonCalls
 from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.step_statistics import Aggregation, StepReport, StepTotals
 from shardwise.model.buffers import Buffers
@@ -23,6 +24,7 @@ def exchange(
     group: Collectives,
     copies: int,
     options: float,
+    calls: CommonCalls,
     *,
     unsaved: bool,
     asked: int,
@@ -32,10 +34,11 @@ def exchange(
     """Report what this rank has seen in the step, and return the totals of all ranks. Collective.
 
     Every part of the summed gradient is on `copies` ranks. `options` is a checksum of what must be
-    alike; `unsaved` says whether a save in the background has failed here, `asked` is the signal
-    that asked this rank to end, or 0, `written` whether user code has written into parameters.
-    Raises UsageError, on all ranks alike, for gradients that came too late where `aggregation`
-    refuses them. Of the ranks of a replica one `counts`: all have the same batches.
+    alike, `calls` are those that all ranks make alike; `unsaved` says whether a save in the
+    background has failed here, `asked` is the signal that asked this rank to end, or 0, `written`
+    whether user code has written into parameters. Raises UsageError, on all ranks alike, for
+    gradients that came too late where `parts` refuses them. Of the ranks of a replica one `counts`:
+    all have the same batches.
 
     On the way, buffers that forward changes become their mean over the ranks, and gradients that
     came too late for their bucket on any rank are reduced by all.
@@ -47,6 +50,8 @@ def exchange(
         squared_norm=gradients.norm.squared().double() / copies,
         backwards=accumulation.weighted_backwards if counts else 0,
         options=options,
+        calls=calls.number(),
+        rows=calls.rows,
         used=gradients.used,
         late=[number in gradients.late for number in range(len(gradients.sums))],
         news=bool(buffers.news()),
@@ -100,13 +105,16 @@ def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
     Weights and losses are those of every stage, which have the same batches.
     """
     flags = [float(totals.several), float(totals.unsaved), float(totals.asked), totals.written]
+    flags += [float(totals.rows_differ), totals.calls]
     row = torch.tensor([totals.squared_norm, totals.options, *flags], dtype=torch.float64)
     rows = group.gather_rows(row.to(group.small_device)).cpu()
-    options = rows[:, 1].tolist()
+    options, calls = rows[:, 1].tolist(), rows[:, 7].tolist()
     return replace(
         totals,
         squared_norm=float(rows[:, 0].sum()),
         options=options[0] if len(set(options)) == 1 else math.nan,
+        calls=calls[0] if len(set(calls)) == 1 else math.nan,
+        rows_differ=bool(rows[:, 6].any()),
         several=bool(rows[:, 2].any()),
         unsaved=bool(rows[:, 3].any()),
         asked=int(rows[:, 4].max()),

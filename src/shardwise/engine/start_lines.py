@@ -43,10 +43,10 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
         world.print(_stages_line(spec))
     if spec.micro_shards is not None:
         world.print(_exact_line(spec.micro_shards))
-    for name in sorted(_tried(states)):
+    for name, others in sorted(_tried(states).items()):
         world.print(
             f"  {name}: its state is cut within tensors, since a trial found each element updated "
-            "by itself; whole tensors, if it looks at those later: --zero 0"
+            f"by itself{others}; whole tensors, if it looks at those later: --zero 0"
         )
 
 
@@ -89,10 +89,26 @@ def announce_sum(world: World, spec: EngineSpec, loss: Tensor, rows: int) -> Non
         )
 
 
-def _tried(states: States) -> set[str]:
-    """The optimizers whose tensors are cut because of a trial."""
-    groups = states.optimizer.groups
-    return {type(g.optimizer).__name__ for g in groups if not g.whole and not g.kind.known}
+def _tried(states: States) -> dict[str, str]:
+    """The optimizers whose tensors are cut because of a trial, and what is said of their groups
+    that stay whole. Where some do, the name has the groups that are cut."""
+    found: dict[str, str] = {}
+    for optimizer in dict.fromkeys(group.optimizer for group in states.optimizer.groups):
+        mine = [group for group in states.optimizer.groups if group.optimizer is optimizer]
+        cut = sorted({g.index for g in mine if not g.whole and not g.kind.known})
+        whole = sorted({g.index for g in mine if g.whole})
+        name = type(optimizer).__name__
+        if cut and whole:
+            found[f"{name}, parameter {_groups(cut)}"] = (
+                f" (tensors of {_groups(whole)} stay whole)"
+            )
+        elif cut:
+            found[name] = ""
+    return found
+
+
+def _groups(numbers: list[int]) -> str:
+    return f"group{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _run_line(world: World, spec: EngineSpec) -> str:

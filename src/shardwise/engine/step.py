@@ -126,7 +126,8 @@ class StepRunner:
     # -- checks -----------------------------------------------------------------------------
 
     def _check_begun(self, call: str) -> None:
-        """Raise UsageError where there is nothing that `call` could sum up."""
+        """Raise UsageError where there is nothing that `call` could sum up, or no place for it."""
+        self._world.draws.check_outside(call)
         if not self._accumulation.backwards:
             raise UsageError(
                 f"{call} without engine.backward(loss) since the last step: call backward first."
@@ -153,11 +154,18 @@ class StepRunner:
                     'Losses of this step are sums on some ranks (reduction="sum") and means on '
                     "others: write them in one way."
                 )
+            usage_checks.check_calls(
+                self._world,
+                calls_differ=math.isnan(totals.calls),
+                rows_differ=totals.rows_differ,
+            )
             if totals.written:
                 self._objects.check_written()
         except ShardwiseError:
             self._backward.abandon()
             raise
+        finally:
+            self._world.calls.clear()
 
     # -- reduce and exchange ----------------------------------------------------------------
 
@@ -189,6 +197,7 @@ class StepRunner:
                 self._spec.stage_group,
                 self._spec.shard_group.copies,
                 self._options.number(),
+                self._world.calls,
                 unsaved=self._saver.has_failed,
                 asked=self._world.preemption.asked,
                 written=self._objects.has_written,

@@ -10,6 +10,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
+from shardwise.common_draws import nearly_alike
 from shardwise.randomness import seed_from
 from shardwise.tiers.copy_stream import to_device
 
@@ -77,16 +78,18 @@ _BITS = 48
 class StepReport:
     """What a rank reports to all others at a step, as one fp64 vector.
 
-    | weights | losses x factor | squared norm | backwards | options | used, packed | late,
-    packed | news | several | unsaved | asked | written | summed |
+    | weights | losses x factor | squared norm | backwards | options | calls | rows | used, packed |
+    late, packed | news | several | unsaved | asked | written | summed |
 
     How many numbers the first three are is a matter of the step's parts. `backwards` leaves out
-    those of weight 0. `options` is a checksum of the optimizers' options; joined it is NaN where
-    ranks differ. `used` is by parameter: it had a gradient. `late` is by bucket: a gradient came
-    after the bucket had started. `news`: a buffer was seen to change for the first time. `several`:
-    there was more than one backward. `unsaved`: a save in the background has failed. `asked`: the
-    signal that asked this rank to end, or 0; of all ranks the highest. `written`: user code has
-    written into parameters. `summed`: the losses are sums, not means.
+    those of weight 0. `options` is a checksum of the optimizers' options, `calls` one of the calls
+    that all make alike since the last step; joined they are NaN where ranks differ. `rows` is a
+    number of the first rows of the batches that were shared. `used` is by parameter: it had a
+    gradient. `late` is by bucket: a gradient came after the bucket had started. `news`: a buffer
+    was seen to change for the first time. `several`: there was more than one backward. `unsaved`: a
+    save in the background has failed. `asked`: the signal that asked this rank to end, or 0; of all
+    ranks the highest. `written`: user code has written into parameters. `summed`: the losses are
+    sums, not means.
     """
 
     weights: list[Number]
@@ -94,6 +97,8 @@ class StepReport:
     squared_norm: Tensor
     backwards: int
     options: float
+    calls: float
+    rows: Number
     used: list[bool]
     late: list[bool]
     news: bool
@@ -107,7 +112,7 @@ class StepReport:
         """The vector, on `device`. Numbers of an accelerator move together, or stay there."""
         flags = self.news, self.several, self.unsaved, self.asked, self.written, self.summed
         numbers = [*_packed(self.used), *_packed(self.late), *map(float, flags)]
-        known = [float(self.backwards), self.options, *numbers]
+        known = [float(self.backwards), self.options, self.calls, self.rows, *numbers]
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
     def join(self, table: list[list[float]], aggregation: Aggregation) -> StepTotals:
@@ -116,7 +121,7 @@ class StepReport:
             len(self.weights),
             len(self.losses),
             self.squared_norm.numel(),
-            2,
+            4,
             _words(self.used),
             _words(self.late),
             6,
@@ -130,8 +135,10 @@ class StepReport:
             weight=aggregation.total(weights),
             loss=aggregation.total(losses),
             squared_norm=aggregation.total_of_squares(squares),
-            backwards=int(sum(backwards for backwards, _ in known)),
-            options=known[0][1] if len({options for _, options in known}) == 1 else math.nan,
+            backwards=int(sum(row[0] for row in known)),
+            options=_common([row[1] for row in known]),
+            calls=_common([row[2] for row in known]),
+            rows_differ=not nearly_alike([row[3] for row in known]),
             used=_any_of(used, len(self.used)),
             late=_any_of(late, len(self.late)),
             news=any(row[0] for row in flags),
@@ -139,7 +146,7 @@ class StepReport:
             unsaved=any(row[2] for row in flags),
             asked=int(max(row[3] for row in flags)),
             written=any(row[4] for row in flags),
-            summed=flags[0][5] if len({row[5] for row in flags}) == 1 else math.nan,
+            summed=_common([row[5] for row in flags]),
         )
 
 
@@ -149,12 +156,13 @@ class StepTotals:
 
     `weight` and `loss` (x weight) are sums over the ranks, `squared_norm` that of the summed
     gradients. `backwards` is the number of those that had a weight, `options` the checksum of the
-    optimizers' options, NaN where ranks differ. `used` says by parameter whether any rank had a
-    gradient for it, `late` by bucket whether any came after it had started; `news` whether a buffer
-    was seen to change for the first time, `several` whether any rank made more than one backward,
-    `unsaved` whether a save in the background has failed. `asked` is the signal that asked any to
-    end, or 0. `written` says whether user code has written into parameters of any rank, `summed`
-    whether the losses are sums: NaN where ranks differ.
+    optimizers' options, and `calls` that of the calls that all make alike, NaN where ranks differ.
+    `rows_differ`: ranks have shared different batches. `used` says by parameter whether any rank
+    had a gradient for it, `late` by bucket whether any came after it had started; `news` whether a
+    buffer was seen to change for the first time, `several` whether any rank made more than one
+    backward, `unsaved` whether a save in the background has failed. `asked` is the signal that
+    asked any to end, or 0. `written` says whether user code has written into parameters of any
+    rank, `summed` whether the losses are sums: NaN where ranks differ.
     """
 
     weight: float
@@ -162,6 +170,8 @@ class StepTotals:
     squared_norm: float
     backwards: int
     options: float
+    calls: float
+    rows_differ: bool
     used: list[bool]
     late: list[bool]
     news: bool
@@ -180,6 +190,11 @@ class StepTotals:
     def alike(self) -> bool:
         """Whether the optimizers' options are."""
         return not math.isnan(self.options)
+
+
+def _common(numbers: list[float]) -> float:
+    """The number that all ranks have; NaN where they differ."""
+    return numbers[0] if len(set(numbers)) == 1 else math.nan
 
 
 def _row(numbers: list[Number], device: torch.device) -> Tensor:

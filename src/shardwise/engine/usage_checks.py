@@ -10,9 +10,11 @@ from weakref import WeakMethod
 from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.common_draws import SHARE, apart_in_calls, apart_in_shares, nearly_alike
 from shardwise.errors import ModelError, UsageError
 from shardwise.placement import Placement
 from shardwise.states.resting import is_sharded, sharded_copy
+from shardwise.world import World
 
 
 def stray_backward(name: str) -> UsageError:
@@ -62,6 +64,39 @@ def check_loss(loss: Any) -> None:
             "This loss does not depend on any parameter (it was computed under no_grad, detached, "
             "or all parameters are frozen): compute it with gradients on."
         )
+
+
+def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
+    """Raise UsageError, on all ranks, where they have come to a step by different calls that all
+    make alike; say it once where only what they have shared out differs. Collective then."""
+    if not calls_differ and not rows_differ:
+        return
+    told = world.collectives.gather_plain(world.calls.made())
+    made = [calls for calls, _ in told]
+    if (apart := apart_in_calls(made)) is not None:
+        raise UsageError(
+            f"Workers have come to this step by different calls: since the last one {apart[1]}. "
+            "world.draw and world.alike are called by all workers alike, or what they draw is no "
+            "longer the same. Where a worker has left a loop before the others, by a number of "
+            "its own rows, let all decide by one that all know: engine.step().loss, sw.Metrics, "
+            "world.any(flag)."
+        )
+    if calls_differ:
+        world.say_once(
+            "workers have trained on different numbers of batches since the last step: "
+            f"{apart_in_shares(made)}. Where one has left a loop before the others, let all "
+            "decide by a number that all know: engine.step().loss, sw.Metrics, world.any(flag)."
+        )
+        return
+    world.calls.stop_digesting()
+    rank = next(n for n, (_, rows) in enumerate(told) if not nearly_alike([told[0][1], rows]))
+    lines = " and ".join(dict.fromkeys(line for call, line, _ in made[0] if call == SHARE))
+    world.say_once(
+        f"world.share ({lines}) was given another batch on worker {rank} than on worker 0, and it "
+        "gives each its rows of what should be one: some rows are trained on twice, others never. "
+        "Draw the batch alike: with world.alike(), or for batch in world.alike(loader). Where "
+        "only an augmentation is each worker's own, nothing is amiss."
+    )
 
 
 def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, workers: int) -> None:

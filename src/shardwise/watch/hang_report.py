@@ -9,6 +9,8 @@ from shardwise.watch.wait_graph import RankStatus, Statuses, named
 
 T = TypeVar("T")
 
+_OF_A_STEP = {"forward", "engine.backward", "engine.step"}
+
 Answered = Mapping[int, RankStatus]
 """The ranks that have given their status."""
 
@@ -44,8 +46,16 @@ def call_difference(statuses: Statuses) -> str:
     if len(groups) < 2:
         return ""
     said = ", ".join(f"{named(ranks)} {_are(ranks)} {place}" for place, ranks in groups)
+    said = f"{said[0].upper()}{said[1:]}"
+    verbs = {one.verb for one in answered.values() if one.verb and one.line}
+    if "forward" in verbs and verbs <= _OF_A_STEP:
+        return (
+            f"{said}: do some run a forward that others leave out, by a number that each has drawn "
+            "for itself or has of its own rows? Draw it with world.alike(), decide it by "
+            "world.any(flag), or write: with engine.uneven()."
+        )
     block = "`if is_main`" if groups[0][1] == [0] else "an `if`"
-    return f"{said[0].upper()}{said[1:]}: is the call under {block}?"
+    return f"{said}: is the call under {block}?"
 
 
 def _missing(statuses: Statuses, waiting: Answered) -> list[int]:

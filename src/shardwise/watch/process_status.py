@@ -99,8 +99,12 @@ def _as_called(qualified: str) -> str:
     return FUNCTIONS.get(qualified, "forward")
 
 
+_SITES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
+"""Folders of libraries, also of another interpreter's: a venv may be laid over one."""
+
+
 def _is_users(file: str) -> bool:
-    return not (file.startswith(_libraries()))
+    return not file.startswith(_libraries()) and not any(site in file for site in _SITES)
 
 
 @cache

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.batch_rows import row_counts, rows_of_part
 from shardwise.collectives import Collectives
 from shardwise.config import Settings
-from shardwise.errors import UsageError
+from shardwise.errors import DataError, UsageError
 from shardwise.layout import even_cuts
 from shardwise.model.precision import NARROW
+from shardwise.nested_batch import Rows
 from shardwise.parallel.pipeline.pipeline_group import PipelineGroup
 from shardwise.parallel.pipeline.schedule import Action, actions_of
 from shardwise.parallel.pipeline.split_backward import SplitBackward
@@ -47,20 +48,24 @@ def microbatch_count(settings: Settings, batch: Any, group: Collectives) -> int:
 def split_batch(batch: Any, count: int) -> list[tuple[int, Any]]:
     """`batch` in `count` parts of nearly equal size, with the rows of each; where there are fewer
     rows, the parts that get none have one row to run with."""
-    cuts = even_cuts(row_count(batch), count)
-    return [rows_of_part(batch, cuts, number) for number in range(count)]
+    rows = _rows(batch)
+    cuts = even_cuts(rows.total, count)
+    return [(end - first, rows.taken(first, end)) for first, end in pairwise(cuts)]
 
 
 def row_count(batch: Any) -> int:
-    """The first dimension that the tensors of a batch share. Raises UsageError without one."""
-    lengths = row_counts(batch)
-    if len(lengths) != 1 or 0 in lengths:
+    """The number of rows of a batch. Raises UsageError where it cannot be found."""
+    return _rows(batch).total
+
+
+def _rows(batch: Any) -> Rows:
+    try:
+        return Rows(batch, call="engine.forward_backward(loss_of, *batch)")
+    except DataError as error:
         raise UsageError(
-            "engine.forward_backward(loss_of, *batch) takes tensors of one equal first dimension "
-            f"above 0, not {lengths}: it cuts them into micro-batches. Give what is not cut to "
-            "loss_of in another way."
-        )
-    return lengths.pop()
+            f"{error} It cuts the batch into micro-batches: give what is not cut to loss_of in "
+            "another way."
+        ) from None
 
 
 BucketsByKey = Callable[[Callable[[nn.Parameter], int]], Mapping[int, frozenset[int]]]

@@ -1,0 +1,105 @@
+"""The rows of a nest: tensors, numpy arrays and columns; what cannot be told is refused by name."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.errors import DataError
+from shardwise.nested_batch import Rows
+
+Pair = namedtuple("Pair", "x, name")
+
+
+class Encoding(dict):
+    """A container that torch's nests do not know."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Sample:
+    """An object that holds a tensor."""
+
+    def __init__(self):
+        self.x = torch.arange(6)
+
+
+X = torch.arange(6)
+
+
+def same(one, two):
+    if isinstance(one, torch.Tensor | np.ndarray):
+        return type(one) is type(two) and one.tolist() == two.tolist()
+    if isinstance(one, list | tuple):
+        return type(one) is type(two) and all(same(*x) for x in zip(one, two, strict=True))
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    return one == two
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        (X, X[2:4]),
+        (np.arange(6), np.arange(6)[2:4]),
+        ((np.arange(6), X), (np.arange(6)[2:4], X[2:4])),
+        ((X, list(range(6))), (X[2:4], [2, 3])),
+        ({"x": X, "n": ["a", "b", "c", "d", "e", "f"]}, {"x": X[2:4], "n": ["c", "d"]}),
+        (tuple("abcdef"), ("c", "d")),
+        ((list("abcdef"), list(range(6))), (["c", "d"], [2, 3])),
+        ((X, 6, "train", None), (X[2:4], 6, "train", None)),
+        (Pair(X, "train"), Pair(X[2:4], "train")),
+        ([X, X + 1], [X[2:4], X[2:4] + 1]),
+        ((X, [[1], [2, 3], [4], [], [5], [6]]), (X[2:4], [[4], []])),
+        ((X, [tuple("abcdef"), (1, 2, 3, 4, 5, 6)]), (X[2:4], [("c", "d"), (3, 4)])),
+        ((X, [{"box": n} for n in range(6)]), (X[2:4], [{"box": 2}, {"box": 3}])),
+        ((X, X.size(), ()), (X[2:4], X.size(), ())),
+    ],
+    ids=str,
+)
+def test_what_has_rows_is_cut_and_what_has_none_is_left(batch, rows):
+    found = Rows(batch, call="share")
+    assert found.total == 6
+    assert same(found.taken(2, 4), rows)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ((X, [1, 2, 3]), r"share: batch\[1\] is a list of length 3, and the batch has 6 row"),
+        ((X, (28, 28)), r"batch\[1\] is a tuple of length 2"),
+        ({"x": X, "n": [[1, 2], [3]]}, r"batch\['n'\] is a list of length 2"),
+        ((X[:2], [[1, 2], [3, 4]]), r"batch\[1\] is a list of 2 columns, and the batch has as ma"),
+        ((X, torch.arange(5)), r"not \[5, 6\] \(batch\[1\]: 5, batch\[0\]: 6\)"),
+        ((X, np.arange(5)), r"not \[5, 6\]"),
+        ((X, Encoding(x=X)), r"cannot tell the rows of batch\[1\], a Encoding"),
+        ((X, Sample()), r"cannot tell the rows of batch\[1\], a Sample"),
+        (Sample(), "cannot tell the rows of batch, a Sample"),
+        ((X, {1, 2, 3, 4, 5, 6}), "a set"),
+        ([[1, 2], [3, 4]], "cannot tell the rows of batch, a list"),
+        ({"a": 3}, r"not \[\], and numpy"),
+        ([torch.tensor(1), torch.tensor(2)], r"not \[0\] \(batch\[0\]: 0\)"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_told_is_refused_by_name(batch, words):
+    with pytest.raises(DataError, match=words):
+        Rows(batch, call="share")
+
+
+def test_rows_along_another_dimension_are_contiguous_where_the_batch_is():
+    x = torch.arange(24).view(4, 6)
+    mine, array, names = Rows((x, x.numpy(), list("abcdef")), 1, call="share").taken(2, 4)
+    assert mine.tolist() == x[:, 2:4].tolist() == array.tolist()
+    assert mine.is_contiguous()
+    assert array.flags.c_contiguous
+    assert names == ["c", "d"]
+    assert not Rows(x.T, 1, call="share").taken(0, 2).is_contiguous()
+    assert Rows(x, call="share").taken(1, 2).data_ptr() == x[1].data_ptr()
+    image = torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    assert Rows(image, call="share").taken(1, 3).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_part_without_rows_has_the_first_one():
+    assert Rows((X + 1, list("abcdef")), call="share").taken(3, 3) == (torch.tensor([1]), ["a"])
