@@ -62,10 +62,10 @@ def _initialise(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def build(workload: Workload) -> GptModel | resnet.ResNet34:
-    """The model, with the same weights in every process."""
+def build(workload: Workload) -> GptModel | resnet.ResNetModel:
+    """The model, with the same weights in every process whose default device is of this kind."""
     torch.manual_seed(0)
-    return resnet.ResNet34(workload) if isinstance(workload, ResNet) else GptModel(workload)
+    return resnet.ResNetModel(workload) if isinstance(workload, ResNet) else GptModel(workload)
 
 
 def batches(workload: Workload, rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
@@ -92,10 +92,10 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
-    """The same of the scores that the model gave."""
-    return F.cross_entropy(scores.flatten(0, -2), targets.flatten())
+    """The same of the scores that the model gave, in fp32."""
+    return F.cross_entropy(scores.flatten(0, -2).float(), targets.flatten())
 
 
-def blocks(model: GptModel | resnet.ResNet34) -> list[nn.Module]:
+def blocks(model: GptModel | resnet.ResNetModel) -> list[nn.Module]:
     """The units by which a peer that wants to be told shards the model."""
     return list(model.blocks)
