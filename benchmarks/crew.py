@@ -1,6 +1,7 @@
 """The ranks of one contender, seen from the process that starts and times them."""
 
 import json
+import math
 import os
 import select
 import signal
@@ -54,7 +55,7 @@ class Crew:
     """Started ranks, ready to step; a context manager that leaves no process behind.
 
     Raises NotInstalled, DoesNotFit or CrewFailed. `limit` (seconds) bounds the start and each
-    stint.
+    stint, `until` (on the monotonic clock) all of them.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class Crew:
         ranks: int,
         limit: float,
         setting: Setting | None = None,
+        until: float = math.inf,
     ) -> None:
         self.size = 1 if contender.alone else ranks
         self.setting = setting or Setting()
-        self._limit = limit
+        self._limit, self._until = limit, until
         self._folder = tempfile.TemporaryDirectory(prefix="step-time-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: list[_Lines] = []
@@ -154,7 +156,8 @@ class Crew:
 
     def _answers(self, meanwhile: Callable[[], None] | None = None) -> list[dict[str, Any]]:
         """One message from every rank, in rank order."""
-        deadline = time.monotonic() + self._limit
+        begun = time.monotonic()
+        deadline = min(begun + self._limit, self._until)
         waiting = dict(enumerate(self._lines))
         answers: dict[int, dict[str, Any]] = {}
         while waiting:
@@ -165,14 +168,17 @@ class Crew:
             for rank in [rank for rank, lines in waiting.items() if lines in ready]:
                 answers[rank] = self._checked(rank, waiting.pop(rank).receive())
             if time.monotonic() > deadline:
-                raise CrewFailed(f"rank(s) {sorted(waiting)} gave no answer in {self._limit:.0f} s")
+                waited = time.monotonic() - begun
+                raise CrewFailed(f"rank(s) {sorted(waiting)} gave no answer in {waited:.0f} s")
         return [answers[rank] for rank in range(self.size)]
 
     def _checked(self, rank: int, answer: dict[str, Any] | None) -> dict[str, Any]:
         if answer is None:
             written = self._log(rank).read_text(errors="replace").splitlines()[-LOG_LINES:]
             if self._processes[rank].wait() == -signal.SIGKILL:
-                raise DoesNotFit(f"rank {rank} was killed, as the system does for the host's memory")
+                raise DoesNotFit(
+                    f"rank {rank} was killed, as the system does for the host's memory"
+                )
             raise CrewFailed("\n".join([f"rank {rank} died; it wrote:", *written]))
         if "missing" in answer:
             raise NotInstalled(answer["missing"])

@@ -62,6 +62,16 @@ def _initialise(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
+def materialise(model: nn.Module, device: str) -> None:
+    """Make what of a model has no memory yet (is on meta) on `device`, and initialise it."""
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if any(parameter.is_meta for parameter in own):
+            module.to_empty(device=device, recurse=False)
+            module.reset_parameters()
+            _initialise(module)
+
+
 def build(workload: Workload) -> GptModel | resnet.ResNetModel:
     """The model, with the same weights in every process whose default device is of this kind."""
     torch.manual_seed(0)

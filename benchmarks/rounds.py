@@ -1,7 +1,8 @@
 """Interleaved rounds: in each, every contender takes its turn, so a drift meets all alike."""
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 
@@ -24,17 +25,16 @@ Look = Callable[[Line, Crew], None]
 
 
 class Budget:
-    """Seconds that a run may take; a turn that would end after them is left out."""
+    """Seconds that a run may take; a turn that would end after them is left out. `until` is when
+    they are over, on the monotonic clock."""
 
-    def __init__(self, seconds: float | None = None) -> None:
-        self._seconds, self._begun = seconds, time.monotonic()
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.until = time.monotonic() + seconds
         self._longest: dict[str, float] = {}
 
     def left(self) -> float:
         """The seconds that are left."""
-        if self._seconds is None:
-            return float("inf")
-        return self._seconds - (time.monotonic() - self._begun)
+        return self.until - time.monotonic()
 
     def allows(self, turn: str) -> bool:
         """Whether there is time for a turn of this name, which takes no longer than it did, or
@@ -53,11 +53,13 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How often and how long. `keep` holds all crews alive between their turns."""
+    """How often and how long: rounds, timed steps in each and those before them. `keep` holds all
+    crews alive between their turns."""
 
     rounds: int
     steps: int
     keep: bool = False
+    warm_up: int = WARM_UP
 
 
 def measure(
@@ -66,46 +68,58 @@ def measure(
     start: Start,
     told: Callable[[str], None],
     kept: Callable[[list[Line]], None] = lambda lines: None,
-    look: Look | None = None,
-    budget: Budget | None = None,
 ) -> list[Line]:
     """One line per contender. `told` hears of each turn before it begins, `kept` gets the lines
-    after every round; `look` comes after a contender's first timed steps, and weighs the resident
-    sets if left out. A turn for which the `budget` has no time is left out, and so are those after
-    it that take as long."""
-    look, budget = look or weigh_line, budget or Budget()
+    after every round."""
     lines = {c.key: Line(c.key, c.label) for c in contenders}
     with ExitStack() as alive:
         turns = _kept(start, alive) if plan.keep else start
         for number in range(plan.rounds):
-            for contender in _rotated(contenders, number):
-                line = lines[contender.key]
-                if line.note:
-                    continue  # one that failed once is not tried again
-                if not budget.allows(contender.key):
-                    line.note = "" if line.rounds else LEFT_OUT
-                    continue
-                told(f"round {number + 1} of {plan.rounds}: {contender.label}")
-                with budget.turn(contender.key):
-                    _turn(line, contender, plan.steps, turns, look)
-                if line.note.startswith("failed") and budget.left() <= 0:
-                    line.note = LEFT_OUT
+            take_round(number, contenders, lines, plan, turns, told)
             kept(list(lines.values()))
     return list(lines.values())
+
+
+def take_round(
+    number: int,
+    contenders: Sequence[Contender],
+    lines: Mapping[str, Line],
+    plan: Plan,
+    start: Callable[[Contender], AbstractContextManager[Crew]],
+    told: Callable[[str], None],
+    look: Look | None = None,
+    budget: Budget | None = None,
+) -> None:
+    """Add one round to each contender's line. `look` comes after its first timed steps, and weighs
+    the resident sets if left out; a turn for which the `budget` has no time is left out."""
+    budget = budget or Budget()
+    for contender in _rotated(contenders, number):
+        line = lines[contender.key]
+        if line.note:
+            continue  # one that failed once is not tried again
+        if not budget.allows(contender.key):
+            line.note = "" if line.rounds else LEFT_OUT
+            continue
+        told(f"round {number + 1} of {plan.rounds}: {contender.label}")
+        before = list(line.rounds)
+        with budget.turn(contender.key):
+            _turn(line, contender, plan, start, look or weigh_line)
+        if line.note.startswith("failed") and budget.left() <= 0:
+            line.note, line.rounds = ("" if before else LEFT_OUT), before
 
 
 def _turn(
     line: Line,
     contender: Contender,
-    steps: int,
+    plan: Plan,
     start: Callable[[Contender], AbstractContextManager[Crew]],
     look: Look,
 ) -> None:
     """Add one round to a contender's line."""
     try:
         with start(contender) as crew:
-            stint = crew.take(WARM_UP + steps)
-            line.rounds.append(step_times(stint.ends)[WARM_UP - 1 :])
+            stint = crew.take(plan.warm_up + plan.steps)
+            line.rounds.append(step_times(stint.ends)[plan.warm_up - 1 :])
             if len(line.rounds) == 1:
                 line.losses = mean_losses(stint.losses) if contender.same_work else []
                 look(line, crew)

@@ -12,9 +12,10 @@ from shardwise.launch import own
 from shardwise.launch.identity import Identity
 
 
-def build(job: Job, *, zero: int, transport: str = "auto", **settings: str) -> Step:
+def build(job: Job, *, zero: int, transport: str = "auto", **settings: Any) -> Step:
     os.environ |= own.environment(identity(job))
-    sw.init(seed=0, quiet=True, transport=transport)
+    sw.init(seed=0, quiet=True, transport=transport, device=job.setting.device)
+    settings = _of(job) | settings
     model = job.model()
     engine = sw.Engine(model, job.optimizer(model.parameters()), zero=zero, **settings)
     job.told["bytes"] = lambda: _bytes(engine)
@@ -29,6 +30,15 @@ def build(job: Job, *, zero: int, transport: str = "auto", **settings: str) -> S
         return loss
 
     return step
+
+
+def _of(job: Job) -> dict[str, Any]:
+    """The engine's settings for the precision and the compiler; torch.compile's own backend is the
+    only one that it has."""
+    precision = {"tf32": "fp32"}.get(job.setting.precision, job.setting.precision)
+    if job.setting.compiled not in ("", "inductor"):
+        raise ValueError(f"the engine compiles by inductor, not by {job.setting.compiled}")
+    return {"precision": precision, "compile": bool(job.setting.compiled)}
 
 
 def _bytes(engine: sw.Engine) -> dict[str, Any]:
