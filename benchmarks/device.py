@@ -40,7 +40,7 @@ import machine
 import peaks
 import workloads
 from contenders import Contender
-from crew import Crew
+from crew import Crew, CrewFailed
 from device_report import DeviceResult
 from figures import Line
 from rounds import Budget, Plan, take_round
@@ -126,8 +126,13 @@ def _round(
         console.print(words, highlight=False, soft_wrap=True, style="dim")
 
     def look(line: Line, ranks: Crew) -> None:
-        if setting.device == "cuda":
+        if setting.device == "cpu":
+            return
+        try:
             stint = ranks.take(TRACED, traced=True)
+        except CrewFailed as error:  # the times stay: some systems let nobody profile
+            line.device["not_profiled"] = str(error)
+        else:
             device_report.look(line, TRACED, stint.told, stint.seen)
 
     lines = {line.key: line for line in result.lines}
@@ -152,7 +157,9 @@ def _contenders(options: argparse.Namespace) -> list[Contender]:
     known = _PEERS
     if options.offload:
         known = {"copies": contenders.copies(options.copy_mb)} | contenders.OFFLOADED
-    peers = list(known) if options.peers is None else options.peers
+    peers = options.peers
+    if peers is None:
+        peers = list(known) if options.offload else ["ddp", "fsdp2"]
     if unknown := [peer for peer in peers if peer not in known]:
         raise ValueError(f"No such peer: {', '.join(unknown)}. There are {', '.join(known)}.")
     if options.compile and options.offload:
@@ -199,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
         "--precision", type=_precisions, default=["bf16-mixed", "bf16", "fp32"], metavar="P,Q"
     )
     parser.add_argument("--rows", type=numbers, default=[0, 1, 2, 3], metavar="0,1,2,3")
-    parser.add_argument("--peers", type=words, metavar="ddp,fsdp2", help="default: all")
+    parser.add_argument("--peers", type=words, metavar="ddp,fsdp2,deepspeed")
     parser.add_argument("--compile", action="store_true", help="each block, by inductor")
     parser.add_argument("--offload", action="store_true", help="with states on the host")
     parser.add_argument("--copy-mb", type=positive, default=512, metavar="N", help="a bare copy's")

@@ -90,7 +90,11 @@ def remarks(result: DeviceResult) -> Iterator[str]:
     yield f"{result.flops / 1e12:.2f} TFLOP in a step; peak of {result.device}: {words}"
     rounds = [len(line.rounds) for line in result.lines if line.rounds]
     yield f"rounds: {min(rounds, default=0)} to {max(rounds, default=0)}; {_agreement(result)}"
-    yield from (f"{line.label}: {line.note}" for line in result.lines if line.note)
+    for line in result.lines:
+        if line.note:
+            yield f"{line.label}: {line.note}"
+        if why := line.device.get("not_profiled"):
+            yield f"{line.label} was not profiled: {why}"
 
 
 def _agreement(result: DeviceResult) -> str:

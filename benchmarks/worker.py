@@ -46,6 +46,8 @@ def _serve(channel: Any, spec: dict[str, Any]) -> None:
     setting = Setting(**spec["job"].pop("setting"))
     torch.set_num_threads(setting.threads)
     _choose_arithmetic(setting.precision)
+    if setting.compiled:
+        _let_blocks_be_compiled()
     contender = importlib.import_module(f"contenders.{spec['module']}")
     job = Job(**spec["job"], workload=workload, setting=setting)
     empty = own_memory()
@@ -81,6 +83,15 @@ def _choose_arithmetic(precision: str) -> None:
     chosen = "tf32" if precision == "tf32" else "ieee"
     torch.backends.cuda.matmul.fp32_precision = chosen
     torch.backends.cudnn.conv.fp32_precision = chosen
+
+
+def _let_blocks_be_compiled() -> None:
+    """Blocks of one class are one function to the compiler, which compiles it for a few shapes and
+    then gives up, or for shapes of any size; here each shape gets its own graph."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.automatic_dynamic_shapes = False
 
 
 def _is_of_memory(error: BaseException) -> bool:

@@ -138,7 +138,7 @@ ON_A_DEVICE: dict[str, Workload] = {
     ),
 }
 """For one accelerator: sizes that keep it busy. The heads of the two GPTs are not tied to their
-embeddings, so that they have 163M and 1.41B parameters."""
+embeddings, so that they have 163M and 1.42B parameters."""
 
 
 def changed(workload: Workload, given: Mapping[str, int]) -> Workload:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+import models
 import shardwise as sw
 from job import Job, Step
 from shardwise.launch import own
@@ -21,7 +22,7 @@ def build(job: Job, *, zero: int, transport: str = "auto", **settings: Any) -> S
     job.told["bytes"] = lambda: _bytes(engine)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = job.loss(model, inputs, targets)
+        loss = models.loss_of(model, inputs, targets)  # autocast is the engine's own
         engine.backward(loss, weight=len(inputs))
         with job.updating():
             engine.step(job.max_norm)
