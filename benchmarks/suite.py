@@ -85,7 +85,9 @@ def _why(element: ElementTree.Element) -> str:
 def _run(options: argparse.Namespace, report: Path) -> tuple[bool, float]:
     """Whether it had to be stopped, and the seconds that it took."""
     command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *options.tests]
-    environment = dict(os.environ)
+    # Ranks are forked from a process that has imported torch. Whether there is a GPU must be asked
+    # of the driver's library there: CUDA itself, once asked, does not outlive a fork.
+    environment = dict(os.environ) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     if options.sanitizer:
         environment["TORCH_CUDA_SANITIZER"] = "1"
     begun = time.monotonic()

@@ -395,6 +395,47 @@ def test_why_a_contender_has_no_figures(modules, tmp_path, ends, note):
     assert not lines["a"].rounds
 
 
+def test_who_cannot_be_profiled_keeps_his_times(modules):
+    device, report, figures, workloads, rounds, crew = map(
+        importlib.import_module,
+        ("device", "device_report", "figures", "workloads", "rounds", "crew"),
+    )
+
+    class Unseen:
+        """A crew in whose system nobody may profile."""
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def take(self, steps, traced=False):
+            if traced:
+                raise crew.CrewFailed("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+            ends = [[1_000_000 * n for n in range(steps)]]
+            return crew.Stint(ends, [[2.0] * steps], [[]], [{}])
+
+    line = figures.Line("a", "A")
+    result = report.DeviceResult(
+        workload=workloads.ON_A_DEVICE["gpt-125m"],
+        setting=workloads.Setting(device="cuda"),
+        ranks=1,
+        device="NVIDIA H200",
+        flops=10**9,
+        lines=[line],
+    )
+    taker = importlib.import_module("contenders").Contender(key="a", label="A", module="a")
+    device.Crew = lambda *_: Unseen()
+    plan, console = rounds.Plan(rounds=1, steps=2), device.Console(quiet=True)
+    device._round(0, result, [taker], plan, 60.0, rounds.Budget(), console)
+    assert line.median == 1.0
+    assert result.mfu(line) == pytest.approx(1 / 66.9, rel=1e-3)
+    assert "A was not profiled: CUPTI_ERROR" in "".join(report.remarks(result))
+    assert report.as_json(result)["contenders"][0]["median_ms"] == 1.0
+    report.table(result, offloaded=True)
+
+
 def test_a_turn_for_which_there_is_no_time_is_left_out(modules):
     rounds, figures, contenders = map(importlib.import_module, ("rounds", "figures", "contenders"))
     takers = [contenders.Contender(key=key, label=key, module=key) for key in "ab"]
