@@ -1,6 +1,6 @@
 # Each target is a script in scripts/, so that a person, an editor and CI run the same lines.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-torch check docs dist benchmark
+.PHONY: help install demo test test-all test-torch check docs dist benchmark gpu
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,3 +31,6 @@ dist: install  ## wheel and sdist, into dist
 
 benchmark: install  ## hours: step time, memory and scaling beside the peers that PYTHON has
 	@scripts/benchmark
+
+gpu: install  ## a GPU's first hour: tests and figures, in steps of nine minutes: make gpu STEP="tests offload"
+	@scripts/gpu $(STEP)

@@ -1,22 +1,27 @@
 """The ranks of one contender, seen from the process that starts and times them."""
 
 import json
+import math
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from contenders import Contender
-from workloads import Workload, told
+from workloads import Setting, Workload, told
 
 HERE = Path(__file__).parent
+PYTHON = [sys.executable]
+"""What runs the ranks' script; tests have one here that gives it a simulated device."""
+
 LOG_LINES = 30
 SAMPLE_EVERY = 0.01
 
@@ -29,26 +34,42 @@ class NotInstalled(Exception):
     """A rank could not import what it needs; the message is the module's name."""
 
 
+class DoesNotFit(Exception):
+    """A rank had not enough memory, on its device or on the host."""
+
+
 @dataclass(frozen=True)
 class Stint:
     """Some steps of a crew: per rank, the moments in ns at which each ended, the losses, each
-    update (`job.Update`), and what else it had to tell (`Job.told`)."""
+    update (`job.Update`), what else it had to tell (`Job.told`), and what was seen of its device
+    (`device_trace.Seen`, as numbers) where that was asked for."""
 
     ends: list[list[int]]
     losses: list[list[float]]
     updates: list[list[tuple[int, int, int]]]
     told: list[dict[str, Any]]
+    seen: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Crew:
     """Started ranks, ready to step; a context manager that leaves no process behind.
 
-    Raises NotInstalled or CrewFailed. `limit` (seconds) bounds the start and each stint.
+    Raises NotInstalled, DoesNotFit or CrewFailed. `limit` (seconds) bounds the start and each
+    stint, `until` (on the monotonic clock) all of them.
     """
 
-    def __init__(self, contender: Contender, workload: Workload, ranks: int, limit: float) -> None:
+    def __init__(
+        self,
+        contender: Contender,
+        workload: Workload,
+        ranks: int,
+        limit: float,
+        setting: Setting | None = None,
+        until: float = math.inf,
+    ) -> None:
         self.size = 1 if contender.alone else ranks
-        self._limit = limit
+        self.setting = setting or Setting()
+        self._limit, self._until = limit, until
         self._folder = tempfile.TemporaryDirectory(prefix="step-time-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: list[_Lines] = []
@@ -74,12 +95,15 @@ class Crew:
         """The path of a file that the ranks wrote where they run."""
         return Path(self._folder.name) / name
 
-    def take(self, steps: int, meanwhile: Callable[[], None] | None = None) -> Stint:
-        """Train `steps` steps; call `meanwhile` again and again until they are done."""
+    def take(
+        self, steps: int, meanwhile: Callable[[], None] | None = None, *, traced: bool = False
+    ) -> Stint:
+        """Train `steps` steps; call `meanwhile` again and again until they are done. What is seen
+        of the device is recorded if they are to be `traced`."""
         for lines in self._lines:
-            lines.send({"steps": steps})
+            lines.send({"steps": steps, "traced": traced})
         answers = self._answers(meanwhile)
-        columns = ("ends", "losses", "updates", "told")
+        columns = ("ends", "losses", "updates", "told", *(["seen"] if traced else []))
         return Stint(*([answer[name] for answer in answers] for name in columns))
 
     def close(self) -> None:
@@ -99,6 +123,7 @@ class Crew:
             for rank in range(self.size):
                 job = {
                     "workload": told(workload),
+                    "setting": asdict(self.setting),
                     "rank": rank,
                     "size": self.size,
                     "shares": 1 if contender.one_batch else self.size,
@@ -115,13 +140,13 @@ class Crew:
         ours, theirs = socket.socketpair()
         with theirs, self._log(rank).open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, HERE / "worker.py", str(theirs.fileno()), json.dumps(spec)],
+                [*PYTHON, HERE / "worker.py", str(theirs.fileno()), json.dumps(spec)],
                 pass_fds=[theirs.fileno(), *fds],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self._folder.name,
-                env=_environment() | environment,
+                env=_environment(self.setting) | environment,
             )
         self._processes.append(process)
         self._lines.append(_Lines(ours))
@@ -131,7 +156,8 @@ class Crew:
 
     def _answers(self, meanwhile: Callable[[], None] | None = None) -> list[dict[str, Any]]:
         """One message from every rank, in rank order."""
-        deadline = time.monotonic() + self._limit
+        begun = time.monotonic()
+        deadline = min(begun + self._limit, self._until)
         waiting = dict(enumerate(self._lines))
         answers: dict[int, dict[str, Any]] = {}
         while waiting:
@@ -142,15 +168,22 @@ class Crew:
             for rank in [rank for rank, lines in waiting.items() if lines in ready]:
                 answers[rank] = self._checked(rank, waiting.pop(rank).receive())
             if time.monotonic() > deadline:
-                raise CrewFailed(f"rank(s) {sorted(waiting)} gave no answer in {self._limit:.0f} s")
+                waited = time.monotonic() - begun
+                raise CrewFailed(f"rank(s) {sorted(waiting)} gave no answer in {waited:.0f} s")
         return [answers[rank] for rank in range(self.size)]
 
     def _checked(self, rank: int, answer: dict[str, Any] | None) -> dict[str, Any]:
         if answer is None:
             written = self._log(rank).read_text(errors="replace").splitlines()[-LOG_LINES:]
+            if self._processes[rank].wait() == -signal.SIGKILL:
+                raise DoesNotFit(
+                    f"rank {rank} was killed, as the system does for the host's memory"
+                )
             raise CrewFailed("\n".join([f"rank {rank} died; it wrote:", *written]))
         if "missing" in answer:
             raise NotInstalled(answer["missing"])
+        if "full" in answer:
+            raise DoesNotFit(answer["full"].rstrip().splitlines()[-1])
         if "error" in answer:
             raise CrewFailed(f"rank {rank}: {answer['error'].rstrip()}")
         return answer
@@ -182,12 +215,14 @@ class _Lines:
         self._connection.close()
 
 
-def _environment() -> dict[str, str]:
-    """One thread per rank, the loopback, and no setting of the caller's that moves one row."""
+def _environment(setting: Setting) -> dict[str, str]:
+    """As many threads per rank as it is to have, the loopback, and no setting of the caller's that
+    moves one row. Ranks on the CPU see no GPU."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SHARDWISE_")}
-    return kept | {
-        "OMP_NUM_THREADS": "1",
+    kept |= {
+        "OMP_NUM_THREADS": str(setting.threads),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
     }
+    if setting.device == "cpu":
+        kept |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    return kept

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 AGREE = 1e-4
 """Losses that differ by less are the same work: equal to 4 decimals."""
@@ -15,7 +16,7 @@ class Line:
 
     `rounds` are ms per timed step, by round. `losses` are means over the ranks, by step, of the
     first round. Memory is in bytes per rank: after the imports, between steps, and at the highest
-    moment within a step.
+    moment within a step. `device` is what else was seen of a device, per step, by name.
     """
 
     key: str
@@ -26,6 +27,7 @@ class Line:
     resident: float | None = None
     peak: float | None = None
     note: str = ""
+    device: dict[str, Any] = field(default_factory=dict)
 
     @property
     def per_round(self) -> list[float]:

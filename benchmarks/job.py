@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import models
 from residents import disk_bytes
-from workloads import Workload
+from workloads import Setting, Workload
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """Trains one step on (inputs, targets) and returns this rank's loss."""
@@ -37,6 +37,7 @@ class Job:
     """Into how many parts a batch is cut."""
     port: int
     listen_fd: int | None
+    setting: Setting = field(default_factory=Setting)
     updates: list[Update] = field(default_factory=list)
     told: dict[str, Callable[[], Any]] = field(default_factory=dict)
     """Questions about a contender that are put to it after each stint, by name."""
@@ -50,7 +51,7 @@ class Job:
         self.updates.append((begun, ended, disk_bytes() - moved))
 
     def join_torch(self) -> None:
-        """Make the default process group, over Gloo."""
+        """Make the default process group: over NCCL on GPUs, else over Gloo."""
         store = dist.TCPStore(
             "127.0.0.1",
             self.port,
@@ -58,7 +59,13 @@ class Job:
             is_master=self.rank == 0,
             master_listen_fd=self.listen_fd,
         )
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
+        dist.init_process_group(
+            "nccl" if self.on_gpu else "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.size,
+            device_id=self.device if self.on_gpu else None,
+        )
 
     def launched(self) -> dict[str, str]:
         """The variables that torchrun would have set."""
@@ -73,9 +80,35 @@ class Job:
             "TORCHELASTIC_RUN_ID": "benchmark",
         }
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether ranks train on GPUs, each on its own."""
+        return self.setting.device == "cuda"
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank trains."""
+        return torch.device("cuda", self.rank) if self.on_gpu else torch.device("cpu")
+
     def model(self) -> nn.Module:
-        """The model on the CPU in fp32, with the same weights on every rank."""
-        return models.build(self.workload)
+        """The model on this rank's device in fp32, with the same weights on every rank."""
+        with self.device:  # a large one takes long to initialise on the CPU, and may not fit there
+            return models.build(self.workload)
+
+    def plain_model(self) -> nn.Module:
+        """The model of a contender that knows no precisions: in bf16 parameters are, too. Its
+        blocks are compiled where that is asked for."""
+        model = self.model()
+        if self.setting.precision == "bf16":
+            model.to(torch.bfloat16)
+        self.compile(model)
+        return model
+
+    def compile(self, model: nn.Module) -> None:
+        """Have each block become a graph, if they are to; what is between them stays as it is."""
+        if self.setting.compiled:
+            for block in self.blocks(model):
+                block.compile(backend=self.setting.compiled)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -83,12 +116,14 @@ class Job:
         return {"lr": self.workload.lr} | HYPERPARAMETERS
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """torch's fused AdamW, the fastest there is on the CPU."""
+        """torch's fused AdamW, the fastest there is, on the CPU too."""
         return torch.optim.AdamW(parameters, **self.hyperparameters)
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss over this rank's rows."""
-        return models.loss_of(model, inputs, targets)
+        """The mean loss over this rank's rows, under autocast if that is the precision."""
+        mixed = self.setting.precision == "bf16-mixed"
+        with torch.autocast(self.setting.device, torch.bfloat16, enabled=mixed):
+            return models.loss_of(model, inputs, targets)
 
     def plain_step(
         self,
@@ -122,5 +157,11 @@ class Job:
         return models.blocks(model)
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's rows of the batches that the steps go round."""
-        return models.batches(self.workload, self.rank % self.shares, self.shares)
+        """This rank's rows of the batches that the steps go round, where it trains."""
+        pairs = models.batches(self.workload, self.rank % self.shares, self.shares)
+        whole = self.setting.precision == "bf16"
+        return [(self._placed(x, whole), y.to(self.device)) for x, y in pairs]
+
+    def _placed(self, inputs: Tensor, whole: bool) -> Tensor:
+        dtype = torch.bfloat16 if whole and inputs.is_floating_point() else inputs.dtype
+        return inputs.to(self.device, dtype)

@@ -1,4 +1,5 @@
-"""Where and with what the figures were made; `python benchmarks/machine.py` prints it."""
+"""Where and with what the figures were made; `python benchmarks/machine.py` prints it, and with
+`--device` what is known of the GPU."""
 
 import json
 import os
@@ -6,12 +7,14 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "numpy", "shardwise", "deepspeed", "accelerate", "lightning", "mpi4py")
+PEERS = ("deepspeed", "accelerate", "lightning")
+PACKAGES = ("torch", "triton", "numpy", "shardwise", *PEERS, "mpi4py")
 
 
 def describe() -> dict[str, str]:
@@ -24,6 +27,38 @@ def describe() -> dict[str, str]:
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def describe_device(python: Sequence[str]) -> dict[str, str]:
+    """The GPU, its driver, and the libraries of the torch that `python` has. Another process looks,
+    so that this one holds nothing of the device's memory."""
+    command = [*python, __file__, "--device"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["it said nothing"])[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _device() -> dict[str, str]:
+    """What `describe_device` tells, in the process that looks."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("this needs a GPU, and torch.cuda.is_available() is False here")
+    cuda = torch.version.cuda
+    facts = {"device": torch.cuda.get_device_name(), "CUDA": cuda or "none"}
+    if cuda:
+        facts["cuDNN"] = str(torch.backends.cudnn.version())
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    query = ["nvidia-smi", "--query-gpu=driver_version,memory.total,clocks.max.sm,power.limit"]
+    try:
+        done = subprocess.run(
+            [*query, "--format=csv,noheader"], capture_output=True, text=True, check=False
+        )
+        said = done.stdout.strip().splitlines() if done.returncode == 0 else []
+    except OSError:
+        said = []
+    return facts | {"driver, memory, clock, power": said[0] if said else "unknown"}
 
 
 def write_json(path: Path, figures: Any) -> None:
@@ -72,5 +107,8 @@ def _commit() -> str:
 
 
 if __name__ == "__main__":
+    if "--device" in sys.argv[1:]:
+        print(json.dumps(_device()))
+        sys.exit()
     for name, value in describe().items():
         print(f"{name:>9}  {value}")

@@ -62,10 +62,20 @@ def _initialise(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def build(workload: Workload) -> GptModel | resnet.ResNet34:
-    """The model, with the same weights in every process."""
+def materialise(model: nn.Module, device: str) -> None:
+    """Make what of a model has no memory yet (is on meta) on `device`, and initialise it."""
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if any(parameter.is_meta for parameter in own):
+            module.to_empty(device=device, recurse=False)
+            module.reset_parameters()
+            _initialise(module)
+
+
+def build(workload: Workload) -> GptModel | resnet.ResNetModel:
+    """The model, with the same weights in every process whose default device is of this kind."""
     torch.manual_seed(0)
-    return resnet.ResNet34(workload) if isinstance(workload, ResNet) else GptModel(workload)
+    return resnet.ResNetModel(workload) if isinstance(workload, ResNet) else GptModel(workload)
 
 
 def batches(workload: Workload, rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
@@ -92,10 +102,10 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
-    """The same of the scores that the model gave."""
-    return F.cross_entropy(scores.flatten(0, -2), targets.flatten())
+    """The same of the scores that the model gave, in fp32."""
+    return F.cross_entropy(scores.flatten(0, -2).float(), targets.flatten())
 
 
-def blocks(model: GptModel | resnet.ResNet34) -> list[nn.Module]:
+def blocks(model: GptModel | resnet.ResNetModel) -> list[nn.Module]:
     """The units by which a peer that wants to be told shards the model."""
     return list(model.blocks)

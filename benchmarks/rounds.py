@@ -1,28 +1,65 @@
 """Interleaved rounds: in each, every contender takes its turn, so a drift meets all alike."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 
 import residents
 from contenders import Contender
-from crew import Crew, CrewFailed, NotInstalled
+from crew import Crew, CrewFailed, DoesNotFit, NotInstalled
 from figures import Line, mean_losses, step_times
 
 WARM_UP = 3
 """Steps before any is timed: DDP rebuilds its buckets after the first, allocators settle."""
 MEMORY_STEPS = 2
 
+LEFT_OUT = "left out: no time was left for it"
+"""The note of a contender for which the budget had no time."""
+
 Start = Callable[[Contender], Crew]
+
+Look = Callable[[Line, Crew], None]
+"""Asks a crew that has taken its timed steps for more, and writes it into its line."""
+
+
+class Budget:
+    """Seconds that a run may take; a turn that would end after them is left out. `until` is when
+    they are over, on the monotonic clock."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.until = time.monotonic() + seconds
+        self._longest: dict[str, float] = {}
+
+    def left(self) -> float:
+        """The seconds that are left."""
+        return self.until - time.monotonic()
+
+    def allows(self, turn: str) -> bool:
+        """Whether there is time for a turn of this name, which takes no longer than it did, or
+        than the longest of all where it was not taken yet."""
+        longest = max(self._longest.values(), default=0.0)
+        return self.left() > self._longest.get(turn, longest)
+
+    @contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """Around a turn."""
+        begun = time.monotonic()
+        yield
+        took = time.monotonic() - begun
+        self._longest[name] = max(took, self._longest.get(name, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How often and how long. `keep` holds all crews alive between their turns."""
+    """How often and how long: rounds, timed steps in each and those before them. `keep` holds all
+    crews alive between their turns."""
 
     rounds: int
     steps: int
     keep: bool = False
+    warm_up: int = WARM_UP
 
 
 def measure(
@@ -38,35 +75,67 @@ def measure(
     with ExitStack() as alive:
         turns = _kept(start, alive) if plan.keep else start
         for number in range(plan.rounds):
-            for contender in _rotated(contenders, number):
-                told(f"round {number + 1} of {plan.rounds}: {contender.label}")
-                _turn(lines[contender.key], contender, plan.steps, turns)
+            take_round(number, contenders, lines, plan, turns, told)
             kept(list(lines.values()))
     return list(lines.values())
+
+
+def take_round(
+    number: int,
+    contenders: Sequence[Contender],
+    lines: Mapping[str, Line],
+    plan: Plan,
+    start: Callable[[Contender], AbstractContextManager[Crew]],
+    told: Callable[[str], None],
+    look: Look | None = None,
+    budget: Budget | None = None,
+) -> None:
+    """Add one round to each contender's line. `look` comes after its first timed steps, and weighs
+    the resident sets if left out; a turn for which the `budget` has no time is left out."""
+    budget = budget or Budget()
+    for contender in _rotated(contenders, number):
+        line = lines[contender.key]
+        if line.note:
+            continue  # one that failed once is not tried again
+        if not budget.allows(contender.key):
+            line.note = "" if line.rounds else LEFT_OUT
+            continue
+        told(f"round {number + 1} of {plan.rounds}: {contender.label}")
+        before = list(line.rounds)
+        with budget.turn(contender.key):
+            _turn(line, contender, plan, start, look or weigh_line)
+        if line.note.startswith("failed") and budget.left() <= 0:
+            line.note, line.rounds = ("" if before else LEFT_OUT), before
 
 
 def _turn(
     line: Line,
     contender: Contender,
-    steps: int,
+    plan: Plan,
     start: Callable[[Contender], AbstractContextManager[Crew]],
+    look: Look,
 ) -> None:
-    """Add one round to a contender's line; one that failed once is not tried again."""
-    if line.note:
-        return
+    """Add one round to a contender's line."""
     try:
         with start(contender) as crew:
-            stint = crew.take(WARM_UP + steps)
-            line.rounds.append(step_times(stint.ends)[WARM_UP - 1 :])
+            stint = crew.take(plan.warm_up + plan.steps)
+            line.rounds.append(step_times(stint.ends)[plan.warm_up - 1 :])
             if len(line.rounds) == 1:
                 line.losses = mean_losses(stint.losses) if contender.same_work else []
-                weights = weigh(crew)
-                line.empty, line.resident, line.peak = astuple(weights)
+                look(line, crew)
     except NotInstalled as error:
         line.note = f"not installed: {error}"
+    except DoesNotFit as error:
+        line.note = f"does not fit: {error}"
+        line.rounds.clear()
     except CrewFailed as error:
         line.note = f"failed: {error}"
         line.rounds.clear()
+
+
+def weigh_line(line: Line, crew: Crew) -> None:
+    """Write the resident sets into a line."""
+    line.empty, line.resident, line.peak = astuple(weigh(crew))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ are as many processes, each on its rows, that update a part each and send nothin
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,7 @@ from figures import Line
 from neighbours import Neighbours
 from report import Result
 from rounds import Plan, measure
-from workloads import Gpt, ResNet, Workload
-
-SIZES = sorted({field.name for kind in (Gpt, ResNet) for field in fields(kind)} - {"name"})
+from workloads import SIZES, Workload
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -162,17 +160,11 @@ def _cases(options: argparse.Namespace) -> list[tuple[Workload, int]]:
     chosen = [workloads.CONFIGURATIONS[name] for name in options.config]
     if alien := [name for name in given if not any(hasattr(each, name) for each in chosen)]:
         raise ValueError(f"No chosen configuration has a --{alien[0]}.")
-    chosen = [_changed(workload, given) for workload in chosen]
+    chosen = [workloads.changed(workload, given) for workload in chosen]
     cases = [(workload, ranks) for workload in chosen for ranks in options.ranks]
     for workload, ranks in cases:
         workloads.check(workload, ranks)
     return cases
-
-
-def _changed(workload: Workload, given: dict[str, int]) -> Workload:
-    """`workload` in those other sizes that it has."""
-    own = {name: given[name] for name in given if hasattr(workload, name)}
-    return replace(workload, name=f"{workload.name}, changed", **own) if own else workload
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -180,14 +172,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=summary, epilog=method, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", type=_words, default=["A", "C", "R"], metavar="A,C,R")
-    parser.add_argument("--ranks", type=_numbers, default=[2, 4], metavar="2,4")
-    parser.add_argument("--rows", type=_numbers, default=[0, 1, 2, 3], metavar="0,1,2,3")
-    parser.add_argument("--transport", type=_words, default=["auto"], metavar="auto,gloo")
+    parser.add_argument("--config", type=words, default=["A", "C", "R"], metavar="A,C,R")
+    parser.add_argument("--ranks", type=numbers, default=[2, 4], metavar="2,4")
+    parser.add_argument("--rows", type=numbers, default=[0, 1, 2, 3], metavar="0,1,2,3")
+    parser.add_argument("--transport", type=words, default=["auto"], metavar="auto,gloo")
     parser.add_argument("--disk", type=Path, metavar="DIR", help="rows with states on a disk too")
-    parser.add_argument("--peers", type=_words, default=list(contenders.PEERS), metavar="ddp,...")
-    parser.add_argument("--rounds", type=_positive, default=5, metavar="N")
-    parser.add_argument("--steps", type=_positive, default=5, metavar="N", help="timed, per round")
+    parser.add_argument("--peers", type=words, default=list(contenders.PEERS), metavar="ddp,...")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N")
+    parser.add_argument("--steps", type=positive, default=5, metavar="N", help="timed, per round")
     parser.add_argument("--keep", action="store_true", help="hold all alive between their turns")
     parser.add_argument(
         "--limit", type=float, default=300.0, metavar="S", help="per turn, then fail"
@@ -196,19 +188,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (PNG, SVG or PDF)")
     sizes = parser.add_argument_group("any other configuration: change the named one")
     for name in SIZES:
-        sizes.add_argument(f"--{name}", type=_positive, metavar="N")
+        sizes.add_argument(f"--{name}", type=positive, metavar="N")
     return parser
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
+    """A flag's value `a,b`."""
     return [word for word in text.split(",") if word not in ("", "none")]
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in _words(text)]
+def numbers(text: str) -> list[int]:
+    """A flag's value `1,2`."""
+    return [int(word) for word in words(text)]
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A flag's value from 1 on."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is below 1")

@@ -1,7 +1,7 @@
 """What is trained: the configurations, as data. Nothing here imports torch."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 
@@ -42,14 +42,16 @@ class Gpt:
 
 @dataclass(frozen=True, kw_only=True)
 class ResNet:
-    """A ResNet-34 on random images of `image` x `image` pixels; `width` is the first stage's
-    number of channels, `batch` the TOTAL number of images, cut over the ranks."""
+    """A ResNet on random images of `image` x `image` pixels; `width` is the first stage's number
+    of channels, `batch` the TOTAL number of images, cut over the ranks. Of depth 34 it has basic
+    blocks and GroupNorm, of depth 50 bottlenecks and BatchNorm."""
 
     name: str
     width: int
     image: int
     classes: int
     batch: int
+    depth: int = 34
     clip: int = 0
     # Convolutions of another number of rows are rounded otherwise, and AdamW's first steps go by
     # the sign of a gradient: with larger ones, losses of the same work part in the third decimal.
@@ -58,9 +60,15 @@ class ResNet:
     def describe(self) -> str:
         """One line for the head of a table."""
         return (
-            f"{self.name}: ResNet-34, {self.width} channels, GroupNorm, images of {self.image} x "
-            f"{self.image}, {self.classes} classes, batch {self.batch}{_clipped(self.clip)}"
+            f"{self.name}: ResNet-{self.depth}, {self.width} channels, {self.norm}, images of "
+            f"{self.image} x {self.image}, {self.classes} classes, batch {self.batch}"
+            f"{_clipped(self.clip)}"
         )
+
+    @property
+    def norm(self) -> str:
+        """The kind of its normalisations."""
+        return "BatchNorm" if self.depth == 50 else "GroupNorm"
 
 
 def _clipped(norm: int) -> str:
@@ -68,6 +76,32 @@ def _clipped(norm: int) -> str:
 
 
 Workload = Gpt | ResNet
+
+SIZES = sorted({field.name for kind in (Gpt, ResNet) for field in fields(kind)} - {"name"})
+"""What a flag may change in a configuration."""
+
+PRECISIONS = ("fp32", "tf32", "bf16", "bf16-mixed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """On what, and in which arithmetic, all contenders of a table train.
+
+    `precision` is one of PRECISIONS: fp32 with TF32 off, fp32 with it on, all in bf16, or autocast.
+    `compiled` names the backend by which torch.compile makes each block a graph; "": none does.
+    """
+
+    device: str = "cpu"
+    precision: str = "fp32"
+    compiled: str = ""
+    threads: int = 1
+
+    def describe(self) -> str:
+        """A few words for the head of a table."""
+        words = {"fp32": "fp32, TF32 off", "tf32": "fp32, TF32 on"}
+        compiled = f", blocks compiled by {self.compiled}" if self.compiled else ""
+        return words.get(self.precision, self.precision) + compiled
+
 
 KINDS = {"gpt": Gpt, "resnet": ResNet}
 
@@ -92,6 +126,25 @@ CONFIGURATIONS: dict[str, Workload] = {
     # Convolutions, whose backward is long before its gradients are large.
     "R": ResNet(name="R", width=64, image=64, classes=1000, batch=16),
 }
+
+
+ON_A_DEVICE: dict[str, Workload] = {
+    "resnet50": ResNet(name="resnet50", width=64, image=224, classes=1000, batch=128, depth=50),
+    "gpt-125m": Gpt(
+        name="gpt-125m", width=768, layers=12, vocabulary=50304, sequence=1024, batch=8
+    ),
+    "gpt-1.3b": Gpt(
+        name="gpt-1.3b", width=2048, layers=24, vocabulary=50304, sequence=1024, batch=4
+    ),
+}
+"""For one accelerator: sizes that keep it busy. The heads of the two GPTs are not tied to their
+embeddings, so that they have 163M and 1.42B parameters."""
+
+
+def changed(workload: Workload, given: Mapping[str, int]) -> Workload:
+    """`workload` in those `given` sizes that it has."""
+    own = {name: given[name] for name in given if hasattr(workload, name)}
+    return replace(workload, name=f"{workload.name}, changed", **own) if own else workload
 
 
 def check(workload: Workload, ranks: int) -> None:

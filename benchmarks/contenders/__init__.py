@@ -57,6 +57,42 @@ PEERS = {
 }
 """A name of --peers, and the lines it stands for."""
 
+OFFLOADED = {
+    "fsdp2": [
+        Contender(
+            key="fsdp2-cpu",
+            label="FSDP2, CPU offload",
+            module="fsdp2",
+            options={"reshard": True, "offload": True},
+        )
+    ],
+    "deepspeed": [
+        Contender(
+            key="deepspeed-3-cpu",
+            label="DeepSpeed ZeRO-3, optimizer on cpu",
+            module="deepspeed",
+            options={"stage": 3, "offload": "cpu"},
+        )
+    ],
+}
+"""What is beside states that rest on the host: by name, as PEERS."""
+
+
+def copies(megabytes: int) -> list[Contender]:
+    """Bare copies of so much between pinned memory and the device: one way, and both at once."""
+    ways = {"up": "to the device", "down": "to the host", "up-down": "both ways at once"}
+    return [
+        Contender(
+            key=f"copies-{way}",
+            label=f"copies {words}, pinned",
+            module="copies",
+            options={"up": "up" in way, "down": "down" in way, "megabytes": megabytes},
+            alone=True,
+            same_work=False,
+        )
+        for way, words in ways.items()
+    ]
+
 
 def row(zero: int, transport: str = "auto") -> Contender:
     """Our own contender for one row of the placement table; `transport` as of --transport."""
@@ -66,6 +102,18 @@ def row(zero: int, transport: str = "auto") -> Contender:
         label=f"Shardwise ZERO_{zero}{over}",
         module="shardwise",
         options={"zero": zero, "transport": transport},
+    )
+
+
+def on_host(zero: int) -> Contender:
+    """The row with all that may rest on the host: gradients and optimizer state, and parameters
+    where they are sharded."""
+    states = ["optimizer", "params"] if zero == 3 else ["optimizer"]
+    return Contender(
+        key=f"shardwise-{zero}-cpu",
+        label=f"Shardwise ZERO_{zero}, {' and '.join(states)} on cpu",
+        module="shardwise",
+        options={"zero": zero} | {f"offload_{state}": "cpu" for state in states},
     )
 
 

@@ -7,7 +7,11 @@ from job import Job, Step
 
 def build(job: Job) -> Step:
     job.join_torch()
-    model = DistributedDataParallel(job.model(), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        job.plain_model(),
+        device_ids=[job.device.index] if job.on_gpu else None,
+        gradient_as_bucket_view=True,
+    )
     optimizer = job.optimizer(model.parameters())
 
     return job.plain_step(model, optimizer)

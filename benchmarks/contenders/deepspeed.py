@@ -1,4 +1,5 @@
-"""DeepSpeed's ZeRO stages on the CPU over Gloo, with torch's AdamW as the client optimizer.
+"""DeepSpeed's ZeRO stages with torch's AdamW as the client optimizer: on GPUs over NCCL, on the CPU
+over Gloo.
 
 Its own CPU Adam is compiled when it is first used; with torch's, every contender runs the same
 update, and none needs a compiler.
@@ -19,8 +20,9 @@ def build(job: Job, *, stage: int, offload: str = "none") -> Step:
         _check_async_io()
     os.environ |= job.launched()
     job.join_torch()
-    deepspeed.init_distributed(dist_backend="gloo")
+    deepspeed.init_distributed(dist_backend="nccl" if job.on_gpu else "gloo")
     model = job.model()
+    job.compile(model)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=job.optimizer(model.parameters()),
@@ -47,7 +49,7 @@ def _config(stage: int, job: Job, offload: str) -> dict[str, object]:
     zero: dict[str, object] = {"stage": stage}
     kind, _, folder = offload.partition(":")
     if kind != "none":
-        zero["offload_optimizer"] = {"device": kind, "pin_memory": False}
+        zero["offload_optimizer"] = {"device": kind, "pin_memory": job.on_gpu}
     if folder:
         # Read ahead and written behind; without, each would wait for the other.
         zero["offload_optimizer"] |= {
@@ -62,4 +64,6 @@ def _config(stage: int, job: Job, offload: str) -> dict[str, object]:
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        # Under "bf16-mixed" it is the loss that has an autocast; its parameters are fp32.
+        "bf16": {"enabled": job.setting.precision == "bf16"},
     }

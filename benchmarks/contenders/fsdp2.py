@@ -1,17 +1,47 @@
 """torch FSDP2, one unit per block; parameters freed after forward, or kept until backward."""
 
+import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from job import Job, Step
 
 
-def build(job: Job, *, reshard: bool) -> Step:
+def build(job: Job, *, reshard: bool, offload: bool = False) -> Step:
+    """With `offload` parameters, gradients and optimizer state rest in the host's pinned memory,
+    where they are updated. In bf16 its parameters at rest are fp32, and sums too, as ours are."""
     job.join_torch()
-    mesh = init_device_mesh("cpu", (job.size,))
+    mesh = init_device_mesh(job.setting.device, (job.size,))
     model = job.model()
+    job.compile(model)
+    policy = MixedPrecisionPolicy()
+    if job.setting.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        _halve_buffers(model)
+    where = CPUOffloadPolicy() if offload else OffloadPolicy()
     for unit in [*job.blocks(model), model]:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=where,
+        )
     optimizer = job.optimizer(model.parameters())
 
     return job.plain_step(model, optimizer)
+
+
+def _halve_buffers(model: nn.Module) -> None:
+    """Running statistics in bf16: it leaves buffers as they are, and torch's BatchNorm takes none
+    whose dtype is not that of its weights."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(torch.bfloat16))

@@ -7,21 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
+import models
 import shardwise as sw
 from job import Job, Step
 from shardwise.launch import environment
 from shardwise.launch.identity import Identity
 
 
-def build(job: Job, *, zero: int, transport: str = "auto", **settings: str) -> Step:
+def build(job: Job, *, zero: int, transport: str = "auto", **settings: Any) -> Step:
     os.environ |= environment.identity_variables(identity(job))
-    sw.init(seed=0, quiet=True, transport=transport)
+    sw.init(seed=0, quiet=True, transport=transport, device=job.setting.device)
+    settings = _of(job) | settings
     model = job.model()
     engine = sw.Engine(model, job.optimizer(model.parameters()), zero=zero, **settings)
     job.told["bytes"] = lambda: _bytes(engine)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = job.loss(model, inputs, targets)
+        loss = models.loss_of(model, inputs, targets)  # autocast is the engine's own
         engine.backward(loss, weight=len(inputs))
         with job.updating():
             engine.step(job.max_norm)
@@ -37,6 +39,15 @@ def _wait_for_writes(engine: sw.Engine) -> None:
         for store in factory._stores:
             for _, transfer in store._behind.values():
                 wait(transfer)
+
+
+def _of(job: Job) -> dict[str, Any]:
+    """The engine's settings for the precision and the compiler; torch.compile's own backend is the
+    only one that it has."""
+    precision = {"tf32": "fp32"}.get(job.setting.precision, job.setting.precision)
+    if job.setting.compiled not in ("", "inductor"):
+        raise ValueError(f"the engine compiles by inductor, not by {job.setting.compiled}")
+    return {"precision": precision, "compile": bool(job.setting.compiled)}
 
 
 def _bytes(engine: sw.Engine) -> dict[str, Any]:

@@ -121,14 +121,14 @@ class TestHangReport:
     def test_a_forward_that_others_leave_out(self):
         """A coin that each worker tosses for itself."""
         seen = {0: waits(0, 1), 1: waits(1, 0, verb="forward", line="train.py:9")}
-        said = hang_report.difference(seen)
+        said = hang_report.call_difference(seen)
         assert "rank 1 is in forward (train.py:9): do some run a forward that others leave" in said
         assert "world.alike()" in said
         assert "engine.uneven()" in said
         assert "is_main" not in said
         seen[1] = waits(1, 0, verb="engine.save", line="train.py:9")
         seen[2] = waits(2, 0, verb="forward", line="train.py:5")
-        assert "is the call under" in hang_report.difference(seen)
+        assert "is the call under" in hang_report.call_difference(seen)
 
     def test_a_rank_in_an_endless_loop(self):
         seen = {0: waits(0, 1), 1: busy(1)}

@@ -1,0 +1,449 @@
+"""The steps of scripts/gpu, run on the simulated device at sizes that say nothing.
+
+Every figure that such a device has must come out: launches, synchronisations, bytes, losses. Of
+time it has none. What it does not run (DDP and FSDP2, which reach into CUDA itself, and
+torch.compile) goes through the same code on the CPU.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+GPT = "--width 32 --layers 2 --vocabulary 64 --sequence 8 --batch 4"
+RESNET = "--width 8 --image 32 --classes 4 --batch 2"
+ONCE = "--rounds 1 --steps 2 --peers none"
+
+
+@pytest.fixture
+def python(phantom, tmp_path) -> Path:
+    """An interpreter whose scripts find a simulated GPU."""
+    path = tmp_path / "python"
+    script = ROOT / "tests" / "phantom" / "script.py"
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def modules(monkeypatch) -> Iterator[None]:
+    """The modules of benchmarks/ by their names; other folders of scripts have some of the same."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    names = [path.stem for path in BENCHMARKS.glob("*.py")] + ["contenders"]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def step(name: str, scale: str, python: Path | str, folder: Path, code: int = 0, **environ: str):
+    """What a step wrote: its figures, and its text."""
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu", name],
+        env=os.environ | {"PYTHON": str(python), "SCALE": scale, "FOLDER": str(folder)} | environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    (path,) = folder.glob(f"*-gpu-{name}.json")
+    assert path.with_suffix(".txt").read_text() in done.stdout
+    return json.loads(path.read_text()), done.stdout
+
+
+def assert_figures(line, *, trains=True):
+    """Whether a contender has each figure that the simulated device knows."""
+    assert line["note"] == ""
+    assert line["peak_bytes"] > 0
+    assert line["launches"] is not None
+    assert line["synchronisations"] <= 1
+    assert line["rounds_ms"]
+    if trains:
+        assert line["launches"] > 0
+        assert len(line["losses"]) == 22
+        assert line["losses"][-1] < line["losses"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        ("gpt-125m", f"{GPT} {ONCE} --rows 2,3 --precision bf16-mixed"),
+        pytest.param(
+            "gpt-1.3b", f"{GPT} {ONCE} --rows 0,1,2,3 --precision fp32,bf16", marks=pytest.mark.full
+        ),
+        pytest.param(
+            "resnet50", f"{RESNET} {ONCE} --rows 1 --precision fp32", marks=pytest.mark.full
+        ),
+    ],
+    ids=lambda value: value.partition(" ")[0],
+)
+def test_one_device(python, tmp_path, name, scale):
+    figures, shown = step(name, scale, python, tmp_path)
+    assert figures["machine"]["device"] == "a simulated device"
+    for result in figures["results"]:
+        assert result["tflop_per_step"] > 0
+        plain, *ours = result["contenders"]
+        assert plain["synchronisations"] == 0
+        for line in (plain, *ours):
+            assert line["label"] in shown
+            assert line["mfu"] is None  # nobody knows what this device can do
+            if name != "resnet50":
+                assert_figures(line)
+        assert all(line["launches"] > 0 for line in ours)
+        assert result["loss_disagreement"] < 0.05
+
+
+def test_states_on_the_host(python, tmp_path):
+    """Bytes both ways, beside copies that only copy."""
+    scale = f"{GPT} {ONCE} --rows 3 --peers copies --copy-mb 1 --precision fp32"
+    figures, _ = step("offload", scale, python, tmp_path)
+    (result,) = figures["results"]
+    by_key = {line["key"]: line for line in result["contenders"]}
+    assert list(by_key) == [
+        "plain",
+        "copies-up",
+        "copies-down",
+        "copies-up-down",
+        "shardwise-3-cpu",
+    ]
+    for key, line in by_key.items():
+        if key.startswith("copies"):
+            assert line["note"] == ""
+            for way in ("up", "down"):
+                assert line[way]["bytes"] == (2**20 if way in key else 0)
+    parameters = 4 * (2 * (12 * 32**2 + 13 * 32) + (2 * 64 + 8 + 2) * 32)
+    ours = by_key["shardwise-3-cpu"]
+    assert ours["down"]["bytes"] >= parameters  # gradients
+    assert ours["up"]["bytes"] >= 2 * parameters  # for forward, and for backward
+    assert ours["losses"] == pytest.approx(by_key["plain"]["losses"], abs=1e-4)
+
+
+def test_the_largest_model(python, tmp_path):
+    scale = f"{GPT} --contenders plain --first 1 --most 2".replace("--layers 2 ", "")
+    figures, shown = step("largest", scale, python, tmp_path)
+    (found,) = figures["tried"].values()
+    assert list(found["runs"]) == ["1", "2"]
+    assert found["runs"]["2"]["peak"] > found["runs"]["1"]["peak"] > 0
+    assert not found["cut"]
+    assert "plain, 2 layers:" in shown
+
+
+@pytest.mark.full
+def test_the_largest_model_with_states_on_the_host(python, tmp_path):
+    flags = [
+        "--width",
+        "32",
+        "--batch",
+        "2",
+        "--vocabulary",
+        "64",
+        "--sequence",
+        "8",
+        "--most",
+        "1",
+        "--contenders",
+    ]
+    done = subprocess.run(
+        [
+            python,
+            BENCHMARKS / "largest.py",
+            "--folder",
+            tmp_path,
+            *flags,
+            "--contenders",
+            "ZERO_3 + cpu",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ZERO_3 + cpu, 1 layers:" in done.stdout
+
+
+def on_the_cpu(name: str, scale: str, folder: Path):
+    figures, _ = step(name, f"{scale} --device cpu", sys.executable, folder)
+    (result,) = figures["results"]
+    for line in result["contenders"]:
+        assert line["note"] == ""
+        assert line["median_ms"] > 0
+        assert line["losses"] == pytest.approx(result["contenders"][0]["losses"], rel=2e-2)
+    return [line["key"] for line in result["contenders"]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
+def test_the_peers_do_the_same_work(tmp_path, precision):
+    scale = f"{GPT} {ONCE} --rows 0 --peers ddp,fsdp2 --precision {precision}"
+    assert on_the_cpu("gpt-125m", scale, tmp_path) == ["plain", "ddp", "fsdp2", "shardwise-0"]
+
+
+@pytest.mark.full
+def test_compiled(tmp_path):
+    scale = f"{GPT} {ONCE} --config gpt-125m --rows 2 --peers ddp,fsdp2 --precision fp32"
+    assert on_the_cpu("compile", scale, tmp_path) == ["plain", "ddp", "fsdp2", "shardwise-2"]
+
+
+@pytest.mark.parametrize("name", ["tests", "two-ranks", "sanitizer"])
+def test_tests_that_all_are_skipped_are_no_success(tmp_path, name):
+    """Without a GPU; on the simulated device test_gpu.py runs them."""
+    figures, shown = step(name, "", sys.executable, tmp_path, code=1, CUDA_VISIBLE_DEVICES="")
+    assert figures["tests"]["passed"] == figures["tests"]["failed"] == 0
+    assert figures["tests"]["skipped"] >= 20
+    assert figures["tests"]["sanitizer"] == (name == "sanitizer")
+    assert "needs a GPU" in shown
+
+
+def test_a_step_that_there_is_not(tmp_path):
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu", "speed"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "no such step: speed; there are tests two-ranks sanitizer resnet50" in done.stderr
+
+
+SUITE = """
+    import time
+
+    import pytest
+
+    def test_right():
+        pass
+
+    def test_wrong():
+        assert 1 == 2
+
+    @pytest.mark.skip(reason="no moon")
+    def test_skipped():
+        pass
+
+    def test_long():
+        time.sleep(60)
+"""
+
+
+def test_a_suite_stops_with_its_budget_and_tells_what_it_ran(tmp_path):
+    (tmp_path / "test_it.py").write_text(textwrap.dedent(SUITE))
+    path = tmp_path / "figures.json"
+    flags = ["--json", path, "--budget", "15", "--", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "suite.py", *flags, "--rootdir", tmp_path, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    told = json.loads(path.read_text())["tests"]
+    assert [told[name] for name in ("passed", "failed", "skipped")] == [1, 1, 1]
+    assert told["stopped_by_the_budget"]
+    assert told["seconds"] < 60
+    assert "test_it::test_wrong: assert 1 == 2" in done.stdout
+    assert "no moon" in done.stdout
+
+
+# -- what needs no device ---------------------------------------------------------------------
+
+EVENTS = [
+    {"name": "counted steps", "cat": "user_annotation", "ts": 100, "dur": 100},
+    {"name": "counted steps", "cat": "gpu_user_annotation", "ts": 110, "dur": 300},
+    {"name": "cudaLaunchKernel", "cat": "cuda_runtime", "ts": 90, "dur": 5},
+    {"name": "cudaLaunchKernel", "cat": "cuda_runtime", "ts": 110, "dur": 5},
+    {"name": "cuLaunchKernelEx", "cat": "cuda_driver", "ts": 120, "dur": 5},
+    {"name": "cudaMemcpyAsync", "cat": "cuda_runtime", "ts": 125, "dur": 5},
+    {"name": "cudaStreamSynchronize", "cat": "cuda_runtime", "ts": 130, "dur": 5},
+    {"name": "cudaDeviceSynchronize", "cat": "cuda_runtime", "ts": 210, "dur": 5},
+    {"name": "gemm", "cat": "kernel", "ts": 200, "dur": 50},
+    {"name": "gelu", "cat": "kernel", "ts": 240, "dur": 20},
+    {
+        "name": "Memcpy HtoD (Pinned -> Device)",
+        "cat": "gpu_memcpy",
+        "ts": 220,
+        "dur": 80,
+        "args": {"bytes": 4_000_000},
+    },
+    {
+        "name": "Memcpy DtoH (Device -> Pageable)",
+        "cat": "gpu_memcpy",
+        "ts": 250,
+        "dur": 1,
+        "args": {"bytes": 8},
+    },
+    {"name": "an instant", "cat": "cuda_runtime", "ts": 150},
+]
+
+
+def test_a_profile_is_read(modules):
+    trace = importlib.import_module("device_trace")
+    seen = trace.seen_in(EVENTS)
+    assert (seen.launches, seen.synchronisations) == (2, 1)
+    assert seen.copies["up"] == trace.Copies(1, 4_000_000, 80, hidden=0.5)
+    assert seen.copies["down"] == trace.Copies(1, 8, 1, hidden=None)
+
+
+def test_a_profile_that_saw_no_device_has_no_figures(modules):
+    seen = importlib.import_module("device_trace").seen_in(EVENTS[:1])
+    assert seen.launches is seen.synchronisations is None
+
+
+def test_per_step_and_of_the_rank_that_has_most(modules):
+    line = importlib.import_module("figures").Line("a", "a")
+    copies = {"count": 4, "nbytes": 8_000_000_000, "took": 200_000.0, "hidden": 0.9}
+    none = {"count": 0, "nbytes": 0, "took": 0.0, "hidden": None}
+    seen = [
+        {"launches": n, "synchronisations": 2, "copies": {"up": copies, "down": none}}
+        for n in (10, 20)
+    ]
+    importlib.import_module("device_report").look(line, 2, [{"peak": 5}, {"peak": 7}], seen)
+    assert line.peak == 7
+    assert line.device["launches"] == 10
+    assert line.device["synchronisations"] == 1
+    up = {"copies": 2, "bytes": 4e9, "gb_per_s": 40.0, "hidden": 0.9}
+    assert line.device["up"] == up
+    assert line.device["down"]["gb_per_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "share"), [("bf16", 0.5), ("bf16-mixed", 0.5), ("tf32", 1.0), ("fp32", 7.395)]
+)
+def test_the_share_of_what_a_device_can_do(modules, precision, share):
+    peaks = importlib.import_module("peaks")
+    found = peaks.mfu(494_700_000_000, 1.0, "NVIDIA H100 80GB HBM3", precision)
+    assert found == pytest.approx(share, rel=1e-3)
+    assert peaks.mfu(1, 1.0, "a simulated device", precision) is None
+
+
+def test_flops_are_those_of_the_formula(modules):
+    """Of a GPT, 6 for each weight that is multiplied and token, and attention's."""
+    peaks, workloads = map(importlib.import_module, ("peaks", "workloads"))
+    gpt = workloads.Gpt(name="a", width=64, layers=2, vocabulary=128, sequence=16, batch=4)
+    tokens = 4 * 16
+    weights = 2 * 12 * 64**2 + 128 * 64
+    attention = 2 * 2 * tokens * 16 * 64 * 2 * 3
+    assert peaks.flops(gpt) == pytest.approx(6 * weights * tokens + attention, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("resnet50", 25.56), ("gpt-125m", 163.1), ("gpt-1.3b", 1416.3)]
+)
+def test_the_models_have_the_size_of_their_names(modules, name, millions):
+    import torch
+
+    models, workloads = map(importlib.import_module, ("models", "workloads"))
+    with torch.device("meta"):
+        model = models.build(workloads.ON_A_DEVICE[name])
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count / 1e6 == pytest.approx(millions, rel=1e-3)
+
+
+RANK = """
+    import json, os, signal, socket, sys, time
+
+    *_, fd, spec = sys.argv
+    channel = socket.socket(fileno=int(fd)).makefile("rw")
+    say = lambda **message: (channel.write(json.dumps(message) + chr(10)), channel.flush())
+    ends = json.loads(spec)["options"]["ends"]
+    if ends == "full":
+        say(full="Traceback: ...\\ntorch.OutOfMemoryError: CUDA out of memory.")
+    elif ends == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif ends == "never":
+        time.sleep(60)
+    else:
+        say(error="Traceback: ...\\nValueError: wrong")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "note"),
+    [
+        ("full", "does not fit: torch.OutOfMemoryError: CUDA out of memory."),
+        ("killed", "does not fit: rank 0 was killed, as the system does for the host's memory"),
+        ("wrong", "failed: rank 0: Traceback: ...\nValueError: wrong"),
+        ("never", "left out: no time was left for it"),
+    ],
+)
+def test_why_a_contender_has_no_figures(modules, tmp_path, ends, note):
+    crew, rounds, figures, contenders, workloads = map(
+        importlib.import_module, ("crew", "rounds", "figures", "contenders", "workloads")
+    )
+    (tmp_path / "rank.py").write_text(textwrap.dedent(RANK))
+    crew.PYTHON = [sys.executable, str(tmp_path / "rank.py")]
+    taker = contenders.Contender(key="a", label="a", module="a", options={"ends": ends})
+    budget = rounds.Budget(3 if ends == "never" else 60)
+    lines = {"a": figures.Line("a", "a")}
+
+    def start(taker):
+        return crew.Crew(taker, workloads.CONFIGURATIONS["A"], 1, 30, until=budget.until)
+
+    plan = rounds.Plan(rounds=1, steps=1)
+    rounds.take_round(0, [taker], lines, plan, start, lambda turn: None, budget=budget)
+    assert lines["a"].note == note
+    assert not lines["a"].rounds
+
+
+def test_who_cannot_be_profiled_keeps_his_times(modules):
+    device, report, figures, workloads, rounds, crew = map(
+        importlib.import_module,
+        ("device", "device_report", "figures", "workloads", "rounds", "crew"),
+    )
+
+    class Unseen:
+        """A crew in whose system nobody may profile."""
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def take(self, steps, traced=False):
+            if traced:
+                raise crew.CrewFailed("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+            ends = [[1_000_000 * n for n in range(steps)]]
+            return crew.Stint(ends, [[2.0] * steps], [[]], [{}])
+
+    line = figures.Line("a", "A")
+    result = report.DeviceResult(
+        workload=workloads.ON_A_DEVICE["gpt-125m"],
+        setting=workloads.Setting(device="cuda"),
+        ranks=1,
+        device="NVIDIA H200",
+        flops=10**9,
+        lines=[line],
+    )
+    taker = importlib.import_module("contenders").Contender(key="a", label="A", module="a")
+    device.Crew = lambda *_: Unseen()
+    plan, console = rounds.Plan(rounds=1, steps=2), device.Console(quiet=True)
+    device._round(0, result, [taker], plan, 60.0, rounds.Budget(), console)
+    assert line.median == 1.0
+    assert result.mfu(line) == pytest.approx(1 / 66.9, rel=1e-3)
+    assert "A was not profiled: CUPTI_ERROR" in "".join(report.remarks(result))
+    assert report.as_json(result)["contenders"][0]["median_ms"] == 1.0
+    report.table(result, offloaded=True)
+
+
+def test_a_turn_for_which_there_is_no_time_is_left_out(modules):
+    rounds, figures, contenders = map(importlib.import_module, ("rounds", "figures", "contenders"))
+    takers = [contenders.Contender(key=key, label=key, module=key) for key in "ab"]
+    lines = {"a": figures.Line("a", "a", rounds=[[1.0]]), "b": figures.Line("b", "b")}
+    told: list[str] = []
+    plan = rounds.Plan(rounds=2, steps=1)
+    rounds.take_round(1, takers, lines, plan, None, told.append, budget=rounds.Budget(0))
+    assert not told
+    assert lines["a"].note == ""
+    assert lines["a"].rounds == [[1.0]]
+    assert lines["b"].note.startswith("left out")
