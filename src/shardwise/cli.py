@@ -4,6 +4,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Collection, Sequence
@@ -27,6 +28,7 @@ from shardwise.pipeline_plan import flags as splitting_flags
 from shardwise.printable import printable, shortened
 from shardwise.scaling import flags as scaling_flags
 from shardwise.timeline.commands import timeline
+from shardwise.verify import flags as verify_flags
 
 WRONG_USE = 2
 WIDTH = 100
@@ -34,6 +36,7 @@ WIDTH = 100
 GROUPS = {
     "scale": "Scale",
     "split": "Split",
+    "verify": "Verify",
     "where": "Where",
     "spread": "Spread",
     "precision": "Precision",
@@ -64,6 +67,11 @@ SPLIT_TOP = """\
 Where to cut a model into stages:   shardwise split --pipeline 4 train.py --epochs 3
 
 shardwise split [flags] SCRIPT.py [its arguments]     the script runs a few steps on one worker
+"""
+VERIFY_TOP = """\
+Whether it trains the same:   shardwise verify -n 4 --zero 3 train.py --epochs 3
+
+shardwise verify [flags] SCRIPT.py [its arguments]     runs it on one worker, then spread
 """
 
 
@@ -283,6 +291,64 @@ def _split(
     return command.split(asked)  # type: ignore[no-any-return]
 
 
+def _verify(
+    words: tuple[str, ...],
+    steps: int,
+    also: tuple[str, ...],
+    against: str | None,
+    causes: bool,
+    json_file: Path | None,
+    out: str | None,
+    module: bool,
+    **given: Any,
+) -> int:
+    """The command `verify`: `given` are the flags of the first placement."""
+    if not words:
+        raise LaunchError("What shall be verified? For example: shardwise verify -n 2 train.py")
+    program.command(words[0], words[1:], module=module)  # raises where there is none
+    if not module and not program.is_script(words[0]):
+        raise LaunchError(f"shardwise verify runs Python: a script, or -m MODULE, not {words[0]}.")
+    _mention_misplaced(words)
+    placements = import_module("shardwise.verify.placements")
+    first = _placement(given)
+    shared = {k: v for k, v in first.settings.items() if k in placements.TRAINING}
+    spread = [first]
+    for text in also:
+        own = _verify_command().make_context("--also", shlex.split(text)).params
+        found = _placement({name: own[name] for name in given})
+        spread.append(found.having(**{**shared, **found.settings}))
+    plan = import_module("shardwise.verify.plan")
+    kind = import_module("shardwise.verify.runs").Script
+    asked = plan.Plan(
+        script=kind(words=words, module=module),
+        placements=spread,
+        steps=steps,
+        out=Path(out or f"runs/verify-{Path(words[0]).stem}"),
+        against=None if against is None else kind(words=tuple(shlex.split(against))),
+        causes=causes,
+        precision=shared.get("precision", "fp32"),
+    )
+    return import_module("shardwise.verify.command").verify(asked, json_file)  # type: ignore[no-any-return]
+
+
+def _placement(given: dict[str, Any]) -> Any:
+    """The placement that the flags `given` describe; two workers, or one for each GPU, where the
+    number is not said."""
+    settings = {
+        name: _as_text(value)
+        for name, value in given.items()
+        if value is not None and name in ("config", *config.FIELDS)
+    }
+    _check(settings)
+    hosts = (("-H", given["hosts"]), ("--hostfile", given["hostfile"]))
+    launcher = [word for flag, value in hosts if value is not None for word in (flag, value)]
+    size = given["size"]
+    if size is None and not launcher:
+        size = gpus.count(os.environ) or 2
+    kind = import_module("shardwise.verify.placements").Placement
+    return kind(size=size, settings=settings, launcher=tuple(launcher))
+
+
 OF_THE_SIZE = {"-n", "-np", "--nproc-per-node", "--nproc_per_node"}
 """How many ranks there are to be; where that is not said, it may stand in the wrong place."""
 
@@ -376,7 +442,7 @@ def _doctor_command() -> Command:
 
 def _scale_command() -> Command:
     """`scale` has the settings of `run`, but for those that it gives itself."""
-    own = {"record", "stop_after", "batch", "trial"}
+    own = {"record", "record_tensors", "stop_after", "batch", "trial"}
     shared = ("words", "module", "config", "hosts", "hostfile")
     flags = [flag for flag in _flags() if flag.name in {*shared, *config.FIELDS} - own]
     return Command(
@@ -406,6 +472,21 @@ def _split_command() -> Command:
     )
 
 
+def _verify_command() -> Command:
+    """`verify` has the settings of `run`, but for those that it gives itself."""
+    own = {"record", "record_tensors", "stop_after", "trial", "time_layers"}
+    shared = ("words", "module", "size", "config", "hosts", "hostfile")
+    flags = [flag for flag in _flags() if flag.name in {*shared, *config.FIELDS} - own]
+    return Command(
+        "verify",
+        top=VERIFY_TOP,
+        callback=_verify,
+        params=[*verify_flags.own(), _help_all(), *flags],
+        context_settings={"allow_interspersed_args": False, "max_content_width": WIDTH},
+        short_help="Prove that a script trains as on one worker.",
+    )
+
+
 @click.group(cls=Commands, invoke_without_command=True)
 @click.version_option(version("shardwise"), message="shardwise %(version)s")
 @click.pass_context
@@ -419,5 +500,6 @@ _shardwise.add_command(_run_command())
 _shardwise.add_command(_doctor_command())
 _shardwise.add_command(_scale_command())
 _shardwise.add_command(_split_command())
+_shardwise.add_command(_verify_command())
 _shardwise.add_command(checkpoint)
 _shardwise.add_command(timeline)

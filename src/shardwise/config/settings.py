@@ -10,7 +10,7 @@ from shardwise.config import values
 from shardwise.errors import ConfigError
 from shardwise.placement import DEVICE, Placement, Tier
 
-PRECISIONS = ("fp32", "bf16-mixed", "bf16", "fp16-mixed")
+PRECISIONS = ("fp32", "bf16-mixed", "bf16", "fp16-mixed", "fp64")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
@@ -186,7 +186,11 @@ class Settings:
         False, values.switch, "spread", "BatchNorm statistics over all workers"
     )
     precision: str = _setting(
-        "fp32", values.one_of(*PRECISIONS), "precision", "fp32, bf16-mixed, bf16 or fp16-mixed", "P"
+        "fp32",
+        values.one_of(*PRECISIONS),
+        "precision",
+        "fp32, bf16-mixed, bf16, fp16-mixed or fp64",
+        "P",
     )
     reduce_dtype: str = _setting(
         "fp32",
@@ -256,6 +260,14 @@ class Settings:
         values.folder,
         "watch",
         "write what each step took there, for shardwise scale",
+        "DIR",
+        rare=True,
+    )
+    record_tensors: str | None = _setting(
+        None,
+        values.folder,
+        "watch",
+        "write what each step computes there, for shardwise verify",
         "DIR",
         rare=True,
     )

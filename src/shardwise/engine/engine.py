@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike
+from pathlib import Path
 from typing import Any
 from weakref import WeakMethod
 
@@ -23,6 +24,7 @@ from shardwise.engine import (
     diagnosis,
     exact_mode,
     pipeline_parallel,
+    recording,
     start_lines,
     tensor_parallel,
     whole_tensors,
@@ -127,6 +129,10 @@ class Engine(Stepping):
         living.add(self)
         start_lines.announce_engine(self.world, self._recipe, self._states)
         start_lines.announce_activations(self.world, self._recipe, self._held.activations)
+        if (folder := self.world.settings.record_tensors) is not None:
+            self._recording = recording.Recording(
+                self.world, self._recipe, lambda: self._held.states, self._number, Path(folder)
+            )
 
     def _time_layers(self) -> LayerTimes | None:
         """What times the layers, where that is asked for; of several models those of the first."""
@@ -319,6 +325,8 @@ class Engine(Stepping):
             self._held.end()
             if self._timing is not None:
                 self._timing.close()
+            if self._recording is not None:
+                self._recording.close()
             living.discard(self)
 
     @property

@@ -23,6 +23,7 @@ from shardwise.engine.accumulation import StepStats, Totals
 from shardwise.engine.backward import Backwards
 from shardwise.engine.exchange import exchange, over_stages, squared_norm
 from shardwise.engine.optimizer_options import Options
+from shardwise.engine.recording import Recording
 from shardwise.errors import CollectiveError, ShardwiseError, UsageError
 from shardwise.model.precision import LossScale
 from shardwise.placement import Placement
@@ -38,6 +39,7 @@ class Stepping(Backwards):
     _options: Options
     _scale: LossScale
     _skips: diagnosis.Skips
+    _recording: Recording | None = None
 
     @abstractmethod
     def _tell_line(self) -> None:
@@ -118,6 +120,8 @@ class Stepping(Backwards):
             self._checkpoints.wait()  # raises on all ranks alike, the step made
         if self._timing is not None:
             self._timing.stepped()
+        if self._recording is not None:
+            self._recording.stepped(stats)
         self.world.step_log.stepped(self._number, self.steps, stats)
 
     # -- between backward and step ----------------------------------------------------------
