@@ -8,7 +8,7 @@ on the placement: a cause is named only if taking it away makes the difference g
     lr           learning rates are those of the reference, step by step
     dropout      nothing is dropped
     sum          sums over ranks that the script makes itself give back what they are given
-    attributes   tensors that are plain attributes of modules are averaged over ranks at each step
+    averaged     tensors of modules, by name, are averaged over the ranks at each step
     rank         the script is told that it is rank 0, on every rank
     size         the script is told that there is one rank
 """
@@ -16,7 +16,7 @@ on the placement: a cause is named only if taking it away makes the difference g
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 import shardwise
 from shardwise import randomness
+from shardwise.model.module_records import joined
 from shardwise.verify import watching
 from shardwise.world import World, current
 
@@ -162,14 +163,16 @@ def _sum(value: Any) -> None:
     World.sum, torch.distributed.all_reduce = unsummed, unreduced  # type: ignore[method-assign, assignment]
 
 
-def _attributes(value: Any) -> None:
+def _averaged(names: Sequence[str]) -> None:
     def after(engine: Any) -> None:
-        world = current()
-        for module in (inner for model in engine.verified[0] for inner in model.modules()):
-            for key, tensor in vars(module).items():
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    mean = World.sum(world, tensor) / world.size
-                    setattr(module, key, mean)
+        world, models = current(), engine.verified[0]
+        several = len(models) > 1
+        for number, model in enumerate(models):
+            prefix = f"models[{number}]" if several else ""
+            for path, module in model.named_modules():
+                for key, tensor in [*vars(module).items(), *module._buffers.items()]:
+                    if joined(prefix, path, key) in names and tensor.is_floating_point():
+                        setattr(module, key, World.sum(world, tensor) / world.size)
 
     _around_step(after=after)
 
@@ -239,7 +242,7 @@ _ALL: dict[str, Callable[[Any], None]] = {
     "lr": _lr,
     "dropout": _dropout,
     "sum": _sum,
-    "attributes": _attributes,
+    "averaged": _averaged,
     "rank": _rank,
     "size": _size,
 }

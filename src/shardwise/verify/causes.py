@@ -68,13 +68,28 @@ def suspects(
     facts = {**reference.facts, **other.facts}
     if first is None:
         return list(_general(facts))
+    apart = astray(other)
     return [
         *_of_data(facts, comparison, first),
         *_of_loss(reference, other, first, size),
         *_of_rate(reference, other),
         *_of_model(facts),
+        *_of_tensors(apart),
         *_general(facts),
     ]
+
+
+def astray(training: Training) -> list[tuple[str, str]]:
+    """Kind and name of buffers, and of plain tensors of modules, that ranks have other values of
+    after a step."""
+    found = {
+        key: None
+        for steps in training.engines.values()
+        for step in steps
+        for key, whole in step.tensors.items()
+        if key[0] in ("buffer", "attribute") and whole.strays
+    }
+    return sorted(found)
 
 
 def lines(facts: Mapping[str, Any], name: str) -> str:
@@ -203,25 +218,34 @@ def _of_model(facts: Mapping[str, Any]) -> Iterator[Suspect]:
             "engine.step() returns loss and norm over all workers.",
             alter={"sum": True},
         )
-    if facts.get("attributes"):
-        named = ", ".join(facts["attributes"][:MANY])
-        yield Suspect(
-            name="attributes",
-            words=f"{named}: a tensor that forward changes and that is no buffer, so that each "
-            "worker keeps its own. Averaged over the workers at each step the runs agree. Write "
-            'self.register_buffer("NAME", tensor): buffers are kept in step.',
-            alter={"attributes": True},
-        )
+
+
+def _of_tensors(apart: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
+    """Tensors of modules that no worker shares with the others."""
+    if not apart:
+        return
+    names = [name for _, name in apart]
+    how = (
+        'is no buffer. Write self.register_buffer("NAME", tensor): buffers are kept in step.'
+        if any(kind == "attribute" for kind, _ in apart)
+        else "is a buffer that is written through .data, or of another shape on other workers, "
+        "which nobody sees. Write into it by torch's own operations."
+    )
+    yield Suspect(
+        name="buffer",
+        words=f"{', '.join(names[:MANY])}: forward changes it on each worker by its own rows, and "
+        f"it {how} Averaged over the workers at each step the runs agree.",
+        alter={"averaged": names},
+    )
 
 
 def _general(facts: Mapping[str, Any]) -> Iterator[Suspect]:
-    if facts.get("rank") or facts.get("environment"):
-        where = lines(facts, "rank") or " (RANK or LOCAL_RANK of the environment)"
+    if facts.get("rank"):
         yield Suspect(
             name="rank",
-            words=f"code that depends on the rank{where}. With rank 0 told to the script on every "
-            "worker the runs agree. What changes the training must be alike on all workers; "
-            "world.share and world.draw give each its part.",
+            words=f"code that depends on the rank{lines(facts, 'rank')}. With rank 0 told to the "
+            "script on every worker the runs agree. What changes the training must be alike on all "
+            "workers; world.share and world.draw give each its part.",
             alter={"rank": True},
         )
     if facts.get("size"):
@@ -234,6 +258,12 @@ def _general(facts: Mapping[str, Any]) -> Iterator[Suspect]:
         )
 
 
+UNSHARED = Suspect(
+    name="unshared",
+    words="every worker trains on the whole batch: all that differs is how many items a step "
+    "counts. The result is that of one worker, and so is the time it takes. Let sw.Loader or "
+    "world.share give each worker its rows.",
+)
 NOT_REPEATABLE = Suspect(
     name="nondeterministic",
     words="two runs of the reference itself differ, so the script is not repeatable: a "

@@ -60,6 +60,12 @@ class StepDifference:
         return [each for each in self.tensors if not each.relative <= tolerance]
 
     @property
+    def in_training(self) -> float:
+        """The same without the weight: of what is trained, and not how it is counted."""
+        apart = (each.relative for each in self.tensors)
+        return max((self.loss, self.grad_norm, *apart), default=0.0)
+
+    @property
     def same_bits(self) -> bool:
         """Whether nothing differs at all."""
         return not self.tensors and self.loss == self.grad_norm == self.weight == 0.0
@@ -90,6 +96,10 @@ class Comparison:
     def within(self, tolerance: float) -> bool:
         """Whether nothing differs by more."""
         return self.same_counts and self.largest <= tolerance
+
+    def trains_alike(self, tolerance: float) -> bool:
+        """Whether nothing differs by more but for the weight of the steps, and their number."""
+        return all(step.in_training <= tolerance for step in self.steps)
 
     def first(self, tolerance: float) -> StepDifference | None:
         """The first step in which something differs by more."""

@@ -99,18 +99,18 @@ class Verification:
         assert result.wide is not None
         first = result.wide.first(TOLERANCE)
         steps = min(max(first.number if first is not None else 1, 1) + 1, self.plan.steps)
-        trainings = {result.placement: wide}
+        trainings = {str(result.placement): wide}
 
         def differs(placement: Placement) -> bool:
             try:
                 made = self._run(_wide(placement), f"smaller: {placement}", steps=steps)
             except RunFailed:
                 return False
-            trainings[placement] = made
+            trainings[str(placement)] = made
             return not compare(reference, made, steps=steps).within(TOLERANCE)
 
         smallest = placements.smallest(result.placement, differs)
-        found = self._cause(smallest, reference, trainings[smallest], steps)
+        found = self._cause(smallest, reference, trainings[str(smallest)], steps)
         return replace(result, smallest=smallest, found=found)
 
     def _unrepeatable(self, reference: Training) -> Found | None:
@@ -159,9 +159,11 @@ class Verification:
                 made = self._run(spread, f"{smallest} {words}", steps, alter)
             except RunFailed:
                 return False
-            return compare(base, made, steps=steps).within(TOLERANCE)
+            return compare(base, made, steps=steps).trains_alike(TOLERANCE)
 
-        return causes.find(tried, agrees, clue(compared, size))
+        if compared.trains_alike(TOLERANCE) and compared.same_counts:
+            return Found([causes.UNSHARED])
+        return causes.find(tried, agrees, clue(compared, other))
 
     # -- runs -------------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ def _check_driver(training: Training, script: str) -> None:
         )
 
 
-def clue(compared: Comparison, size: int) -> str:
+def clue(compared: Comparison, other: Training) -> str:
     """What to look at where no trial has taken the difference away."""
     first = compared.first(TOLERANCE)
     if first is None:
@@ -238,6 +240,9 @@ def clue(compared: Comparison, size: int) -> str:
             f"({first.rows[1]} rows, and {first.rows[0]} in the reference): look at where the "
             "batches come from."
         )
+    if apart := causes.astray(other):
+        names = ", ".join(name for _, name in apart[: causes.MANY])
+        return f"Workers have other values of {names}: look at what forward writes there."
     if first.number and first.loss > TOLERANCE:
         return (
             "The models are fed the same and the loss differs: look at the forward and the loss "

@@ -109,9 +109,13 @@ def smallest(placement: Placement, differs: Differs) -> Placement:
     quick = replace(placement.reference(), size=2)
     if placement.size != 1 and quick != placement and differs(quick):
         return quick  # what differs on two workers of ZERO_0 owes nothing to the rest
+    tried = [placement, quick]
     for simpler in (rows, tiers, micro_batches, layers, rest, workers):
         for candidate in simpler(placement):
-            if candidate != placement and candidate != quick and differs(candidate):
+            if candidate in tried or not candidate.is_legal:
+                continue
+            tried.append(candidate)
+            if differs(candidate):
                 placement = candidate
                 break
     return placement

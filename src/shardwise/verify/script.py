@@ -10,10 +10,53 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from shardwise.model.precision import PRESETS
+from shardwise.verify import alterations, outside, watching
+
+_RANKS = re.compile(r"(environ|getenv).*\b(LOCAL_)?RANK\b")
+
+
+class Promoting(TorchFunctionMode):
+    """In fp64 runs: a function that torch refuses for tensors of fp32 and fp64 side by side, since
+    a script makes some in fp32 by itself, is called again with all of them in fp64.
+
+    What writes into its first tensor gets the others in the dtype of that one.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            leaves = pytree.tree_leaves((args, kwargs))
+            dtypes = {each.dtype for each in leaves if isinstance(each, Tensor)}
+            if not {torch.float32, torch.float64} <= dtypes:
+                raise
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        wanted = args[0].dtype if writes else torch.float64
+        with torch._C.DisableTorchFunction():
+            args, kwargs = pytree.tree_map_only(
+                Tensor,
+                lambda each: each.to(wanted) if each.is_floating_point() else each,
+                (args, kwargs),
+            )
+        return func(*args, **kwargs)
 
 
 def main(arguments: list[str]) -> None:
@@ -21,30 +64,35 @@ def main(arguments: list[str]) -> None:
     given: dict[str, Any] = json.loads(arguments[0])
     words = arguments[1:]
     sys.argv = words
-    # After sys.argv, which some libraries read when they are imported.
-    from shardwise.model.precision import PRESETS
-    from shardwise.verify import alterations, outside, watching
-
     facts = watching.Facts()
     watching.watch(facts)
+    preset = PRESETS[given["precision"]]
     recorder = outside.Recorder(
         Path(given["record"]),
         rank=int(os.environ.get("RANK", "0")),
         stop_after=given["steps"],
-        preset=PRESETS[given["precision"]],
+        preset=preset,
         facts=facts,
         plain=given["plain"],
     )
     alterations.apply(given["alter"])
-    try:
-        if given["module"]:
-            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-        else:
-            # As the interpreter does, which has put the current folder there for -m.
-            sys.path[0] = str(Path(words[0]).resolve().parent)
-            runpy.run_path(words[0], run_name="__main__")
-    finally:
-        recorder.leave()
+    with Promoting() if preset.widens else nullcontext():
+        try:
+            _run(words[0], facts, module=given["module"])
+        finally:
+            recorder.leave()
+
+
+def _run(name: str, facts: watching.Facts, *, module: bool) -> None:
+    if module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    for number, line in enumerate(Path(name).read_text(errors="replace").splitlines(), 1):
+        if _RANKS.search(line):
+            facts.note("rank", f"{Path(name).name}:{number}")
+    # As the interpreter does, which has put the current folder there for -m.
+    sys.path[0] = str(Path(name).resolve().parent)
+    runpy.run_path(name, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -101,17 +101,14 @@ def sentences(result: Result) -> list[str]:
 def _differs(result: Result) -> list[str]:
     comparison = result.judged
     in_fp64 = " in fp64" if result.wide is not None else ""
+    said = []
+    if (first := comparison.first(result.tolerance)) is not None:
+        said = [f"Differs{in_fp64}, first {where(first)}. {what(first, result.tolerance)}"]
     if not comparison.same_counts:
-        engine, (one, other) = next(
-            (n, pair) for n, pair in comparison.counts.items() if pair[0] != pair[1]
-        )
-        return [
-            f"Differs: engine {engine} makes {other} steps, and {one} in the reference. Is the "
-            "number of batches that a worker goes through up to the number of workers?"
-        ]
-    first = comparison.first(result.tolerance)
-    assert first is not None
-    return [f"Differs{in_fp64}, first {where(first)}. {what(first, result.tolerance)}"]
+        one, other = next(pair for pair in comparison.counts.values() if pair[0] != pair[1])
+        begin = "It" if said else "Differs: it"
+        said.append(f"{begin} makes {other} steps, and {one} in the reference.")
+    return said
 
 
 def where(step: StepDifference) -> str:
