@@ -297,6 +297,7 @@ def _verify(
     also: tuple[str, ...],
     against: str | None,
     causes: bool,
+    accept: str,
     json_file: Path | None,
     out: str | None,
     module: bool,
@@ -312,11 +313,8 @@ def _verify(
     placements = import_module("shardwise.verify.placements")
     first = _placement(given)
     shared = {k: v for k, v in first.settings.items() if k in placements.TRAINING}
-    spread = [first]
-    for text in also:
-        own = _verify_command().make_context("--also", shlex.split(text)).params
-        found = _placement({name: own[name] for name in given})
-        spread.append(found.having(**{**shared, **found.settings}))
+    further = [placement_of(text) for text in also]
+    spread = [first, *(p.having(**{**shared, **p.settings}) for p in further)]
     plan = import_module("shardwise.verify.plan")
     kind = import_module("shardwise.verify.runs").Script
     asked = plan.Plan(
@@ -326,9 +324,18 @@ def _verify(
         out=Path(out or f"runs/verify-{Path(words[0]).stem}"),
         against=None if against is None else kind(words=tuple(shlex.split(against))),
         causes=causes,
+        accepts_rounding=accept == "rounding",
         precision=shared.get("precision", "fp32"),
     )
     return import_module("shardwise.verify.command").verify(asked, json_file)  # type: ignore[no-any-return]
+
+
+def placement_of(text: str) -> Any:
+    """The placement that flags in one text describe. Raises LaunchError for words that are none."""
+    given = _verify_command().make_context("--also", shlex.split(text)).params
+    if given["words"]:
+        raise LaunchError(f"{text!r} is to be flags of shardwise run, without a script.")
+    return _placement(given)
 
 
 def _placement(given: dict[str, Any]) -> Any:

@@ -84,7 +84,7 @@ def verify(plan: Plan, json_file: Path | None) -> int:
     report = Report(plan=plan, results=results)
     reports.write(report, plan.out, json_file)
     console.print(f"all of it: {plan.out / 'verify.html'}, beside it PNG and JSON", soft_wrap=True)
-    return verdicts.worst(results).value
+    return report.exit_code
 
 
 @contextmanager

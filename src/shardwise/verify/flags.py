@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import click
+
 from shardwise.config import values
 from shardwise.launch.flags import Flag, Typed
 
@@ -38,6 +40,14 @@ def own() -> Iterator[Flag]:
         shown="--[no-]causes",
         default=True,
         help="try out why a placement differs (default on)",
+    )
+    yield Flag(
+        ["--accept"],
+        group="verify",
+        shown="--accept bits|rounding",
+        type=click.Choice(["bits", "rounding"]),
+        default="bits",
+        help="rounding: exit with 0 for what is equal within rounding too",
     )
     yield Flag(
         ["--json", "json_file"],

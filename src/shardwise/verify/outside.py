@@ -65,13 +65,14 @@ class Recorder:
 
     def _follow_losses(self) -> None:
         """Add up what backward is called on, and take note of norms that are clipped by."""
-        of_tensor: Any = Tensor.backward
+        backward: Any = torch.autograd.backward  # Tensor.backward calls it too
         clip = nn.utils.clip_grad_norm_
 
-        @wraps(of_tensor)
-        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._add(loss)
-            return of_tensor(loss, *args, **kwargs)
+        @wraps(backward)
+        def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            for loss in (tensors,) if isinstance(tensors, Tensor) else tensors:
+                self._add(loss)
+            return backward(tensors, *args, **kwargs)
 
         @wraps(clip)
         def clipped(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +80,7 @@ class Recorder:
             self._norm = float(norm)
             return norm
 
-        Tensor.backward = backward  # type: ignore[method-assign, assignment]
+        torch.autograd.backward = noted
         nn.utils.clip_grad_norm_ = clipped
         nn.utils.clip_grad.clip_grad_norm_ = clipped
 
@@ -145,6 +146,8 @@ class Recorder:
             self._log = TensorLog(self._folder, self._rank)
         with torch.no_grad():
             parts = list(followed.parts(self._rank))
+            if not followed.steps:  # a forward has run by now, and buffers are not as they were
+                parts = [part for part in parts if part.kind in ("model", "optimizer")]
             self._log.write(number, followed.steps, figures | followed.figures(), parts)
 
 

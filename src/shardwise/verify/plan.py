@@ -22,6 +22,8 @@ class Plan:
     against: Script | None = None
     causes: bool = True
     precision: str = "fp32"
+    accepts_rounding: bool = False
+    """Whether what is equal within rounding ends with exit code 0."""
 
     @property
     def most(self) -> int:

@@ -53,6 +53,13 @@ class Report:
         """The worst of all."""
         return verdicts.worst(self.results)
 
+    @property
+    def exit_code(self) -> int:
+        """That of the worst verdict; 0 for one that is accepted."""
+        worst = self.verdict
+        accepted = worst is Verdict.ROUNDING and self.plan.accepts_rounding
+        return 0 if accepted else worst.value
+
     def machine(self) -> dict[str, str]:
         """Where it was made."""
         return {
@@ -95,7 +102,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "steps": report.plan.steps,
         "tolerance": TOLERANCE,
         "verdict": report.verdict.name.lower(),
-        "exit_code": report.verdict.value,
+        "exit_code": report.exit_code,
         **report.machine(),
         "placements": [_result(result) for result in report.results],
     }

@@ -5,6 +5,7 @@ What is noted names no cause: it says which causes are worth a trial (causes.py)
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from torch import nn
 import shardwise
 from shardwise.world import World
 
-OURS = ("shardwise", "torch", "runpy", "contextlib", "functools")
+OURS = tuple(f"{Path(str(each.__file__)).parent}{os.sep}" for each in (shardwise, torch))
+"""Where code lies that is not the user's."""
+_LIBRARY = ("runpy", "contextlib", "functools")
 
 RANKS = ("rank", "local_rank", "data_rank", "is_main")
 SIZES = ("size", "local_size", "data_size")
@@ -60,8 +63,10 @@ def user_line() -> str | None:
 
 
 def _is_users(frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__", ""))
-    return name.partition(".")[0] not in OURS and not frame.f_code.co_filename.startswith("<")
+    path = frame.f_code.co_filename
+    if path.startswith(("<", *OURS)):
+        return False
+    return str(frame.f_globals.get("__name__", "")) not in _LIBRARY
 
 
 def _line(frame: FrameType) -> str:
