@@ -6,7 +6,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.verify.records import Key, Step, Training, Whole
 
@@ -96,6 +96,12 @@ class Comparison:
     def within(self, tolerance: float) -> bool:
         """Whether nothing differs by more."""
         return self.same_counts and self.largest <= tolerance
+
+    @property
+    def without_losses(self) -> Comparison:
+        """The same without losses and weights."""
+        steps = [replace(step, loss=0.0, weight=0.0) for step in self.steps]
+        return Comparison(steps, self.counts)
 
     def trains_alike(self, tolerance: float) -> bool:
         """Whether nothing differs by more but for the weight of the steps, and their number."""

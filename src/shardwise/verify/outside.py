@@ -44,6 +44,8 @@ class Recorder:
         self._log: TensorLog | None = None
         self._optimizers: list[_Followed] = []
         self._loss, self._norm = 0.0, math.nan
+        self._first: float | None = None
+        """The loss of the first backward inside of a step with a closure."""
         self._follow_losses()
         self._follow_optimizers()
         register_optimizer_step_pre_hook(self._before_step)
@@ -74,6 +76,13 @@ class Recorder:
                 self._add(loss)
             return backward(tensors, *args, **kwargs)
 
+        forget: Any = optim.Optimizer.zero_grad
+
+        @wraps(forget)
+        def cleared(optimizer: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._loss = 0.0  # what backward had brought is not stepped on
+            return forget(optimizer, *args, **kwargs)
+
         @wraps(clip)
         def clipped(*args: Any, **kwargs: Any) -> Any:
             norm = clip(*args, **kwargs)
@@ -81,12 +90,14 @@ class Recorder:
             return norm
 
         torch.autograd.backward = noted
+        optim.Optimizer.zero_grad = cleared  # type: ignore[method-assign, assignment]
         nn.utils.clip_grad_norm_ = clipped
         nn.utils.clip_grad.clip_grad_norm_ = clipped
 
     def _add(self, loss: Tensor) -> None:
         if self._is_on and loss.numel() == 1:
             self._loss += float(loss.detach())
+            self._first = self._loss if self._first is None else self._first
 
     def _follow_optimizers(self) -> None:
         """Know every optimizer as it is made."""
@@ -127,7 +138,9 @@ class Recorder:
         if not followed.steps:
             self._write(number, followed, {})
         followed.norm = self._norm if self._norm == self._norm else _norm(optimizer)
-        self._norm = math.nan
+        self._norm, self._first = math.nan, None
+        if _has_closure(args, kwargs):
+            followed.norm = math.nan  # its gradients are those of a step before
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         found = self._found(optimizer) if not self._facts.engines else None
@@ -135,7 +148,10 @@ class Recorder:
             return
         number, followed = found
         followed.steps += 1
-        figures = {"loss": self._loss, "grad_norm": followed.norm}
+        loss = self._loss
+        if _has_closure(args, kwargs) and self._first is not None:
+            loss = self._first
+        figures = {"loss": loss, "grad_norm": followed.norm}
         self._loss = 0.0
         self._write(number, followed, figures)
         if self._plain and number == 0 and followed.steps >= self._stop_after:
@@ -233,6 +249,12 @@ def _named_models(trained: list[Tensor]) -> Iterator[tuple[str, nn.Module]]:
 def _without_wrapper(name: str) -> str:
     """The name without what DistributedDataParallel puts before it."""
     return name.removeprefix("module.") if name != "module" else ""
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether a step was given one; of what a hook is given the optimizer may be the first."""
+    given = [*(each for each in args if not isinstance(each, optim.Optimizer)), *kwargs.values()]
+    return any(callable(each) for each in given)
 
 
 def _norm(optimizer: optim.Optimizer) -> float:

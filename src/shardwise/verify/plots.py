@@ -41,6 +41,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -127,6 +128,7 @@ def _steps(axes: Any, report: Report) -> None:
     axes.axhline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2)
     axes.set_ylim(LEAST / 3, None)
     _by_step(axes)
+    axes.set_xlabel("step (-1: before the first)")
     axes.legend(frameon=False, fontsize=8.5)
 
 

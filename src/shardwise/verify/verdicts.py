@@ -56,6 +56,8 @@ class Result:
     losses: tuple[Sequence[float], Sequence[float]] = field(default=((), ()))
     """Of the reference and of the placement, step by step."""
     steps: int = 0
+    note: str = ""
+    """What is to be said beside the verdict."""
 
     @property
     def judged(self) -> Comparison:
@@ -75,6 +77,10 @@ def worst(results: Sequence[Result]) -> Verdict:
 
 def sentences(result: Result) -> list[str]:
     """What to say about a placement, the verdict first."""
+    return [*_verdict(result), *([result.note] if result.note else [])]
+
+
+def _verdict(result: Result) -> list[str]:
     steps = f"{result.steps} step{'s' * (result.steps != 1)}"
     if result.verdict is Verdict.BITS:
         return [
