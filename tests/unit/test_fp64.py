@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from shardwise.model.precision import PRESETS, ForwardPrecision, cast_models, is_cast
+from shardwise.verify.script import Promoting
 
 
 class Casts(nn.Module):
@@ -65,3 +67,21 @@ def test_integers_stay_what_they_are() -> None:
     cast_models([embedding], torch.float64)
     ForwardPrecision(PRESETS["fp64"], "cpu").attach(embedding)
     assert embedding(torch.tensor([1, 2])).dtype == torch.float64
+
+
+def test_a_script_that_would_leave_fp64_stays_in_it() -> None:
+    wide, narrow = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 2)
+    with Promoting():
+        assert wide.float() is wide
+        assert wide.to(torch.float32).dtype == torch.float64
+        assert wide.to("cpu", dtype=torch.bfloat16).dtype == torch.float64
+        assert (wide @ narrow).dtype == torch.float64
+        assert F.binary_cross_entropy(wide.sigmoid(), torch.ones(3, 4)).dtype == torch.float64
+        assert narrow.to(torch.float16).dtype == torch.float16
+        assert wide.long().dtype == torch.int64
+        kept = narrow.clone()
+        kept.index_copy_(0, torch.tensor([1]), wide[:1, :2])
+        assert kept.dtype == torch.float32
+        with pytest.raises(RuntimeError, match="shape"):
+            wide @ wide
+    torch.testing.assert_close(kept[1], wide[0, :2].float())

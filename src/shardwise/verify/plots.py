@@ -103,7 +103,7 @@ def _losses(axes: Any, report: Report) -> None:
         )
     axes.ticklabel_format(axis="y", useOffset=False)
     _by_step(axes)
-    axes.legend(frameon=False, fontsize=8.5)
+    axes.legend(frameon=False, fontsize=8.5, loc="upper right")
 
 
 def _steps(axes: Any, report: Report) -> None:
@@ -129,7 +129,7 @@ def _steps(axes: Any, report: Report) -> None:
     axes.set_ylim(LEAST / 3, None)
     _by_step(axes)
     axes.set_xlabel("step (-1: before the first)")
-    axes.legend(frameon=False, fontsize=8.5)
+    axes.legend(frameon=False, fontsize=8.5, loc="lower right")
 
 
 def _tensors(axes: Any, report: Report) -> None:

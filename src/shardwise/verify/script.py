@@ -29,17 +29,27 @@ from shardwise.verify import alterations, outside, watching
 _RANKS = re.compile(r"(environ|getenv).*\b(LOCAL_)?RANK\b")
 
 
-class Promoting(TorchFunctionMode):
-    """In fp64 runs: a function that torch refuses for tensors of fp32 and fp64 side by side, since
-    a script makes some in fp32 by itself, is called again with all of them in fp64.
+_NARROWER = {torch.float32, torch.float16, torch.bfloat16}
+_CASTS: set[Any] = {Tensor.float, Tensor.half, Tensor.bfloat16}
 
-    What writes into its first tensor gets the others in the dtype of that one.
+
+class Promoting(TorchFunctionMode):
+    """Keeps a script in fp64 where it would leave it by itself.
+
+    Of what is fp64, casts by the script to fewer bits do nothing. A function that torch refuses for
+    fp32 and fp64 side by side is called again with all of them in fp64; what writes into its first
+    tensor gets the others in the dtype of that one.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.float64
+        if wide and (func in _CASTS or func is Tensor.to) and watching.caller(1) is not None:
+            if func in _CASTS:
+                return args[0]
+            args, kwargs = pytree.tree_map_only(torch.dtype, _widened, (args, kwargs))
         try:
             return func(*args, **kwargs)
         except RuntimeError:
@@ -57,6 +67,10 @@ class Promoting(TorchFunctionMode):
                 (args, kwargs),
             )
         return func(*args, **kwargs)
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in _NARROWER else dtype
 
 
 def main(arguments: list[str]) -> None:
