@@ -9,14 +9,24 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.errors import UsageError
 from shardwise.testing import assert_same_training
-from tests.system.launcher import Launcher, script
+from tests.system.launcher import Launcher, Ran, script
 
 QUICK = {"OMP_NUM_THREADS": "1"}
+
+
+LIMIT = 300.0
+"""Seconds that several runs one after the other may take."""
+
+
+def verify(shardwise: Launcher, *words: str, **options: Any) -> Ran:
+    """Run `shardwise verify WORDS` to its end."""
+    return shardwise.finish(shardwise.start("verify", *words, **options), LIMIT)
 
 
 def out(shardwise: Launcher) -> Path:
@@ -25,7 +35,7 @@ def out(shardwise: Launcher) -> Path:
 
 def test_the_exact_mode_has_the_same_bits_and_leaves_no_records(shardwise: Launcher) -> None:
     flags = ("-n", "2", "--zero", "3", "--exact", "2", "--steps", "3", "--out", "runs")
-    ran = shardwise.run("verify", *flags, "--json", "-", script("exact"), env=QUICK)
+    ran = verify(shardwise, *flags, "--json", "-", script("exact"), env=QUICK)
     assert ran.code == 0, ran.out + ran.err
     assert "Equal to the last bit over 3 steps" in ran.err
     told = json.loads(ran.out)
@@ -42,14 +52,12 @@ def test_the_exact_mode_has_the_same_bits_and_leaves_no_records(shardwise: Launc
 @pytest.mark.full
 def test_rounding_is_proved_and_a_mistake_is_named(shardwise: Launcher) -> None:
     flags = ("-n", "2", "--zero", "1", "--steps", "4", "--out", "runs")
-    ran = shardwise.run("verify", *flags, script("measured"), env=QUICK)
+    ran = verify(shardwise, *flags, script("measured"), env=QUICK)
     assert ran.code == 3, ran.out + ran.err
     assert "Equal within rounding over 4 steps: in fp64 the same script agrees to" in ran.out
-    accepted = shardwise.run(
-        "verify", *flags, "--accept", "rounding", script("measured"), env=QUICK
-    )
+    accepted = verify(shardwise, *flags, "--accept", "rounding", script("measured"), env=QUICK)
     assert accepted.code == 0, accepted.out + accepted.err
-    ran = shardwise.run("verify", *flags, script("mistakes/divided"), env=QUICK)
+    ran = verify(shardwise, *flags, script("mistakes/divided"), env=QUICK)
     assert ran.code == 5, ran.out + ran.err
     assert "Cause: the loss is divided by 2 (the number of workers) by hand" in ran.out
 
@@ -84,7 +92,7 @@ def test_a_ported_script_is_compared_with_its_original(shardwise: Launcher) -> N
     for name, text in (("plain.py", PLAIN), ("ported.py", PORTED)):
         (shardwise.folder / name).write_text(text)
     flags = ("-n", "2", "--zero", "2", "--steps", "4", "--out", "runs", "--accept", "rounding")
-    ran = shardwise.run("verify", *flags, "--against", "plain.py", "ported.py", env=QUICK)
+    ran = verify(shardwise, *flags, "--against", "plain.py", "ported.py", env=QUICK)
     assert ran.code == 0, ran.out + ran.err
     told = json.loads((out(shardwise) / "verify.json").read_text())
     assert told["reference"] == "plain.py"
@@ -94,7 +102,7 @@ def test_a_ported_script_is_compared_with_its_original(shardwise: Launcher) -> N
 
 def test_a_script_without_an_engine_is_told_so(shardwise: Launcher) -> None:
     (shardwise.folder / "plain.py").write_text(PLAIN)
-    ran = shardwise.run("verify", "-n", "2", "--steps", "2", "plain.py", env=QUICK)
+    ran = verify(shardwise, "-n", "2", "--steps", "2", "plain.py", env=QUICK)
     assert ran.code == 2
     assert "plain.py makes no sw.Engine" in ran.err
     assert "--against plain.py PORTED.py" in ran.err
@@ -102,7 +110,7 @@ def test_a_script_without_an_engine_is_told_so(shardwise: Launcher) -> None:
 
 def test_a_run_that_fails_shows_its_traceback(shardwise: Launcher) -> None:
     flags = ("-n", "2", "--steps", "4", "--out", "runs")
-    ran = shardwise.run("verify", *flags, script("measured"), "not-on-2", env=QUICK)
+    ran = verify(shardwise, *flags, script("measured"), "not-on-2", env=QUICK)
     assert ran.code == 1
     assert "ValueError: that many will not do" in ran.out
     assert "measured.py" in ran.out
@@ -124,7 +132,7 @@ def test_interrupted_it_leaves_nothing_behind(shardwise: Launcher) -> None:
 
 
 def test_placements_that_cannot_be_are_refused_before_any_run(shardwise: Launcher) -> None:
-    ran = shardwise.run("verify", "-n", "2", "--also", "-n 2 train.py", script("measured"))
+    ran = verify(shardwise, "-n", "2", "--also", "-n 2 train.py", script("measured"))
     assert ran.code == 2
     assert "flags of shardwise run, without a script" in ran.err
 

@@ -266,6 +266,12 @@ class TestCauses:
         )
         assert names(found.causes) == {"a", "c"}
 
+    def test_of_several_explanations_the_particular_one(self) -> None:
+        size = Suspect(name="size", words="")
+        several = [self.A, self.B, size]
+        found = causes.find(several, lambda tried: len(names(tried) - {"rank"}) >= 2, "")
+        assert names(found.causes) == {"a", "b"}
+
     def test_none_is_named_where_none_takes_it_away(self) -> None:
         found = causes.find([self.A, self.B], lambda several: False, "look there")
         assert (found.causes, found.clue) == ([], "look there")

@@ -16,6 +16,7 @@ on the placement: a cause is named only if taking it away makes the difference g
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
@@ -180,7 +181,8 @@ def _averaged(names: Sequence[str]) -> None:
 def _rank(value: Any) -> None:
     for name in watching.RANKS:
         vars(World)[name].pretended = name == "is_main" or 0
-    _told_by_torch("get_rank", 0)
+    _told(torch.distributed, "get_rank", 0)
+    _told_by_horovod("rank", 0)
     _told_by_environment("RANK", "LOCAL_RANK", "GROUP_RANK")
 
 
@@ -188,18 +190,26 @@ def _size(value: Any) -> None:
     _rank(value)
     for name in watching.SIZES:
         vars(World)[name].pretended = 1
-    _told_by_torch("get_world_size", 1)
+    _told(torch.distributed, "get_world_size", 1)
+    _told_by_horovod("size", 1)
 
 
-def _told_by_torch(name: str, told: int) -> None:
-    plain = getattr(torch.distributed, name)
+def _told_by_horovod(room: str, told: int) -> None:
+    horovod = sys.modules.get("shardwise.horovod")  # there if the script is one of Horovod's
+    for name, of in watching.HOROVOD.items():
+        if horovod is not None and of == room:
+            _told(horovod, name, told)
+
+
+def _told(owner: Any, name: str, told: int) -> None:
+    plain = getattr(owner, name)
 
     @wraps(plain)
     def telling(*args: Any, **kwargs: Any) -> Any:
         mine = watching.caller(1)
         return plain(*args, **kwargs) if mine is None else told
 
-    setattr(torch.distributed, name, telling)
+    setattr(owner, name, telling)
 
 
 def _told_by_environment(*names: str) -> None:

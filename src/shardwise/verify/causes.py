@@ -49,11 +49,11 @@ def find(suspects: Sequence[Suspect], agrees: Agrees, clue: str) -> Found:
     for suspect in suspects:
         if agrees([suspect]):
             return Found([suspect])
-    plain = [each for each in suspects if each.name not in ("rank", "size")]
+    plain = [each for each in suspects if each.name != "rank"]
     if len(plain) < 2 or not agrees(plain):
         return Found([], clue)
     needed = list(plain)
-    for suspect in plain:
+    for suspect in reversed(plain):  # the particular ones are kept
         fewer = [each for each in needed if each is not suspect]
         if len(fewer) > 1 and agrees(fewer):
             needed = fewer

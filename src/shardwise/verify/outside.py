@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 
 from shardwise.model import precision
 from shardwise.model.module_records import ForwardInputs, joined, tensors_beside
-from shardwise.tensor_log import Part, TensorLog
+from shardwise.tensor_log import Fed, Part, TensorLog
 from shardwise.verify.watching import Facts
 
 
@@ -44,6 +44,7 @@ class Recorder:
         self._log: TensorLog | None = None
         self._optimizers: list[_Followed] = []
         self._loss, self._norm = 0.0, math.nan
+        self._backwards = 0
         self._first: float | None = None
         """The loss of the first backward inside of a step with a closure."""
         self._follow_losses()
@@ -72,6 +73,7 @@ class Recorder:
 
         @wraps(backward)
         def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            self._backwards += 1
             for loss in (tensors,) if isinstance(tensors, Tensor) else tensors:
                 self._add(loss)
             return backward(tensors, *args, **kwargs)
@@ -132,9 +134,10 @@ class Recorder:
 
     def _before_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         found = self._found(optimizer) if not self._facts.engines else None
-        if found is None:
-            return
+        if found is None or not (self._backwards or _has_closure(args, kwargs)):
+            return  # hvd.broadcast_optimizer_state makes a step that trains nothing
         number, followed = found
+        followed.stepping = True
         if not followed.steps:
             self._write(number, followed, {})
         followed.norm = self._norm if self._norm == self._norm else _norm(optimizer)
@@ -144,9 +147,10 @@ class Recorder:
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         found = self._found(optimizer) if not self._facts.engines else None
-        if found is None:
+        if found is None or not found[1].stepping:
             return
         number, followed = found
+        followed.stepping = False
         followed.steps += 1
         loss = self._loss
         if _has_closure(args, kwargs) and self._first is not None:
@@ -173,6 +177,7 @@ class _Followed:
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.steps = 0
+        self.stepping = False
         self.norm = math.nan
         self.models = list(_named_models(self._parameters))
         self.inputs: ForwardInputs | None = None
@@ -198,7 +203,8 @@ class _Followed:
     def figures(self) -> dict[str, Any]:
         """What a step's file has beside tensors."""
         assert self.inputs is not None
-        fed, samples = self.inputs.taken()
+        # What is fed belongs to the step that it leads to, not to the state before the first.
+        fed, samples = self.inputs.taken() if self.steps else (Fed(), [])
         shapes = [(self.names[p], tuple(p.shape)) for p in self._parameters if p in self.names]
         return {
             "lr": [float(g["lr"]) for g in self._optimizer.param_groups if "lr" in g],

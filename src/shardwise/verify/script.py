@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from shardwise import launch
 from shardwise.model.precision import PRESETS
 from shardwise.verify import alterations, outside, watching
 
@@ -80,10 +81,12 @@ def main(arguments: list[str]) -> None:
     sys.argv = words
     facts = watching.Facts()
     watching.watch(facts)
+    if not given["module"] and "horovod" in Path(words[0]).read_text(errors="replace"):
+        watching.watch_horovod(facts)
     preset = PRESETS[given["precision"]]
     recorder = outside.Recorder(
         Path(given["record"]),
-        rank=int(os.environ.get("RANK", "0")),
+        rank=0 if given["plain"] else launch.detect(os.environ).rank,
         stop_after=given["steps"],
         preset=preset,
         facts=facts,

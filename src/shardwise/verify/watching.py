@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,6 +28,7 @@ _LIBRARY = ("runpy", "contextlib", "functools")
 
 RANKS = ("rank", "local_rank", "data_rank", "is_main")
 SIZES = ("size", "local_size", "data_size")
+HOROVOD = {"rank": "rank", "local_rank": "rank", "size": "size", "local_size": "size"}
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "rrelu")
 
 
@@ -115,6 +117,13 @@ def watch(facts: Facts) -> None:
         _noted_dropout(name, facts)
     _noted_attention(facts)
     _follow_engines(facts)
+
+
+def watch_horovod(facts: Facts) -> None:
+    """The same for a script of Horovod's."""
+    horovod = import_module("shardwise.horovod")
+    for name, room in HOROVOD.items():
+        _noted(horovod, name, facts, room)
 
 
 def _noted(owner: Any, name: str, facts: Facts, room: str) -> None:
