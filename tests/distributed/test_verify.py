@@ -44,3 +44,27 @@ def test_a_mistake_is_named(mistake: str, tmp_path: Path) -> None:
     assert words in said
     if name != "nondeterministic":
         assert str(result.smallest) == "-n 2 --zero 0"
+
+
+RIGHT = [
+    ("mlp", "adamw", {"zero": "3", "micro_batch_size": "3"}),
+    ("gpt", "adamw", {"zero": "2", "offload_optimizer": "cpu"}),
+    ("convnet", "sgd", {"zero": "1", "sync_batch_norm": "on"}),
+    ("splittable_gpt", "adamw", {"tensor": "2", "zero": "1"}),
+    ("deep_gpt", "sgd", {"pipeline": "2"}),
+    ("odd_mlp", "adagrad", {"zero": "3", "precision": "bf16-mixed"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "settings"),
+    [RIGHT[0], *(pytest.param(*each, marks=pytest.mark.full) for each in RIGHT[1:])],
+)
+def test_nothing_is_named_where_nothing_is_wrong(
+    model: str, optimizer: str, settings: dict[str, str], tmp_path: Path
+) -> None:
+    words = (str(SCRIPTS / "parity_model.py"), model, optimizer)
+    result = judged(words, Placement(size=2, settings=settings), tmp_path, steps=6)
+    said = "\n".join(sentences(result))
+    assert result.verdict in (Verdict.BITS, Verdict.ROUNDING), said
+    assert result.steps == 6

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise.model.precision import PRESETS, ForwardPrecision, cast_models, is_cast
+from shardwise.model.precision import PRESETS, ForwardPrecision, cast_models, is_cast, widen_states
 from shardwise.verify.script import Promoting
 
 
@@ -85,3 +85,14 @@ def test_a_script_that_would_leave_fp64_stays_in_it() -> None:
         with pytest.raises(RuntimeError, match="shape"):
             wide @ wide
     torch.testing.assert_close(kept[1], wide[0, :2].float())
+
+
+def test_state_that_an_optimizer_has_from_the_start_is_cast_too() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.Adagrad(layer.parameters(), initial_accumulator_value=0.1)
+    cast_models([layer], torch.float64)
+    widen_states([optimizer], torch.float64)
+    layer(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[layer.weight]
+    assert (state["sum"].dtype, state["step"].dtype) == (torch.float64, torch.float32)

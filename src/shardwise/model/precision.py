@@ -146,6 +146,22 @@ def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Para
     return before
 
 
+def widen_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> None:
+    """Cast what optimizers keep for parameters of `dtype` by element, as Adagrad does from the
+    start, where it has fewer bits; their counts stay as torch has them."""
+    for state in (state for optimizer in optimizers for state in optimizer.state.items()):
+        parameter, kept = state
+        for key, value in kept.items():
+            if (
+                isinstance(value, Tensor)
+                and value.ndim
+                and value.is_floating_point()
+                and value.dtype.itemsize < dtype.itemsize
+                and parameter.dtype == dtype
+            ):
+                kept[key] = value.to(dtype)
+
+
 class LossScale:
     """A dynamic loss scale (Micikevicius et al., 2018), ours or a GradScaler's.
 

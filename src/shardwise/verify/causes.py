@@ -75,7 +75,7 @@ def suspects(
         *_of_rate(reference, other),
         *_of_model(facts),
         *_of_tensors(apart),
-        *_general(facts),
+        *_general(facts, by_design=other.driver == "horovod"),
     ]
 
 
@@ -239,7 +239,7 @@ def _of_tensors(apart: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
     )
 
 
-def _general(facts: Mapping[str, Any]) -> Iterator[Suspect]:
+def _general(facts: Mapping[str, Any], *, by_design: bool = False) -> Iterator[Suspect]:
     if facts.get("rank"):
         yield Suspect(
             name="rank",
@@ -252,8 +252,7 @@ def _general(facts: Mapping[str, Any]) -> Iterator[Suspect]:
         yield Suspect(
             name="size",
             words=f"code that depends on the number of workers{lines(facts, 'size')}. With 1 told "
-            "to the script the runs agree. A batch size is the total, losses are means, and rates "
-            "stay: nothing is to be multiplied or divided by world.size.",
+            f"to the script the runs agree. {_BY_DESIGN if by_design else _TOTAL}",
             alter={"size": True},
         )
 
@@ -263,6 +262,14 @@ UNSHARED = Suspect(
     words="every worker trains on the whole batch: all that differs is how many items a step "
     "counts. The result is that of one worker, and so is the time it takes. Let sw.Loader or "
     "world.share give each worker its rows.",
+)
+_TOTAL = (
+    "A batch size is the total, losses are means, and rates stay: nothing is to be multiplied or "
+    "divided by world.size."
+)
+_BY_DESIGN = (
+    "Scripts of Horovod's give each worker a batch of its own and scale the rate with their "
+    "number: that is another training than that of one worker, and meant to be."
 )
 NOT_REPEATABLE = Suspect(
     name="nondeterministic",

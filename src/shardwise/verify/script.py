@@ -60,7 +60,8 @@ class Promoting(TorchFunctionMode):
                 raise
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        wanted = args[0].dtype if writes else torch.float64
+        first = next(each for each in pytree.tree_leaves(args) if isinstance(each, Tensor))
+        wanted = first.dtype if writes else torch.float64
         with torch._C.DisableTorchFunction():
             args, kwargs = pytree.tree_map_only(
                 Tensor,
