@@ -387,6 +387,22 @@ class TestVerdicts:
         assert smallest == "The smallest placement that differs: -n 2 --zero 0"
         assert cause.startswith("Cause: dropout at model.py:7")
 
+    def test_of_a_large_model_the_first_tensors_are_compared_by_value(self, tmp_path: Path) -> None:
+        wanted: list[Any] = []
+
+        def make(run: Run, words: str) -> Training:
+            wanted.append(run.values)
+            made = training(0.0 if is_alone(run) else 1e-3)
+            if run.values is None:
+                for step in made.engines[0]:
+                    for key, each in step.tensors.items():
+                        step.tensors[key] = replace(each, values=None)  # type: ignore[index]
+            return made
+
+        result = judged(tmp_path, make, causes=False)
+        assert wanted == [None] * 4 + [["1.weight"]] * 2
+        assert "1.weight, by 0.00033 (element 0: 3.001, not 3)" in verdicts.sentences(result)[0]
+
     def test_a_reference_that_does_not_repeat_itself_is_the_cause(self, tmp_path: Path) -> None:
         count = iter(range(100))
 

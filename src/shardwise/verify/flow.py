@@ -17,6 +17,8 @@ from shardwise.verify.runs import Run, RunFailed
 from shardwise.verify.verdicts import TOLERANCE, Result, Verdict
 
 WIDE = "fp64"
+VALUES = 8
+"""Of how many tensors the values are recorded where not all are."""
 LOSSES = (
     "Losses are not compared: what backward is called on in the original is not the one mean that "
     "engine.step() returns (several losses, a sum, a penalty that is added elsewhere)."
@@ -78,7 +80,7 @@ class Verification:
             result = replace(result, own=result.own.without_losses, note=LOSSES)
         if compared.within(TOLERANCE):
             return replace(result, verdict=Verdict.ROUNDING, wide=compared)
-        result = replace(result, verdict=Verdict.DIFFERS, wide=compared)
+        result = self._with_values(replace(result, verdict=Verdict.DIFFERS, wide=compared))
         return self._explained(result, wide_reference, wide) if self.plan.causes else result
 
     def _only_losses(self, compared: Comparison) -> bool:
@@ -104,6 +106,33 @@ class Verification:
             losses=(losses[0], losses[1]),
             steps=min(reference.steps, own.steps),
         )
+
+    def _with_values(self, result: Result) -> Result:
+        """The same with the values of the first tensors that differ, where a model is too large to
+        have had all of its values recorded: both runs are made again, up to that step."""
+        assert result.wide is not None
+        first = result.wide.first(TOLERANCE)
+        names = [] if first is None else [t.name for t in first.beyond(TOLERANCE) if not t.exact]
+        if first is None or not names:
+            return result
+        steps, wanted = max(first.number, 1), names[:VALUES]
+        runs = [
+            self._run(placement, words, steps, against=against, values=wanted)
+            for placement, words, against in (
+                (self._alone(), "values of the reference", True),
+                (_wide(result.placement), f"values of {result.placement}", False),
+            )
+        ]
+        found = {
+            (each.kind, each.name): each
+            for step in compare(runs[0], runs[1], steps=steps).steps
+            if (step.engine, step.number) == (first.engine, first.number)
+            for each in step.tensors
+            if each.exact
+        }
+        exact = replace(first, tensors=[found.get((t.kind, t.name), t) for t in first.tensors])
+        several = [exact if step is first else step for step in result.wide.steps]
+        return replace(result, wide=replace(result.wide, steps=several))
 
     # -- why --------------------------------------------------------------------------------
 
@@ -203,6 +232,7 @@ class Verification:
         alter: Mapping[str, Any] | None = None,
         *,
         against: bool = False,
+        values: Sequence[str] | None = None,
         settings: Mapping[str, str] | None = None,
         environ: Mapping[str, str] | None = None,
         precision: str = WIDE,
@@ -218,6 +248,7 @@ class Verification:
             placement=placement,
             steps=steps or self.plan.steps,
             alter=alter or {},
+            values=values,
             environ=environ or {},
             precision=precision,
             most=self.plan.most,
