@@ -310,6 +310,12 @@ def _verify(
     if not module and not program.is_script(words[0]):
         raise LaunchError(f"shardwise verify runs Python: a script, or -m MODULE, not {words[0]}.")
     _mention_misplaced(words)
+    original = None if against is None else tuple(_words_of(against, "--against"))
+    if original is not None:
+        name = original[0] if original else ""
+        if not program.is_script(name):
+            raise LaunchError(f"--against takes a Python script and its arguments, not {name!r}.")
+        program.command(name, original[1:], module=False)  # raises where there is none
     placements = import_module("shardwise.verify.placements")
     first = _placement(given)
     shared = {k: v for k, v in first.settings.items() if k in placements.TRAINING}
@@ -322,7 +328,7 @@ def _verify(
         placements=spread,
         steps=steps,
         out=Path(out or f"runs/verify-{Path(words[0]).stem}"),
-        against=None if against is None else kind(words=tuple(shlex.split(against))),
+        against=None if original is None else kind(words=original),
         causes=causes,
         accepts_rounding=accept == "rounding",
         precision=shared.get("precision", "fp32"),
@@ -332,10 +338,18 @@ def _verify(
 
 def placement_of(text: str) -> Any:
     """The placement that flags in one text describe. Raises LaunchError for words that are none."""
-    given = _verify_command().make_context("--also", shlex.split(text)).params
+    given = _verify_command().make_context("--also", _words_of(text, "--also")).params
     if given["words"]:
         raise LaunchError(f"{text!r} is to be flags of shardwise run, without a script.")
     return _placement(given)
+
+
+def _words_of(text: str, flag: str) -> list[str]:
+    """The words of a command line in one text. Raises LaunchError for quotes that do not close."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"{flag} {text!r} cannot be taken apart: {error}.") from None
 
 
 def _placement(given: dict[str, Any]) -> Any:

@@ -107,6 +107,12 @@ def other_command(rng: Random) -> Input:
         ("split", "--pipeline", rng.choice((*values.NOT_WHOLE, "0", "1")), SCRIPT),
         ("split", "--microbatches", rng.choice((*values.NOT_WHOLE, "0")), SCRIPT),
         ("split", "--by", rng.choice(("", "x")), SCRIPT),
+        ("verify",),
+        ("verify", "--steps", rng.choice((*values.NOT_WHOLE, "0")), SCRIPT),
+        ("verify", "--also", rng.choice(("-n x", "--zer 3", '"', "gone.py", "-n 0")), SCRIPT),
+        ("verify", "--against", rng.choice(("", "gone.py", "plain", '"')), SCRIPT),
+        ("verify", "--json", "gone/x.json", SCRIPT),
+        ("verify", rng.choice(("gone.py", "plain", "."))),
         ("checkpoint", rng.choice(("inspect", "verify", "accept")), rng.choice(values.NOT_FILE)),
         (
             "checkpoint",

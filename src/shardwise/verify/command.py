@@ -65,6 +65,10 @@ def verify(plan: Plan, json_file: Path | None) -> int:
             "pip install 'shardwise[scale]'"
         )
     to_stdout = json_file is not None and str(json_file) == "-"
+    if json_file is not None and not json_file.parent.is_dir():
+        raise LaunchError(
+            f"--json {json_file} cannot be written: there is no folder {json_file.parent}."
+        )
     console = Console(highlight=False, markup=False, stderr=to_stdout)
     before = signal.signal(signal.SIGTERM, _leave)
     results: list[Result] = []

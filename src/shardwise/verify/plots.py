@@ -129,7 +129,7 @@ def _steps(axes: Any, report: Report) -> None:
     axes.set_ylim(LEAST / 3, None)
     _by_step(axes)
     axes.set_xlabel("step (-1: before the first)")
-    axes.legend(frameon=False, fontsize=8.5, loc="lower right")
+    axes.legend(frameon=False, fontsize=8.5, loc="center right")
 
 
 def _tensors(axes: Any, report: Report) -> None:
