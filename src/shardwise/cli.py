@@ -1,14 +1,11 @@
 """The `shardwise` command: parses the command line and calls the module that does the work."""
 
 import difflib
-import json
 import os
-import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import Field
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -18,13 +15,11 @@ import click
 
 from shardwise import config
 from shardwise.checkpoint.commands import checkpoint
-from shardwise.config import values
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import (
+    command_line,
     console,
-    environment,
     failure_report,
-    flags,
     launchers,
     program,
     resources,
@@ -37,11 +32,9 @@ from shardwise.pipeline_plan import flags as plan_flags
 from shardwise.printable import printable, shortened
 from shardwise.scaling import flags as scale_flags
 from shardwise.timeline.commands import timeline
+from shardwise.verify import flags as verify_flags
 
 WRONG_USE = 2
-WIDTH = 100
-PROGRAM_LAST = {"allow_interspersed_args": False, "max_content_width": WIDTH}
-"""How commands read their line where everything after the script is the script's."""
 
 RUN_TOP = """\
 Train on N workers as on one:   shardwise run -n 4 --zero 2 train.py --epochs 3
@@ -121,32 +114,15 @@ def _no_such_flag(error: click.NoSuchOption) -> str:
 def _run(words: tuple[str, ...], **given: Any) -> int:
     """The command `run`, with the flags that the user gave in `given`."""
     settings = {name: given.pop(name) for name in ("config", *config.FIELDS)}
-    settings = {name: _as_text(value) for name, value in settings.items() if value is not None}
-    _check(settings)
+    settings = {
+        name: command_line.as_text(value) for name, value in settings.items() if value is not None
+    }
+    command_line.check_settings(settings)
     if not words:
         raise LaunchError("What shall be run? For example: shardwise run -n 2 train.py")
-    _mention_misplaced(words, OF_THE_SIZE if given.get("size") is None else ())
+    command_line.mention_misplaced(words, OF_THE_SIZE if given.get("size") is None else ())
     _mention_copies(words[0], given.get("size"))
     return start.run(start.RunRequest(words=words, settings=settings, **given))
-
-
-def _mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
-    """Warn of our flags among the script's arguments: those of settings, and `more`, but for
-    options that the script itself names."""
-    ours = {*(config.flag(name) for name in config.FIELDS), *more}
-    text = program.text_of(words[0])
-    misplaced = [
-        word
-        for word in words[1:]
-        if (name := word.split("=")[0]) in ours
-        and not re.search(rf"""["']{re.escape(name)}["'=]""", text)
-    ]
-    if misplaced:
-        click.echo(
-            f"shardwise: {' '.join(misplaced)} stands after the script and goes to it. "
-            "If it is meant for shardwise, put it before the script.",
-            err=True,
-        )
 
 
 def _mention_copies(script: str, size: int | None) -> None:
@@ -160,18 +136,6 @@ def _mention_copies(script: str, size: int | None) -> None:
             f"calls sw.init, {size} copies of it run, each by itself with all of the work.",
             err=True,
         )
-
-
-def _check(flags: dict[str, str]) -> None:
-    """Raise here, once and before any rank starts, the errors in settings that every rank would
-    raise."""
-    if environment.current_folder() is None:
-        raise LaunchError(
-            "The folder that this was started in does not exist any more: go to another one (cd)."
-        )
-    environ = {**os.environ, config.FLAGS_VARIABLE: json.dumps(flags)}
-    settings, _ = config.resolve(config.sources(environ, {}))
-    settings.placement  # noqa: B018 an illegal row raises
 
 
 def _doctor(explain: bool, **given: Any) -> int:
@@ -236,13 +200,15 @@ def _settings_of_measured_runs(
     words: tuple[str, ...], given: dict[str, Any], empty: str, *, module: bool
 ) -> list[str]:
     """The settings `given` as words of a command line. Raises LaunchError, `empty` of no words."""
-    settings = {name: _as_text(value) for name, value in given.items() if value is not None}
-    _check(settings)
+    settings = {
+        name: command_line.as_text(value) for name, value in given.items() if value is not None
+    }
+    command_line.check_settings(settings)
     if not words:
         raise LaunchError(empty)
     program.command(words[0], words[1:], module=module)  # raises where there is none
-    _mention_misplaced(words)
-    return [word for name, value in settings.items() for word in _spelled(name, value)]
+    command_line.mention_misplaced(words)
+    return [word for name, value in settings.items() for word in command_line.spelled(name, value)]
 
 
 OF_THE_SIZE = {"-n", "-np", "--nproc-per-node", "--nproc_per_node"}
@@ -251,68 +217,14 @@ OF_THE_SIZE = {"-n", "-np", "--nproc-per-node", "--nproc_per_node"}
 KINDS = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
 
 
-def _spelled(name: str, value: str) -> list[str]:
-    """A setting as words of a command line."""
-    flag = config.flag(name)
-    if name in config.FIELDS and not config.FIELDS[name].metadata["metavar"]:
-        return [flag if value == "on" else f"--no-{flag[2:]}"]
-    return [flag, value]
-
-
-def _as_text(value: str | bool) -> str:
-    return value if isinstance(value, str) else "on" if value else "off"
-
-
-def _setting_flag(field: "Field[Any]") -> Flag:
-    """The flag of a field of Settings."""
-    name, about = config.flag(field.name), field.metadata
-    common = {"group": about["group"], "rare": about["rare"], "default": None}
-    common["listed"] = about["parse"] in values.OF_SEVERAL
-    if about["metavar"]:
-        shown, default = f"{name} {about['metavar']}", _default(field)
-        return Flag([field.name, name], shown=shown, help=about["help"] + default, **common)
-    both, shown = f"{name}/--no-{name[2:]}", f"--[no-]{name[2:]}"
-    default = f" (default {'on' if field.default else 'off'})"
-    return Flag([field.name, both], shown=shown, help=about["help"] + default, **common)
-
-
-def _default(field: "Field[Any]") -> str:
-    """The default of a setting, unless the help says it already."""
-    if field.default is None or field.default == "auto":
-        return ""
-    value = f"{field.default:g}" if isinstance(field.default, float) else field.default
-    return f" (default {value})"
-
-
-def _flags() -> list[click.Parameter]:
-    words = click.Argument(["words"], nargs=-1, type=click.UNPROCESSED)
-    settings = (_setting_flag(field) for field in config.FIELDS.values())
-    return [words, _help_all(), *flags.own(), *settings]
-
-
-def _help_all() -> click.Option:
-    """The flag --help-all, which acts as soon as it is parsed."""
-
-    def show(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
-        if wanted and isinstance(ctx.command, Command):
-            formatter = ctx.make_formatter()
-            ctx.command.write_help(formatter, all_flags=True)
-            click.echo(formatter.getvalue(), nl=False)
-            ctx.exit()
-
-    return click.Option(
-        ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=show
-    )
-
-
 def _run_command() -> Command:
     """`run` leaves everything after its first word to the program that it runs."""
     return Command(
         "run",
         top=RUN_TOP,
         callback=_run,
-        params=_flags(),
-        context_settings=PROGRAM_LAST,
+        params=command_line.all_flags(),
+        context_settings=command_line.PROGRAM_LAST,
         short_help="Train on N workers as on one.",
     )
 
@@ -330,22 +242,25 @@ def _doctor_command() -> Command:
         "doctor",
         top=DOCTOR_TOP,
         callback=_doctor,
-        params=[explain, *(flag for flag in _flags() if flag.name not in ("words", "module"))],
-        context_settings={"max_content_width": WIDTH},
+        params=[
+            explain,
+            *(flag for flag in command_line.all_flags() if flag.name not in ("words", "module")),
+        ],
+        context_settings={"max_content_width": command_line.WIDTH},
         short_help="Look at the hosts and the network of a run.",
     )
 
 
 def _scale_command() -> Command:
     """`scale` has the settings of `run`, but for those that it gives itself."""
-    own = {"record", "stop_after", "batch", "trial"}
+    own = {"record", "record_tensors", "stop_after", "batch", "trial"}
     shared = {"words", "module", "config", "hosts", "hostfile", *config.FIELDS} - own
     return Command(
         "scale",
         top=scale_flags.TOP,
         callback=_scale,
-        params=[*scale_flags.own(), _help_all(), *_flags_named(shared)],
-        context_settings=PROGRAM_LAST,
+        params=[*scale_flags.own(), command_line.help_all(), *command_line.flags_named(shared)],
+        context_settings=command_line.PROGRAM_LAST,
         short_help="Measure a script on 1, 2, 4, ... workers.",
     )
 
@@ -357,15 +272,11 @@ def _pipeline_plan_command(name: str, callback: Callable[..., int], *, hidden: b
         name,
         top=plan_flags.TOP,
         callback=callback,
-        params=[*plan_flags.own(), _help_all(), *_flags_named(shared)],
-        context_settings=PROGRAM_LAST,
+        params=[*plan_flags.own(), command_line.help_all(), *command_line.flags_named(shared)],
+        context_settings=command_line.PROGRAM_LAST,
         short_help="Show where to cut a model into pipeline stages.",
         hidden=hidden,
     )
-
-
-def _flags_named(names: Collection[str]) -> list[click.Parameter]:
-    return [flag for flag in _flags() if flag.name in names]
 
 
 @click.group(cls=Commands, invoke_without_command=True)
@@ -383,6 +294,7 @@ for _command in (
     _scale_command(),
     _pipeline_plan_command("pipeline-plan", _pipeline_plan, hidden=False),
     _pipeline_plan_command("split", _split, hidden=True),
+    verify_flags.command(),
     checkpoint,
     timeline,
 ):

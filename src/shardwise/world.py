@@ -226,10 +226,10 @@ class World(BatchRows):
         whole = " (world.gather_rows joins rows)" if call == "world.gather" else ""
         self.say_once(
             f"{call} ({process_status.users_line(caller)}) after {self.current_batch.stand_in} "
-            "gave this worker a stand-in, since a batch had fewer rows than there are workers: where "
-            f"it takes rows together, it takes that one too. Of a batch, world.rows rows are this "
-            f"worker's, 0 of a stand-in: write scores[: world.rows]{whole}; or use sw.Metrics, "
-            "which leaves stand-ins out."
+            "gave this worker a stand-in, since a batch had fewer rows than there are workers: "
+            "where it takes rows together, it takes that one too. Of a batch, world.rows rows are "
+            f"this worker's, 0 of a stand-in: write scores[: world.rows]{whole}; or use "
+            "sw.Metrics, which leaves stand-ins out."
         )
 
     def expect_no_engine(self) -> None:

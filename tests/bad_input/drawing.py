@@ -107,6 +107,12 @@ def other_command(rng: Random) -> Input:
         ("pipeline-plan", "--pipeline", rng.choice((*values.NOT_WHOLE, "0", "1")), SCRIPT),
         ("pipeline-plan", "--microbatches", rng.choice((*values.NOT_WHOLE, "0")), SCRIPT),
         ("pipeline-plan", "--by", rng.choice(("", "x")), SCRIPT),
+        ("verify",),
+        ("verify", "--steps", rng.choice((*values.NOT_WHOLE, "0")), SCRIPT),
+        ("verify", "--also", rng.choice(("-n x", "--zer 3", '"', "gone.py", "-n 0")), SCRIPT),
+        ("verify", "--against", rng.choice(("", "gone.py", "plain", '"')), SCRIPT),
+        ("verify", "--json", "gone/x.json", SCRIPT),
+        ("verify", rng.choice(("gone.py", "plain", "."))),
         ("checkpoint", rng.choice(("inspect", "verify", "accept")), rng.choice(values.NOT_FILE)),
         (
             "checkpoint",

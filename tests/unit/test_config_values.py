@@ -17,7 +17,8 @@ from tests.bad_input import values
 )
 def test_what_no_setting_takes(name: str) -> None:
     """But what only the file system, the row or the model can tell."""
-    known_later = {"timeline", "record", "time_layers", "units", "stages", "shard", "zero"}
+    known_later = {"timeline", "record", "record_tensors", "time_layers", "units", "stages"}
+    known_later |= {"shard", "zero"}
     for text in values.of_setting(name):
         if name not in known_later and text not in ("nvme:/proc/gone", "nvme:plain"):
             with pytest.raises(ConfigError, match="takes "):

@@ -10,7 +10,7 @@ from shardwise.config import values
 from shardwise.errors import ConfigError
 from shardwise.placement import DEVICE, Placement, Tier
 
-PRECISIONS = ("fp32", "bf16-mixed", "bf16", "fp16-mixed")
+PRECISIONS = ("fp32", "bf16-mixed", "bf16", "fp16-mixed", "fp64")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
@@ -176,7 +176,9 @@ class Settings:
         "spread", "what forward saves for backward rests there", default=DEVICE
     )
     sync_batch_norm: bool = _switch("spread", "BatchNorm statistics over all workers")
-    precision: str = _choice("precision", "fp32, bf16-mixed, bf16 or fp16-mixed", PRECISIONS, "P")
+    precision: str = _choice(
+        "precision", "fp32, bf16-mixed, bf16, fp16-mixed or fp64", PRECISIONS, "P"
+    )
     reduce_dtype: str = _choice(
         "precision",
         "sum 16-bit gradients in fp32, or in their own dtype",
@@ -224,6 +226,13 @@ class Settings:
     record: str | None = _setting(
         "watch",
         "write what each step took there, for shardwise scale",
+        values.folder,
+        "DIR",
+        rare=True,
+    )
+    record_tensors: str | None = _setting(
+        "watch",
+        "write what each step computes there, for shardwise verify",
         values.folder,
         "DIR",
         rare=True,

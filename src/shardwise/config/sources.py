@@ -92,6 +92,7 @@ _ELSEWHERE = {
     "micro_batch_size": "sw.Loader",
     "batch": "sw.init",
     "record": "sw.init",
+    "record_tensors": "sw.init",
     "stop_after": "sw.init",
     "trial": "sw.init",
 }

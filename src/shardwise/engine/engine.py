@@ -28,6 +28,7 @@ from shardwise.engine.build import States
 from shardwise.engine.checkpoints import Checkpoints
 from shardwise.engine.engine_state import EngineState, build_state, spec_of
 from shardwise.engine.random_state import RandomState
+from shardwise.engine.recording import Recording
 from shardwise.engine.state_access import StateAccess
 from shardwise.engine.step import StepRunner
 from shardwise.engine.step_statistics import StepStats
@@ -82,8 +83,14 @@ class Engine:
         self._access = StateAccess(state)
         self._checkpoints = Checkpoints(state, self._randoms)
         self._backward = BackwardRunner(state, self._randoms, self._timing)
+        self._recording = _recording(state)
         self._stepper = StepRunner(
-            state, self._backward, self._randoms, self._checkpoints.saver, self._timing
+            state,
+            self._backward,
+            self._randoms,
+            self._checkpoints.saver,
+            self._timing,
+            self._recording,
         )
         living.add(state.objects)
         start_lines.announce_engine(world, self._spec, self._states)
@@ -361,6 +368,8 @@ class Engine:
             self._state.objects.end()
             if self._timing is not None:
                 self._timing.close()
+            if self._recording is not None:
+                self._recording.close()
             living.discard(self._state.objects)
 
 
@@ -371,3 +380,9 @@ def _layer_times(state: EngineState) -> LayerTimes | None:
     if path is None or state.number or not state.world.is_main:
         return None
     return LayerTimes(state.spec.models[0], state.spec.settings.units, path)
+
+
+def _recording(state: EngineState) -> Recording | None:
+    """What writes down each step, where `shardwise verify` asks for it. Collective then."""
+    folder = state.world.settings.record_tensors
+    return None if folder is None else Recording(state, Path(folder))

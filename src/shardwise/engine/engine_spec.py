@@ -170,7 +170,7 @@ class EngineSpec:
             return
         tracked.device = self.device
         cast = PRESETS[self.settings.precision].cast
-        if cast is not None and is_cast(tracked.places):
+        if cast is not None and is_cast(tracked.places, cast):
             tracked.dtype = cast
 
     @cached_property

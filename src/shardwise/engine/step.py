@@ -25,6 +25,7 @@ from shardwise.engine.checkpoint_saver import CheckpointSaver
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.exchange import exchange, over_stages, squared_norm
 from shardwise.engine.random_state import RandomState
+from shardwise.engine.recording import Recording
 from shardwise.engine.step_statistics import StepStats, StepTotals
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.parallel.pipeline import LayerTimes
@@ -34,7 +35,8 @@ from shardwise.timeline import recorder, span
 
 
 class StepRunner:
-    """Makes the steps of an engine; `timing` measures layers where that is asked for."""
+    """Makes the steps of an engine; `timing` measures layers, `recording` writes down
+    what each step computed, where that is asked for."""
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class StepRunner:
         randoms: RandomState,
         saver: CheckpointSaver,
         timing: LayerTimes | None = None,
+        recording: Recording | None = None,
     ) -> None:
         self._state = state
         self._world = state.world
@@ -53,6 +56,7 @@ class StepRunner:
         self._randoms = randoms
         self._saver = saver
         self._timing = timing
+        self._recording = recording
         self._options = consistency.OptionChecksum(state.spec.optimizers)
         self._skips = diagnosis.Skips(scaled=state.scale.active)
 
@@ -318,6 +322,8 @@ class StepRunner:
             self._saver.wait()  # raises on all ranks alike
         if self._timing is not None:
             self._timing.stepped()
+        if self._recording is not None:
+            self._recording.stepped(stats)
         self._world.step_log.stepped(self._state.number, self._state.steps, stats)
 
     def _clear(self, totals: StepTotals) -> None:

@@ -158,6 +158,7 @@ class UserObjects:
         cast = precision.PRESETS[settings.precision].cast
         if cast is not None:
             self._fresh |= precision.cast_models(models, cast)
+            precision.widen_states(self.spec.optimizers, cast)
         if settings.sync_batch_norm and self._world.data_size > 1:
             sync_batch_norm.convert(models, self._world.gather_order, self._world.current_batch)
 

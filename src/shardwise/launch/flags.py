@@ -14,6 +14,7 @@ from shardwise.errors import ConfigError, LaunchError
 GROUPS = {
     "scale": "Scale",
     "plan": "Pipeline plan",
+    "verify": "Verify",
     "where": "Where",
     "spread": "Spread",
     "precision": "Precision",

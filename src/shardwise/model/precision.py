@@ -5,8 +5,13 @@
     bf16-mixed   as built     autocast bf16    -         -
     fp16-mixed   as built     autocast fp16    -         dynamic
     bf16         bf16         bf16             fp32      -
+    fp64         fp64         fp64             -         -
 
-Outputs of the model come in fp32 under every preset, so that losses are computed in fp32.
+Outputs of the model come in fp32 under the presets of 16 bits, so that losses are computed in fp32.
+Under fp64 they stay fp64, as gradients and optimizer state do. There every module takes its
+floating-point inputs in fp64, so that a forward which makes fp32 tensors on its way, or casts to
+fp32, goes on in fp64 from the next module with what that cast has left; and what a forward makes
+without naming a dtype is fp64 too.
 """
 
 from __future__ import annotations
@@ -35,12 +40,18 @@ class Preset:
     cast: torch.dtype | None = None
     scaled: bool = False
 
+    @property
+    def widens(self) -> bool:
+        """Whether it takes all of the model, in every module, to more than fp32."""
+        return self.cast is torch.float64
+
 
 PRESETS = {
     "fp32": Preset(),
     "bf16-mixed": Preset(autocast=torch.bfloat16),
     "fp16-mixed": Preset(autocast=torch.float16, scaled=True),
     "bf16": Preset(cast=torch.bfloat16),
+    "fp64": Preset(cast=torch.float64),
 }
 
 
@@ -58,21 +69,32 @@ class ForwardPrecision:
     def attach(self, model: nn.Module) -> list[Hooked]:
         """Run every call of `model` in the preset, until the handles are removed."""
         before, after = model.register_forward_pre_hook, model.register_forward_hook
+        inner = [module for module in model.modules() if module is not model]
         return [
             attach(before, self.enter, kept=True, with_kwargs=True, prepend=True),
             attach(after, self.leave, kept=True, always_call=True),
+            *(
+                attach(module.register_forward_pre_hook, self.cast, kept=True, with_kwargs=True)
+                for module in (inner if self._preset.widens else ())
+            ),
         ]
 
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before forward: autocast on, or floating inputs cast."""
-        del model
         stack = ExitStack()
         if self._preset.autocast is not None:
             stack.enter_context(torch.autocast(self._device_type, self._preset.autocast))
+        if self._preset.widens:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
         self._open.append(stack)
         if self._preset.cast is None:
             return args, kwargs
-        return pytree.tree_map_only(Tensor, self._lowered, (args, kwargs))
+        return self.cast(model, args, kwargs)
+
+    def cast(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Floating inputs in the dtype that the preset casts to."""
+        return pytree.tree_map_only(Tensor, self._cast, (args, kwargs))
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> Any:
         """After forward, also one that raised: autocast off, outputs in fp32."""
@@ -80,7 +102,7 @@ class ForwardPrecision:
         self._open.pop().close()
         return pytree.tree_map_only(Tensor, _raised, output)
 
-    def _lowered(self, value: Tensor) -> Tensor:
+    def _cast(self, value: Tensor) -> Tensor:
         return value.to(self._preset.cast) if value.is_floating_point() else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardPrecision:
@@ -95,22 +117,22 @@ def _raised(value: Tensor) -> Tensor:
 
 
 _STAYS = nn.modules.batchnorm._NormBase
-"""Modules that compute in fp32 under every preset."""
+"""Modules that compute in fp32 under every preset of 16 bits."""
 
 
-def is_cast(places: Iterable[tuple[nn.Module, str]]) -> bool:
-    """Whether a preset that casts would cast the parameter that is at `places`."""
-    return not any(isinstance(module, _STAYS) for module, _ in places)
+def is_cast(places: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> bool:
+    """Whether a preset that casts to `dtype` would cast the parameter that is at `places`."""
+    return dtype not in NARROW or not any(isinstance(module, _STAYS) for module, _ in places)
 
 
 def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-    """Cast floating parameters and buffers to `dtype`, those of BatchNorm left in fp32.
+    """Cast floating parameters and buffers to `dtype`; of 16 bits not those of BatchNorm.
 
     Returns the values before the cast, for the masters.
     """
     before: dict[nn.Parameter, Tensor] = {}
     for module in (module for model in models for module in model.modules()):
-        if isinstance(module, _STAYS):
+        if dtype in NARROW and isinstance(module, _STAYS):
             continue
         for parameter in module._parameters.values():
             if parameter is None or parameter.dtype == dtype or parameter.is_meta:
@@ -122,6 +144,22 @@ def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Para
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[key] = buffer.to(dtype)
     return before
+
+
+def widen_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> None:
+    """Cast what optimizers keep for parameters of `dtype` by element, as Adagrad does from the
+    start, where it has fewer bits; their counts stay as torch has them."""
+    for state in (state for optimizer in optimizers for state in optimizer.state.items()):
+        parameter, kept = state
+        for key, value in kept.items():
+            if (
+                isinstance(value, Tensor)
+                and value.ndim
+                and value.is_floating_point()
+                and value.dtype.itemsize < dtype.itemsize
+                and parameter.dtype == dtype
+            ):
+                kept[key] = value.to(dtype)
 
 
 class LossScale:

@@ -1,0 +1,131 @@
+"""Records what each step of an engine computes, for `shardwise verify` (--record-tensors).
+
+Nothing of this is made without the flag. With it every step is followed by one walk over all that
+this rank holds, by the same list that checkpoints are written from, so that what is recorded does
+not depend on the placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.checkpoint_tensors import EngineTensors
+from shardwise.engine.engine_spec import EngineSpec
+from shardwise.engine.engine_state import EngineState
+from shardwise.engine.step_statistics import StepStats
+from shardwise.model.module_records import ForwardInputs, Named, tensors_beside
+from shardwise.states.tensor_spans import ReportedState, TensorSpan, state_name
+from shardwise.tensor_log import Fed, Part, TensorLog
+
+
+class Recording:
+    """Writes down the steps of an engine into `folder`.
+
+    Making it and `stepped` are collective, as the list of what ranks hold is.
+    """
+
+    def __init__(self, state: EngineState, folder: Path) -> None:
+        self._state = state
+        self._world = world = state.world
+        self._log = TensorLog(folder, world.rank)
+        self._inputs = ForwardInputs(_named(state.spec), lambda: world.current_batch.batch)
+        self._rows = 0
+        self._log.note("rank", {"driver": "engine"})
+        self._write({})
+
+    def stepped(self, stats: StepStats) -> None:
+        """A step is made: write what it left."""
+        self._rows += 1
+        self._write(
+            {
+                "loss": stats.loss,
+                "grad_norm": stats.grad_norm,
+                "weight": stats.weight,
+                "skipped": stats.skipped,
+            }
+        )
+
+    def _write(self, figures: dict[str, Any]) -> None:
+        spec = self._state.spec
+        tensors = EngineTensors(spec, self._state.states)
+        reported = tensors.trained.reported()
+        counts = self._world.counts
+        fed, samples = self._inputs.taken()
+        figures = figures | {
+            "lr": [float(g["lr"]) for o in spec.optimizers for g in o.param_groups if "lr" in g],
+            "numbers": _numbers(tensors, reported),
+            "parameters": _parameters(spec),
+            "order": self._inputs.order,
+            "fed": vars(fed) if counts else vars(Fed()),
+            "samples": samples if counts else [],
+        }
+        with torch.no_grad():
+            self._log.write(self._state.number, self._rows, figures, _parts(tensors, reported))
+
+    def close(self) -> None:
+        """Record no longer."""
+        self._inputs.close()
+
+
+def _parts(tensors: EngineTensors, reported: ReportedState) -> Iterator[Part]:
+    """All that this rank has, of tensors and of parts of tensors."""
+    odd = tensors.out_of_order(reported)
+    for span in tensors.trained:
+        yield from _of_holding(span, odd)
+    buffers = tensors.inventory.buffers
+    for span in tensors.beside():
+        kept = {e.tensor for e in span.extents} - buffers.keys()
+        yield from _of_holding(span, odd, kept)
+    for span in tensors.reordered(reported):
+        yield from _of_holding(span, set())
+    spec = tensors.spec
+    yield from tensors_beside(_named(spec), spec.stage_group.rank, spec.runs)
+
+
+def _named(spec: EngineSpec) -> Named:
+    return list(zip(spec.prefixes, spec.models, strict=True))
+
+
+def _of_holding(
+    span: TensorSpan, odd: set[tuple[str, str]], kept: set[str] | None = None
+) -> Iterator[Part]:
+    extents = [
+        e
+        for e in span.extents
+        if (span.kind, e.tensor) not in odd and (kept is None or e.tensor in kept)
+    ]
+    if not extents:
+        return
+    flat = span.storage.loaded()
+    for extent in extents:
+        part = flat[extent.start : extent.end]
+        yield Part(span.kind, extent.tensor, part, extent.offset, span.copy)
+
+
+def _numbers(tensors: EngineTensors, reported: ReportedState) -> dict[str, float]:
+    """What optimizers keep that is one number for each parameter, such as a count of steps."""
+    tracked = tensors.states.parameters.tracked
+    return {
+        state_name(tracked[number].name, key): float(value)
+        for number, state in reported.states.items()
+        for key, value in state.items()
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+
+
+def _parameters(spec: EngineSpec) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """By optimizer the names and shapes of what it has, in its own order."""
+    known = {tracked.parameter: tracked for tracked in spec.located()}
+    return [
+        [
+            (known[p].name, tuple(known[p].whole_shape))
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
+        for optimizer in spec.optimizers
+    ]

@@ -1,0 +1,160 @@
+"""For tests of your own: that a training is the same under every placement.
+
+from shardwise.testing import assert_same_training
+
+def make():
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = [(torch.randn(8, 16), torch.randn(8, 1)) for _ in range(5)]
+    return model, optimizer, batches, lambda model, x, y: F.mse_loss(model(x), y)
+
+def test_same_training():
+    assert_same_training(make, placements=["-n 2 --zero 3", "-n 4 --tensor 2"])
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ShardwiseError, UsageError
+from shardwise.verify import runs, verdicts
+from shardwise.verify.flags import placement_of
+from shardwise.verify.flow import Verification
+from shardwise.verify.placements import Placement
+from shardwise.verify.plan import Plan
+from shardwise.verify.records import Training
+from shardwise.verify.runs import Run, RunFailed, Script
+from shardwise.verify.verdicts import Verdict
+
+Made = tuple[nn.Module, torch.optim.Optimizer, Sequence[Any], Callable[..., Tensor]]
+
+_LAST = 40
+"""Lines of the output of a run that failed, in the message."""
+
+
+def assert_same_training(
+    make: Callable[[], Made],
+    *,
+    placements: Sequence[str] = ("-n 2 --zero 0", "-n 2 --zero 3"),
+    steps: int = 5,
+    bits: bool = False,
+) -> None:
+    """Raise AssertionError unless `make`'s training is that of plain PyTorch in every placement.
+
+    `make()` returns `model, optimizer, batches, loss_of`: total batches (nests of tensors whose
+    rows are dimension 0; they are gone through again where there are fewer than `steps`), and
+    `loss_of(model, *batch)`, a mean over rows. `placements` are flags of `shardwise run`. In fp64
+    every loss, gradient norm, parameter, buffer and optimizer state agrees to 1e-8; with `bits`
+    they are to be equal to the last bit as they are. `make` is a function at the top of a module,
+    since every rank, a process of its own, imports it.
+
+    The message has the first step, the first tensor and the cause, as `shardwise verify` has them.
+    """
+    __tracebackhide__ = True
+    where = _place_of(make)
+    spread = [placement_of(text) for text in placements]
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-testing-"))
+    try:
+        for placement in spread:
+            _check(where, placement, steps, folder, bits=bits)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check(
+    where: tuple[str, str], placement: Placement, steps: int, folder: Path, *, bits: bool
+) -> None:
+    __tracebackhide__ = True
+    words = ("shardwise.testing", *where, str(steps))
+    plan = Plan(
+        script=Script(words=words, module=True),
+        against=Script(words=(*words, "plain"), module=True),
+        placements=[placement],
+        steps=steps,
+        out=folder,
+    )
+    try:
+        verification = Verification(plan, partial(_make, folder))
+        verification.check()
+        result = verification.judge(placement)
+    except RunFailed as error:
+        said = "\n".join(error.output.strip().splitlines()[-_LAST:])
+        raise AssertionError(f"{placement}: {error}\n{said}") from None
+    except ShardwiseError as error:
+        raise AssertionError(f"{placement}: {error}") from None
+    if result.verdict is Verdict.BITS or (result.verdict is Verdict.ROUNDING and not bits):
+        return
+    said = "\n  ".join(verdicts.sentences(result))
+    raise AssertionError(f"{placement}: {result.verdict.words}\n  {said}")
+
+
+def _make(folder: Path, run: Run, words: str) -> Training:
+    return runs.make(run, words, folder / "output.txt", lambda steps: None)
+
+
+def _place_of(make: Callable[[], Made]) -> tuple[str, str]:
+    """The file of a function and its name. Raises UsageError for one that no process can import."""
+    name, path = getattr(make, "__qualname__", ""), inspect.getsourcefile(make)
+    if path is None or not name.isidentifier():
+        raise UsageError(
+            f"assert_same_training takes a function at the top of a module, which every rank "
+            f"imports, not {name or make!r}."
+        )
+    return str(Path(path).resolve()), name
+
+
+def _imported(path: str, name: str) -> Callable[[], Made]:
+    """The function `name` of the file `path`, as pytest imports it: with its folder on the path."""
+    sys.path.insert(0, str(Path(path).parent))
+    spec = spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    found: Callable[[], Made] = getattr(module, name)
+    return found
+
+
+def _train(make: Callable[[], Made], steps: int) -> None:
+    """The loop under a placement."""
+    import shardwise as sw
+
+    world = sw.init(seed=0)
+    model, optimizer, batches, loss_of = make()
+    engine = sw.Engine(model.to(world.device), optimizer)
+    for batch in islice(cycle(batches), steps):
+        engine.backward(loss_of(model, *world.share(batch)))
+        engine.step()
+
+
+def _train_plain(make: Callable[[], Made], steps: int) -> None:
+    """The same loop as plain PyTorch has it."""
+    torch.manual_seed(0)
+    model, optimizer, batches, loss_of = make()
+    for batch in islice(cycle(batches), steps):
+        optimizer.zero_grad()
+        torch.autograd.backward(loss_of(model, *batch))
+        optimizer.step()
+
+
+def _main(path: str, name: str, steps: str, plain: str = "") -> None:
+    train = _train_plain if plain else _train
+    train(_imported(path, name), int(steps))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,289 @@
+"""Why a placement trains differently, found by trying: what is suspected is taken away, and named
+if the difference goes with it.
+
+What is worth a trial follows from what differs first and from what the script was seen to do
+(watching.py). The order is from the particular to the general: a learning rate that is multiplied
+by the number of workers is that, and not just code that depends on their number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.verify.comparing import Comparison, StepDifference
+from shardwise.verify.records import Training
+
+MANY = 3
+"""Lines of a script that are shown of one kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspect:
+    """A possible cause: `alter` is what takes it away, in the reference too where `both`;
+    `settings` are flags that do."""
+
+    name: str
+    words: str
+    alter: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    both: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """The causes that were named, and what else was seen where none was."""
+
+    causes: Sequence[Suspect]
+    clue: str = ""
+
+
+Agrees = Callable[[Sequence[Suspect]], bool]
+"""Whether reference and placement train alike when all of these are taken away."""
+
+
+def find(suspects: Sequence[Suspect], agrees: Agrees, clue: str) -> Found:
+    """The first suspect without which the difference goes, or the fewest together."""
+    for suspect in suspects:
+        if agrees([suspect]):
+            return Found([suspect])
+    plain = [each for each in suspects if each.name != "rank"]
+    if len(plain) < 2 or not agrees(plain):
+        return Found([], clue)
+    needed = list(plain)
+    for suspect in reversed(plain):  # the particular ones are kept
+        fewer = [each for each in needed if each is not suspect]
+        if len(fewer) > 1 and agrees(fewer):
+            needed = fewer
+    return Found(needed)
+
+
+def suspects(
+    reference: Training, other: Training, comparison: Comparison, tolerance: float, size: int
+) -> list[Suspect]:
+    """What may have done it, the most particular first."""
+    first = comparison.first(tolerance)
+    facts = {**reference.facts, **other.facts}
+    if first is None:
+        return list(_general(facts))
+    apart = astray(other)
+    return [
+        *_of_data(facts, comparison, first),
+        *_of_loss(reference, other, first, size),
+        *_of_rate(reference, other),
+        *_of_model(facts),
+        *_of_tensors(apart),
+        *_general(facts, by_design=other.driver == "horovod"),
+    ]
+
+
+def astray(training: Training) -> list[tuple[str, str]]:
+    """Kind and name of buffers, and of plain tensors of modules, that ranks have other values of
+    after a step."""
+    found = {
+        key: None
+        for steps in training.engines.values()
+        for step in steps
+        for key, whole in step.tensors.items()
+        if key[0] in ("buffer", "attribute") and whole.strays
+    }
+    return sorted(found)
+
+
+def lines(facts: Mapping[str, Any], name: str) -> str:
+    """The lines of the script that were noted under a name, as " at a.py:3, a.py:9", or ""."""
+    found = list(facts.get(name, ()))
+    more = f" and {len(found) - MANY} more" if len(found) > MANY else ""
+    return f" at {', '.join(found[:MANY])}{more}" if found else ""
+
+
+def _of_data(
+    facts: Mapping[str, Any], comparison: Comparison, first: StepDifference
+) -> Iterator[Suspect]:
+    """Other samples, or more of them. What was fed before the first difference counts."""
+    seen = [step for step in comparison.steps if 0 < step.number <= max(first.number, 1)]
+    odd = next((step for step in seen if not step.fed), None)
+    if facts.get("sampler"):
+        yield Suspect(
+            name="sampler",
+            words=f"a DistributedSampler{lines(facts, 'sampler')}, which gives each worker other "
+            f"samples beside the batch that is shared out already{_rows(odd)}. With all samples on "
+            "each worker the runs agree. Let sw.Loader(dataset, batch_size=TOTAL) share out the "
+            "batch, or take rows by world.share; nothing else does.",
+            alter={"sampler": True},
+        )
+    if odd is None and all(step.fed for step in comparison.steps):
+        return
+    if facts.get("split"):
+        yield Suspect(
+            name="split",
+            words=f"random_split{lines(facts, 'split')} after training has begun, when each worker "
+            "draws for itself: the workers have other parts of the data. Split before the first "
+            "batch, in with world.alike():, or give it generator=torch.Generator().manual_seed(0).",
+            alter={"split": True},
+            both=True,
+        )
+    yield Suspect(
+        name="draws",
+        words="a batch, or a part of it, that each worker draws itself: once training has begun, "
+        f"random numbers are each worker's own{_rows(odd)}. With the same numbers on all workers "
+        "the runs agree. Draw in with world.alike():, or by world.draw(lambda n: ...), then take "
+        "this worker's rows by world.share.",
+        alter={"draws": True},
+        both=True,
+    )
+
+
+def _rows(odd: StepDifference | None) -> str:
+    if odd is None or odd.rows[0] == odd.rows[1]:
+        return ""
+    return (
+        f" (step {odd.number - 1} trains on {odd.rows[1]} rows, and on {odd.rows[0]} in the "
+        "reference)"
+    )
+
+
+def _of_loss(
+    reference: Training, other: Training, first: StepDifference, size: int
+) -> Iterator[Suspect]:
+    """Losses that are a whole multiple of the reference's, or a whole part."""
+    one, two = (each.engines[first.engine] for each in (reference, other))
+    if len(one) < 2 or len(two) < 2:
+        return
+    theirs, ours = one[1].loss, two[1].loss
+    if not (math.isfinite(theirs) and math.isfinite(ours) and theirs and ours):
+        return
+    factor = theirs / ours
+    whole = round(factor) if factor > 1 else 1 / round(1 / factor) if factor > 0 else 0
+    if whole in (0, 1) or abs(factor / whole - 1) > 1e-6:
+        return
+    how = f"divided by {whole}" if whole > 1 else f"multiplied by {round(1 / whole)}"
+    of = " (the number of workers)" if size in (whole, 1 / whole) else ""
+    yield Suspect(
+        name="loss",
+        words=f"the loss is {how}{of} by hand: the engine takes the mean over all workers and "
+        "micro-batches itself. With that taken back the runs agree. Give engine.backward the mean "
+        'of this worker\'s items as it is, or a sum with reduction="sum".',
+        alter={"loss": factor},
+    )
+
+
+def _of_rate(reference: Training, other: Training) -> Iterator[Suspect]:
+    """Learning rates that are other ones than the reference's."""
+    rates: dict[str, list[list[float]]] = {}
+    apart: list[tuple[float, float]] = []
+    for engine, steps in reference.engines.items():
+        rates[str(engine)] = [list(step.lr) for step in steps[1:]]
+        pairs = zip(steps[1:], other.engines.get(engine, [])[1:], strict=False)
+        apart += [(a, b) for x, y in pairs for a, b in zip(x.lr, y.lr, strict=False) if a != b]
+    if not apart:
+        return
+    theirs, ours = apart[0]
+    times = f"{ours / theirs:.6g} times the reference's" if theirs else "another one"
+    yield Suspect(
+        name="lr",
+        words=f"the learning rate is scaled with the number of workers: {ours:.6g}, {times} "
+        f"{theirs:.6g}, though the total batch is the same. With the reference's rates the runs "
+        "agree. Leave the rate as it is: sw.Loader's batch_size is the total, so nothing grows "
+        "with the workers (sw.lr.ScaledLR is for batches that do).",
+        alter={"lr": rates},
+    )
+
+
+def _of_model(facts: Mapping[str, Any]) -> Iterator[Suspect]:
+    if facts.get("batch_norm"):
+        named = ", ".join(facts["batch_norm"][:MANY])
+        yield Suspect(
+            name="batch_norm",
+            words=f"BatchNorm ({named}) takes its statistics over the rows of one worker. With "
+            "--sync-batch-norm, which takes them over all workers, the runs agree: add the flag.",
+            settings={"sync_batch_norm": "on"},
+        )
+    if facts.get("dropout"):
+        yield Suspect(
+            name="dropout",
+            words=f"dropout{lines(facts, 'dropout')}: each worker drops at random for itself. "
+            "Without dropout the runs agree, so nothing else differs. --exact V makes it alike on "
+            "all numbers of workers, to the bit.",
+            alter={"dropout": True},
+            both=True,
+        )
+    if facts.get("sum"):
+        yield Suspect(
+            name="sum",
+            words=f"a sum or gathering over the workers made by hand{lines(facts, 'sum')}, of what "
+            "the engine sums up already. Without it the runs agree: leave it out; "
+            "engine.step() returns loss and norm over all workers.",
+            alter={"sum": True},
+        )
+
+
+def _of_tensors(apart: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
+    """Tensors of modules that no worker shares with the others."""
+    if not apart:
+        return
+    names = [name for _, name in apart]
+    how = (
+        'is no buffer. Write self.register_buffer("NAME", tensor): buffers are kept in step.'
+        if any(kind == "attribute" for kind, _ in apart)
+        else "is a buffer that is written through .data, or of another shape on other workers, "
+        "which nobody sees. Write into it by torch's own operations."
+    )
+    yield Suspect(
+        name="buffer",
+        words=f"{', '.join(names[:MANY])}: forward changes it on each worker by its own rows, and "
+        f"it {how} Averaged over the workers at each step the runs agree.",
+        alter={"averaged": names},
+    )
+
+
+def _general(facts: Mapping[str, Any], *, by_design: bool = False) -> Iterator[Suspect]:
+    if facts.get("rank"):
+        yield Suspect(
+            name="rank",
+            words=f"code that depends on the rank{lines(facts, 'rank')}. With rank 0 told to the "
+            "script on every worker the runs agree. What changes the training must be alike on all "
+            "workers; world.share and world.draw give each its part.",
+            alter={"rank": True},
+        )
+    if facts.get("size"):
+        yield Suspect(
+            name="size",
+            words=f"code that depends on the number of workers{lines(facts, 'size')}. With 1 told "
+            f"to the script the runs agree. {_BY_DESIGN if by_design else _TOTAL}",
+            alter={"size": True},
+        )
+
+
+UNSHARED = Suspect(
+    name="unshared",
+    words="every worker trains on the whole batch: all that differs is how many items a step "
+    "counts. The result is that of one worker, and so is the time it takes. Let sw.Loader or "
+    "world.share give each worker its rows.",
+)
+_TOTAL = (
+    "A batch size is the total, losses are means, and rates stay: nothing is to be multiplied or "
+    "divided by world.size."
+)
+_BY_DESIGN = (
+    "Scripts of Horovod's give each worker a batch of its own and scale the rate with their "
+    "number: that is another training than that of one worker, and meant to be."
+)
+NOT_REPEATABLE = Suspect(
+    name="nondeterministic",
+    words="two runs of the reference itself differ, so the script is not repeatable: a "
+    "nondeterministic operation, or numbers that no seed decides (a generator seeded by the time, "
+    "the order of a set of strings, threads that race).",
+)
+UNSEEDED = Suspect(
+    name="seed",
+    words="the script gives no seed, so that two runs of the reference itself differ; with --seed "
+    "0 they agree. Write sw.init(seed=0), or give --seed.",
+)
+SETS = Suspect(
+    name="hashes",
+    words="two runs of the reference itself differ, and agree with PYTHONHASHSEED=0: something "
+    "depends on the order of a set, or on hash() of a string. Sort it.",
+)

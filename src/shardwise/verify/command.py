@@ -1,0 +1,134 @@
+"""`shardwise verify`: makes the runs, shows how far they are, says what was found."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from shardwise.errors import LaunchError
+from shardwise.printable import printable
+from shardwise.verify import report as reports
+from shardwise.verify import runs, verdicts
+from shardwise.verify.flow import Verification
+from shardwise.verify.plan import Plan
+from shardwise.verify.records import Training
+from shardwise.verify.report import Report
+from shardwise.verify.runs import Run, RunFailed
+from shardwise.verify.verdicts import Result
+
+NEEDS = ("matplotlib", "jinja2")
+FAILED = 1
+LINES_OF_OUTPUT = 60
+"""How many of the last lines of a run that failed are shown, its traceback among them."""
+
+
+@dataclass
+class Maker:
+    """Makes runs with a log each in `folder`, showing on `bar` how far each is."""
+
+    folder: Path
+    bar: Progress
+    task: TaskID
+    made: list[str] = field(default_factory=list)
+
+    def __call__(self, run: Run, words: str) -> Training:
+        """Make one. Raises RunFailed."""
+        self.made.append(words)
+        log = self.folder / f"{len(self.made):02d}.txt"
+
+        def show(steps: int) -> None:
+            far = f"run {len(self.made)} · {words} · step {steps} of {run.steps}"
+            self.bar.update(self.task, what=printable(far))
+
+        show(0)
+        return runs.make(run, words, log, show)
+
+
+def verify(plan: Plan, json_file: Path | None) -> int:
+    """Do what `plan` asks for; the exit code is that of the worst verdict, 1 where a run failed.
+
+    Raises LaunchError for what cannot be verified, and where something that is needed is missing.
+    """
+    if missing := [name for name in NEEDS if find_spec(name) is None]:
+        raise LaunchError(
+            f"shardwise verify draws with {' and '.join(missing)}, which is not installed: "
+            "pip install 'shardwise[scale]'"
+        )
+    to_stdout = json_file is not None and str(json_file) == "-"
+    if json_file is not None and not json_file.parent.is_dir():
+        raise LaunchError(
+            f"--json {json_file} cannot be written: there is no folder {json_file.parent}."
+        )
+    console = Console(highlight=False, markup=False, stderr=to_stdout)
+    before = signal.signal(signal.SIGTERM, _leave)
+    results: list[Result] = []
+    try:
+        with _maker(plan.out, console) as maker:
+            verification = Verification(plan, maker)
+            verification.check()
+            for placement in plan.placements:
+                result = verification.judge(placement)
+                results.append(result)
+                _say(result, console)
+    except RunFailed as error:
+        _say_failed(error, console)
+        return FAILED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    report = Report(plan=plan, results=results)
+    reports.write(report, plan.out, json_file)
+    console.print(f"all of it: {plan.out / 'verify.html'}, beside it PNG and JSON", soft_wrap=True)
+    return report.exit_code
+
+
+@contextmanager
+def _maker(out: Path, console: Console) -> Iterator[Maker]:
+    """What makes runs, with their logs in a fresh folder of `out`."""
+    folder = out / "runs"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.fields[what]}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        yield Maker(folder, bar, bar.add_task("", total=None, what=""))
+
+
+def _say(result: Result, console: Console) -> None:
+    """The verdict about one placement."""
+    console.print(f"{result.placement}", style="bold", soft_wrap=True)
+    for number, sentence in enumerate(verdicts.sentences(result)):
+        style = reports.STYLES[result.verdict] if number == 0 else None
+        console.print(f"  {printable(sentence)}", style=style, soft_wrap=True)
+
+
+def _say_failed(error: RunFailed, console: Console) -> None:
+    """The end of what a run wrote, where the traceback of the rank that failed stands, and why."""
+    for line in error.output.strip().splitlines()[-LINES_OF_OUTPUT:]:
+        console.print(printable(line), style="dim", soft_wrap=True)
+    console.print(
+        f"shardwise: {printable(str(error))}\nNothing is proved: mend the script, or choose "
+        "another placement.",
+        style="red",
+        soft_wrap=True,
+    )
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """Asked to end: the run that is under way ends first."""
+    raise SystemExit(128 + number)

@@ -1,0 +1,117 @@
+"""Runs a user's script inside of a rank for `shardwise verify`:
+
+    python -m shardwise.verify.script '{"record": ..., "alter": {...}}' train.py [its arguments]
+
+The script runs as `python train.py` would, with what is noted about it, and with what is altered
+about it where a cause is tried. Where no engine records, torch's optimizers are, from outside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from shardwise.launch import launchers
+from shardwise.model.precision import PRESETS
+from shardwise.verify import alterations, outside, watching
+
+_RANKS = re.compile(r"(environ|getenv).*\b(LOCAL_)?RANK\b")
+
+
+_NARROWER = {torch.float32, torch.float16, torch.bfloat16}
+_CASTS: set[Any] = {Tensor.float, Tensor.half, Tensor.bfloat16}
+
+
+class Promoting(TorchFunctionMode):
+    """Keeps a script in fp64 where it would leave it by itself.
+
+    Of what is fp64, casts by the script to fewer bits do nothing. A function that torch refuses for
+    fp32 and fp64 side by side is called again with all of them in fp64; what writes into its first
+    tensor gets the others in the dtype of that one.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.float64
+        if wide and (func in _CASTS or func is Tensor.to) and watching.caller(1) is not None:
+            if func in _CASTS:
+                return args[0]
+            args, kwargs = pytree.tree_map_only(torch.dtype, _widened, (args, kwargs))
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            leaves = pytree.tree_leaves((args, kwargs))
+            dtypes = {each.dtype for each in leaves if isinstance(each, Tensor)}
+            if not {torch.float32, torch.float64} <= dtypes:
+                raise
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        first = next(each for each in pytree.tree_leaves(args) if isinstance(each, Tensor))
+        wanted = first.dtype if writes else torch.float64
+        with torch._C.DisableTorchFunction():
+            args, kwargs = pytree.tree_map_only(
+                Tensor,
+                lambda each: each.to(wanted) if each.is_floating_point() else each,
+                (args, kwargs),
+            )
+        return func(*args, **kwargs)
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in _NARROWER else dtype
+
+
+def main(arguments: list[str]) -> None:
+    """Run what `arguments` name, until it ends."""
+    given: dict[str, Any] = json.loads(arguments[0])
+    words = arguments[1:]
+    sys.argv = words
+    facts = watching.Facts()
+    watching.watch(facts)
+    if not given["module"] and "horovod" in Path(words[0]).read_text(errors="replace"):
+        watching.watch_horovod(facts)
+    preset = PRESETS[given["precision"]]
+    recorder = outside.Recorder(
+        Path(given["record"]),
+        rank=0 if given["plain"] else launchers.detect(os.environ).rank,
+        stop_after=given["steps"],
+        preset=preset,
+        facts=facts,
+        plain=given["plain"],
+    )
+    alterations.apply(given["alter"])
+    with Promoting() if preset.widens else nullcontext():
+        try:
+            _run(words[0], facts, module=given["module"])
+        finally:
+            recorder.leave()
+
+
+def _run(name: str, facts: watching.Facts, *, module: bool) -> None:
+    if module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    for number, line in enumerate(Path(name).read_text(errors="replace").splitlines(), 1):
+        if _RANKS.search(line):
+            facts.note("rank", f"{Path(name).name}:{number}")
+    # As the interpreter does, which has put the current folder there for -m.
+    sys.path[0] = str(Path(name).resolve().parent)
+    runpy.run_path(name, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,70 @@
+"""Planted mistakes in small scripts: each is named, and nothing is where nothing is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.verify.placements import Placement
+from shardwise.verify.verdicts import Verdict, sentences
+from tests.distributed.verified import judged
+
+SCRIPTS = Path(__file__).parents[1] / "system" / "scripts"
+
+TWO = Placement(size=2, settings={"zero": "2"})
+
+MISTAKES = {
+    "sampler": ("sampler", "DistributedSampler at sampler.py:"),
+    "own_batch": ("draws", "a batch, or a part of it, that each worker draws itself"),
+    "split": ("split", "random_split at split.py:"),
+    "divided": ("loss", "divided by 2 (the number of workers)"),
+    "batch_norm": ("batch_norm", "--sync-batch-norm"),
+    "dropout": ("dropout", "dropout at"),
+    "nondeterministic": ("nondeterministic", "two runs of the reference itself differ"),
+    "scaled_rate": ("lr", "0.02, 2 times the reference's 0.01"),
+    "all_reduce": ("sum", "made by hand at all_reduce.py:"),
+    "no_buffer": ("buffer", "0.mean: forward changes it"),
+    "rank": ("rank", "code that depends on the rank at rank.py:"),
+    "batch_size": ("size", "code that depends on the number of workers at batch_size.py:"),
+}
+CHEAP = ("own_batch", "no_buffer", "scaled_rate")
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [each if each in CHEAP else pytest.param(each, marks=pytest.mark.full) for each in MISTAKES],
+)
+def test_a_mistake_is_named(mistake: str, tmp_path: Path) -> None:
+    script = str(SCRIPTS / "mistakes" / f"{mistake}.py")
+    result = judged((script,), TWO, tmp_path, steps=5)
+    assert result.verdict is Verdict.DIFFERS
+    assert result.found is not None
+    name, words = MISTAKES[mistake]
+    said = "\n".join(sentences(result))
+    assert [each.name for each in result.found.causes] == [name], said
+    assert words in said
+    if name != "nondeterministic":
+        assert str(result.smallest) == "-n 2 --zero 0"
+
+
+RIGHT = [
+    ("mlp", "adamw", {"zero": "3", "micro_batch_size": "3"}),
+    ("gpt", "adamw", {"zero": "2", "offload_optimizer": "cpu"}),
+    ("convnet", "sgd", {"zero": "1", "sync_batch_norm": "on"}),
+    ("splittable_gpt", "adamw", {"tensor": "2", "zero": "1"}),
+    ("deep_gpt", "sgd", {"pipeline": "2"}),
+    ("odd_mlp", "adagrad", {"zero": "3", "precision": "bf16-mixed"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "settings"),
+    [RIGHT[0], *(pytest.param(*each, marks=pytest.mark.full) for each in RIGHT[1:])],
+)
+def test_nothing_is_named_where_nothing_is_wrong(
+    model: str, optimizer: str, settings: dict[str, str], tmp_path: Path
+) -> None:
+    words = (str(SCRIPTS / "parity_model.py"), model, optimizer)
+    result = judged(words, Placement(size=2, settings=settings), tmp_path, steps=6)
+    said = "\n".join(sentences(result))
+    assert result.verdict in (Verdict.BITS, Verdict.ROUNDING), said
+    assert result.steps == 6

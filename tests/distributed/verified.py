@@ -1,0 +1,99 @@
+"""Runs of `shardwise verify` whose ranks are forked from a process that has imported torch: the
+same script under the same shim, without a launcher, in a tenth of the time."""
+
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from shardwise import config, world
+from shardwise.launch import environment
+from shardwise.verify import records, script
+from shardwise.verify.flow import Verification
+from shardwise.verify.placements import Placement
+from shardwise.verify.plan import Plan
+from shardwise.verify.records import Training
+from shardwise.verify.runs import Run, RunFailed, Script, command
+from shardwise.verify.verdicts import Result
+from tests.distributed.group import FORKED, Origin, _Rank
+
+LIMIT = 120.0
+
+
+def judged(words: tuple[str, ...], flags: Placement, folder: Path, **more: Any) -> Result:
+    """What `shardwise verify` finds about a script."""
+    asked = Plan(script=Script(words=words), placements=[flags], out=folder, **more)
+    verification = Verification(asked, make)
+    verification.check()
+    return verification.judge(flags)
+
+
+def make(run: Run, words: str) -> Training:
+    """Make a run, as `runs.make` does."""
+    folder = Path(tempfile.mkdtemp(prefix="record-"))
+    try:
+        _run(run, words, folder)
+        return records.read(folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _run(run: Run, words: str, folder: Path) -> None:
+    size = 1 if run.placement is None else run.placement.size or 1
+    arguments = command(run, folder)
+    arguments = arguments[arguments.index("shardwise.verify.script") + 1 :]
+    settings = {"arguments": arguments, "flags": _flags(run, folder), "environ": dict(run.environ)}
+    known = environment.draw_secret()
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        ranks = [
+            _Rank(rank, size, listener, known, settings, Origin(FORKED, main))
+            for rank in range(size)
+        ]
+    try:
+        for rank in ranks:
+            rank.process.join(LIMIT)
+        codes = [rank.process.exitcode for rank in ranks]
+        if any(codes):
+            said = "\n".join(rank.output() for rank in ranks)
+            raise RunFailed(words, 1, said)
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.reap()
+
+
+def _flags(run: Run, folder: Path) -> dict[str, str]:
+    if run.placement is None:
+        return {}
+    more = {"trial": "on", "stop_after": str(run.steps), "record_tensors": str(folder)}
+    return {**run.placement.settings, **more}
+
+
+def main(
+    connection: Connection, printed: int, environ: Mapping[str, str], settings: dict[str, Any]
+) -> None:
+    """Be a rank."""
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.environ.update(settings["environ"])
+    os.environ[config.FLAGS_VARIABLE] = json.dumps(settings["flags"])
+    code = 0
+    try:
+        script.main(settings["arguments"])
+    except SystemExit as left:
+        code = int(left.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    world._leave()
+    sys.stdout.flush()
+    os._exit(code)

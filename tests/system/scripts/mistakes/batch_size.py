@@ -1,0 +1,15 @@
+"""A batch size that is divided by the number of workers, where it is the total."""
+
+import torch
+from torch.utils.data import TensorDataset
+
+import shardwise as sw
+
+world = sw.init(seed=0)
+x = torch.randn(96, 8)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+engine = sw.Engine(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+for batch, targets in sw.Loader(dataset, batch_size=24 // world.size, shuffle=True):
+    engine.backward(torch.nn.functional.mse_loss(model(batch), targets))
+    engine.step()

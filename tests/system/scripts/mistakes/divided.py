@@ -1,0 +1,16 @@
+"""A loss that is divided by the number of workers by hand."""
+
+import torch
+from torch.utils.data import TensorDataset
+
+import shardwise as sw
+
+world = sw.init(seed=0)
+x = torch.randn(96, 8)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for batch, targets in sw.Loader(dataset, batch_size=12, shuffle=True):
+    loss = torch.nn.functional.mse_loss(model(batch), targets) / world.size
+    engine.backward(loss)
+    engine.step()

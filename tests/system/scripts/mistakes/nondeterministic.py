@@ -1,0 +1,26 @@
+"""An operation whose result is another one each time that the script runs."""
+
+import torch
+from torch.utils.data import TensorDataset
+
+import shardwise as sw
+
+world = sw.init(seed=0)
+x = torch.randn(96, 8)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+noise = torch.Generator()
+noise.seed()
+
+
+class Noisy(torch.nn.Module):
+    """Adds what a generator draws that was seeded by the system."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + 0.01 * torch.randn(values.shape[1], generator=noise)
+
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), Noisy(), torch.nn.Linear(16, 1))
+engine = sw.Engine(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+for batch, targets in sw.Loader(dataset, batch_size=12, shuffle=True):
+    engine.backward(torch.nn.functional.mse_loss(model(batch), targets))
+    engine.step()

@@ -1,0 +1,18 @@
+"""A learning rate that is multiplied by the number of workers, though the batch is the total."""
+
+import torch
+from torch.utils.data import TensorDataset
+
+import shardwise as sw
+
+world = sw.init(seed=0)
+x = torch.randn(96, 8)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * world.size)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+engine = sw.Engine(model, optimizer)
+for batch, targets in sw.Loader(dataset, batch_size=12, shuffle=True):
+    engine.backward(torch.nn.functional.mse_loss(model(batch), targets))
+    engine.step()
+    scheduler.step()

@@ -1,0 +1,98 @@
+"""The preset fp64: everything in a model is fp64, whatever it is fed."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.model.precision import PRESETS, ForwardPrecision, cast_models, is_cast, widen_states
+from shardwise.verify.script import Promoting
+
+
+class Casts(nn.Module):
+    """Makes fp32 tensors on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.GRU(4, 3, batch_first=True)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        start = torch.zeros(1, len(x), 3)  # without a dtype
+        out, _ = self.head((self.norm(x.float()) * scale).float().unsqueeze(1), start)
+        return out
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    made = Casts()
+    preset = PRESETS["fp64"]
+    assert preset.cast is not None
+    cast_models([made], preset.cast)
+    ForwardPrecision(preset, "cpu").attach(made)
+    return made
+
+
+def test_parameters_and_buffers_are_fp64_and_keep_their_values(model: nn.Module) -> None:
+    torch.manual_seed(0)
+    plain = Casts()
+    for one, two in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert one.dtype == (torch.float64 if two.is_floating_point() else two.dtype)
+        assert torch.equal(one, two.to(one.dtype))
+    assert is_cast([(plain.norm, "weight")], torch.float64)
+    assert not is_cast([(plain.norm, "weight")], torch.bfloat16)
+
+
+def test_a_forward_that_casts_goes_on_in_fp64(model: nn.Module) -> None:
+    before = torch.get_default_dtype()
+    out = model(torch.randn(5, 4), scale=torch.ones(4))
+    assert out.dtype == torch.float64
+    assert torch.get_default_dtype() == before
+    out.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in model.parameters())
+    assert copy.deepcopy(model)(torch.randn(5, 4), scale=torch.ones(4)).dtype == torch.float64
+
+
+def test_the_default_dtype_comes_back_after_a_forward_that_raises(model: nn.Module) -> None:
+    with pytest.raises(RuntimeError):
+        model(torch.randn(5, 3), scale=torch.ones(4))
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_integers_stay_what_they_are() -> None:
+    embedding = nn.Embedding(4, 2)
+    cast_models([embedding], torch.float64)
+    ForwardPrecision(PRESETS["fp64"], "cpu").attach(embedding)
+    assert embedding(torch.tensor([1, 2])).dtype == torch.float64
+
+
+def test_a_script_that_would_leave_fp64_stays_in_it() -> None:
+    wide, narrow = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 2)
+    with Promoting():
+        assert wide.float() is wide
+        assert wide.to(torch.float32).dtype == torch.float64
+        assert wide.to("cpu", dtype=torch.bfloat16).dtype == torch.float64
+        assert (wide @ narrow).dtype == torch.float64
+        assert F.binary_cross_entropy(wide.sigmoid(), torch.ones(3, 4)).dtype == torch.float64
+        assert narrow.to(torch.float16).dtype == torch.float16
+        assert wide.long().dtype == torch.int64
+        kept = narrow.clone()
+        kept.index_copy_(0, torch.tensor([1]), wide[:1, :2])
+        assert kept.dtype == torch.float32
+        with pytest.raises(RuntimeError, match="shape"):
+            wide @ wide
+    torch.testing.assert_close(kept[1], wide[0, :2].float())
+
+
+def test_state_that_an_optimizer_has_from_the_start_is_cast_too() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.Adagrad(layer.parameters(), initial_accumulator_value=0.1)
+    cast_models([layer], torch.float64)
+    widen_states([optimizer], torch.float64)
+    layer(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[layer.weight]
+    assert (state["sum"].dtype, state["step"].dtype) == (torch.float64, torch.float32)

@@ -1,0 +1,474 @@
+"""`shardwise verify`: what follows from recorded runs, with runs that are made up."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise import fingerprints
+from shardwise.errors import LaunchError
+from shardwise.tensor_log import Part, TensorLog
+from shardwise.verify import causes, placements, records, report, verdicts
+from shardwise.verify.causes import Suspect
+from shardwise.verify.comparing import compare
+from shardwise.verify.flow import Verification
+from shardwise.verify.placements import Placement
+from shardwise.verify.plan import Plan
+from shardwise.verify.records import Fed, Step, Training, Whole
+from shardwise.verify.report import Report
+from shardwise.verify.runs import Run, RunFailed, Script, command
+from shardwise.verify.verdicts import Verdict
+
+
+def whole(values: Tensor, *others: Tensor) -> Whole:
+    """A tensor of which rank 0 has `values`, and each further rank one of `others`."""
+    copies = {n: fingerprints.of(each) for n, each in enumerate((values, *others))}
+    return Whole(copies, values.flatten(), {n: [n] for n in copies})
+
+
+def training(
+    off: float = 0.0, *, begins: int = 1, steps: int = 4, fed: int = 7, **facts: Any
+) -> Training:
+    """A run of two tensors whose second differs by `off` from step `begins` on, and the loss from
+    the step after."""
+    made = []
+    for number in range(steps + 1):
+        gone = off if number >= begins else 0.0
+        one, two = torch.full((3,), 1.0 + number), torch.full((4,), 2.0 + number)
+        tensors = {
+            ("model", "0.weight"): whole(one.double()),
+            ("model", "1.weight"): whole(two.double() + gone),
+        }
+        loss = 5.0 - number + (off if number > begins else 0.0)
+        made.append(
+            Step(
+                number=number,
+                loss=loss if number else math.nan,
+                grad_norm=1.0 if number else math.nan,
+                weight=8.0 if number else math.nan,
+                lr=(0.1,),
+                samples=(),
+                fed=Fed(40, fed if number else 0, (1.0, float(fed)), 8 if number else 0),
+                numbers={},
+                tensors=tensors,
+            )
+        )
+    return Training({0: made}, {0: ["", "0", "1"]}, {}, {"driver": "engine", **facts})
+
+
+class TestComparing:
+    def test_equal_runs_have_the_same_bits(self) -> None:
+        found = compare(training(), training())
+        assert found.same_bits
+        assert found.first(0.0) is None
+        assert found.largest == 0.0
+
+    def test_the_first_step_and_tensor_that_differ(self) -> None:
+        found = compare(training(), training(1e-3, begins=2))
+        assert not found.same_bits
+        assert found.within(1e-2)
+        first = found.first(1e-8)
+        assert first is not None
+        assert first.number == 2
+        assert first.loss == 0.0
+        (tensor,) = first.beyond(1e-8)
+        assert tensor.name == "1.weight"
+        assert tensor.relative == pytest.approx(1e-3 / 4.0)
+        assert (tensor.exact, tensor.theirs, tensor.ours) == (True, 4.0, 4.001)
+
+    def test_tensors_stand_in_the_order_of_the_forward(self) -> None:
+        one, two = training(), training()
+        for run, off in ((one, 0.0), (two, 1.0)):
+            run.engines[0][1].tensors.clear()  # type: ignore[attr-defined]
+            for name in ("10.w", "9.w", "head.w", "9.w.exp_avg", "unused"):
+                kind = "optimizer" if "exp" in name else "model"
+                run.engines[0][1].tensors[kind, name] = whole(torch.ones(2) + off)  # type: ignore[index]
+        one = replace(one, order={0: ["", "head", "9", "10"]})
+        first = compare(one, two).first(0.0)
+        assert first is not None
+        names = [each.name for each in first.tensors]
+        assert names == ["unused", "head.w", "9.w", "9.w.exp_avg", "10.w"]
+
+    def test_copies_of_other_ranks_count_too(self) -> None:
+        one, two = training(), training()
+        values = torch.full((3,), 2.0).double()
+        two.engines[0][1].tensors["model", "0.weight"] = whole(values, values + 0.5)  # type: ignore[index]
+        first = compare(one, two).first(1e-8)
+        assert first is not None
+        assert first.tensors[0].strays == (1,)
+        assert first.tensors[0].relative > 0.05
+
+    def test_what_is_zero_but_for_rounding_is_compared_with_its_kind(self) -> None:
+        one, two = training(), training()
+        for run, tiny in ((one, 1e-18), (two, -1e-18)):
+            run.engines[0][2].tensors["model", "bias"] = whole(torch.tensor([tiny]).double())  # type: ignore[index]
+        found = compare(one, two)
+        assert not found.same_bits
+        assert found.within(1e-8)
+
+    def test_without_values_the_sketch_says_how_far(self) -> None:
+        one, two = training(), training(1e-3)
+        for step in two.engines[0]:
+            for key, each in step.tensors.items():
+                step.tensors[key] = replace(each, values=None)  # type: ignore[index]
+        first = compare(one, two).first(1e-8)
+        assert first is not None
+        assert not first.tensors[0].exact
+        assert 1e-4 < first.tensors[0].relative < 1e-3
+
+    def test_other_numbers_of_steps_are_a_difference(self) -> None:
+        found = compare(training(), training(steps=3))
+        assert not found.same_bits
+        assert not found.within(1e9)
+        assert compare(training(), training(steps=3), steps=2).same_bits
+
+    def test_names_of_an_original_are_matched_by_the_order_of_its_optimizer(self) -> None:
+        one, two = training(), training()
+        names = {"0.weight": "net.a", "1.weight": "net.b"}
+        shapes = {"0.weight": (3,), "1.weight": (4,)}
+        moved = [
+            replace(s, tensors={(k, names[n]): w for (k, n), w in s.tensors.items()})
+            for s in one.engines[0]
+        ]
+        one = replace(
+            one, engines={0: moved}, parameters={0: [[(names[n], s) for n, s in shapes.items()]]}
+        )
+        assert not compare(one, two).same_bits
+        two = replace(two, parameters={0: [list(shapes.items())]})
+        assert compare(one, two).same_bits
+
+
+class TestRecords:
+    def test_parts_of_all_ranks_become_whole_tensors(self, tmp_path: Path) -> None:
+        values = torch.randn(10, dtype=torch.float64)
+        for rank, (first, end) in enumerate(((0, 6), (6, 10))):
+            log = TensorLog(tmp_path, rank)
+            parts = [
+                Part("model", "w", values[first:end], first),
+                Part("buffer", "b", torch.full((2,), float(rank)), copy=rank),
+            ]
+            log.write(0, 0, FIGURES | {"fed": fed(rank)}, parts)
+            log.note("rank", {"driver": "engine", "rank": [f"a.py:{rank}"]})
+        found = records.read(tmp_path)
+        assert found.driver == "engine"
+        assert found.facts["rank"] == ["a.py:0", "a.py:1"]
+        (step,) = found.engines[0]
+        weight, buffer = step.tensors["model", "w"], step.tensors["buffer", "b"]
+        assert weight.print.same_bits(fingerprints.of(values))
+        assert weight.values is not None
+        assert torch.equal(weight.values, values)
+        assert not weight.strays
+        assert buffer.strays == [1]
+        assert (step.fed.rows, step.fed.elements) == (5, 10)
+
+    def test_values_that_were_not_wanted_are_left_out(self, tmp_path: Path) -> None:
+        (tmp_path / "wanted.json").write_text(json.dumps({"names": ["a"]}))
+        parts = [Part("model", name, torch.ones(3)) for name in ("a", "b")]
+        TensorLog(tmp_path, 0).write(0, 0, FIGURES | {"fed": fed(0)}, parts)
+        tensors = records.read(tmp_path).engines[0][0].tensors
+        assert tensors["model", "a"].values is not None
+        assert tensors["model", "b"].values is None
+
+
+FIGURES: dict[str, Any] = {
+    "lr": [0.1],
+    "numbers": {},
+    "order": [],
+    "samples": [],
+    "parameters": [],
+}
+
+
+def fed(rank: int) -> dict[str, Any]:
+    return {"elements": 5, "hashes": rank, "sums": [1.0, 2.0], "rows": 2 + rank}
+
+
+P = Placement
+BIG = P(
+    size=4,
+    settings={
+        "zero": "3",
+        "offload_optimizer": "cpu",
+        "offload_params": "cpu",
+        "micro_batch_size": "2",
+        "tensor": "2",
+        "compile": "on",
+        "seed": "5",
+    },
+)
+
+
+class TestPlacements:
+    def test_words(self) -> None:
+        assert str(P(size=2, settings={"zero": "3", "compile": "on", "overlap": "off"})) == (
+            "-n 2 --zero 3 --compile --no-overlap"
+        )
+        assert str(P(size=None, launcher=("-H", "a:2"))) == "-H a:2"
+
+    def test_the_reference_trains_the_same_on_one(self) -> None:
+        assert str(BIG.reference()) == "-n 1 --zero 0 --seed 5"
+        exact = P(size=2, settings={"exact": "4", "precision": "bf16-mixed", "zero": "1"})
+        assert str(exact.reference()) == "-n 1 --zero 0 --exact 4 --precision bf16-mixed"
+
+    @pytest.mark.parametrize(
+        ("differs", "smallest"),
+        [
+            (lambda p: True, "-n 2 --zero 0 --seed 5"),
+            (lambda p: p.level == 3, "-n 1 --seed 5 --zero 3"),
+            (lambda p: p.level >= 2 and p.size > 1, "-n 2 --seed 5 --zero 2"),
+            (lambda p: "micro_batch_size" in p.settings, "-n 1 --micro-batch-size 2"),
+            (lambda p: "tensor" in p.settings, "-n 2 --tensor 2"),
+            (lambda p: p.size == 4, "-n 4"),
+            (lambda p: "compile" in p.settings, "-n 1 --compile"),
+            (lambda p: "offload_params" in p.settings, "-n 1 --offload-params cpu"),
+        ],
+    )
+    def test_the_smallest_that_differs(
+        self, differs: Callable[[Placement], bool], smallest: str
+    ) -> None:
+        found = placements.smallest(BIG, differs)
+        assert differs(found)
+        words = str(found)
+        kept = {word for word in smallest.split() if word.startswith("--")}
+        assert words.startswith(smallest.split(" --")[0])
+        assert {w for w in words.split() if w.startswith("--")} >= kept
+
+    def test_nothing_that_cannot_be_is_tried(self) -> None:
+        tried: list[Placement] = []
+
+        def differs(placement: Placement) -> bool:
+            tried.append(placement)
+            return False
+
+        assert placements.smallest(BIG, differs) == BIG
+        assert all(each.is_legal for each in tried)
+        assert len({str(each) for each in tried}) == len(tried)
+
+
+class TestCauses:
+    A, B, C = (Suspect(name=name, words=name) for name in "abc")
+
+    def test_the_first_that_takes_the_difference_away(self) -> None:
+        found = causes.find([self.A, self.B], lambda several: several == [self.B], "clue")
+        assert found.causes == [self.B]
+
+    def test_two_together(self) -> None:
+        found = causes.find(
+            [self.A, self.B, self.C],
+            lambda several: {self.A.name, self.C.name} <= names(several),
+            "",
+        )
+        assert names(found.causes) == {"a", "c"}
+
+    def test_of_several_explanations_the_particular_one(self) -> None:
+        size = Suspect(name="size", words="")
+        several = [self.A, self.B, size]
+        found = causes.find(several, lambda tried: len(names(tried) - {"rank"}) >= 2, "")
+        assert names(found.causes) == {"a", "b"}
+
+    def test_none_is_named_where_none_takes_it_away(self) -> None:
+        found = causes.find([self.A, self.B], lambda several: False, "look there")
+        assert (found.causes, found.clue) == ([], "look there")
+
+    def test_who_is_suspected_follows_from_what_was_seen(self) -> None:
+        one = training()
+        plain = compare(one, training(0.1))
+        assert suspected(one, training(0.1), plain) == []
+        seen = training(0.1, batch_norm=["1"], dropout=["a.py:3"], rank=["a.py:9"], size=["a.py:1"])
+        assert suspected(one, seen, plain) == ["batch_norm", "dropout", "rank", "size"]
+        other = training(0.1, fed=8)
+        assert suspected(one, other, compare(one, other)) == ["draws"]
+
+    def test_a_loss_that_is_half_of_the_reference(self) -> None:
+        one, two = training(), training()
+        halved = [replace(s, loss=s.loss / 2) for s in two.engines[0]]
+        two = replace(two, engines={0: halved})
+        (suspect,) = causes.suspects(one, two, compare(one, two), 1e-8, 2)
+        assert suspect.alter == {"loss": pytest.approx(2.0)}
+        assert "divided by 2 (the number of workers)" in suspect.words
+
+    def test_a_rate_that_is_another(self) -> None:
+        one, two = training(), training(0.1)
+        two = replace(two, engines={0: [replace(s, lr=(0.2,)) for s in two.engines[0]]})
+        (suspect,) = causes.suspects(one, two, compare(one, two), 1e-8, 2)
+        assert suspect.alter == {"lr": {"0": [[0.1]] * 4}}
+        assert "2 times" in suspect.words
+
+
+def names(several: Any) -> set[str]:
+    return {each.name for each in several}
+
+
+def suspected(one: Training, two: Training, comparison: Any) -> list[str]:
+    return [each.name for each in causes.suspects(one, two, comparison, 1e-8, 2)]
+
+
+def plan(tmp_path: Path, **more: Any) -> Plan:
+    given: dict[str, Any] = {
+        "script": Script(words=("train.py",)),
+        "placements": [P(size=2, settings={"zero": "2"})],
+        "steps": 4,
+        "out": tmp_path,
+    }
+    return Plan(**{**given, **more})
+
+
+def judged(tmp_path: Path, make: Callable[[Run, str], Training], **more: Any) -> verdicts.Result:
+    asked = plan(tmp_path, **more)
+    verification = Verification(asked, make)
+    verification.check()
+    return verification.judge(asked.placements[0])
+
+
+def is_wide(run: Run) -> bool:
+    return run.placement is not None and run.placement.settings.get("precision") == "fp64"
+
+
+def is_alone(run: Run) -> bool:
+    return run.placement is None or run.placement.size == 1
+
+
+class TestVerdicts:
+    def test_the_same_bits_take_two_runs(self, tmp_path: Path) -> None:
+        made: list[str] = []
+
+        def make(run: Run, words: str) -> Training:
+            made.append(words)
+            return training()
+
+        result = judged(tmp_path, make)
+        assert result.verdict is Verdict.BITS
+        assert made == ["the reference", "-n 2 --zero 2"]
+        assert "Equal to the last bit over 4 steps" in verdicts.sentences(result)[0]
+
+    def test_rounding_is_proved_in_fp64(self, tmp_path: Path) -> None:
+        def make(run: Run, words: str) -> Training:
+            return training(0.0 if is_alone(run) else 1e-12 if is_wide(run) else 1e-3)
+
+        result = judged(tmp_path, make)
+        assert result.verdict is Verdict.ROUNDING
+        assert "in fp64 the same script agrees to" in verdicts.sentences(result)[0]
+
+    def test_what_agrees_as_it_is_needs_no_fp64(self, tmp_path: Path) -> None:
+        result = judged(tmp_path, lambda run, words: training(0.0 if is_alone(run) else 1e-12))
+        assert (result.verdict, result.wide) == (Verdict.ROUNDING, None)
+
+    def test_a_script_that_does_not_run_in_fp64_is_not_proved(self, tmp_path: Path) -> None:
+        def make(run: Run, words: str) -> Training:
+            if is_wide(run):
+                raise RunFailed(words, 1, "RuntimeError: mat1 and mat2")
+            return training(0.0 if is_alone(run) else 1e-6)
+
+        result = judged(tmp_path, make)
+        assert result.verdict is Verdict.UNPROVED
+        assert "RuntimeError: mat1 and mat2" in verdicts.sentences(result)[0]
+
+    def test_a_difference_is_named_with_step_tensor_placement_and_cause(
+        self, tmp_path: Path
+    ) -> None:
+        def make(run: Run, words: str) -> Training:
+            bad = not is_alone(run) and "dropout" not in run.alter
+            return training(1e-3 if bad else 0.0, begins=2, dropout=["model.py:7"])
+
+        result = judged(
+            tmp_path, make, placements=[P(size=4, settings={"zero": "3", "micro_batch_size": "2"})]
+        )
+        assert result.verdict is Verdict.DIFFERS
+        first, smallest, cause = verdicts.sentences(result)
+        assert first.startswith("Differs in fp64, first in step 1. The first in order of") or (
+            "first in step 1" in first and "1.weight, by 0.00025" in first
+        )
+        assert smallest == "The smallest placement that differs: -n 2 --zero 0"
+        assert cause.startswith("Cause: dropout at model.py:7")
+
+    def test_of_a_large_model_the_first_tensors_are_compared_by_value(self, tmp_path: Path) -> None:
+        wanted: list[Any] = []
+
+        def make(run: Run, words: str) -> Training:
+            wanted.append(run.values)
+            made = training(0.0 if is_alone(run) else 1e-3)
+            if run.values is None:
+                for step in made.engines[0]:
+                    for key, each in step.tensors.items():
+                        step.tensors[key] = replace(each, values=None)  # type: ignore[index]
+            return made
+
+        result = judged(tmp_path, make, causes=False)
+        assert wanted == [None] * 4 + [["1.weight"]] * 2
+        assert "1.weight, by 0.00033 (element 0: 3.001, not 3)" in verdicts.sentences(result)[0]
+
+    def test_a_reference_that_does_not_repeat_itself_is_the_cause(self, tmp_path: Path) -> None:
+        count = iter(range(100))
+
+        def make(run: Run, words: str) -> Training:
+            return training(next(count) * 1e-3)
+
+        result = judged(tmp_path, make)
+        assert result.found is not None
+        assert [each.name for each in result.found.causes] == ["nondeterministic"]
+
+    def test_a_script_without_a_seed(self, tmp_path: Path) -> None:
+        count = iter(range(100))
+
+        def make(run: Run, words: str) -> Training:
+            assert run.placement is not None
+            return training(0.0 if "seed" in run.placement.settings else next(count) * 1e-3)
+
+        result = judged(tmp_path, make)
+        assert result.found is not None
+        assert [each.name for each in result.found.causes] == ["seed"]
+
+    def test_a_script_without_an_engine_is_told_so(self, tmp_path: Path) -> None:
+        def make(run: Run, words: str) -> Training:
+            return replace(training(), facts={"driver": ""})
+
+        with pytest.raises(LaunchError, match=r"train.py makes no sw.Engine"):
+            judged(tmp_path, make)
+
+    def test_every_verdict_has_words_and_a_code_of_its_own(self) -> None:
+        assert len({each.words for each in Verdict}) == len(Verdict)
+        assert Verdict.BITS.value == 0
+        assert not {each.value for each in Verdict} & {1, 2}
+
+    def test_the_original_is_run_by_itself(self, tmp_path: Path) -> None:
+        runs: list[Run] = []
+
+        def make(run: Run, words: str) -> Training:
+            runs.append(run)
+            return replace(
+                training(), facts={"driver": "plain" if run.placement is None else "engine"}
+            )
+
+        original = Script(words=("plain.py", "--epochs", "1"))
+        assert judged(tmp_path, make, against=original).verdict is Verdict.BITS
+        assert (runs[0].script, runs[0].placement) == (original, None)
+        words = command(runs[0], tmp_path)
+        assert words[1:3] == ["-m", "shardwise.verify.script"]
+        assert words[4:] == ["plain.py", "--epochs", "1"]
+        assert "run" in command(runs[1], tmp_path)
+
+
+@pytest.mark.parametrize("off", [0.0, 1e-3])
+def test_a_report_has_page_picture_and_json(tmp_path: Path, off: float) -> None:
+    def make(run: Run, words: str) -> Training:
+        return training(0.0 if is_alone(run) else off)
+
+    asked = plan(tmp_path)
+    result = judged(tmp_path, make)
+    report.write(Report(plan=asked, results=[result]), tmp_path, tmp_path / "ci.json")
+    told = json.loads((tmp_path / "ci.json").read_text())
+    assert told == json.loads((tmp_path / "verify.json").read_text())
+    assert told["exit_code"] == result.verdict.value
+    (placement,) = told["placements"]
+    assert placement["first_tensor"] == ("1.weight" if off else None)
+    assert placement["first_step"] == (0 if off else None)
+    page = (tmp_path / "verify.html").read_text()
+    assert result.verdict.words in page
+    assert "<svg" in page
+    assert (tmp_path / "verify.png").read_bytes().startswith(b"\x89PNG")
