@@ -158,7 +158,8 @@ class Recorder:
         figures = {"loss": loss, "grad_norm": followed.norm}
         self._loss = 0.0
         self._write(number, followed, figures)
-        if self._plain and number == 0 and followed.steps >= self._stop_after:
+        first = next(n for n, each in enumerate(self._optimizers) if each.steps)
+        if self._plain and number == first and followed.steps >= self._stop_after:
             raise SystemExit(0)
 
     def _write(self, number: int, followed: _Followed, figures: dict[str, Any]) -> None:
