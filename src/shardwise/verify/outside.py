@@ -44,7 +44,7 @@ class Recorder:
         self._log: TensorLog | None = None
         self._optimizers: list[_Followed] = []
         self._loss, self._norm = 0.0, math.nan
-        self._backwards = 0
+        self._backwards, self._is_inside = 0, False
         self._first: float | None = None
         """The loss of the first backward inside of a step with a closure."""
         self._follow_losses()
@@ -73,10 +73,16 @@ class Recorder:
 
         @wraps(backward)
         def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_inside:  # called again for itself, as a mode of torch functions does
+                return backward(tensors, *args, **kwargs)
             self._backwards += 1
             for loss in (tensors,) if isinstance(tensors, Tensor) else tensors:
                 self._add(loss)
-            return backward(tensors, *args, **kwargs)
+            self._is_inside = True
+            try:
+                return backward(tensors, *args, **kwargs)
+            finally:
+                self._is_inside = False
 
         forget: Any = optim.Optimizer.zero_grad
 
@@ -158,7 +164,8 @@ class Recorder:
         figures = {"loss": loss, "grad_norm": followed.norm}
         self._loss = 0.0
         self._write(number, followed, figures)
-        if self._plain and number == 0 and followed.steps >= self._stop_after:
+        first = next(n for n, each in enumerate(self._optimizers) if each.steps)
+        if self._plain and number == first and followed.steps >= self._stop_after:
             raise SystemExit(0)
 
     def _write(self, number: int, followed: _Followed, figures: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from shardwise import fingerprints
 from shardwise.fingerprints import Fingerprint
 from shardwise.tensor_log import read_fingerprint
 
+T = TypeVar("T")
 Key = tuple[str, str]
 """Kind and name of a tensor."""
 
@@ -116,7 +117,13 @@ def read(folder: Path) -> Training:
         engines[engine].append(_step(step, rows))
         order[engine] = rows[0][1]["order"] or order.get(engine, [])
         parameters[engine] = rows[0][1]["parameters"]
-    return Training(dict(engines), order, parameters, _facts(ranks))
+    # An original may have made optimizers that never step: those that do are counted.
+    return Training(_dense(engines), _dense(order), _dense(parameters), _facts(ranks))
+
+
+def _dense(found: Mapping[int, T]) -> dict[int, T]:
+    """The same, numbered from 0."""
+    return {number: found[engine] for number, engine in enumerate(sorted(found))}
 
 
 def _facts(ranks: list[Path]) -> dict[str, Any]:
