@@ -141,29 +141,10 @@ def test_the_largest_model(python, tmp_path):
 
 @pytest.mark.full
 def test_the_largest_model_with_states_on_the_host(python, tmp_path):
-    flags = [
-        "--width",
-        "32",
-        "--batch",
-        "2",
-        "--vocabulary",
-        "64",
-        "--sequence",
-        "8",
-        "--most",
-        "1",
-        "--contenders",
-    ]
+    sizes = {"width": 32, "batch": 2, "vocabulary": 64, "sequence": 8, "most": 1}
+    flags = [f"--{name}={value}" for name, value in sizes.items()] + ["--folder", tmp_path]
     done = subprocess.run(
-        [
-            python,
-            BENCHMARKS / "largest.py",
-            "--folder",
-            tmp_path,
-            *flags,
-            "--contenders",
-            "ZERO_3 + cpu",
-        ],
+        [python, BENCHMARKS / "largest.py", *flags, "--contenders", "ZERO_3 + cpu"],
         capture_output=True,
         text=True,
         timeout=300,
