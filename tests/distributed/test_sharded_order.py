@@ -398,7 +398,7 @@ def starts_case(world):
 
     def spy(name, verb):
         def call(self, buffer, *args, **options):
-            log.append((self._group is not None, name, buffer.numel()))
+            log.append((self.messages._group is not None, name, buffer.numel()))
             return verb(self, buffer, *args, **options)
 
         return call

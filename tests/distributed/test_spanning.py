@@ -61,12 +61,6 @@ def test_half_precision_sums_in_fp32(hosts, numel):
     hosts()(verbs.half_precision, numel)
 
 
-@pytest.mark.parametrize("numel", [1, 300, 300_000])
-@pytest.mark.parametrize("size", [4, 6])
-def test_sums_are_told_in_pieces(hosts, size, numel):
-    hosts(size)(verbs.told_sums, numel)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sums_in_a_tree(hosts, dtype):
     hosts()(verbs.in_tree, 80_000, dtype)
