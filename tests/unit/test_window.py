@@ -5,7 +5,7 @@ import torch
 
 from shardwise.current_batch import Batch
 from shardwise.engine.accumulation import Window
-from shardwise.engine.exact_mean import Share, is_summed, share_of
+from shardwise.engine.exact_mean import Share, divisor_of, share_of
 from shardwise.errors import UsageError
 
 LOSS = torch.tensor(2.0)
@@ -16,9 +16,9 @@ def count(window, batch, weight=None, same_items=None, summed=False):
     """Whether the items of one more loss had been counted; it is added."""
     share = share_of(batch, weight, summed=summed)
     given = weight is not None
-    window.check_reduction(summed=summed)
+    window.check_reduction(float(summed))
     again = window.is_again(share, batch, given=given, same_items=same_items)
-    window.summed = summed
+    window.divisor = float(summed)
     window.add(LOSS, share, batch, given=given, again=again)
     return again
 
@@ -78,9 +78,11 @@ def test_sums_have_the_factor_one_and_no_weight():
 
 
 def test_words_for_a_reduction():
-    assert not is_summed("mean", weighted=True)
-    assert is_summed("sum", weighted=False)
-    with pytest.raises(UsageError, match="one of mean, sum, not 'total'"):
-        is_summed("total", weighted=False)
-    with pytest.raises(UsageError, match="leave one of them out"):
-        is_summed("sum", weighted=True)
+    assert divisor_of("mean", weighted=True, replicas=4) == 0
+    assert divisor_of("sum", weighted=False, replicas=4) == 1
+    assert divisor_of("ddp", weighted=False, replicas=4) == 4
+    with pytest.raises(UsageError, match="one of mean, sum, ddp, not 'total'"):
+        divisor_of("total", weighted=False, replicas=4)
+    for word in ("sum", "ddp"):
+        with pytest.raises(UsageError, match=f'reduction="{word}".*leave one of them out'):
+            divisor_of(word, weighted=True, replicas=4)

@@ -24,8 +24,8 @@ class Window:
     weights: list[Number] = field(default_factory=list)
     losses: list[Number] = field(default_factory=list)
     indices: list[tuple[int, ...]] = field(default_factory=list)
-    summed: bool = False
-    """Whether losses are sums over items, not means."""
+    divisor: float = 0.0
+    """What the added losses are divided by; 0 where they are means: by the items."""
     stepping: bool = False
     """Whether the step has begun; it stays so where the step fails."""
     _seen: list[_Seen] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Window:
     def clear(self) -> None:
         """The step is over, or forgotten: begin anew."""
         self.weights, self.losses, self.indices, self._seen = [], [], [], []
-        self.summed = self.stepping = False
+        self.divisor, self.stepping = 0.0, False
 
     @property
     def backwards(self) -> int:
@@ -73,7 +73,7 @@ class Window:
                 "of this step has counted, and this is the first one: leave it out here."
             )
         before = (earlier or self._seen)[-1].items
-        if not self.summed and float(share.items) != float(before):
+        if not self.divisor and float(share.items) != float(before):
             raise UsageError(
                 f"same_items=True, but this loss is a mean over {float(share.items):g} items and "
                 f"the one before over {float(before):g}. Means over other numbers cannot be added "
@@ -82,13 +82,13 @@ class Window:
             )
         return True
 
-    def check_reduction(self, *, summed: bool) -> None:
+    def check_reduction(self, divisor: float) -> None:
         """Raise UsageError where earlier losses of the step were reduced in another way."""
-        if self.backwards and summed != self.summed:
+        if self.backwards and divisor != self.divisor:
             raise UsageError(
-                'One step has losses that are sums (reduction="sum") and losses that are means, '
-                "which are divided by different numbers: add them to one loss before "
-                "engine.backward, or write both in one way."
+                'One step has losses that are sums (reduction="sum" or "ddp") and losses that are '
+                "means, or both kinds of sums, which are divided by different numbers: add them to "
+                "one loss before engine.backward, or write all in one way."
             )
 
     def add(
@@ -126,9 +126,9 @@ class StepStats:
     """What a step did, over all workers. Plain numbers, alike on all ranks.
 
     `loss` is the mean over all items of all workers and micro-batches, or their sum where the
-    losses were sums; `weight` is the number of items, `grad_norm` the global 2-norm of the gradient
-    before clipping. `skipped` when nothing was updated: the total weight was zero, or a gradient
-    overflowed under a loss scale.
+    losses were sums (with reduction="ddp" the mean of the workers' sums); `weight` is the number of
+    items, `grad_norm` the global 2-norm of the gradient before clipping. `skipped` when nothing was
+    updated: the total weight was zero, or a gradient overflowed under a loss scale.
     """
 
     loss: float
@@ -146,7 +146,7 @@ class Message:
     """What a rank tells all others at a step, as one fp64 vector.
 
     | weights | losses x factor | squared norm | backwards | options | used, packed | late,
-    packed | news | several | unsaved | asked | written | summed |
+    packed | news | several | unsaved | asked | written | divisor |
 
     How many numbers the first three are is a matter of the step's parts. `backwards` leaves out
     those of weight 0. `options` is a checksum of the optimizers' options; joined it is NaN where
@@ -154,7 +154,7 @@ class Message:
     after the bucket had started. `news`: a buffer was seen to change for the first time. `several`:
     there was more than one backward. `unsaved`: a save in the background has failed. `asked`: the
     signal that asked this rank to end, or 0; of all ranks the highest. `written`: user code has
-    written into parameters. `summed`: the losses are sums, not means.
+    written into parameters. `divisor`: what the added losses are divided by, 0 for means.
     """
 
     weights: list[Number]
@@ -169,11 +169,11 @@ class Message:
     unsaved: bool
     asked: int
     written: bool
-    summed: bool
+    divisor: float
 
     def row(self, device: torch.device) -> Tensor:
         """The vector, on `device`. Numbers of an accelerator move together, or stay there."""
-        told = self.news, self.several, self.unsaved, self.asked, self.written, self.summed
+        told = self.news, self.several, self.unsaved, self.asked, self.written, self.divisor
         flags = [*_packed(self.used), *_packed(self.late), *map(float, told)]
         known = [float(self.backwards), self.options, *flags]
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
@@ -207,7 +207,7 @@ class Message:
             unsaved=any(row[2] for row in flags),
             asked=int(max(row[3] for row in flags)),
             written=any(row[4] for row in flags),
-            summed=flags[0][5] if len({row[5] for row in flags}) == 1 else math.nan,
+            divisor=flags[0][5] if len({row[5] for row in flags}) == 1 else math.nan,
         )
 
 
@@ -221,8 +221,8 @@ class Totals:
     gradient for it, `late` by bucket whether any came after it had started; `news` whether a buffer
     was seen to change for the first time, `several` whether any rank made more than one backward,
     `unsaved` whether a save in the background has failed. `asked` is the signal that asked any to
-    end, or 0. `written` says whether user code has written into parameters of any rank, `summed`
-    whether the losses are sums: NaN where ranks differ.
+    end, or 0. `written` says whether user code has written into parameters of any rank, `divisor`
+    what the added losses are divided by, 0 for means: NaN where ranks differ.
     """
 
     weight: float
@@ -237,12 +237,12 @@ class Totals:
     unsaved: bool
     asked: int
     written: bool
-    summed: float
+    divisor: float
 
     @property
     def denominator(self) -> float:
         """What the added losses and gradients are divided by."""
-        return 1.0 if self.summed else self.weight
+        return self.divisor or self.weight
 
     @property
     def alike(self) -> bool:

@@ -18,7 +18,7 @@ from shardwise.engine import pipeline_runner, start_lines, usage_checks
 from shardwise.engine.accumulation import Totals
 from shardwise.engine.build import States
 from shardwise.engine.drawing import Drawing
-from shardwise.engine.exact_mean import Seeds, Share, is_summed, share_of
+from shardwise.engine.exact_mean import Seeds, Share, divisor_of, share_of
 from shardwise.engine.pipeline_runner import Pipelining
 from shardwise.engine.user_objects import Takeover
 from shardwise.errors import CollectiveError
@@ -66,7 +66,9 @@ class Backwards(Drawing):
 
         Without `weight` it is the number of samples that the Loader last gave; without a Loader,
         1. A device tensor is fine. With `reduction="sum"` the loss is a sum over items, and those
-        of all workers and backwards are added.
+        of all workers and backwards are added. With `reduction="ddp"` losses are what
+        DistributedDataParallel takes them for: those of a worker add up, whatever they are means
+        over, and the sums are averaged over the workers.
 
         Several losses of one batch add up, as in plain PyTorch: its samples count once. With
         `weight`, `same_items` says so of a further loss of the items that an earlier backward of
@@ -79,10 +81,11 @@ class Backwards(Drawing):
         loss cannot be told.
         """
         usage_checks.check_loss(loss)
-        given, summed = weight is not None, is_summed(reduction, weighted=weight is not None)
+        given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
+        summed = divisor > 0
         batch = self._begin_backward(weighted=given or summed, anew=given and not same_items)
         share = share_of(batch, weight, summed=summed)
-        again = self._weigh(share, batch, given=given, summed=summed, same_items=same_items)
+        again = self._weigh(share, batch, given=given, divisor=divisor, same_items=same_items)
         self._announce(None, loss, batch, summed=summed)
         if last is None:
             last = batch.last if batch is not None else True
@@ -108,7 +111,7 @@ class Backwards(Drawing):
         same_items: bool | None = None,
     ) -> Tensor:
         """`loss = loss_of(*batch)`, then `backward(loss)`, in micro-batches; returns the mean loss,
-        or with `reduction="sum"` the sum.
+        or with `reduction="sum"` or `"ddp"` the sum.
 
         `loss_of` calls the model and returns a scalar loss that is a mean over the items of what
         it is given: the rows of `batch`, a nest of tensors of one equal first dimension, are cut
@@ -119,7 +122,8 @@ class Backwards(Drawing):
         `backward`.
         """
         self.world.draws.begin()
-        given, summed = weight is not None, is_summed(reduction, weighted=weight is not None)
+        given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
+        summed = divisor > 0
         of = self._begin_backward(weighted=given or summed, anew=given and not same_items)
         count = pipeline_runner.count_of(self.settings, batch, self._recipe.group)
         cut = pipeline_runner.parts_of(batch, count)
@@ -130,7 +134,7 @@ class Backwards(Drawing):
         ]
         factors = [float(each > 0) for each in items] if summed else items
         share = Share(factor=sum(factors), items=sum(items))
-        again = self._weigh(share, of, given=given, summed=summed, same_items=same_items)
+        again = self._weigh(share, of, given=given, divisor=divisor, same_items=same_items)
         self._announce(count)
         parts = [(factor, part) for factor, (_, part) in zip(factors, cut, strict=True)]
         last = of.last if of is not None else True
@@ -213,19 +217,22 @@ class Backwards(Drawing):
         self._check_gradients()
         return batch
 
+    def _divisor(self, reduction: str, *, weighted: bool) -> float:
+        return divisor_of(reduction, weighted=weighted, replicas=self.world.data_size)
+
     def _weigh(
         self,
         share: Share,
         batch: Batch | None,
         *,
         given: bool,
-        summed: bool,
+        divisor: float,
         same_items: bool | None,
     ) -> bool:
         """Whether the items of a loss count already; raises where it does not go with others."""
-        self._window.check_reduction(summed=summed)
+        self._window.check_reduction(divisor)
         again = self._window.is_again(share, batch, given=given, same_items=same_items)
-        self._window.summed = summed
+        self._window.divisor = divisor
         return again
 
     def _announce(

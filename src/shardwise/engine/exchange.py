@@ -53,7 +53,7 @@ def exchange(
         unsaved=unsaved,
         asked=asked,
         written=written,
-        summed=window.summed,
+        divisor=window.divisor,
     )
     told = mine.row(group.small_device)
     # Looked at on the CPU: one copy from a GPU, and no more waiting for it.

@@ -216,10 +216,10 @@ class Stepping(Backwards):
         try:
             if not totals.alike:
                 raise self._options.difference(self._group)
-            if math.isnan(totals.summed):
+            if math.isnan(totals.divisor):
                 raise UsageError(
-                    'Losses of this step are sums on some ranks (reduction="sum") and means on '
-                    "others: write them in one way."
+                    'Losses of this step are sums on some ranks (reduction="sum" or "ddp") and '
+                    "means, or the other kind of sums, on others: write them in one way."
                 )
             if totals.written:
                 self._held.check_written()
@@ -312,7 +312,7 @@ class Stepping(Backwards):
     def _end_step(self, totals: Totals) -> None:
         if totals.weight:
             self._scale.update(overflow=not math.isfinite(totals.squared_norm))
-            factors = totals.backwards if totals.summed else totals.weight
+            factors = totals.backwards if totals.divisor else totals.weight
             self._seeds.follow(factors, totals.backwards)
         self._states.gradients.clear()
         if totals.several and self.settings.reduce_dtype == "fp32":
