@@ -225,6 +225,13 @@ class Settings:
     seed: int | None = _setting(
         None, values.whole(0, values.LARGEST_SEED), "recover", "overrides the script's seed", "S"
     )
+    reseed: bool = _setting(
+        True,
+        values.switch,
+        "recover",
+        "seed generators at every step; off: they are the script's own",
+        rare=True,
+    )
     timeout: float = _setting(
         300.0,
         values.number(0, values.LONGEST, above=True),

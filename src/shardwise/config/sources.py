@@ -81,6 +81,7 @@ def unknown_key(name: str, known: Iterable[str], source: str) -> ConfigError:
 _ELSEWHERE = {
     "device": "sw.init",
     "seed": "sw.init",
+    "reseed": "sw.init",
     "timeout": "sw.init",
     "warn_after": "sw.init",
     "transport": "sw.init",

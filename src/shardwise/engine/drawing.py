@@ -56,10 +56,11 @@ class Drawing(Resumable):
             self._recipe.line.begin(randomness.seed_from(self.world.seed, "line", *coordinates))
 
     def _reseed(self) -> None:
-        """Let what is drawn from now on be a pure function of what it is drawn for."""
+        """Let what is drawn from now on be a pure function of what it is drawn for, unless the
+        generators are the script's own (`--no-reseed`)."""
         self._draws_apart = True
         self.world.draws.part()
         self._forget_draws()
         seed = self._parts.seed(self.world.seed, self._number, self.steps, self._window.backwards)
-        if seed is not None:
+        if seed is not None and self.world.settings.reseed:
             randomness.seed_everything(seed)
