@@ -268,6 +268,15 @@ class Engine(Stepping):
         if not self.world.settings.trial:
             whole_tensors.export(self._recipe, self._states, path, model)
 
+    def model_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
+        """The state_dict of `model` (default: the only one) with whole tensors, on rank 0; on the
+        other ranks an empty one.
+
+        Its tensors are on the CPU and nobody else's; tied weights are one tensor. Collective where
+        parameters are sharded, and then rank 0 holds the whole model while it is copied.
+        """
+        return whole_tensors.model_state_dict(self._recipe, self._states, model)
+
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
         """The state_dict that `optimizer` (default: the only one) would have in one process.
 

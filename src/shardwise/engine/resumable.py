@@ -208,6 +208,11 @@ class Resumable(ABC):
             self.steps = steps
             self._reseed()
 
+    def leave_folders(self) -> None:
+        """Let other jobs save where this engine has: for those who save into a folder of its own
+        each time. The next save into one of them claims it again."""
+        self._checkpoints.leave()
+
     # -- asked to end -----------------------------------------------------------------------
 
     def _moment(self) -> tuple[int, int]:
