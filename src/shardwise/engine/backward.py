@@ -86,7 +86,7 @@ class Backwards(Drawing):
         batch = self._begin_backward(weighted=given or summed, anew=given and not same_items)
         share = share_of(batch, weight, summed=summed)
         again = self._weigh(share, batch, given=given, divisor=divisor, same_items=same_items)
-        self._announce(None, loss, batch, summed=summed)
+        self._announce(None, loss, batch, summed=summed, averaged=reduction == "ddp")
         if last is None:
             last = batch.last if batch is not None else True
         factor = share.factor
@@ -242,12 +242,14 @@ class Backwards(Drawing):
         batch: Batch | None = None,
         *,
         summed: bool = False,
+        averaged: bool = False,
     ) -> None:
-        """Say of the first batch how it goes: through the stages in so many `parts`, or whole; and
-        of its `loss`, where it is known, whether it looks like a sum but is not `summed`."""
+        """Say of the first batch how it goes: through the stages in so many `parts`, or whole, and
+        whether losses are `averaged` over workers; and of its `loss`, where it is known, whether it
+        looks like a sum but is not `summed`."""
         if not self._announced:
             self._announced = True
-            start_lines.announce_batch(self.world, self._recipe, parts)
+            start_lines.announce_batch(self.world, self._recipe, parts, averaged=averaged)
             if loss is not None and batch is not None and not summed:
                 start_lines.announce_sum(self.world, self._recipe, loss, batch.samples)
 

@@ -56,9 +56,12 @@ def announce_activations(world: World, recipe: Recipe, activations: Activations)
         world.print(f"  activations: {line}")
 
 
-def announce_batch(world: World, recipe: Recipe, parts: int | None) -> None:
-    """The last lines, at the first backward: the batch, in how many `parts` it goes through the
-    stages (None: whole, from one to the next), and what promise 1 does not cover."""
+def announce_batch(
+    world: World, recipe: Recipe, parts: int | None, *, averaged: bool = False
+) -> None:
+    """The last lines, at the first backward: the batch, whether losses are `averaged` over the
+    workers, in how many `parts` it goes through the stages (None: whole, from one to the next), and
+    what promise 1 does not cover."""
     if recipe.line is None and parts is None and recipe.settings.microbatches is not None:
         world.say_once(
             f"--microbatches {recipe.settings.microbatches} does nothing, since engine.backward "
@@ -66,7 +69,7 @@ def announce_batch(world: World, recipe: Recipe, parts: int | None) -> None:
         )
     if recipe.settings.quiet:
         return
-    world.print(_batch_line(world))
+    world.print(_batch_line(world, averaged=averaged))
     if recipe.line is not None and parts is not None:
         world.print(f"  it goes through the stages in {many(parts, 'part')}")
     elif recipe.line is not None and recipe.line.cut.stages == recipe.line.group.size:
@@ -101,6 +104,8 @@ def _run_line(world: World, recipe: Recipe) -> str:
     transport = f"over {world.collectives.name}, " if world.size > 1 else ""
     row = f"{recipe.placement.name} ({sharded_states(recipe.placement)})"
     seed = f"seed {world.seed} ({world.seed_source})"
+    if not world.settings.reseed:
+        seed = "generators as the script seeds them"
     return f"shardwise: {workers}, {transport}{row}, {precision_in_words(recipe)}, {seed}"
 
 
@@ -202,7 +207,9 @@ def _in_turn_line(recipe: Recipe) -> str:
     )
 
 
-def _batch_line(world: World) -> str:
+def _batch_line(world: World, *, averaged: bool) -> str:
+    if averaged:
+        return "  batch: as the script gives it to each worker, whose losses are averaged"
     streams = world.feed.training_streams()
     plan = streams[-1].plan if streams else None
     if plan is None or plan.batch_size is None:
