@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
+from accelerate import Accelerator as Stock
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DynamoBackend, extract_model_from_parallel
 from torch import Tensor, nn, optim
@@ -26,7 +26,7 @@ from shardwise.errors import UsageError
 _PRECISION = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(Stock):
     """Accelerate's own, over engines: ZeRO and offload by flags, environment, TOML or keywords.
 
     Takes what Accelerate's takes, and settings of Shardwise (`zero=3`, `offload_optimizer="cpu"`).
@@ -48,7 +48,8 @@ class Accelerator(accelerate.Accelerator):
         if given.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
             self._settings.setdefault("device", "cpu")
         self.world = join(self._settings, "shardwise.accelerate.Accelerator")
-        self._take_device(given)
+        if self.world.device.type == "cpu":
+            given["cpu"] = True
         super().__init__(**given)
         refusals.check_arguments({"mixed_precision": self.mixed_precision})
         self._check_ranks()
@@ -58,14 +59,6 @@ class Accelerator(accelerate.Accelerator):
         """Whether parameters are whole now, for the user's hooks."""
         self._leaves_weights = False
         """Whether weights are the engines' to save: nobody needs them whole."""
-
-    def _take_device(self, given: dict[str, Any]) -> None:
-        """Let Accelerate compute where the world does."""
-        if self.world.device.type == "cpu":
-            given["cpu"] = True
-            os.environ["ACCELERATE_USE_CPU"] = "true"  # for who asks for the state only
-        else:
-            os.environ["ACCELERATE_TORCH_DEVICE"] = str(self.world.device)
 
     def _check_ranks(self) -> None:
         if self.num_processes != self.world.size:
@@ -127,7 +120,9 @@ class Accelerator(accelerate.Accelerator):
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
             settings["compile"] = True
         settings |= {n: v for n, v in self._settings.items() if n in OF_THE_ENGINE}
-        return sw.Engine(models, optimizers, scaler=self.scaler, **settings)
+        engine = sw.Engine(models, optimizers, scaler=self.scaler, **settings)
+        engine.track(schedules_of_accelerate=_KeptBeside())
+        return engine
 
     # -- a step -----------------------------------------------------------------------------
 
@@ -272,7 +267,12 @@ class Accelerator(accelerate.Accelerator):
 
         with self._hooks_see_whole(self._load_model_state_pre_hook, take, write=True):
             super().load_state(input_dir, load_kwargs, **kwargs)
-        checkpoints.load(list(self._trained), Path(found[0]), self.world)
+        self.load_engines(found[0])
+
+    def load_engines(self, folder: str, *, model_only: bool = False) -> None:
+        """Load the weights in `folder`, which `save_state` has written, and unless `model_only` the
+        state of the optimizers; nothing else. Collective."""
+        checkpoints.load(list(self._trained), Path(folder), self.world, model_only=model_only)
 
     @contextmanager
     def _hooks_see_whole(self, hooks: Any, last: Any, write: bool = False) -> Iterator[None]:
@@ -317,6 +317,22 @@ class Accelerator(accelerate.Accelerator):
             tracker.finish()
 
 
+class _KeptBeside:
+    """Tells an engine that schedules are saved, which Accelerate and Trainer do in files of their
+    own."""
+
+    def get_last_lr(self) -> list[float]:
+        """As a scheduler has it."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: see there."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing either."""
+
+
 def _drop_weights(models: list[nn.Module], weights: list[Any], folder: str) -> None:
     """The last hook before Accelerate writes weights: the engines do."""
     del models, folder
@@ -325,7 +341,7 @@ def _drop_weights(models: list[nn.Module], weights: list[Any], folder: str) -> N
 
 def _bound(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
     """The arguments of Accelerate's constructor by name. Raises TypeError as that does."""
-    signature = inspect.signature(accelerate.Accelerator.__init__)
+    signature = inspect.signature(Stock.__init__)
     given = dict(signature.bind(None, *arguments, **keywords).arguments)
     given.pop("self")
     return given

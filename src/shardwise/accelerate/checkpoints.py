@@ -61,8 +61,16 @@ def _remove_older(homes: Sequence[Path], kept: Sequence[Path | None]) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def load(trained: Sequence[Trained], folder: Path, world: sw.World) -> None:
-    """Load what `save` has written, or what stock Accelerate has. Collective.
+def is_ours(folder: Path) -> bool:
+    """Whether `save` has written into `folder`, to the end."""
+    return (folder / MARK).is_file()
+
+
+def load(
+    trained: Sequence[Trained], folder: Path, world: sw.World, *, model_only: bool = False
+) -> None:
+    """Load what `save` has written, or what stock Accelerate has; `model_only`: the weights alone.
+    Collective.
 
     Raises BrokenCheckpoint for a folder whose save was killed, CheckpointMismatch for one of
     another number of engines.
@@ -78,15 +86,14 @@ def load(trained: Sequence[Trained], folder: Path, world: sw.World) -> None:
             "same models and optimizers, in the same order."
         )
     for each, name in zip(trained, names, strict=True):
-        each.engine.load(folder / name)
+        each.engine.load(folder / name, model_only=model_only)
 
 
 def _read(folder: Path) -> list[str] | None:
     """The folders of the engines in `folder`; None where Accelerate itself has saved there."""
-    path = folder / MARK
-    if not path.is_file():
+    if not is_ours(folder):
         return None
-    names = json.loads(path.read_text())["engines"]
+    names = json.loads((folder / MARK).read_text())["engines"]
     assert isinstance(names, list)
     return names
 

@@ -30,7 +30,8 @@ def join(settings: Mapping[str, Any], library: str) -> sw.World:
         world = sw.init(**{"reseed": False, **given})
     else:
         for name, value in given.items():
-            if getattr(world.settings, name) != value:
+            found = world.device.type if name == "device" else getattr(world.settings, name)
+            if found != value:
                 raise UsageError(
                     f"{name}={value!r} comes too late: this process has joined its run already. "
                     f"Give it to the first of shardwise.init(...) and {library}, or as a flag."
@@ -53,8 +54,13 @@ def _refuse_parts(world: sw.World, library: str) -> None:
 def _tell_environment(world: sw.World) -> None:
     """Set the variables by which torch's libraries know a rank, where its launcher sets others.
 
-    Nobody listens at MASTER_ADDR: the process group is made, and is taken over as it is.
+    Nobody listens at MASTER_ADDR: the process group is made, and is taken over as it is. Where
+    Accelerate computes is said by variables of its own.
     """
+    if world.device.type == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    else:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(world.device)
     if not dist.is_initialized():
         return  # one process without a launcher, which needs none
     first = world.broadcast_object(world.host)
