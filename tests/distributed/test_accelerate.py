@@ -1,6 +1,7 @@
 """Accelerate over engines: the results of stock Accelerate in one process, in every row."""
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -504,6 +505,49 @@ def precision_case(world, zero):
 def test_mixed_precision_is_the_engines(group):
     for zero in (0, 3):
         ranks(group, 2)(precision_case, zero)
+
+
+def compiled_case(world):
+    accelerator = ours(dynamo_backend="inductor")
+    model = net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
+        assert accelerator.prepare(model, optimizer_of(model))[0] is model
+    assert accelerator.engines[0].settings.compile
+    assert all(block._compiled_call_impl is not None for block in model[1:4])
+    accelerator.free_memory()
+    with pytest.raises(UsageError, match="dynamo_backend='cudagraphs'"):
+        ours(dynamo_backend="cudagraphs")
+
+
+def test_units_are_compiled_where_it_is_asked_for(group):
+    ranks(group, 2)(compiled_case)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(zip(*data(rows=12).tensors, strict=True))
+
+
+def stream_case(world, zero):
+    """Rank 0 reads, and gives every rank its part."""
+    accelerator = ours(zero=zero)
+    model = net()
+    loader = DataLoader(Stream(), batch_size=3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
+    seen = []
+    for x, y in loader:
+        accelerator.backward((model(x) - y).square().mean())
+        optimizer.step()
+        seen += accelerator.gather_for_metrics(x).tolist()
+    assert seen == data(rows=12).tensors[0].tolist()
+    assert accelerator.engines[0].steps == 12 // (3 * world.size)
+    accelerator.free_memory()
+
+
+def test_data_without_a_length(group):
+    for zero in (0, 3):
+        ranks(group, 2)(stream_case, zero)
 
 
 def parts_case(world):

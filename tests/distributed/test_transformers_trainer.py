@@ -127,6 +127,24 @@ def test_results_of_the_stock_trainer(group, size, tmp_path):
         assert all(each == found[0] for each in found)
 
 
+def recomputed_case(world, zero, folder):
+    options = {"max_steps": 3}
+    plain = stock(folder, 4, **options)
+    plain.train()
+    trainer = ours(
+        world, folder, 4 // world.size, zero=zero, activation_checkpointing=True, **options
+    )
+    trainer.train()
+    for mine, theirs in zip(figures(trainer), figures(plain), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    trainer.accelerator.free_memory()
+
+
+def test_activations_recomputed_by_their_flag(group, tmp_path):
+    for zero in (0, 3):
+        ranks(group, 2)(recomputed_case, zero, str(tmp_path))
+
+
 def saves_case(world, zero, folder):
     trainer = ours(
         world, folder, 4, model=gpt2(0.2), zero=zero, save_strategy="steps", save_steps=2,
@@ -177,8 +195,12 @@ def whole_weights_case(world, zero, folder):
         kept = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     world.barrier()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/saved")
+    trainer.accelerator.save_state(f"{folder}/state")
+    world.barrier()
+    engines = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/state/step-2")
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, kept[name]), name
+        assert torch.equal(engines.state_dict()[name], value), name
     trainer.accelerator.free_memory()
 
 
@@ -284,6 +306,9 @@ def lora_case(world, zero, folder):
     resumed = ours(world, folder, 4, model=lora(), zero=zero, max_steps=4)
     resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     assert resumed.evaluate()["eval_loss"] == loss
+    with resumed.accelerator.full_parameters(resumed.model, write=True):
+        resumed.model.merge_adapter()
+    assert resumed.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
     resumed.accelerator.free_memory()
 
 

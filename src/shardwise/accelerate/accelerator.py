@@ -52,6 +52,7 @@ class Accelerator(Stock):
             given["cpu"] = True
         super().__init__(**given)
         refusals.check_arguments({"mixed_precision": self.mixed_precision})
+        refusals.check_compiler(self.state.dynamo_plugin)
         self._check_ranks()
         self._trained = TrainedModels(self._make_engine)
         self._more_to_come = 0

@@ -70,6 +70,17 @@ def settings_of(handlers: list[Any] | None) -> dict[str, Any]:
     return found
 
 
+def check_compiler(plugin: Any) -> None:
+    """Raise UsageError for a compiler that units are not compiled by."""
+    backend = getattr(plugin.backend, "value", plugin.backend)
+    mode = getattr(plugin, "mode", None)
+    if str(backend).upper() not in ("NO", "INDUCTOR") or mode not in (None, "default"):
+        raise UsageError(
+            f"dynamo_backend={str(backend).lower()!r}, mode={mode!r}: units are compiled by "
+            'torch.compile as it is (--compile). Write dynamo_backend="inductor", or leave it out.'
+        )
+
+
 def uneven_batches() -> UsageError:
     """The error for training on other numbers of batches on other ranks."""
     return UsageError(
