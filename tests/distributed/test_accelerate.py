@@ -550,6 +550,45 @@ def test_data_without_a_length(group):
         ranks(group, 2)(stream_case, zero)
 
 
+def named_case(world, zero, folder):
+    """Checkpoints in numbered folders, the oldest of which are removed; models for others."""
+    import safetensors.torch
+
+    config = accelerate.utils.ProjectConfiguration(
+        project_dir=folder, automatic_checkpoint_naming=True, total_limit=2
+    )
+    accelerator = ours(zero=zero, project_config=config)
+    model = net()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    x, y = data().tensors
+    for _ in range(3):
+        accelerator.backward((model(x) - y).square().mean())
+        optimizer.step()
+        accelerator.save_state()
+    kept = accelerator.get_state_dict(model)
+    accelerator.save_model(model, f"{folder}/plain")
+    accelerator.backward((model(x) - y).square().mean())
+    optimizer.step()
+    accelerator.load_state()
+    again = accelerator.get_state_dict(model)
+    world.barrier()
+    names = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
+    assert names == ["checkpoint_1", "checkpoint_2"]
+    assert accelerator.engines[0].steps == 3
+    if world.is_main:
+        saved = safetensors.torch.load_file(f"{folder}/plain/model.safetensors")
+        for name, value in net().state_dict().items():
+            assert torch.equal(again[name], kept[name])
+            assert torch.equal(saved[name], kept[name])
+            assert saved[name].shape == value.shape
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_numbered_checkpoints_and_whole_models(group, tmp_path, zero):
+    ranks(group, 2)(named_case, zero, str(tmp_path))
+
+
 def parts_case(world):
     with pytest.raises(UsageError, match="Accelerator with --tensor 2: it gives every worker"):
         ours()
