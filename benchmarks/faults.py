@@ -29,7 +29,7 @@ from pathlib import Path
 from rich.console import Console
 
 import machine
-from shardwise.checkpoint.tools import Opened
+from shardwise.checkpoint.tools import OpenedCheckpoint
 
 WORKER = Path(__file__).with_name("faults_worker.py")
 LIMIT = 600.0
@@ -206,7 +206,7 @@ def _train(
                 run.start()
             counts.steps_lost += run.lost
             for path in run.folder.glob("step-*"):
-                with Opened(path) as opened:
+                with OpenedCheckpoint(path) as opened:
                     counts.broken += not all(good for _, good in opened.checked())
             return run.hash
         finally:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import machine
 from shardwise.collectives import Collectives, Gloo
 from shardwise.parallel.tensor import known_modules
-from shardwise.parallel.tensor.split_model import Split
+from shardwise.parallel.tensor.split_model import TensorParallelModels
 
 Pass = Callable[[], Tensor]
 
@@ -116,7 +116,7 @@ def _rank(rank: int, options: argparse.Namespace, folder: str) -> None:
 def _passes(options: argparse.Namespace, group: Collectives, x: Tensor) -> dict[str, Pass]:
     """By name, a forward and backward that gives the gradient of `x`."""
     whole, ours, dtensor = (_pair(options) for _ in range(3))
-    split = Split(group, torch.device("cpu"))
+    split = TensorParallelModels(group, torch.device("cpu"))
     split.cut(known_modules.find([ours], [""], group.size, set()), [ours], [])
     found = {
         "whole": _pass(whole, x),

@@ -28,8 +28,7 @@ from rich.table import Table
 import machine
 import updates
 from neighbours import Neighbours, remark
-from shardwise.tiers.mounts import mount_of
-from shardwise.tiers.transfers import CHUNK
+from shardwise.tiers.direct_io import CHUNK, mount_of
 from sweeps import Sweep, Work, contenders
 from updates import Line, Updates
 from workloads import Gpt, check

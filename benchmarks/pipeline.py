@@ -12,7 +12,7 @@ differ in the fourth decimal.
 - naive: the layers on N ranks, the batch as one: one rank works while the others wait;
 - ours by schedule, and torch.distributed.pipelining by hand (cut into equal blocks, as ours is
   here), which scales its gradients by itself;
-- with --stages, ours cut there instead, as `shardwise split` proposes.
+- with --stages, ours cut there instead, as `shardwise pipeline-plan` proposes.
 
 *waits* is the part of the ranks' time that is not the work of its micro-batches on one process:
 1 - (its micro-batches) / (N x step); beside it the formula, (N - 1) / (M + N - 1), for stages that

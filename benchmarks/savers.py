@@ -138,7 +138,7 @@ def background(world: sw.World, savers: Savers, folder: Path) -> tuple[float, fl
     begun = time.perf_counter()
     savers.engine.save(folder, background=True)
     held_up = time.perf_counter() - begun
-    savers.engine._checkpoints.wait()
+    savers.engine._checkpoints.saver.wait()
     done = time.perf_counter() - begun
     world.barrier()
     if world.is_main:

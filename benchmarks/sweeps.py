@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn, optim
 
+from shardwise.tiers.direct_io import CHUNK, THREADS
+from shardwise.tiers.host_memory import Staging
 from shardwise.tiers.nvme import Store
-from shardwise.tiers.staging import Staging
-from shardwise.tiers.transfers import CHUNK, THREADS
 
 Sweep = Callable[[], float | None]
 """Runs one sweep. Returns its seconds where it has timed itself, which only fio does."""
@@ -73,9 +73,15 @@ def shardwise(work: Work) -> Iterator[Sweep]:
     with closing(Store(work.folder, "benchmark", [work.record] * work.count, rank=0)) as store:
 
         def sweep() -> None:
-            for _, record in store.sweep(range(work.count), write=True):
-                touch(record)
-            store.drain()
+            ahead = store.read(0)
+            for index in range(work.count):
+                lease = ahead
+                if index + 1 < work.count:
+                    ahead = store.read(index + 1)
+                touch(lease.wait())
+                lease.write()
+            for _, transfer in store._behind.values():
+                wait(transfer)
 
         if not store.direct:
             print(f"{work.folder} does not take direct I/O: Shardwise goes through the page cache")

@@ -37,7 +37,7 @@ SHOWN = re.compile(r"^::: (\S+)(?:\n    options:\n      heading: (\S+))?", re.M)
 """What a page of the reference shows, and the name that it has there."""
 ROOMS = ("accelerate", "horovod", "transformers")
 """The packages whose names users import."""
-COMMANDS = ("run", "doctor", "scale", "split", "checkpoint", "timeline")
+COMMANDS = ("run", "doctor", "scale", "pipeline-plan", "checkpoint", "timeline")
 
 
 def on_pre_build(config: Any) -> None:

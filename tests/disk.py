@@ -8,14 +8,15 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardwise.tiers.mounts import IN_MEMORY, mount_of
+from shardwise.tiers.direct_io import IN_MEMORY, mount_of
 from shardwise.tiers.nvme import Store
 
 MB = 2**20
@@ -54,17 +55,43 @@ def pattern(seed: int, nbytes: int) -> Tensor:
 
 def put(store: Store, index: int, data: Tensor) -> None:
     """Write a record whole, behind."""
-    loan = store.blank(index)
-    loan.wait().copy_(data)
-    loan.write()
+    lease = store.blank(index)
+    lease.wait().copy_(data)
+    lease.write()
 
 
 def take(store: Store, index: int) -> Tensor:
     """A copy of a record."""
-    loan = store.read(index)
-    data = loan.wait().clone()
-    loan.give_back()
+    lease = store.read(index)
+    data = lease.wait().clone()
+    lease.give_back()
     return data
+
+
+def sweep(store: Store, order: Sequence[int], *, write: bool) -> Iterator[tuple[int, Tensor]]:
+    """Each record of `order` in turn, as an update does it: the next one is read meanwhile. It is
+    written behind if `write`, but not where its turn ends by an exception."""
+    ahead = [store.read(index) for index in order[:1]]
+    try:
+        for place in range(len(order)):
+            if place + 1 < len(order):
+                ahead.append(store.read(order[place + 1]))
+            yield order[place], ahead[0].wait()
+            if write:
+                ahead[0].write()
+            else:
+                ahead[0].give_back()
+            ahead.pop(0)
+    finally:
+        for lease in ahead:
+            lease.give_back()
+
+
+def drain(store: Store) -> None:
+    """Wait until everything is written; raise for what could not be."""
+    for _, transfer in store._behind.values():
+        wait(transfer)
+    store._check()
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float = 0.02) -> None:

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 
@@ -76,10 +76,16 @@ class Command:
         """The line that tries the one of `seed` again."""
         return f"python -m tests.{self.name} --{self.thing} {seed}"
 
-    def failures(self, trial: Trial, seeds: Sequence[int]) -> str:
-        """All about those of `seeds` that are not fine; for a test."""
-        several = [(seed, result) for seed in seeds if not (result := trial(seed)).fine]
-        return "\n".join(f"{self._said(seed, result)}\n{result.story}" for seed, result in several)
+    def failures(self, trial: Trial, seeds: Iterable[int], counts: Counts | None = None) -> str:
+        """All about those of `seeds` that are not fine; for a test. All are added to `counts`."""
+        told = []
+        for seed in seeds:
+            result = trial(seed)
+            if counts is not None:
+                counts.add(result)
+            if not result.fine:
+                told.append(f"{self._said(seed, result)}\n{result.story}")
+        return "\n".join(told)
 
     def _said(self, seed: int, result: Result) -> str:
         return f"{result.kind}: {result.words[:400]}\n    {self.again(seed)}"

@@ -5,13 +5,13 @@ import os
 import shardwise.horovod as hvd
 from contenders.shardwise import identity
 from job import Job, Step
-from shardwise.launch import own
+from shardwise.launch import environment
 
 
 def build(job: Job) -> Step:
     if job.max_norm is not None:
         raise NotImplementedError("--clip in Horovod's style is not measured")
-    os.environ |= own.environment(identity(job)) | {"SHARDWISE_QUIET": "on"}
+    os.environ |= environment.identity_variables(identity(job)) | {"SHARDWISE_QUIET": "on"}
     hvd.init()
     model = job.model()
     optimizer = hvd.DistributedOptimizer(

@@ -10,11 +10,11 @@ from torch import Tensor
 import shardwise as sw
 from contenders.shardwise import identity
 from job import Job, Step
-from shardwise.launch import own
+from shardwise.launch import environment
 
 
 def build(job: Job, *, transport: str = "auto", **settings: Any) -> Step:
-    os.environ |= own.environment(identity(job))
+    os.environ |= environment.identity_variables(identity(job))
     sw.init(seed=0, quiet=True, transport=transport, pipeline=job.size)
     model = job.model()
     engine = sw.Engine(model, job.optimizer(model.parameters()), **settings)

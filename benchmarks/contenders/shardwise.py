@@ -2,18 +2,19 @@
 other setting of the engine."""
 
 import os
+from concurrent.futures import wait
 from typing import Any
 
 from torch import Tensor
 
 import shardwise as sw
 from job import Job, Step
-from shardwise.launch import own
+from shardwise.launch import environment
 from shardwise.launch.identity import Identity
 
 
 def build(job: Job, *, zero: int, transport: str = "auto", **settings: str) -> Step:
-    os.environ |= own.environment(identity(job))
+    os.environ |= environment.identity_variables(identity(job))
     sw.init(seed=0, quiet=True, transport=transport)
     model = job.model()
     engine = sw.Engine(model, job.optimizer(model.parameters()), zero=zero, **settings)
@@ -24,11 +25,18 @@ def build(job: Job, *, zero: int, transport: str = "auto", **settings: str) -> S
         engine.backward(loss, weight=len(inputs))
         with job.updating():
             engine.step(job.max_norm)
-            for shelf in engine._states.shelves.values():
-                shelf.drain()  # what a disk is still writing belongs to this update
+            _wait_for_writes(engine)
         return loss
 
     return step
+
+
+def _wait_for_writes(engine: sw.Engine) -> None:
+    """Wait for what a disk is still writing, which belongs to the update."""
+    for factory in engine._states.storage_factories.values():
+        for store in factory._stores:
+            for _, transfer in store._behind.values():
+                wait(transfer)
 
 
 def _bytes(engine: sw.Engine) -> dict[str, Any]:
@@ -39,7 +47,7 @@ def _bytes(engine: sw.Engine) -> dict[str, Any]:
     return {
         "all": engine.state_bytes,
         "parameters": states.parameters.state_bytes,
-        "gradients": states.gradients.reduction.state_bytes,
+        "gradients": states.gradients.reducer.state_bytes,
         "optimizer": states.optimizer.state_bytes,
         "numel": used,
         "padding": sum(bucket.numel for bucket in buckets) / used - 1,

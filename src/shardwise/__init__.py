@@ -10,11 +10,12 @@ if TYPE_CHECKING:
     from shardwise import errors, lr
     from shardwise.data.loader import Loader
     from shardwise.engine import Engine, Engines
+    from shardwise.initialize import init
     from shardwise.metrics import Metrics
     from shardwise.model.meta import on_meta
     from shardwise.parallel.tensor.attention import Attention
     from shardwise.parallel.tensor.cross_entropy import cross_entropy
-    from shardwise.world import World, init, start_timeline, stop_timeline
+    from shardwise.world import World, start_timeline, stop_timeline
     from shardwise.world import current as world
 
     __version__: str
@@ -45,7 +46,7 @@ _HOMES = {
     "Loader": "shardwise.data.loader",
     "Metrics": "shardwise.metrics",
     "World": "shardwise.world",
-    "init": "shardwise.world",
+    "init": "shardwise.initialize",
     "on_meta": "shardwise.model.meta",
     "start_timeline": "shardwise.world",
     "stop_timeline": "shardwise.world",

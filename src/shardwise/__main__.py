@@ -1,4 +1,4 @@
-"""`python -m shardwise` is the `shardwise` command."""
+"""Runs the `shardwise` command as `python -m shardwise`."""
 
 from shardwise.cli import main
 

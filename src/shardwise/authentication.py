@@ -1,4 +1,4 @@
-"""How processes prove to each other that they know the secret of their run, without telling it.
+"""Lets processes of one run prove that they know its secret, without telling it.
 
     accepts   ─▶ a nonce
     connects  ─▶ another nonce, and a MAC of both
@@ -65,8 +65,8 @@ def unsealed(secret: bytes, purpose: str, data: bytes) -> bytes:
     return content
 
 
-class Claim:
-    """What who connects says, and expects to hear, once it was given a `nonce`."""
+class Proof:
+    """The proof that a connecting process sends for a `nonce`, and the one that it expects."""
 
     def __init__(self, secret: bytes, nonce: bytes) -> None:
         self._secret = secret
@@ -83,7 +83,7 @@ def prove(peer: socket.socket, secret: bytes, until: float) -> None:
     clock. Raises Unproven where it knows another secret or hangs up, TimeoutError where it says
     nothing."""
     try:
-        claim = Claim(secret, _exactly(peer, NONCE, until))
+        claim = Proof(secret, _exactly(peer, NONCE, until))
         peer.sendall(claim.words)
         answer = _exactly(peer, MAC, until)
     except ConnectionError:

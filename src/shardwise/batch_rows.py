@@ -1,22 +1,21 @@
-"""Which rows of a total batch are a rank's: those that it is given, and those that it draws."""
+"""Cuts a total batch by rows: those that a rank is given, and those that it draws."""
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise import config
-from shardwise import nested_batch as rows_module
 from shardwise.collectives.base import Collectives
 from shardwise.common_draws import CommonDraws
-from shardwise.current_batch import Batch, Feed, Plan
+from shardwise.current_batch import Batch, CurrentBatch, StreamShape
 from shardwise.errors import DataError, UsageError
 from shardwise.layout import even_cuts
 from shardwise.step_log import StepLog
@@ -31,12 +30,12 @@ _LOST = (
 
 
 class BatchRows(ABC):
-    """The part of a world that shares out batches, and what is drawn for them."""
+    """The part of a World that gives a rank its rows of total batches, and of draws for them."""
 
     device: torch.device
     settings: config.Settings
     collectives: Collectives
-    feed: Feed
+    current_batch: CurrentBatch
     draws: CommonDraws
     step_log: StepLog
 
@@ -60,19 +59,19 @@ class BatchRows(ABC):
         `torch.no_grad()` changes nothing of that. A rank left without rows gets one, at weight 0.
         """
         self._check_takes_rows("world.share")
-        lengths = rows_module.lengths(batch, dim)
+        lengths = row_counts(batch, dim)
         if len(lengths) != 1 or 0 in lengths:
             raise DataError(
                 f"world.share takes tensors of one equal {_dimension(dim)} above 0, not {lengths}."
             )
         total = lengths.pop()
         cuts = even_cuts(total, self.data_size)
-        count, mine = rows_module.part(batch, cuts, self.data_rank, dim)
-        plan = Plan(batch_size=total, micro_batches=1, steps_per_epoch=None)
+        count, mine = rows_of_part(batch, cuts, self.data_rank, dim)
+        plan = StreamShape(batch_size=total, micro_batches=1, steps_per_epoch=None)
         training = torch.is_grad_enabled()
         place = cuts[self.data_rank], cuts[self.data_rank + 1]
         given = Batch(samples=count, rows=place, total=total)
-        self.feed.share("world.share", plan, given, training=training)
+        self.current_batch.share("world.share", plan, given, training=training)
         if torch.is_grad_enabled():
             self.step_log.given(count)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), mine)  # type: ignore[no-any-return]
@@ -92,7 +91,7 @@ class BatchRows(ABC):
         """
         self._check_takes_rows("world.draw")
         self._check_draws_once("world.draw")
-        batch = self.feed.current
+        batch = self.current_batch.batch
         total, (first, end) = self._place(batch, rows)
         self._meet()
         whole = self.draws.draw(
@@ -101,12 +100,12 @@ class BatchRows(ABC):
             batch=batch,
             goes_on=batch is not None and not batch.last,
         )
-        if (lengths := rows_module.lengths(whole, dim)) != [total]:
+        if (lengths := row_counts(whole, dim)) != [total]:
             raise DataError(
                 f"world.draw called make({total}), which returned tensors whose {_dimension(dim)} "
                 f"is {lengths}: let it return {total} rows there."
             )
-        mine = rows_module.taken(whole, first, end, dim)
+        mine = take_rows(whole, first, end, dim)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), mine)  # type: ignore[no-any-return]
 
     @contextmanager
@@ -129,7 +128,7 @@ class BatchRows(ABC):
 
     def _check_draws_once(self, call: str) -> None:
         """Raise UsageError where not all ranks come to `call`, or this one comes twice."""
-        self.feed.check_even(call)
+        self.current_batch.check_even(call)
         if torch._C._current_graph_task_id() != -1:
             raise UsageError(
                 f"{call} in a forward that backward runs again (--activations recomputed, "
@@ -166,3 +165,27 @@ class BatchRows(ABC):
 
 def _dimension(dim: int) -> str:
     return "first dimension" if dim == 0 else f"dimension {dim}"
+
+
+# -- rows of a nest of tensors --------------------------------------------------------------
+
+
+def row_counts(batch: Any, dim: int = 0) -> list[int]:
+    """The sizes that its tensors have in dimension `dim`, each once, in ascending order; 0 for a
+    tensor without it, and for none."""
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return sorted({leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else 0 for leaf in leaves})
+
+
+def rows_of_part(batch: Any, cuts: Sequence[int], number: int, dim: int = 0) -> tuple[int, Any]:
+    """How many rows part `number` of those between `cuts` has, and the part; one row to run with
+    where it has none."""
+    first, end = cuts[number], cuts[number + 1]
+    return end - first, take_rows(batch, first, end, dim)
+
+
+def take_rows(batch: Any, first: int, end: int, dim: int = 0) -> Any:
+    """Rows [first, end) of `batch`; its first one where that is none."""
+    if end == first:
+        first, end = 0, 1
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.narrow(dim, first, end - first), batch)

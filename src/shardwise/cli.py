@@ -1,4 +1,4 @@
-"""The `shardwise` command. Thin: it reads the command line and calls what does the work."""
+"""The `shardwise` command: parses the command line and calls the module that does the work."""
 
 import difflib
 import json
@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import Field
 from importlib import import_module
@@ -17,42 +17,37 @@ from typing import Any
 
 import click
 
-from shardwise import config, launch
+from shardwise import config
 from shardwise.checkpoint.commands import checkpoint
 from shardwise.config import values
 from shardwise.errors import LaunchError, ShardwiseError
-from shardwise.launch import explain as explaining
-from shardwise.launch import flags, gpus, program, srun, start, streams, system_errors
-from shardwise.launch.flags import Flag
-from shardwise.pipeline_plan import flags as splitting_flags
+from shardwise.launch import (
+    console,
+    environment,
+    failure_report,
+    flags,
+    launchers,
+    program,
+    resources,
+    slurm,
+    start,
+)
+from shardwise.launch.flags import Command, Flag
+from shardwise.launch.identity import described
+from shardwise.pipeline_plan import flags as plan_flags
 from shardwise.printable import printable, shortened
-from shardwise.scaling import flags as scaling_flags
+from shardwise.scaling import flags as scale_flags
 from shardwise.timeline.commands import timeline
 
 WRONG_USE = 2
 WIDTH = 100
-
-GROUPS = {
-    "scale": "Scale",
-    "split": "Split",
-    "where": "Where",
-    "spread": "Spread",
-    "precision": "Precision",
-    "recover": "Recover",
-    "watch": "Watch",
-}
-"""The headings of the help; every setting and every flag of the launcher belongs to one."""
-
+PROGRAM_LAST = {"allow_interspersed_args": False, "max_content_width": WIDTH}
+"""How commands read their line where everything after the script is the script's."""
 
 RUN_TOP = """\
 Train on N workers as on one:   shardwise run -n 4 --zero 2 train.py --epochs 3
 
 shardwise run [flags] SCRIPT.py [its arguments]     also: -m MODULE, or any program
-"""
-SCALE_TOP = """\
-What more workers bring:   shardwise scale -n 1,2,4,8 train.py --epochs 3
-
-shardwise scale [flags] SCRIPT.py [its arguments]     the script needs no change
 """
 DOCTOR_TOP = """\
 What each host has, how fast ranks talk, what is wrong:   shardwise doctor -H node1:2,node2:2
@@ -61,50 +56,8 @@ shardwise doctor [flags of the run]     also: srun shardwise doctor, mpirun -n 4
 """
 
 
-SPLIT_TOP = """\
-Where to cut a model into stages:   shardwise split --pipeline 4 train.py --epochs 3
-
-shardwise split [flags] SCRIPT.py [its arguments]     the script runs a few steps on one worker
-"""
-
-
-class Command(click.Command):
-    """A command whose help is one screen: examples in `top`, then its flags in groups."""
-
-    def __init__(self, name: str, *, top: str, **options: Any) -> None:
-        super().__init__(name, **options)
-        self.top = top
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take the arguments apart. Raises LaunchError for a list that is given twice."""
-        _, _, order = self.make_parser(ctx).parse_args(list(args))
-        flags.refuse_twice(order)
-        return super().parse_args(ctx, args)
-
-    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what `--help` shows: the flags that are not rare."""
-        self.write_help(formatter, all_flags=False)
-        formatter.write(f"\nRare flags too:   shardwise {self.name} --help-all\n")
-
-    def write_help(self, formatter: click.HelpFormatter, *, all_flags: bool) -> None:
-        """Write the examples and the flags."""
-        formatter.write(self.top)
-        flags = [
-            flag for flag in self.params if isinstance(flag, Flag) and (all_flags or not flag.rare)
-        ]
-        width = max(len(flag.shown) for flag in flags)
-        groups = {flag.group for flag in flags}
-        for group, title in GROUPS.items():
-            if group not in groups:
-                continue
-            formatter.write(f"\n{title}\n")
-            for flag in flags:
-                if flag.group == group:
-                    formatter.write(f"  {flag.shown:<{width}}  {flag.help}\n")
-
-
 class Commands(click.Group):
-    """The group of commands, which guesses what was meant by a word that is none of them."""
+    """The group of commands, with a suggestion for an unknown word."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -116,17 +69,18 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def _meant(self, args: list[str]) -> str:
-        """What `args` may have been meant for."""
-        if near := difflib.get_close_matches(args[0], self.commands, n=1):
+        """A suggestion for what `args` were meant to be."""
+        shown = sorted(name for name, command in self.commands.items() if not command.hidden)
+        if near := difflib.get_close_matches(args[0], shown, n=1):
             return f"Did you mean: shardwise {near[0]}"
         if program.is_script(args[0]) or shutil.which(args[0]):
             return f"Did you mean: shardwise run {' '.join(args)}"
-        return f"There are: {', '.join(sorted(self.commands))}."
+        return f"There are: {', '.join(shown)}."
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code, 2 for what is wrong before any start."""
-    if closed := streams.make_sure():
+    if closed := console.open_standard_streams():
         return _refuse(closed)
     try:
         code = _shardwise.main(arguments, prog_name="shardwise", standalone_mode=False)
@@ -139,8 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ShardwiseError as error:
         message = str(error)
     except OSError as error:
-        streams.forget_unwritten()
-        message = system_errors.sentence(error)
+        console.forget_unwritten()
+        message = failure_report.os_error_sentence(error)
     except click.Abort:
         return 130
     else:
@@ -149,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _refuse(message: str) -> int:
-    """Say what is wrong, as a terminal may be given it; the exit code."""
+    """Print the error, safe for a terminal; returns the exit code."""
     if sys.stderr is not None:
         with suppress(OSError):  # where nobody listens, the code says it
             print(f"shardwise: {shortened(printable(message))}", file=sys.stderr, flush=True)
@@ -179,7 +133,7 @@ def _run(words: tuple[str, ...], **given: Any) -> int:
     else:
         words = _adopting(adopted, words, module=given["module"])
         given["module"] = True
-    return start.run(start.Asked(words=words, settings=settings, **given))
+    return start.run(start.RunRequest(words=words, settings=settings, **given))
 
 
 def _adopting(names: tuple[str, ...], words: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
@@ -199,8 +153,8 @@ def _adopting(names: tuple[str, ...], words: tuple[str, ...], *, module: bool) -
 
 
 def _mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
-    """Say, in case it was not meant, which of our flags stand among the script's arguments: those
-    of settings, and `more`, but for options that the script itself names."""
+    """Warn of our flags among the script's arguments: those of settings, and `more`, but for
+    options that the script itself names."""
     ours = {*(config.flag(name) for name in config.FIELDS), *more}
     text = program.text_of(words[0])
     misplaced = [
@@ -218,7 +172,7 @@ def _mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None
 
 
 def _mention_copies(script: str, size: int | None) -> None:
-    """Say of a script that names neither us nor Horovod what it will do on several workers."""
+    """Warn that a script which names neither us nor Horovod runs as independent copies."""
     text = program.text_of(script)
     if program.joins_itself(script) or program.names_us(text):
         return
@@ -231,8 +185,9 @@ def _mention_copies(script: str, size: int | None) -> None:
 
 
 def _check(flags: dict[str, str]) -> None:
-    """Refuse here, once and before any rank starts, what every rank would refuse."""
-    if system_errors.folder_of_this_process() is None:
+    """Raise here, once and before any rank starts, the errors in settings that every rank would
+    raise."""
+    if environment.current_folder() is None:
         raise LaunchError(
             "The folder that this was started in does not exist any more: go to another one (cd)."
         )
@@ -243,15 +198,15 @@ def _check(flags: dict[str, str]) -> None:
 
 def _doctor(explain: bool, **given: Any) -> int:
     """The command `doctor`: this process where a launcher started it, else a run of its own."""
-    identity = launch.detect(os.environ)
+    identity = launchers.detect(os.environ)
     if explain:
-        click.echo(explaining.words(identity, os.environ))
+        click.echo(described(identity, os.environ))
         return 0
     if identity.launcher != "python":
         return import_module("shardwise.doctor.__main__").main()  # type: ignore[no-any-return]
     asked = (given[name] for name in ("size", "per_host", "hosts", "hostfile", "nnodes"))
-    if all(value is None for value in asked) and not srun.is_wanted(os.environ):
-        given["size"] = gpus.count(os.environ) or 2
+    if all(value is None for value in asked) and not slurm.needs_srun(os.environ):
+        given["size"] = resources.gpu_count(os.environ) or 2
     return _run(("shardwise.doctor",), module=True, **given)
 
 
@@ -268,16 +223,10 @@ def _scale(
     **given: Any,
 ) -> int:
     """The command `scale`: `given` are the settings of the runs."""
-    settings = {name: _as_text(value) for name, value in given.items() if value is not None}
-    _check(settings)
-    if not words:
-        raise LaunchError("What shall be measured? For example: shardwise scale -n 1,2 train.py")
-    program.command(words[0], words[1:], module=module)  # raises where there is none
-    _mention_misplaced(words)
-    passed = [word for name, value in settings.items() for word in _spelled(name, value)]
+    passed = _settings_of_measured_runs(words, given, scale_flags.EMPTY, module=module)
     for name, value in (("-H", hosts), ("--hostfile", hostfile)):
         passed += [] if value is None else [name, value]
-    plan = import_module("shardwise.scaling.runs").Plan(
+    plan = import_module("shardwise.scaling.runs").ScalingPlan(
         words=words,
         flags=(*passed, *(["-m"] if module else [])),
         sizes=sizes,
@@ -289,24 +238,37 @@ def _scale(
     return import_module("shardwise.scaling.measure").measure(plan)  # type: ignore[no-any-return]
 
 
-def _split(
-    words: tuple[str, ...], parts: int, micros: int | None, steps: int, by: str, **given: Any
+def _pipeline_plan(
+    words: tuple[str, ...], stages: int, micros: int | None, steps: int, by: str, **given: Any
 ) -> int:
-    """The command `split`: `given` are the settings of the run that is timed."""
+    """The command `pipeline-plan`: `given` are the settings of the run whose layers are timed."""
+    passed = _settings_of_measured_runs(words, given, plan_flags.EMPTY, module=False)
+    command = import_module("shardwise.pipeline_plan.command")
+    request = command.PlanRequest(words, tuple(passed), stages, micros or 4 * stages, steps, by)
+    return command.show_plan(request)  # type: ignore[no-any-return]
+
+
+def _split(**given: Any) -> int:
+    """The old name of `pipeline-plan`."""
+    click.echo("shardwise: `shardwise split` is now called `shardwise pipeline-plan`.", err=True)
+    return _pipeline_plan(**given)
+
+
+def _settings_of_measured_runs(
+    words: tuple[str, ...], given: dict[str, Any], empty: str, *, module: bool
+) -> list[str]:
+    """The settings `given` as words of a command line. Raises LaunchError, `empty` of no words."""
     settings = {name: _as_text(value) for name, value in given.items() if value is not None}
     _check(settings)
     if not words:
-        raise LaunchError("What shall be split? For example: shardwise split --pipeline 2 train.py")
-    program.command(words[0], words[1:], module=False)  # raises where there is none
+        raise LaunchError(empty)
+    program.command(words[0], words[1:], module=module)  # raises where there is none
     _mention_misplaced(words)
-    command = import_module("shardwise.pipeline_plan.command")
-    passed = [word for name, value in settings.items() for word in _spelled(name, value)]
-    asked = command.Asked(words, tuple(passed), parts, micros or 4 * parts, steps, by)
-    return command.split(asked)  # type: ignore[no-any-return]
+    return [word for name, value in settings.items() for word in _spelled(name, value)]
 
 
 OF_THE_SIZE = {"-n", "-np", "--nproc-per-node", "--nproc_per_node"}
-"""How many ranks there are to be; where that is not said, it may stand in the wrong place."""
+"""Flags for the number of ranks; looked for behind the script where it is not set before it."""
 
 KINDS = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
 
@@ -324,7 +286,7 @@ def _as_text(value: str | bool) -> str:
 
 
 def _setting_flag(field: "Field[Any]") -> Flag:
-    """The flag that a field of Settings asks for."""
+    """The flag of a field of Settings."""
     name, about = config.flag(field.name), field.metadata
     common = {"group": about["group"], "rare": about["rare"], "default": None}
     common["listed"] = about["parse"] in values.OF_SEVERAL
@@ -337,7 +299,7 @@ def _setting_flag(field: "Field[Any]") -> Flag:
 
 
 def _default(field: "Field[Any]") -> str:
-    """The default of a setting, where the help does not say it already."""
+    """The default of a setting, unless the help says it already."""
     if field.default is None or field.default == "auto":
         return ""
     value = f"{field.default:g}" if isinstance(field.default, float) else field.default
@@ -351,7 +313,7 @@ def _flags() -> list[click.Parameter]:
 
 
 def _help_all() -> click.Option:
-    """The flag that shows every flag, as soon as it is met."""
+    """The flag --help-all, which acts as soon as it is parsed."""
 
     def show(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
         if wanted and isinstance(ctx.command, Command):
@@ -372,7 +334,7 @@ def _run_command() -> Command:
         top=RUN_TOP,
         callback=_run,
         params=_flags(),
-        context_settings={"allow_interspersed_args": False, "max_content_width": WIDTH},
+        context_settings=PROGRAM_LAST,
         short_help="Train on N workers as on one.",
     )
 
@@ -402,33 +364,33 @@ def _doctor_command() -> Command:
 def _scale_command() -> Command:
     """`scale` has the settings of `run`, but for those that it gives itself."""
     own = {"record", "stop_after", "batch", "trial"}
-    shared = ("words", "module", "config", "hosts", "hostfile")
-    flags = [flag for flag in _flags() if flag.name in {*shared, *config.FIELDS} - own]
+    shared = {"words", "module", "config", "hosts", "hostfile", *config.FIELDS} - own
     return Command(
         "scale",
-        top=SCALE_TOP,
+        top=scale_flags.TOP,
         callback=_scale,
-        params=[*scaling_flags.own(), _help_all(), *flags],
-        context_settings={"allow_interspersed_args": False, "max_content_width": WIDTH},
+        params=[*scale_flags.own(), _help_all(), *_flags_named(shared)],
+        context_settings=PROGRAM_LAST,
         short_help="Measure a script on 1, 2, 4, ... workers.",
     )
 
 
-def _split_command() -> Command:
-    """`split` has the settings that decide what a layer is and takes."""
-    shared = ("words", "units", "device", "precision", "activations", "micro_batch_size")
+def _pipeline_plan_command(name: str, callback: Callable[..., int], *, hidden: bool) -> Command:
+    """`pipeline-plan` has the settings that decide what a layer is and takes."""
+    shared = {"words", "units", "device", "precision", "activations", "micro_batch_size"}
     return Command(
-        "split",
-        top=SPLIT_TOP,
-        callback=_split,
-        params=[
-            *splitting_flags.own(),
-            _help_all(),
-            *(flag for flag in _flags() if flag.name in shared),
-        ],
-        context_settings={"allow_interspersed_args": False, "max_content_width": WIDTH},
-        short_help="Show where to cut a model into stages.",
+        name,
+        top=plan_flags.TOP,
+        callback=callback,
+        params=[*plan_flags.own(), _help_all(), *_flags_named(shared)],
+        context_settings=PROGRAM_LAST,
+        short_help="Show where to cut a model into pipeline stages.",
+        hidden=hidden,
     )
+
+
+def _flags_named(names: Collection[str]) -> list[click.Parameter]:
+    return [flag for flag in _flags() if flag.name in names]
 
 
 @click.group(cls=Commands, invoke_without_command=True)
@@ -440,9 +402,13 @@ def _shardwise(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-_shardwise.add_command(_run_command())
-_shardwise.add_command(_doctor_command())
-_shardwise.add_command(_scale_command())
-_shardwise.add_command(_split_command())
-_shardwise.add_command(checkpoint)
-_shardwise.add_command(timeline)
+for _command in (
+    _run_command(),
+    _doctor_command(),
+    _scale_command(),
+    _pipeline_plan_command("pipeline-plan", _pipeline_plan, hidden=False),
+    _pipeline_plan_command("split", _split, hidden=True),
+    checkpoint,
+    timeline,
+):
+    _shardwise.add_command(_command)

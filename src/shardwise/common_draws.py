@@ -1,4 +1,4 @@
-"""What is drawn alike on all ranks, and the moment from which each rank draws for itself.
+"""Keeps the random stream that all ranks draw from alike, before and after each draws for itself.
 
     init      seeded as one process is: every rank draws what that draws, models and data
     engines   are made, and move no generator
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class CommonDraws:
-    """The stream that all ranks have in common; `device` is where this one computes."""
+    """The random stream that all ranks have in common; `device` is where this one computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

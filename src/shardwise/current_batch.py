@@ -1,4 +1,4 @@
-"""What the loaders last gave: the weight that a loss takes when the user names none.
+"""CurrentBatch knows which batch was given last: its size is the weight of a loss without one.
 
 A Loader opens a stream for each iteration and says what each batch holds. The engine asks for
 the batch that a loss came from, and Metrics asks whether the batch counts at all.
@@ -34,7 +34,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StreamShape:
     """The shape of a stream, for the line at the start of a run. Numbers are of the whole run."""
 
     batch_size: int | None
@@ -43,11 +43,11 @@ class Plan:
 
 
 @dataclass(eq=False)
-class Stream:
+class LoaderStream:
     """One iteration over a Loader, from its first batch until it ends or is dropped."""
 
     name: str
-    plan: Plan
+    plan: StreamShape
     passing: bool = False
     """Whether it has no end of its own, and gives way to the next one (world.share)."""
     batch: Batch | None = None
@@ -61,16 +61,16 @@ SitOut = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass
-class Feed:
-    """The open streams of this process. `current` is the batch given last, by any of them."""
+class CurrentBatch:
+    """The open streams of this process. `batch` is the one given last, by any of them."""
 
-    streams: list[Stream] = field(default_factory=list)
-    current: Batch | None = None
+    streams: list[LoaderStream] = field(default_factory=list)
+    batch: Batch | None = None
     sat_out: int = 0
     """How many batches of evaluations had no sample for this rank, which then ran none."""
     _apart: int = 0
     """How many batches are under way that other ranks sit out."""
-    _latest: Stream | None = None
+    _latest: LoaderStream | None = None
     """The stream that last gave a batch to train on, open or not."""
     _shared: list[Batch] = field(default_factory=list)
     """What passing streams have given to train on since the last backward."""
@@ -115,22 +115,22 @@ class Feed:
                 "drop_last=True."
             )
 
-    def open(self, name: str, plan: Plan) -> Stream:
+    def open(self, name: str, plan: StreamShape) -> LoaderStream:
         """Register an iteration that has begun."""
-        stream = Stream(name, plan)
+        stream = LoaderStream(name, plan)
         self.streams.append(stream)
         return stream
 
-    def close(self, stream: Stream) -> None:
+    def close(self, stream: LoaderStream) -> None:
         """Forget an iteration that has ended; closing twice is harmless."""
         if stream in self.streams:
             self.streams.remove(stream)
-            if self.current is stream.batch:
+            if self.batch is stream.batch:
                 given = [other.batch for other in self.streams if other.batch is not None]
-                self.current = given[-1] if given else None
+                self.batch = given[-1] if given else None
 
-    def give(self, stream: Stream, batch: Batch, *, training: bool) -> None:
-        """Say what is handed out now; `training` is whether autograd records at this moment."""
+    def give(self, stream: LoaderStream, batch: Batch, *, training: bool) -> None:
+        """Note the batch that is handed out now; `training` is whether autograd records now."""
         if training and not stream.passing:
             self._close_passing(training=True)  # what was shared out before is not of this batch
             self._shared = []
@@ -139,17 +139,17 @@ class Feed:
             if (watcher := reference()) is not None:
                 watcher(batch.samples == 0)
         stream.batch, stream.training = batch, training
-        self.current = batch
+        self.batch = batch
         if training:
             self._latest = stream
 
-    def share(self, name: str, plan: Plan, batch: Batch, *, training: bool) -> None:
-        """Say what is handed out without a loop: it stands until the next one of its kind.
+    def share(self, name: str, plan: StreamShape, batch: Batch, *, training: bool) -> None:
+        """Note a batch that is handed out without a loop: it stands until the next one of its kind.
 
         One to evaluate on does not displace one to train on, whose backward may still come.
         """
         self._close_passing(training=training)
-        stream = Stream(name, plan, passing=True)
+        stream = LoaderStream(name, plan, passing=True)
         self.streams.append(stream)
         self.give(stream, batch, training=training)
         if training:
@@ -160,7 +160,7 @@ class Feed:
             self.close(older)
 
     def train(self) -> None:
-        """Say that a backward has used what was given last.
+        """Note that a backward has used what was given last.
 
         With no stream open that is `x, y = next(iter(loader))`, whose stream has gone already.
         """
@@ -170,7 +170,7 @@ class Feed:
         for stream in self.training_streams() or latest:
             stream.trained = True
 
-    def training_streams(self) -> list[Stream]:
+    def training_streams(self) -> list[LoaderStream]:
         """The open streams whose last batch was given while autograd recorded, oldest first."""
         return [stream for stream in self.streams if stream.training and stream.batch]
 
@@ -182,8 +182,8 @@ class Feed:
     def batch_of_forward(self, *, training: bool) -> Batch | None:
         """The batch that a forward now is of, where `training` says whether autograd records."""
         given = self.training_streams() if training else []
-        if not given or any(stream.batch is self.current for stream in given):
-            return self.current
+        if not given or any(stream.batch is self.batch for stream in given):
+            return self.batch
         return given[-1].batch
 
     def batch_of_loss(self, *, weighted: bool, anew: bool = False) -> Batch | None:
@@ -203,10 +203,10 @@ class Feed:
         if anew and training and not loops:
             self._check_shared_stand_in(training[-1])
         given = [stream.batch for stream in loops or training if stream.batch is not None]
-        latest = [batch for batch in given if batch is self.current]
+        latest = [batch for batch in given if batch is self.batch]
         return latest[0] if latest else given[-1] if given else None
 
-    def _check_shared_stand_in(self, last: Stream) -> None:
+    def _check_shared_stand_in(self, last: LoaderStream) -> None:
         """A stand-in makes whatever is of it weigh nothing: not rows that were cut by hand."""
         assert last.batch is not None
         several = len({batch.samples == 0 for batch in [last.batch, *self._shared]}) > 1
@@ -220,7 +220,9 @@ class Feed:
                 "says same_items=True."
             )
 
-    def _check_weight(self, training: Sequence[Stream], loops: Sequence[Stream]) -> None:
+    def _check_weight(
+        self, training: Sequence[LoaderStream], loops: Sequence[LoaderStream]
+    ) -> None:
         if len(loops) > 1:
             raise UsageError(
                 f"Two training loaders are open ({_names(loops)}), so the weight of this loss "
@@ -239,7 +241,7 @@ class Feed:
 _WEIGHT = "Write engine.backward(loss, weight=number_of_items_the_loss_is_a_mean_over)."
 
 
-def _check_stand_ins(training: Sequence[Stream]) -> None:
+def _check_stand_ins(training: Sequence[LoaderStream]) -> None:
     if len({stream.batch.samples == 0 for stream in training if stream.batch is not None}) > 1:
         raise UsageError(
             f"Of what is open to train on ({_names(training)}) one has no sample left for this "
@@ -248,5 +250,5 @@ def _check_stand_ins(training: Sequence[Stream]) -> None:
         )
 
 
-def _names(streams: Sequence[Stream]) -> str:
+def _names(streams: Sequence[LoaderStream]) -> str:
     return " and ".join(stream.name for stream in streams)

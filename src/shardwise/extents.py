@@ -1,4 +1,4 @@
-"""Which ranges of a file, or of memory, are free: pure arithmetic."""
+"""Hands out free ranges of a file, or of memory, and takes them back. Pure arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat buckets and the intervals that ranks own of them: pure arithmetic.
+"""Lays parameters into flat buckets, and cuts these into the intervals of ranks. Pure arithmetic.
 
 Parameters of one dtype, device and parameter group are laid end to end in buckets, in the
 reverse of registration order, which is nearly the order in which backward makes gradients:

@@ -1,4 +1,4 @@
-"""Learning rates for larger total batches: scaled with the number of workers, and warmed up.
+"""Scales learning rates with the number of workers, and warms them up.
 
     multiplier   S ┤         ┌──────────    S = N, linear; or the square root of N
     of the base    │     .·'

@@ -1,4 +1,4 @@
-"""The mesh of a run: how its ranks stand along the axes of parallelism. Pure arithmetic.
+"""Mesh places the ranks of a run along the axes of parallelism. Pure arithmetic.
 
     rank = (data * P + stage) * T + tensor
 

@@ -1,4 +1,4 @@
-"""Exact means over all ranks, whatever the sizes of their batches."""
+"""Metrics computes exact means over all ranks, whatever the sizes of their batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Metrics:
         self._sums: dict[str, _Sum] = {}
         self._weights: dict[str, _Sum] = {}
         self._training = False  # whether autograd recorded when something was added last
-        self._sat_out = self._world.feed.sat_out
+        self._sat_out = self._world.current_batch.sat_out
 
     def add(self, n: Number | None = None, **means: Any) -> None:
         """Count `means`, each a mean over `n` items: numbers or tensors of one element.
@@ -74,12 +74,12 @@ class Metrics:
         """
         own = {name: (self._sums[name].told(), self._weights[name].told()) for name in self._sums}
         # A rank that had no batch of an evaluation has measured nothing, and nothing is amiss.
-        idle = not own and self._world.feed.sat_out > self._sat_out
+        idle = not own and self._world.current_batch.sat_out > self._sat_out
         ranks = _with_idle(self._world.gather(None if idle else own))
         _check_names(ranks)
         _check_weights(ranks)
         self._sums, self._weights = {}, {}
-        self._sat_out = self._world.feed.sat_out
+        self._sat_out = self._world.current_batch.sat_out
         # The ranks of a replica have measured the same: it counts once.
         counted = ranks[:: self._world.mesh.replica]
         means = {name: _mean([rank[name] for rank in counted]) for name in ranks[0]}
@@ -136,7 +136,7 @@ class _ExactSum(_Sum):
 
 
 def _weight(world: World, n: Any) -> Number:
-    batch = world.feed.current
+    batch = world.current_batch.batch
     if batch is not None and batch.samples == 0:
         return 0.0
     if n is None:

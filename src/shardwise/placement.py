@@ -1,4 +1,4 @@
-"""The placement table: which training state is replicated, which sharded, and where it rests.
+"""Placement is the table of what is replicated, what sharded, and on which tier each state rests.
 
 Training has three states. Each is replicated over the data-parallel group or sharded over it,
 and the row of these cells is all that data parallelism and ZeRO (Rajbhandari et al., 2020)

@@ -1,4 +1,4 @@
-"""Asked to end: all ranks save at the next step boundary, and leave together.
+"""Saves and ends a run that is asked to end: at the next step boundary, all ranks together.
 
     signal, on any rank ─▶ the exchange of its next step ─▶ all save and leave before the one after
 
@@ -20,7 +20,7 @@ from weakref import WeakMethod
 
 import torch
 
-from shardwise.launch.progress import Telling
+from shardwise.launch.progress import ProgressWriter
 from shardwise.launch.restarts import SAVED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -33,12 +33,12 @@ AGAIN = 1.0
 
 
 class Preemption:
-    """What this rank, and what all ranks know of being asked to end: the numbers of signals."""
+    """The signals to end a run: one `asked` this rank, one was `agreed` on by all; 0 for none."""
 
-    def __init__(self, telling: Telling, say: Callable[..., None]) -> None:
+    def __init__(self, progress: ProgressWriter, say: Callable[..., None]) -> None:
         self.asked = 0
         self.agreed = 0
-        self._telling = telling
+        self._progress = progress
         self._say = say
         self._since = 0.0
         self._pid = os.getpid()
@@ -58,13 +58,13 @@ class Preemption:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._on_signal)
                 self._ours.append(number)
-        self._telling.heeds(saves=signal.SIGTERM in self._ours)
+        self._progress.saves_when_asked(saves=signal.SIGTERM in self._ours)
 
     def leave_out(self, save: Save) -> None:
         """There is nothing for `save` to save any more."""
         self._savers = [known for known in self._savers if known[1]() not in (None, save)]
         if not self._savers:
-            self._telling.heeds(saves=False)
+            self._progress.saves_when_asked(saves=False)
 
     def forget(self) -> None:
         """Let signals be what they were; unless they have been heeded, and might come again."""
@@ -85,7 +85,7 @@ class Preemption:
             self._leave([str(save()) for _, save in savers])
 
     def _leave(self, paths: list[str]) -> NoReturn:
-        self._telling.ended()
+        self._progress.ended()
         self._say(
             f"shardwise: {signal.Signals(self.agreed).name}: saved {' and '.join(paths)}, ending "
             f"with exit code {SAVED}. The same command goes on from there.",
@@ -99,7 +99,7 @@ class Preemption:
         else:
             again = self.asked == number and time.monotonic() - self._since > AGAIN
             # Who starts the run anew does not wait for what an end of its launcher has left.
-            again = again or self._telling.is_orphan or not self._savers
+            again = again or self._progress.is_orphan or not self._savers
         if again:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

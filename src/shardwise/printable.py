@@ -1,4 +1,4 @@
-"""Text of others, as a terminal may be given it."""
+"""Makes text for terminals: names of others safe to print, and numbers as people read them."""
 
 from __future__ import annotations
 
@@ -24,3 +24,25 @@ def from_here(file: str) -> str:
 def shortened(text: str) -> str:
     """`text` with words of more than 300 characters without their middle."""
     return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}...{word[0][-50:]}", text)
+
+
+def in_bytes(number: int) -> str:
+    """Bytes: 1.6 GB."""
+    return _scaled(number, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), " ") or f"{number} B"
+
+
+def in_short(number: int) -> str:
+    """A count: 100.9M."""
+    return _scaled(number, (("B", 1e9), ("M", 1e6), ("k", 1e3)), "") or str(number)
+
+
+def many(count: int, name: str, ending: str = "s") -> str:
+    """A count of things: 1 unit, 2 units."""
+    return f"{count} {name}{'' if count == 1 else ending}"
+
+
+def _scaled(number: int, scales: tuple[tuple[str, float], ...], gap: str) -> str:
+    for unit, size in scales:
+        if number >= size:
+            return f"{number / size:.1f}{gap}{unit}"
+    return ""

@@ -1,4 +1,4 @@
-"""Randomness as a pure function of what a draw is for: nothing to save, nothing to restore.
+"""Makes runs repeatable: seeds are pure functions of what is drawn, and arithmetic has one order.
 
 A seed is the hash of its coordinates (the run's seed, the engine, the step, the rank ...) to 32
 bits, since torch's CPU generator uses no more than 32 bits of what it is given.
@@ -7,6 +7,7 @@ bits, since torch's CPU generator uses no more than 32 bits of what it is given.
 import base64
 import ctypes
 import hashlib
+import os
 import random
 import struct
 import sys
@@ -142,3 +143,17 @@ def preserved() -> Iterator[None]:
         random.setstate(states[1])
         if states[2] is not None:
             numpy.random.set_state(states[2])
+
+
+def fix_arithmetic(device: torch.device) -> None:
+    """Let this process compute in one order, for good.
+
+    One thread, since kernels cut their work by the number of threads and sum accordingly. On a
+    GPU torch's deterministic algorithms, which raise where an operation has none.
+    """
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is loaded
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = False

@@ -1,4 +1,4 @@
-"""The part of a tensor that each rank of a replica has: pure arithmetic.
+"""Computes which part of a tensor each rank of a replica has. Pure arithmetic.
 
 A tensor is split along one dimension. A rank has one range of it, or several: of a matrix that
 makes queries, keys and values at once, its heads' rows of each.

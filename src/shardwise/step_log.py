@@ -1,4 +1,4 @@
-"""What a run did, step by step, for those who measure it; off unless `--record DIR` is given.
+"""StepLog records each step of a run for those who measure it; off unless `--record DIR` is given.
 
 Each rank writes DIR/rank-N.jsonl, a line when something has happened:
 
@@ -25,7 +25,7 @@ from typing import Protocol, TextIO
 from shardwise.errors import ConfigError
 
 
-class Outcome(Protocol):
+class StepOutcome(Protocol):
     """What engine.step returns; reading it may wait for a device."""
 
     @property
@@ -96,7 +96,7 @@ class StepLog:
         elif in_hand:
             self._left = True
 
-    def stepped(self, engine: int, steps: int, outcome: Outcome) -> None:
+    def stepped(self, engine: int, steps: int, outcome: StepOutcome) -> None:
         """Engine number `engine` has made its step number `steps`; of several the first counts.
 
         Raises SystemExit when the run is to end.
@@ -111,7 +111,7 @@ class StepLog:
             self.ended = True
             raise SystemExit(0)
 
-    def _add(self, steps: int, outcome: Outcome) -> None:
+    def _add(self, steps: int, outcome: StepOutcome) -> None:
         now = time.perf_counter()
         begin = self._last if self._begin is None else self._begin
         self._write(

@@ -1,4 +1,4 @@
-"""The one tree in which the exact mode adds up: pure arithmetic.
+"""Adds micro-shards up in one tree, for the exact mode. Pure arithmetic.
 
 The total batch is cut into micro-shards, the leaves. Neighbours are joined, from the left, by the
 smallest prime factor first:

@@ -8,13 +8,11 @@ import time
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.timeline import memory, recorder
-from shardwise.timeline.encoding import Encoder
+from shardwise.timeline import Row, recorder
+from shardwise.timeline.encoding import Encoder, memory_in_use
 from shardwise.timeline.file import TimelineFile, sibling
-from shardwise.timeline.recorder import Note, Recorder
-from shardwise.timeline.tracks import Row
-from shardwise.watch import clocks
-from shardwise.watch.status_server import Lookout
+from shardwise.timeline.recorder import TimelineEvent, TimelineRecorder
+from shardwise.watch.status_server import StatusServer
 
 MEASURED_EVERY = 30.0
 """Seconds between two looks at rank 0's clock: quartz drifts by some 10 microseconds a second."""
@@ -26,25 +24,27 @@ AT_ONCE = 32
 """Notes that are written down in one go: a tenth of a millisecond."""
 
 
-def start(path: Path, lookout: Lookout) -> None:
+def start(path: Path, status_server: StatusServer) -> None:
     """Record into `path`, on a host that is not rank 0's into one beside it with the host's name.
 
     Raises ConfigError where the file cannot be written.
     """
     stop()
-    at_home = lookout.shares_host(0)
+    at_home = status_server.shares_host(0)
     host = socket.gethostname()
     path = path if at_home else sibling(path, host)
-    encoder = Encoder(lookout.rank, host)
+    encoder = Encoder(status_server.rank, host)
     try:
         # Where it is, whatever becomes of the working directory.
-        file = TimelineFile(path.resolve(), lookout.run, lookout.rank, _about(lookout))
+        file = TimelineFile(
+            path.resolve(), status_server.run, status_server.rank, _about(status_server)
+        )
         file.write(encoder.opening())
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"The timeline {path} cannot be written: {why}.") from error
-    sink = _ToFile(file, encoder, None if at_home else lookout)
-    recorder.start(Recorder(sink, lambda error: _give_up(lookout.rank, path, error)))
+    sink = _ToFile(file, encoder, None if at_home else status_server)
+    recorder.start(TimelineRecorder(sink, lambda error: _give_up(status_server.rank, path, error)))
 
 
 def stop() -> None:
@@ -55,10 +55,10 @@ def stop() -> None:
         running.stop()
 
 
-def where(path: Path, lookout: Lookout) -> str:
+def where(path: Path, status_server: StatusServer) -> str:
     """What a user is told of it, in one line."""
     line = f"timeline in {path}: open it in ui.perfetto.dev, or shardwise timeline {path}"
-    if lookout.hosts > 1:
+    if status_server.hosts > 1:
         line += (
             f"; each other host writes {sibling(path, 'HOST')}, and shardwise timeline with the "
             "files of all, and --merge WHOLE.json, makes one of them"
@@ -66,8 +66,8 @@ def where(path: Path, lookout: Lookout) -> str:
     return line
 
 
-def _about(lookout: Lookout) -> dict[str, object]:
-    return {"ranks": lookout.size, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+def _about(status_server: StatusServer) -> dict[str, object]:
+    return {"ranks": status_server.size, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
 def _give_up(rank: int, path: Path, error: Exception) -> None:
@@ -83,17 +83,17 @@ class _ToFile:
     answered, notes are held: times of this host would be in order with nobody's.
     """
 
-    def __init__(self, file: TimelineFile, encoder: Encoder, distant: Lookout | None) -> None:
+    def __init__(self, file: TimelineFile, encoder: Encoder, distant: StatusServer | None) -> None:
         self._file = file
         self._encoder = encoder
         self._distant = distant
-        self._held: list[Note] = []
+        self._held: list[TimelineEvent] = []
         self._ahead: int | None = 0 if distant is None else None
         self._measured = 0.0
         self._measure()
         encoder.ahead = self._ahead or 0
 
-    def write(self, notes: list[Note]) -> None:
+    def write(self, notes: list[TimelineEvent]) -> None:
         """Write them, and how much memory is in use. Raises OSError."""
         first = self._ahead is None
         self._measure()
@@ -112,7 +112,7 @@ class _ToFile:
                 self._encoder.ahead = self._ahead
             if number % AT_ONCE == 0:
                 time.sleep(0)  # the interpreter is for the thread that trains
-        lines.append(self._encoder.counter(time.monotonic_ns(), memory.in_use()))
+        lines.append(self._encoder.counter(time.monotonic_ns(), memory_in_use()))
         self._file.write(lines)
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class _ToFile:
         if self._ahead is not None and now - self._measured < MEASURED_EVERY:
             return
         self._measured = now
-        found = clocks.ahead(self._distant, 0, "monotonic")
+        found = self._distant.clock_offset(0, "monotonic")
         if found is not None:
             self._ahead = found.ns
 

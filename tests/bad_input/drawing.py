@@ -104,9 +104,9 @@ def other_command(rng: Random) -> Input:
         else ("scale", name, rng.choice(bad), SCRIPT),
         ("scale",),
         ("scale", "gone.py"),
-        ("split", "--pipeline", rng.choice((*values.NOT_WHOLE, "0", "1")), SCRIPT),
-        ("split", "--microbatches", rng.choice((*values.NOT_WHOLE, "0")), SCRIPT),
-        ("split", "--by", rng.choice(("", "x")), SCRIPT),
+        ("pipeline-plan", "--pipeline", rng.choice((*values.NOT_WHOLE, "0", "1")), SCRIPT),
+        ("pipeline-plan", "--microbatches", rng.choice((*values.NOT_WHOLE, "0")), SCRIPT),
+        ("pipeline-plan", "--by", rng.choice(("", "x")), SCRIPT),
         ("checkpoint", rng.choice(("inspect", "verify", "accept")), rng.choice(values.NOT_FILE)),
         (
             "checkpoint",

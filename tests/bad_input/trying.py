@@ -167,14 +167,14 @@ def _command(given: Input) -> int:
 
 def _be_rank(job: Any, command: Any, console: Any, *rest: Any) -> Any:
     """Instead of starting the one rank that is asked for, become it."""
-    from shardwise.launch import environment, interface
+    from shardwise.launch import environment, network
     from shardwise.launch.identity import Identity
     from shardwise.launch.restarts import Ending
 
     del command, rest
-    job.voices(console)
+    job.outputs(console)
     if job.interface is not None:
-        interface.address_of(job.interface)
+        network.address_of_interface(job.interface)
     if job.size > 1 or not job.is_python or job.module:
         return Ending(code=0)
     me = Identity(launcher="shardwise run", address="127.0.0.1", port=1)
@@ -199,7 +199,7 @@ def _script(given: Input | None) -> int:
 
 def _agent(given: Input) -> int:
     del given
-    from shardwise.launch import agent
+    from shardwise.launch.ssh import agent
 
     agent.main()
     return 0

@@ -14,7 +14,8 @@ LIMIT = 60.0
 """Seconds that a trial may take."""
 
 SLOW = 10.0
-"""Seconds in which a resume of a few kilobytes is to end, on a machine that is busy."""
+"""Seconds of a rank's processor that a resume of a few kilobytes may take. What only waits is seen
+by LIMIT."""
 
 COMMAND = seeded.Command(
     name="checkpoint_damage",

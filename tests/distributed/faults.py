@@ -86,7 +86,7 @@ def _train(case: Case, rank: int, told: int, faults: int) -> NoReturn:
         said = {"kind": type(error).__name__, "message": str(error), "time": time.monotonic()}
     os.write(told, json.dumps(said).encode())
     os.close(told)
-    worlds._leave()
+    worlds.leave()
     os._exit(3 if said["kind"] else 0)
 
 

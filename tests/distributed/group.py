@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from typing import IO, Any
 
-from shardwise.launch import own, secret
+from shardwise.launch import environment
 from shardwise.launch.identity import Identity
 from tests.distributed import worker
 from tests.distributed.worker import Outcome
@@ -148,7 +148,7 @@ class Group:
         self._ranks = []
 
     def _start(self) -> None:
-        known = secret.drawn()
+        known = environment.draw_secret()
         with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
             self._ranks = [
                 _Rank(rank, self.size, listener, known, self._settings, self._origin)
@@ -244,7 +244,7 @@ class _Rank:
                 _Descriptor(self.printed),
                 inherited,
                 identity,
-                _environment() | {own.SECRET: known},
+                _environment() | {environment.RUN_SECRET_VARIABLE: known},
                 settings,
             ),
         )
@@ -310,7 +310,7 @@ def _be(
     settings: dict[str, Any],
 ) -> None:
     """What a forked process does: it becomes the rank."""
-    told = own.environment(replace(identity, listen_fd=listen_fd))
+    told = environment.identity_variables(replace(identity, listen_fd=listen_fd))
     main(connection, printed, environ | told, settings)
 
 

@@ -163,7 +163,7 @@ def test_without_shared_memory(group, tmp_path):
 def within_case(world, folder):
     """Sharded within a host: what two hosts have is written once, half by each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid_shard, "key", lambda: f"host {world.rank // 2}")
+        patch.setattr(hybrid_shard, "host_key", lambda: f"host {world.rank // 2}")
         path, values = saves(world, folder, zero=2, shard_within="host")
         alike(loads(world, path, zero=3, shard_within="host"), values)
     alike(loads(world, path, zero=0), values)
@@ -319,7 +319,7 @@ def several_case(world, folder, row):
         hidden = models[0](world.share(batch(step).float()))
         engine.backward((models[1](hidden) * heat).square().mean())
         engine.step()
-    engine._scale.value = 512.0
+    engine._state.scale.value = 512.0
     optimizers[1].param_groups[1]["lr"] = 0.05
     path = engine.save(folder)
     told = [engine.optimizer_state_dict(optimizer) for optimizer in optimizers]

@@ -81,7 +81,7 @@ def tolerant_case(world, folder, background):
                     failing(patch, name, number)
                 path = engine.save(folder, background=background)
                 assert (path is not None) == (background and name == "pwrite")
-                engine._checkpoints.wait()
+                engine._checkpoints.saver.wait()
     finally:
         del world.print
     train(world, engine, model, range(1))
@@ -111,10 +111,10 @@ def silent_case(world, folder):
             patch.setattr(background, "_write", once_full(background._write))
         engine.save(folder, background=True)
         began = time.monotonic()
-        engine._checkpoints._job.join()
+        engine._checkpoints.saver._job.join()
         assert time.monotonic() - began < 60
     with pytest.raises(CheckpointNotWritten, match=r"The checkpoint of step 1 was not written"):
-        engine._checkpoints.wait()
+        engine._checkpoints.saver.wait()
     engine.close()
 
 
@@ -222,7 +222,7 @@ def background_failure_case(world, folder):
             failing(patch, "pwrite", 28)
         engine.save(folder, background=True)
         if world.rank == 1:  # the others hear of it in the step
-            engine._checkpoints._job.join()
+            engine._checkpoints.saver._job.join()
     with pytest.raises(
         CheckpointNotWritten, match=r"The checkpoint of step 1 was not written: No space"
     ):

@@ -58,7 +58,7 @@ def edited_case(world, folder):
     once(world, lambda: document.accept(folder / "step-3"))
     engine.load(folder / "step-3")
     assert engine.steps == 3
-    assert engine._held.recipe.optimizers[0].param_groups[0]["lr"] == 9.001
+    assert engine._spec.optimizers[0].param_groups[0]["lr"] == 9.001
     engine.close()
 
 

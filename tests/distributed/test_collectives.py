@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise import sum_tree
-from shardwise.collectives import Sum, gloo, listeners
+from shardwise.collectives import Sum, gloo, gloo_exchange, listeners, ordered_sums
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.layout import even_cuts
 
@@ -159,18 +159,18 @@ def test_many_in_flight_waited_for_in_any_order(group, transport, length):
 def many_calls(world):
     """Of each kind, small and large, one after the other; what Gloo keeps of them."""
     group = world.collectives
-    for step in range(3 * gloo.REMEMBERED):
+    for step in range(3 * gloo_exchange.REMEMBERED):
         numel = (3, 300, 6_000)[step % 3]
         buffer = torch.ones(numel) if step % 2 else torch.ones(numel, dtype=torch.bfloat16)
         group.all_reduce(buffer).wait()
         assert buffer.eq(world.size).all()
         group.all_gather(buffer, even_cuts(numel, world.size)).wait()
-    return len(group._sent), len(group._unwaited)
+    return len(group.messages._sent), len(group.messages._unwaited)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_nothing_is_kept_of_calls_that_are_over(group, size):
-    assert group(size, transport="gloo")(many_calls) == [(gloo.REMEMBERED, 0)] * size
+    assert group(size, transport="gloo")(many_calls) == [(gloo_exchange.REMEMBERED, 0)] * size
 
 
 def half_precision(world, numel):
@@ -190,32 +190,37 @@ def test_half_precision_sums_in_fp32(group, transport, numel):
     group(4, transport=transport)(half_precision, numel)
 
 
-def told_sums(world, numel):
-    """The pieces that `each` gets, against the sum."""
+def sums_of_both_verbs(world, numel):
+    """What a reduce-scatter gives of this rank's interval, against the all-reduce."""
     group, cuts = world.collectives, even_cuts(numel, world.size)
     own = slice(cuts[world.rank], cuts[world.rank + 1])
-    for verb in (group.reduce_scatter, group.all_reduce):
-        pieces = []
-        buffer = values(world.rank, numel, torch.float32)
-        given = (buffer, cuts) if verb == group.reduce_scatter else (buffer,)
-        told = Sum(each=lambda piece, pieces=pieces: pieces.append(piece.clone()))
-        verb(*given, told).wait()
-        assert torch.equal(torch.cat(pieces), buffer[own])
+    scattered, reduced = (values(world.rank, numel, torch.float32) for _ in range(2))
+    group.reduce_scatter(scattered, cuts).wait()
+    group.all_reduce(reduced).wait()
+    assert torch.equal(scattered[own], reduced[own])
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("numel", [1, 300, 2_500_000])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sums_are_told_in_pieces(group, transport, numel, size):
-    group(size, transport=transport)(told_sums, numel)
+def test_both_verbs_sum_in_one_order(group, transport, numel, size):
+    group(size, transport=transport)(sums_of_both_verbs, numel)
 
 
 def sums_between_waits(world):
-    """Where this thread is when it is told of a piece."""
-    group, waits = world.collectives, world.collectives.lookout.waits
-    buffer, found = torch.ones(2_500_000), []
-    told = Sum(each=lambda piece: found.append(waits.of(threading.get_ident())))
-    group.reduce_scatter(buffer, even_cuts(buffer.numel(), world.size), told).wait()
+    """What this thread is said to wait for while it adds up each chunk of a sum."""
+    group, waits = world.collectives, world.collectives.status_server.waits
+    buffer, found, usual = torch.ones(2_500_000), [], ordered_sums._sum
+
+    def adding(*given):
+        found.append(waits.of(threading.get_ident()))
+        usual(*given)
+
+    ordered_sums._sum = adding
+    try:
+        group.reduce_scatter(buffer, even_cuts(buffer.numel(), world.size)).wait()
+    finally:
+        ordered_sums._sum = usual
     assert len(found) > 2
     assert set(found) == {None}
 
@@ -226,7 +231,7 @@ def test_a_rank_that_sums_does_not_wait(group, size):
 
 
 def helpers():
-    return {t for t in threading.enumerate() if t.name in ("shardwise-clerk", "shardwise-courier")}
+    return {t for t in threading.enumerate() if t.name in ("shardwise-send", "shardwise-progress")}
 
 
 def closed_and_forgotten(world):
@@ -435,7 +440,7 @@ def connect_to_what_listens(world):
         else:
             found[port] = True
     world.barrier()
-    return found, world.collectives.lookout._places[world.rank].port
+    return found, world.collectives.status_server._places[world.rank].port
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="filters on sockets are Linux's")

@@ -1109,13 +1109,13 @@ def test_a_rank_listed_twice(group):
 
 def within_host_case(world, zero):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid_shard, "key", lambda: f"host {world.rank // 2}")
+        patch.setattr(hybrid_shard, "host_key", lambda: f"host {world.rank // 2}")
         model, plain = seeded(Tied), seeded(Tied)
         engine = train(world, model, squares, zero=zero, shard_within="host")
         train_plain(plain, squares, size=world.size)
         with engine.full_parameters():
             same_weights(model, plain)
-        sharing = engine._recipe.sharding
+        sharing = engine._spec.shard_group
         assert (sharing.size, sharing.copies) == ((2, 2) if zero else (4, 1))
         norms = world.gather(one_step(world, engine, model))
         assert len(set(norms)) == 1
@@ -1135,7 +1135,7 @@ def uneven_hosts_case(world):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid_shard, "key", lambda: f"host {world.rank // 2}")
+        patch.setattr(hybrid_shard, "host_key", lambda: f"host {world.rank // 2}")
         with pytest.raises(ConfigError, match=r"as many ranks on every host.*have 2, 1"):
             sw.Engine(model, optimizer, zero=2, shard_within="host")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.collectives import shared_work
-from shardwise.states import gradients, reduction
+from shardwise.states import bucket_reducer, gradients
 from tests.distributed.sharded import batch
 
 WIDE = 160
@@ -22,27 +22,27 @@ WIDE = 160
 @contextmanager
 def reading_late():
     """What is in flight moves only while this rank waits, the latest call first."""
-    until, move = shared_work.Flights.until, shared_work.Flights.move
+    until, move = shared_work.GroupWork.until, shared_work.GroupWork.move
     waiting = []
 
-    def late_until(self, flight, stage):
-        waiting.append(flight)
+    def late_until(self, call, stage):
+        waiting.append(call)
         try:
-            until(self, flight, stage)
+            until(self, call, stage)
         finally:
             waiting.pop()
 
     def late_move(self):
-        for flight in reversed(list(self._alive.values()) if waiting else []):
-            if flight.stage == shared_work.HALFWAY:
+        for call in reversed(list(self._alive.values()) if waiting else []):
+            if call.stage == shared_work.HALFWAY:
                 time.sleep(0.01)
-            self._move(flight)
+            self._move(call)
 
-    shared_work.Flights.until, shared_work.Flights.move = late_until, late_move
+    shared_work.GroupWork.until, shared_work.GroupWork.move = late_until, late_move
     try:
         yield
     finally:
-        shared_work.Flights.until, shared_work.Flights.move = until, move
+        shared_work.GroupWork.until, shared_work.GroupWork.move = until, move
 
 
 def slow_reader_case(world, slow_rank):
@@ -138,16 +138,16 @@ class Mixed(nn.Module):
 
 def straight_case(world, row, precision, smallest):
     """Train with gradients from `smallest` elements on sent from where they are."""
-    usual = reduction.STRAIGHT, gradients.SMALL
-    reduction.STRAIGHT, gradients.SMALL = smallest, 10
+    usual = bucket_reducer.SENT_APART, gradients.SMALL
+    bucket_reducer.SENT_APART, gradients.SMALL = smallest, 10
     sent = []
-    launch = reduction.Reduction.launch
+    launch = bucket_reducer.BucketReducer.launch
 
-    def counting(self, rest, buffer, elsewhere=reduction._NOWHERE, onto=None):
+    def counting(self, bucket, buffer, elsewhere=bucket_reducer._NOWHERE, onto=None):
         sent.extend(elsewhere)
-        launch(self, rest, buffer, elsewhere, onto)
+        launch(self, bucket, buffer, elsewhere, onto)
 
-    reduction.Reduction.launch = counting
+    bucket_reducer.BucketReducer.launch = counting
     try:
         torch.manual_seed(3)
         model = Mixed()
@@ -158,7 +158,7 @@ def straight_case(world, row, precision, smallest):
             for _ in range(1 + (step in (2, 5))):  # from then on 16-bit gradients add up in fp32
                 x = world.share(batch(step, rows=5, width=6).float()).requires_grad_()
                 engine.backward(model(x.to(model.head.weight.dtype), step).float())
-            stats = engine.step(max_norm=1e3)  # not reached: squares are added up as pieces come
+            stats = engine.step(max_norm=1e3)  # not reached
             losses.append(stats.loss)
             norms.append(stats.grad_norm)
         with engine.full_parameters():
@@ -166,7 +166,8 @@ def straight_case(world, row, precision, smallest):
         engine.close()
         return losses, norms, values, len(sent)
     finally:
-        (reduction.STRAIGHT, gradients.SMALL), reduction.Reduction.launch = usual, launch
+        bucket_reducer.SENT_APART, gradients.SMALL = usual
+        bucket_reducer.BucketReducer.launch = launch
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def _refused_here(world):
     with initialized():
         handles = [hvd.allreduce_async(torch.ones(9), name="twice")] if world.rank == 0 else []
         if handles:
-            with pytest.raises(ValueError, match="'twice' was asked for while another operation"):
+            with pytest.raises(ValueError, match="'twice' was requested while another operation"):
                 hvd.broadcast_async(torch.ones(1), 0, name="twice")
         for words, call in (
             ("takes 1, 2, 4", lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum)),

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import shardwise.horovod as hvd
-from shardwise.horovod import adasum
 from shardwise.horovod.context import current
+from shardwise.horovod.execution import adasum_pair
 from tests.distributed.horovod import initialized
 
 STEPS = 4
@@ -277,7 +277,7 @@ def _counted(world):
         told = []
         for what in ("stepped", "kept"):
             patch.setattr(
-                current().world.telling,
+                current().world.progress,
                 what,
                 lambda _, number, what=what: told.append((what, number)),
             )
@@ -362,7 +362,7 @@ def _adasum(world):
         ranks = ranks[: world.size]
         expected = [row.double() for row in ranks]
         while len(expected) > 1:
-            expected = [adasum.pair(*expected[i : i + 2]) for i in range(0, len(expected), 2)]
+            expected = [adasum_pair(*expected[i : i + 2]) for i in range(0, len(expected), 2)]
         found = hvd.allreduce(ranks[world.rank], op=hvd.Adasum)
         torch.testing.assert_close(found, expected[0].float())
         same = hvd.allreduce(ranks[0], op=hvd.Adasum)  # of one direction: the mean
@@ -381,7 +381,7 @@ def _adasum(world):
             backward(plain, 0, 0, [rank])
             changes.append(-0.1 * plain.turned.grad.reshape(-1))
         while len(changes) > 1:
-            changes = [adasum.pair(*changes[i : i + 2]) for i in range(0, len(changes), 2)]
+            changes = [adasum_pair(*changes[i : i + 2]) for i in range(0, len(changes), 2)]
         expected = plain.turned + changes[0].view_as(plain.turned)
         torch.testing.assert_close(model.turned, expected)
 

@@ -58,7 +58,7 @@ def _record(world, loader, epochs=1, most=None):
     for epoch in loader.epochs(epochs):
         for step in loader.steps():
             for part, batch in enumerate(step):
-                now = world.feed.current
+                now = world.current_batch.batch
                 columns = [x.tolist() for x in batch]
                 rows = list(zip(*columns, strict=True))
                 seen.append((epoch, step.number, part, now.samples, now.last, rows))

@@ -22,7 +22,7 @@ def _evaluate(world, length, batch, micro=None):
     with torch.no_grad():
         for (x,) in Loader(TensorDataset(torch.arange(length)), batch, micro_batch_size=micro):
             mean = x.double().mean()
-            if world.feed.current.samples == 0:
+            if world.current_batch.batch.samples == 0:
                 mean = mean * math.nan
             metrics.add(mean=mean, even=(x % 2 == 0).float().mean())
     return metrics.compute()

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.states import storage, storage_factory
-from shardwise.tiers.copy_stream import Beside
+from shardwise.tiers.copy_stream import CopyStream
 from tests.disk import on_a_disk
 
 
@@ -36,7 +36,7 @@ class LateEvent:
             self._queue.popleft().run()
 
 
-class Late(Beside):
+class Late(CopyStream):
     """A side stream that does its copies in order, each when it is waited for."""
 
     uses = 0
@@ -67,17 +67,21 @@ class Late(Beside):
 @contextmanager
 def accelerated():
     """Inside the block the CPU is an accelerator, and what does not rest on it is apart."""
-    is_apart, beside, span = storage_factory.Shelf.is_apart, storage_factory.Beside, storage.SPAN
-    storage_factory.Shelf.is_apart = lambda self, device: not self.is_device
-    storage_factory.Beside = Late
+    is_apart, copy_stream, span = (
+        storage_factory.StorageFactory.is_apart,
+        storage_factory.CopyStream,
+        storage.SPAN,
+    )
+    storage_factory.StorageFactory.is_apart = lambda self, device: not self.is_device
+    storage_factory.CopyStream = Late
     storage.SPAN = 24
     Late.uses = 0
     try:
         yield
     finally:
-        storage_factory.Shelf.is_apart, storage_factory.Beside, storage.SPAN = (
+        storage_factory.StorageFactory.is_apart, storage_factory.CopyStream, storage.SPAN = (
             is_apart,
-            beside,
+            copy_stream,
             span,
         )
 

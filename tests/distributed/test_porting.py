@@ -50,8 +50,8 @@ def ported_case(world, script, zero):
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        world.draws, world.feed.current = CommonDraws(world.device), None
-        world.feed.watch(world.draws.before_batch)
+        world.draws, world.current_batch.batch = CommonDraws(world.device), None
+        world.current_batch.watch(world.draws.before_batch)
         return world
 
     real, sw.init = sw.init, init

@@ -7,12 +7,19 @@ More of them: `python -m tests.save_kills --kills 200 --seed 1`; all about one t
 import pytest
 
 from tests.save_kills.trying import COMMAND, Kill, Runner, draw, judged
+from tests.seeded import Counts
+
+KILLS = (4, 14, 23, 29)
+"""Of rank 0, of rank 1 and of all ranks, soon after a save has begun."""
 
 KILL = Kill(victims=(0,), step=3, delay=0.001, row=0, split=5.0, keep=2)
 
 
 def test_kills_lose_nothing(group, tmp_path):
-    assert not (told := COMMAND.failures(Runner(group(2), tmp_path), range(1, 5))), told
+    counts = Counts()
+    assert not (told := COMMAND.failures(Runner(group(2), tmp_path), KILLS, counts)), told
+    assert counts.kinds["same bits"], "all kills came too late"
+    assert {"one rank", "all ranks"} == {*counts.by_thing}
 
 
 def test_a_seed_is_one_kill():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
-from shardwise import world as worlds
+from shardwise import initialize
 from shardwise.common_draws import CommonDraws
 from shardwise.config import Settings
 from shardwise.errors import ConfigError, DataError, UsageError
@@ -32,8 +32,8 @@ def plainly(seed):
 def begin(world, seed):
     """Let `world` be as it is after sw.init(seed=...)."""
     plainly(seed)
-    world.draws, world.feed.current = CommonDraws(world.device), None
-    world.feed.watch(world.draws.before_batch)
+    world.draws, world.current_batch.batch = CommonDraws(world.device), None
+    world.current_batch.watch(world.draws.before_batch)
 
 
 def engine_of(model, **settings):
@@ -246,7 +246,7 @@ def time_first_case(world):
     """Rows along dimension 1, as of a recurrent network."""
     batch = torch.arange(12.0).view(2, 6)
     mine = world.share((batch, batch.int()), dim=1)
-    assert world.feed.current.samples == mine[0].shape[1]
+    assert world.current_batch.batch.samples == mine[0].shape[1]
     return mine[0]
 
 
@@ -286,4 +286,4 @@ def test_generators_may_stay_the_scripts_own(group):
 
 def test_the_workers_of_a_split_model_draw_from_seeds_of_the_step():
     with pytest.raises(ConfigError, match="--no-reseed and --pipeline 2 cannot be had together"):
-        worlds._mesh(Settings(reseed=False, pipeline=2), 2)
+        initialize._mesh(Settings(reseed=False, pipeline=2), 2)

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import ModelError, UsageError
-from shardwise.parallel.tensor.regions import scattered
-from shardwise.parallel.tensor.replica_draws import Draws
-from shardwise.parallel.tensor.sequence_parallel import Tokens, parts_of, whole_of
+from shardwise.parallel.tensor.regions import reduce_scatter_to_sequence
+from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
+from shardwise.parallel.tensor.sequence_parallel import SequenceShard, gather_nested, token_sharding
 
 ROWS, LENGTH, WIDTH = 2, 5, 6
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
@@ -132,7 +132,7 @@ def hooked(x):
 def done(world, name):
     """Value and gradients of an operation, on tokens and on the whole."""
     operation, stays = OPERATIONS[name]
-    draws = Draws(world.tensor.rank, torch.device("cpu"))
+    draws = ReplicaRandomness(world.tensor.rank, torch.device("cpu"))
     told = []
     for by_tokens in (True, False):
         x, w, o = (
@@ -140,13 +140,13 @@ def done(world, name):
         )
         value = x
         if by_tokens:
-            parts = parts_of(x, world.tensor)
-            share = scattered(x / world.size, world.tensor, parts)
-            value = Tokens(share, world.tensor, draws, parts)
+            parts = token_sharding(x, world.tensor)
+            share = reduce_scatter_to_sequence(x / world.size, world.tensor, parts)
+            value = SequenceShard(share, world.tensor, draws, parts)
             assert value.shape == x.shape
         found = operation(value, w, o)
-        assert isinstance(found, Tokens) == (by_tokens and stays)
-        found = whole_of(found)
+        assert isinstance(found, SequenceShard) == (by_tokens and stays)
+        found = gather_nested(found)
         (found * some(*found.shape, seed=3)).sum().backward()
         # `x` was divided, and each rank has its own share of the gradient of all of it.
         grad = x.grad * (world.size if by_tokens else 1)
@@ -171,7 +171,7 @@ def kept(world, by_tokens):
     model, engine = built(sequence_parallel=by_tokens)
     seen, bytes_of = [], {}
     model.blocks[2].norm.register_forward_hook(
-        lambda module, args, out: seen.append((args[0].part if by_tokens else args[0]).shape[1])
+        lambda module, args, out: seen.append((args[0].local if by_tokens else args[0]).shape[1])
     )
 
     def pack(tensor):
@@ -204,7 +204,7 @@ def dropped(world):
     for block in model.blocks:
         block.drop.p = 0.5
         block.down.register_forward_hook(lambda module, args, out: out * 0 + 1)
-        block.drop.register_forward_hook(lambda module, args, out: seen.append(out.whole() != 0))
+        block.drop.register_forward_hook(lambda module, args, out: seen.append(out.full() != 0))
     whole = nn.Dropout(0.5)
     model(some(ROWS, 4, WIDTH))
     after = whole(torch.ones(64)) != 0
@@ -310,7 +310,11 @@ def gives(world):
     with pytest.raises(ZeroDivisionError):
         model(some(ROWS, LENGTH, WIDTH))
     replica = model.blocks[0].up._replica
-    assert (replica.running, replica._taken, replica.draws.is_open) == (0, {}, False)
+    assert (replica.running_forwards, replica._inputs, replica.randomness.in_region) == (
+        0,
+        {},
+        False,
+    )
     engine.close()
     return True
 

@@ -278,14 +278,14 @@ def few_buffers(world):
         model(batch(0))
     train(world, engine, model, squares, range(2))
     assert buffers_made(engine) == made
-    assert made <= 4 * max(len(u.slabs) for u in engine._states.shown.residency.units)
+    assert made <= 4 * max(len(u.buckets) for u in engine._states.shown.residency.units)
 
 
 def a_third_each(world):
     model = seeded(Stack)
     bytes_of_all = sum(p.numel() * p.element_size() for p in model.parameters())
     parameters = sharded(model)._states.parameters
-    padding = 64 * 8 * len(parameters.slabs)
+    padding = 64 * 8 * len(parameters.sharded_buckets)
     assert (
         bytes_of_all <= world.size * parameters.state_bytes <= bytes_of_all + world.size * padding
     )

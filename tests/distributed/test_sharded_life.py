@@ -134,7 +134,7 @@ def group_added(world):
     engine, optimizer = sharded(model, optimizer=first_parts), first_parts(plain)
     for step in range(5):
         if step == 2:
-            for each, trainer in ((model, engine._recipe.optimizers[0]), (plain, optimizer)):
+            for each, trainer in ((model, engine._spec.optimizers[0]), (plain, optimizer)):
                 each.blocks[2].requires_grad_(True)
                 trainer.add_param_group({"params": [*each.blocks[2].parameters()], "lr": 3e-2})
         train_alike(world, engine, model, plain, optimizer, [step])

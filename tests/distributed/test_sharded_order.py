@@ -154,9 +154,9 @@ def asked(world):
     """Ranks ask each other for the order in the first passes only, where all is always needed."""
     model = seeded(Stack)
     engine = sharded(model)
-    turns = engine.world.gather_order._turns
-    asks, agree_on = [], turns._agree
-    turns._agree = lambda wanted: asks.append(wanted) or agree_on(wanted)
+    order = engine.world.gather_order._order
+    asks, agree_on = [], order._agree
+    order._agree = lambda wanted: asks.append(wanted) or agree_on(wanted)
     train(world, engine, model, squares, range(SETTLED + 1))
     first = len(asks)
     for accumulated in (False, True, False):

@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from shardwise.collectives import shared_memory, shared_work
+from shardwise.collectives import shared_buffers, shared_memory, shared_work
 from shardwise.errors import PeerLost
 from shardwise.layout import even_cuts
 
@@ -62,7 +62,7 @@ def memory_comes_and_goes(world):
     group.barrier()
     before = segments()
     for _ in range(3):
-        large = group.allocate(shared_memory.POOLED, torch.float32, CPU)
+        large = group.allocate(shared_buffers.POOLED, torch.float32, CPU)
         common = group.common(LARGE, torch.float32, CPU)
         group.all_reduce(large).reusable()
         assert segments() > before
@@ -82,7 +82,7 @@ def memory_is_used_again(world):
     kept = group.allocate(LARGE, torch.float32, CPU).fill_(3)
     before = segments()
     for _ in range(30):
-        large = group.allocate(shared_memory.POOLED, torch.uint8, CPU)
+        large = group.allocate(shared_buffers.POOLED, torch.uint8, CPU)
         assert not large.any(), "it is not blank"
         large.fill_(1)
         del large
@@ -104,7 +104,7 @@ def leaves_while_others_read(world):
     """A rank that closes a group does not take back what another one still reads."""
     group = world.collectives.split([range(world.size)])
     beside = group.allocate(LARGE, torch.float32, CPU)  # so that the segment lives on
-    usual = shared_memory.Shared.read
+    usual = shared_buffers.SharedBuffers.read
 
     def late(self, *args):
         found = usual(self, *args)
@@ -112,14 +112,14 @@ def leaves_while_others_read(world):
         return found
 
     if world.rank == 1:
-        shared_memory.Shared.read = late
+        shared_buffers.SharedBuffers.read = late
     try:
         whole = torch.zeros(2 * LARGE)
         own = slice(world.rank * LARGE, (world.rank + 1) * LARGE)
         whole[own] = world.rank + 1.0
         group.all_gather(whole, [0, LARGE, 2 * LARGE]).wait()
     finally:
-        shared_memory.Shared.read = usual
+        shared_buffers.SharedBuffers.read = usual
     group.close()
     gc.collect()
     assert float(whole.sum()) == 3.0 * LARGE
@@ -253,9 +253,9 @@ def fault(world, phase, number, seconds):
     if world.rank == 1:
         place, name = {
             "reduce-scatter": (shared_memory, "sum_in_rank_order"),
-            "all-reduce": (shared_memory.Flights, "say"),
-            "all-gather": (shared_memory.Shared, "read"),
-            "exchange of rows": (shared_memory.Flights, "post"),
+            "all-reduce": (shared_memory.GroupWork, "announce"),
+            "all-gather": (shared_buffers.SharedBuffers, "read"),
+            "exchange of rows": (shared_memory.GroupWork, "post"),
         }[phase]
         whole = getattr(place, name)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.collectives import Staged
+from shardwise.collectives import HostStaged
 from tests.distributed import test_collectives as cases
 
 CPU = torch.device("cpu")
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 def staged(world, function, *args):
     """`function` in a world whose tensors all go through the host's memory."""
     plain = world.collectives
-    world.collectives = Staged(plain, CPU)
+    world.collectives = HostStaged(plain, CPU)
     world.__dict__.pop("side_channel", None)
     try:
         return function(world, *args)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.printable import in_bytes
 from tests.disk import on_a_disk
 from tests.distributed.test_engine import ROWS
 
@@ -92,11 +93,11 @@ def bytes_case(world, settings, momentum):
     states = engine._states
     if not momentum:
         assert states.expected_bytes() == engine.state_bytes
-    table = sw.engine.describe.table_of(engine._recipe, states, "memory")
+    table = sw.engine.describe.table_of(engine._spec, states, "memory")
     engine.close()
     by_state = states.bytes_by_state()
     told = [column.footer for column in table.columns]
-    assert told[3:] == [sw.engine.figures.in_bytes(size) for size in by_state.values()]
+    assert told[3:] == [in_bytes(size) for size in by_state.values()]
     return told[1], list(by_state.values())
 
 

@@ -77,7 +77,7 @@ def reached(world, kind):
         assert torch.allclose(mine.double(), theirs.double(), rtol=1e-9)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(copied[0]) is kind
-    assert not start_lines.outside_promise(engine._recipe)
+    assert not start_lines.outside_promise(engine._spec)
     engine.close()
     assert type(model[0]) is kind
 
@@ -91,7 +91,7 @@ def out_of_reach(world, kind):
     model = net(kind)
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_batch_norm=True)
     assert type(model[0]) is kind
-    told = start_lines.outside_promise(engine._recipe)
+    told = start_lines.outside_promise(engine._spec)
     engine.close()
     return told
 
@@ -105,7 +105,7 @@ def test_what_normalises_by_itself_is_told_of(group, kind):
 
 def test_a_copy_loads_with_the_plain_class(solo):
     model = net(Renamed)
-    sync_batch_norm.convert([model], solo.gather_order, solo.feed)
+    sync_batch_norm.convert([model], solo.gather_order, solo.current_batch)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)

@@ -231,7 +231,7 @@ def test_only_what_computes_the_same_is_found(between):
 def test_a_pair_in_a_sequence_that_begins_with_an_embedding_is_found():
     model = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))
     (group,) = known_modules.find([model], [""], 2, set())
-    assert [cut.name for cut in group.cuts] == ["1", "3"]
+    assert [cut.name for cut in group.splits] == ["1", "3"]
 
 
 # -- modules of others ------------------------------------------------------------------------
@@ -528,7 +528,7 @@ def looks_first(world, looks):
     if looks:
         with torch.no_grad():
             model.head(hidden)
-            assert not model.head._replica._taken, "a forward without gradients holds its input"
+            assert not model.head._replica._inputs, "a forward without gradients holds its input"
     engine.backward(sw.cross_entropy(model.head(hidden), y, model.head))
     norm = engine.step(max_norm=1e9).grad_norm
     engine.close()

@@ -75,7 +75,7 @@ BETWEEN = {
 )
 @pytest.mark.parametrize("parts", [2, 4])
 def test_both_modes_are_tried_without_chance(kind, is_found, parts):
-    trials = known_modules.Trials()
+    trials = known_modules.SplitTrials()
     model = nn.Sequential(Block(kind)).train()
     before = torch.get_rng_state()
     found = known_modules.find([model], [""], parts, set(), trials)
@@ -107,16 +107,16 @@ class ByAll(ByInput):
 
 
 def test_attention_that_stays_whole_is_named():
-    trials = known_modules.Trials()
+    trials = known_modules.SplitTrials()
     model = nn.Sequential(ByInput(2), ByAll(2))
     found = known_modules.find([model], [""], 2, set(), trials)
-    assert [(group.what, group.name) for group in found] == [("attention", "0")]
+    assert [(group.kind, group.name) for group in found] == [("attention", "0")]
     assert "write -1 for that in view" in trials.left_whole()["1"]
 
 
 def test_a_pair_around_layers_that_did_not_run_stays_whole():
     model = nn.Sequential(nn.Linear(8, 8), Block("joins later"), nn.Linear(8, 1))
-    trials = known_modules.Trials()
+    trials = known_modules.SplitTrials()
     assert known_modules.find([model], [""], 2, set(), trials) == []
     assert set(trials.left_whole()) == {"", "1"}
 
@@ -325,7 +325,7 @@ def trains_adapters(world, adapts):
     trained = [[p for p in each.parameters() if p.requires_grad] for each in (model, same)]
     optimizer = torch.optim.AdamW(trained[1], lr=0.1)
     engine = sw.Engine(model, torch.optim.AdamW(trained[0], lr=0.1))
-    split = sorted({group.what for group in engine._recipe.split.groups})
+    split = sorted({group.kind for group in engine._spec.tensor.groups})
     for _ in range(3):
         engine.backward(model(input_ids=x, labels=x).loss)
         found = engine.step().loss

@@ -245,7 +245,7 @@ def described_case(world):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
     model.append(nn.Linear(64, 2))
     engine = sw.Engine(model, adamw(model), zero=3, offload_optimizer=f"nvme:{on_a_disk()}")
-    table = sw.engine.describe.table_of(engine._recipe, engine._states, "memory")
+    table = sw.engine.describe.table_of(engine._spec, engine._states, "memory")
     os.environ["COLUMNS"] = "40"
     with redirect_stdout(io.StringIO()) as printed:
         engine.describe()

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.timeline import recorder
-from shardwise.timeline.tracks import Row
+from shardwise.timeline import Row, recorder
 from tests.disk import on_a_disk
 
 WIDTH = 96
@@ -173,11 +172,11 @@ def test_of_several_ranks_the_late_one_is_told(group, tmp_path):
 
 def distant_case(world, path):
     """Rank 1 takes itself to be on another host, with a clock of its own."""
-    lookout = world.collectives.lookout
-    places = dict(lookout._places)
+    status_server = world.collectives.status_server
+    places = dict(status_server._places)
     clock = time.monotonic_ns
     try:
-        lookout._places = {
+        status_server._places = {
             rank: place.__class__(**(vars(place) | {"host": f"host {rank}"}))
             for rank, place in places.items()
         }
@@ -191,7 +190,7 @@ def distant_case(world, path):
         sw.stop_timeline()
         world.barrier()
     finally:
-        lookout._places = places
+        status_server._places = places
         time.monotonic_ns = clock
 
 

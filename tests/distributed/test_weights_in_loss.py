@@ -4,6 +4,7 @@ other workers: penalties in the loss, norms in a log, what is written, sizes."""
 import copy
 import math
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -51,6 +52,12 @@ def net(seed=0):
     return nn.Sequential(Block(), Block(), nn.Linear(8, 1)).double()
 
 
+def small(seed=0):
+    """Without repeated blocks: all of it is one unit, whole until backward ends."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8), nn.Linear(8, 1)).double()
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -91,8 +98,8 @@ def all_of_them(model):
     return sum(0.2 * penalty(model) for penalty in several)
 
 
-def plain(penalty, micros):
-    model = net()
+def plain(penalty, micros, made=net):
+    model = made()
     optimizer, seen = sgd(model), []
     for step in range(3):
         loss = 0.0
@@ -106,8 +113,8 @@ def plain(penalty, micros):
     return seen
 
 
-def trains(world, penalty, how, options):
-    model = net()
+def trains(world, penalty, how, options, made=net):
+    model = made()
     engine = sw.Engine(model, sgd(model), microbatches=2, **options)
     seen = []
     for step in range(3):
@@ -119,7 +126,7 @@ def trains(world, penalty, how, options):
         else:
             engine.backward(model(x).square().mean() + 0.1 * penalty(model))
         stats = engine.step()
-        with torch.no_grad():
+        with torch.no_grad(), engine.full_parameters() if made is small else nullcontext():
             length = one_vector(model).item()
         seen.append((stats.loss, stats.grad_norm, length))
     engine.close()
@@ -147,6 +154,34 @@ def test_by_tokens_too(group):
     for seen in group(2, tensor=2)(trains, norms, "plain", {"sequence_parallel": True}):
         for found, each in zip(seen, plain(norms, 1), strict=True):
             assert found == pytest.approx(each, rel=1e-8)
+
+
+@pytest.mark.parametrize(("size", "mesh"), [*MESHES[:2], MESHES[3], (4, {"pipeline": 2})], ids=str)
+def test_penalties_on_sharded_weights_that_stay_whole_until_backward(group, size, mesh):
+    wanted = plain(norms, 1, small)
+    for seen in group(size, **mesh)(trains, norms, "in a plain loop", {"zero": 3}, small):
+        for found, each in zip(seen, wanted, strict=True):
+            assert found == pytest.approx(each, rel=1e-8)
+
+
+def counts(world):
+    """How many elements weights have: at rest, and while they stay whole until backward."""
+    model = net()
+    engine = sw.Engine(model, sgd(model), zero=3)
+    found = [[p.numel() for p in model.parameters()]]
+    loss = model(batch(0)).square().mean()
+    found.append([math.prod(p.shape) for p in model.parameters()])
+    engine.backward(loss)
+    engine.step()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("size", "mesh"), MESHES[:3], ids=str)
+def test_sharded_weights_have_the_sizes_of_one_process(group, size, mesh):
+    wanted = [p.numel() for p in net().parameters()]
+    for found in group(size, **mesh)(counts):
+        assert found == [wanted, wanted]
 
 
 def looks(world):

@@ -82,14 +82,14 @@ def serve(connection: Connection, settings: dict[str, Any]) -> None:
 def _join(settings: dict[str, Any]) -> Any:
     import torch
 
-    import shardwise.world
+    import shardwise.initialize
 
     hosts = settings.pop("hosts", None)
     if hosts is not None:
         name = f"host{hosts[int(os.environ['SHARDWISE_LAUNCH_RANK'])]}"
         socket.gethostname = lambda: name
     torch.set_num_threads(1)
-    world = shardwise.world.init(
+    world = shardwise.initialize.init(
         **{"seed": 0, "device": "cpu", "quiet": True, "timeout": SECONDS_A_COLLECTIVE_MAY_WAIT}
         | settings
     )
@@ -129,10 +129,10 @@ def _reset(world: Any) -> None:
     import torch
 
     from shardwise import randomness
-    from shardwise.current_batch import Feed
+    from shardwise.current_batch import CurrentBatch
 
     gc.collect()
-    world.feed, world.engines = Feed(), 0
+    world.current_batch, world.engines = CurrentBatch(), 0
     world.seed, world.settings = 0, world.first_settings
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)

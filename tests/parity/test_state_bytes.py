@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.layout import padding
-from shardwise.states.reduction import IN_FLIGHT
+from shardwise.states.bucket_reducer import IN_FLIGHT
 
 FORMULAS = {
     ("fp32", 0): (16, 0),
@@ -45,7 +45,7 @@ def _held(world, zero, precision):
         "bytes": engine.state_bytes,
         "living": sum(s.nbytes() for place, s in _storages().items() if place not in others),
         "buckets": engine._states.parameters.buckets,
-        "own": [part.own for part in engine._states.optimizer.parts],
+        "own": [part.own for part in engine._states.optimizer.intervals],
         "in_flight": _in_flight(engine),
     }
 

@@ -31,9 +31,9 @@ def main(
 ) -> None:
     """Be a rank, as `tests.distributed.worker.main`, whose launcher shows it one GPU."""
     become()
-    from shardwise import launch
+    from shardwise.launch import launchers
     from tests.distributed import worker
 
-    detect = launch.detect
-    launch.detect = lambda environ: replace(detect(environ), own_gpus=True)
+    detect = launchers.detect
+    launchers.detect = lambda environ: replace(detect(environ), own_gpus=True)
     worker.main(connection, printed, environ, settings)

@@ -29,8 +29,8 @@ def test_the_host_waits_once_a_step(phantom, settings, kind):
 
 
 ON_HOST = [
-    ({"zero": 0, "offload_optimizer": "cpu"}, {"states/on_host.py"}),
-    ({"zero": 2, "offload_optimizer": "cpu"}, {"states/on_host.py"}),
+    ({"zero": 0, "offload_optimizer": "cpu"}, {"states/host_storage.py"}),
+    ({"zero": 2, "offload_optimizer": "cpu"}, {"states/host_storage.py"}),
 ]
 
 

@@ -63,19 +63,19 @@ LEFT_OUT = [
     rarely(COLLECTIVE, ("engine/consistency.py",), "zero 0"),
     often(COLLECTIVE, ("engine/engine_spec.py",), "zero 0"),
     rarely(COLLECTIVE, ("engine/initial_values.py",), "zero 0"),
-    rarely(COLLECTIVE, ("engine/exact_mean.py",), "zero 0"),
+    rarely(COLLECTIVE, ("engine/gradient_weighting.py",), "zero 0"),
     rarely(COLLECTIVE, ("engine/exchange.py",), "zero 0"),
-    rarely(COLLECTIVE, ("states/reduction.py",), "zero 0"),
-    rarely(COLLECTIVE, ("states/reduction.py",), "zero 3"),
+    rarely(COLLECTIVE, ("states/bucket_reducer.py",), "zero 0"),
+    rarely(COLLECTIVE, ("states/bucket_reducer.py",), "zero 3"),
     often(COLLECTIVE, ("engine/step.py",), "zero 2, averaged"),
     rarely(COLLECTIVE, ("states/averages.py",), "zero 2, averaged"),
     rarely(COLLECTIVE, ("states/interval_gather.py",), "zero 2, averaged"),
-    often(COLLECTIVE, ("states/bucket_gathers.py", "states/residency.py"), "zero 3"),
+    often(COLLECTIVE, ("states/bucket_gathers.py", "states/whole_units.py"), "zero 3"),
     rarely(COLLECTIVE, ("states/sharded_parameters.py",), "zero 3"),
     rarely(COLLECTIVE, ("model/buffers.py",), "BatchNorm"),
     rarely(COLLECTIVE, ("model/batch_norm_statistics.py",), "SyncBatchNorm"),
     rarely(COLLECTIVE, ("model/sync_batch_norm.py",), "SyncBatchNorm"),
-    rarely(COLLECTIVE, ("states/reduction.py",), "exact"),
+    rarely(COLLECTIVE, ("states/bucket_reducer.py",), "exact"),
     rarely(COLLECTIVE, ("parallel/tensor/regions.py",), "tensor"),
     rarely(COLLECTIVE, ("parallel/tensor/split_model.py",), "tensor"),
     rarely(
@@ -86,19 +86,21 @@ LEFT_OUT = [
     rarely(COLLECTIVE, ("collectives/base.py", "parallel/pipeline/channels.py"), "pipeline"),
     rarely(COLLECTIVE, ("parallel/pipeline/parameter_ownership.py",), "pipeline"),
     rarely(COLLECTIVE, ("world.py",), "loaded"),
-    rarely(COLLECTIVE, ("horovod/operations.py",), "horovod"),
-    often(COLLECTIVE, ("horovod/context.py",), "horovod"),
+    rarely(COLLECTIVE, ("horovod/execution.py",), "horovod"),
+    often(COLLECTIVE, ("horovod/basics.py",), "horovod"),
     rarely(
-        EVENT, (BESIDE, "states/bucket_gathers.py", "states/residency.py"), "states on the host"
+        EVENT, (BESIDE, "states/bucket_gathers.py", "states/whole_units.py"), "states on the host"
     ),
-    rarely(EVENT, (BESIDE, "states/on_host.py"), "gradients on the host"),
-    rarely(EVENT, (BESIDE, "states/reduction.py"), "gradients on the host"),
+    rarely(EVENT, (BESIDE, "states/host_storage.py"), "gradients on the host"),
+    rarely(EVENT, (BESIDE, "states/bucket_reducer.py"), "gradients on the host"),
     rarely(EVENT, (BESIDE, "states/bucket_gathers.py"), "states on a disk"),
-    rarely(EVENT, (SIDE, "horovod/handles.py"), "horovod"),
+    rarely(EVENT, (SIDE, "horovod/operations.py"), "horovod"),
     rarely(EVENT, (SIDE, HVD), "horovod"),
-    rarely(RECORD, (SIDE, "horovod/handles.py"), "horovod"),
+    rarely(RECORD, (SIDE, "horovod/operations.py"), "horovod"),
     often(RECORD, (SIDE, HVD), "horovod"),
-    often(SYNCHRONIZE, ("states/on_host.py", "states/inner_optimizer.py"), "states on the host"),
+    often(
+        SYNCHRONIZE, ("states/host_storage.py", "states/span_read_ahead.py"), "states on the host"
+    ),
     rarely(EVENT, (BESIDE, "model/offloaded_tensor.py"), "activations on the host"),
     rarely(RECORD, (BESIDE, "model/offloaded_tensor.py"), "activations on the host"),
 ]
@@ -109,9 +111,9 @@ UNSEEN = [
     # need no order, and the host has waited for both before it writes.
     (EVENT, (BESIDE, "states/sharded_bucket.py"), "states on the host"),
     # What comes down is a part of a bucket that lives as long as the engine.
-    (RECORD, (BESIDE, "states/on_host.py"), "gradients on the host"),
+    (RECORD, (BESIDE, "states/host_storage.py"), "gradients on the host"),
     # Nothing is on its way any more when state is given back: the update has waited for it.
-    (SYNCHRONIZE, ("states/on_host.py", "states/interval_gather.py"), "states on the host"),
+    (SYNCHRONIZE, ("states/host_storage.py", "states/interval_gather.py"), "states on the host"),
     # What a thread writes into a file is not followed, so this one could do harm on a device.
     (SYNCHRONIZE, ("tiers/spool.py",), "activations on a disk"),
 ]
@@ -169,12 +171,14 @@ def rounded_early(world):
 
 def sent_before_it_came_down(world):
     """Through the host, and its memory is sent while the copy is on its way."""
-    real = host_staged.Staged._down
-    host_staged.Staged._down = lambda self, data: self._blank(data).copy_(data, non_blocking=True)
+    real = host_staged.HostStaged._down
+    host_staged.HostStaged._down = lambda self, data: self._blank(data).copy_(
+        data, non_blocking=True
+    )
     try:
         cases.stepped(world, {"zero": 0})
     finally:
-        host_staged.Staged._down = real
+        host_staged.HostStaged._down = real
 
 
 def hurried(world):

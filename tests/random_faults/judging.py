@@ -85,8 +85,6 @@ def judged(fault: Fault, ran: Ran, seconds: float, left: list[str]) -> tuple[str
         return "wrong rank", f"rank {named[-1]}: {last}"
     if left:
         return "left behind", ", ".join(left)
-    # Who stops, or leaves in peace before the others could know it, is waited for.
-    early = fault.place == "before sw.init" and fault.kind in ("exit(0)", "exit at once")
-    if seconds > SLOW + (fault.timeout if early or fault.kind == "stop" else 0.0):
+    if seconds > SLOW + (fault.timeout if fault.kind == "stop" else 0.0):  # it is waited for
         return "slow", f"{seconds:.1f} s"
     return "named", f"{seconds:.1f} s"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint.tools import Opened
+from shardwise.checkpoint.tools import OpenedCheckpoint
 from tests.system.launcher import SCRIPTS, Launcher
 
 
@@ -21,6 +21,6 @@ def test_a_save_in_the_background_outlasts_the_script(
         assert not (folder / "step-1").exists()
         return
     assert ran.code == 0, ran.err
-    with Opened(folder) as opened:
+    with OpenedCheckpoint(folder) as opened:
         assert opened.fields["step"] == 1
         assert all(good for _, good in opened.checked())

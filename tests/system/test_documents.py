@@ -103,7 +103,7 @@ def test_python_blocks_of_a_plan_run_on_two_workers(shardwise: Launcher, tmp_pat
     run = ("run", "-n", "2", "--tensor", "2", script("blocks"), str(path))
     ran = shardwise.run(*run, env=SETTINGS)
     assert ran.code == 0, ran.out + ran.err
-    assert "split over 2: " in ran.out + ran.err
+    assert "tensor parallel over 2: " in ran.out + ran.err
 
 
 @pytest.fixture

@@ -193,7 +193,7 @@ class TestRefusing:
         python = str(shardwise.folder / "python")
         ran = shardwise.run(*over(hosts, "-H", "node1,node2", "--python", python), "true")
         assert (ran.code, ran.out) == (2, "")
-        assert f"shardwise: {python} on node2 cannot import shardwise.launch.agent" in ran.err
+        assert f"shardwise: {python} on node2 cannot import shardwise.launch.ssh.agent" in ran.err
 
     def test_a_host_with_another_version(self, shardwise: Launcher, hosts: Lab) -> None:
         old = shardwise.folder / "old" / "shardwise-0.0.1.dist-info"

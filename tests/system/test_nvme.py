@@ -16,9 +16,11 @@ from pathlib import Path
 from shardwise.tiers.nvme import Store
 
 store = Store(Path(sys.argv[1]), "state", [8 << 20] * 8, rank=0)
-sweep = store.sweep(range(8), write=True)
-next(sweep)[1].fill_(1)
-next(sweep)
+first, second = store.read(0), store.read(1)
+first.wait().fill_(1)
+first.write()
+store.read(2)
+second.wait()
 """
 
 
@@ -43,8 +45,13 @@ torch.ones(1 << 20).add_(1)
 before = own()
 most = 0
 for sweep in range(2):
-    for index, tensor in store.sweep(range(32), write=True):
-        tensor.view(torch.float32).add_(1)
+    ahead = store.read(0)
+    for index in range(32):
+        lease = ahead
+        if index < 31:
+            ahead = store.read(index + 1)
+        lease.wait().view(torch.float32).add_(1)
+        lease.write()
         most = max(most, own())
 print(store.nbytes, store.staging_bytes, most - before, flush=True)
 sys.stdin.read()

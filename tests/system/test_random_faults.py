@@ -12,7 +12,8 @@ from tests.random_faults.drawing import OWN, PLACES, SIGNALS, Fault, draw
 from tests.random_faults.judging import COMMAND, Runner, judged
 from tests.system.launcher import Ran
 
-FAULTS = (4, 5)
+FAULTS = (11, 23)
+"""A rank that is stopped and one that is killed, both around a save."""
 FAULT = Fault(
     size=3, victim=1, kind="kill", place="forward", step=1, zero=0, transport="auto", delay=0.0
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardwise import config
-from shardwise.launch.closing import copies
+from shardwise.launch.failure_report import unjoined_copies
 from tests.system.control_group import little_memory
 from tests.system.launcher import LIMIT, Launcher, Ran, script
 
@@ -56,7 +56,7 @@ class TestStarting:
         way.chmod(0o755)
         ran = shardwise.run("run", "-H", "else:2", "--ssh", str(way), script("identity"), "-v")
         assert self.identities(ran) == [(rank, 2, rank, ["-v"]) for rank in (0, 1)]
-        assert ran.err == "else: Welcome!\n" + copies(2)
+        assert ran.err == "else: Welcome!\n" + unjoined_copies(2)
 
     def test_any_program(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", "echo", "-n", "hi")
@@ -93,8 +93,8 @@ class TestOutput:
     ) -> None:
         ran = shardwise.run("run", "-n", "2", script("streams"))
         assert ran.lines() == ["[0] last 0", "[0] out 0", "[1] last 1", "[1] out 1"]
-        assert ran.err.endswith(copies(2))
-        first, *said = sorted(ran.err.removesuffix(copies(2)).splitlines(), reverse=True)
+        assert ran.err.endswith(unjoined_copies(2))
+        first, *said = sorted(ran.err.removesuffix(unjoined_copies(2)).splitlines(), reverse=True)
         assert "streams.py names neither shardwise nor horovod: unless what it imports" in first
         assert said == ["[1] err 1", "[0] err 0"]
 
@@ -109,15 +109,15 @@ class TestOutput:
         )
 
     def test_ranks_that_never_joined_are_told_of(self, shardwise: Launcher) -> None:
-        assert shardwise.run("run", "-n", "2", script("streams")).err.endswith(copies(2))
+        assert shardwise.run("run", "-n", "2", script("streams")).err.endswith(unjoined_copies(2))
         assert shardwise.run("run", "-n", "1", script("streams")).err == "err 0\n"
-        assert copies(2) not in shardwise.run("run", "-n", "2", script("parity")).err
+        assert unjoined_copies(2) not in shardwise.run("run", "-n", "2", script("parity")).err
 
     def test_only_some_ranks_are_shown_and_all_are_kept(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "3", "--show", "1-2", "--log-dir", "l", script("streams"))
         assert ran.lines() == ["[1] last 1", "[1] out 1", "[2] last 2", "[2] out 2"]
-        assert ran.err.endswith(copies(3))
-        *said, _ = sorted(ran.err.removesuffix(copies(3)).splitlines())
+        assert ran.err.endswith(unjoined_copies(3))
+        *said, _ = sorted(ran.err.removesuffix(unjoined_copies(3)).splitlines())
         assert said == ["[1] err 1", "[2] err 2"]
         for rank in range(3):
             head, *kept = (shardwise.folder / "l" / f"rank{rank}.log").read_text().splitlines()
@@ -184,7 +184,7 @@ class TestOutput:
         assert bars == [str(step) for step in range(1, 9)]
         made_room = r"\r\x1b\[0m\x1b\[J" + re.escape(f"{one}hello\r\n{zero}bar 4")
         assert re.search(made_room, seen), repr(seen)
-        assert seen.replace("\r\n", "\n").endswith(f"{zero}bar 8\n{copies(2)}")
+        assert seen.replace("\r\n", "\n").endswith(f"{zero}bar 8\n{unjoined_copies(2)}")
 
     def test_no_color(self, shardwise: Launcher) -> None:
         code, seen = on_terminal(shardwise, "run", "-n", "2", script("bar"), env={"NO_COLOR": "1"})
@@ -274,6 +274,19 @@ class TestFailing:
             "shardwise: rank 1 of 2 ended (exit code 0) while the others were still training"
         ) in ran.err
         assert ran.err.endswith("early.py:9: world.barrier()\n")
+
+    @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
+    def test_a_rank_that_leaves_before_it_joins(self, shardwise: Launcher, rank: int) -> None:
+        began = time.monotonic()
+        ran = shardwise.run("run", "-n", "2", script("leaves"), str(rank), "joins")
+        assert time.monotonic() - began < 120  # and not the 300 s of --timeout
+        assert ran.code == 1
+        assert f"LaunchError: Rank {rank} of 2 ended with exit code 0 before sw.init" in ran.err
+        assert f"shardwise: rank {rank} of 2 ended (exit code 0)" in ran.err
+
+    def test_a_rank_may_leave_where_none_joins(self, shardwise: Launcher) -> None:
+        ran = shardwise.run("run", "-n", "2", script("leaves"), "1", "alone")
+        assert (ran.code, ran.out) == (0, "[0] done\n")
 
     def test_a_killed_rank_is_named_for_what_it_likely_was(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("killed"))
@@ -400,7 +413,7 @@ class TestRefusing:
             (["run", "--config", "bad.toml", "train.py"], "no setting 'zreo'. Did you mean zero?"),
             (["run", "--config", "none.toml", "train.py"], "none.toml cannot be read"),
             (["scale", "-n", "1,2", "trian.py"], "There is no script trian.py in"),
-            (["split", "--pipeline", "2", "trian.py"], "There is no script trian.py in"),
+            (["pipeline-plan", "--pipeline", "2", "trian.py"], "There is no script trian.py in"),
             (["train.py", "-n", "2"], "no command 'train.py'. Did you mean: shardwise run train"),
             (["env"], "no command 'env'. Did you mean: shardwise run env"),
             (["plan", "train.py"], "no command 'plan'. There are: checkpoint, doctor, run, scale"),

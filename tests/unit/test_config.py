@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise import config
-from shardwise.config import Settings, Source
+from shardwise.config import Settings, SettingsSource
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.launch import flags as launcher_flags
 
@@ -164,9 +164,9 @@ def test_every_setting_has_a_group_and_a_help_of_one_line() -> None:
 def test_sources_have_names() -> None:
     found = config.sources({}, {"seed": 1})
     assert found == [
-        Source("flag", {}),
-        Source("environment", {}),
-        Source("the script", {"seed": 1}),
+        SettingsSource("flag", {}),
+        SettingsSource("environment", {}),
+        SettingsSource("the script", {"seed": 1}),
     ]
 
 

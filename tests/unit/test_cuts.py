@@ -8,7 +8,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from shardwise import config
 from shardwise.data import Loader
-from shardwise.data.batch_cuts import Turns
+from shardwise.data.batch_cuts import MicroShardCut
 from shardwise.errors import DataError, UsageError
 from shardwise.sum_tree import MicroShards, node_sizes
 
@@ -24,7 +24,7 @@ from shardwise.sum_tree import MicroShards, node_sizes
     ],
 )
 def test_the_cut(rows, count, workers, parts):
-    cuts = [Turns(MicroShards(count, workers, rank)) for rank in range(workers)]
+    cuts = [MicroShardCut(MicroShards(count, workers, rank)) for rank in range(workers)]
     assert [cut.parts(rows) for cut in cuts] == parts
     assert {cut.count(rows) for cut in cuts} == {len(parts[0])}
 
@@ -34,9 +34,9 @@ def test_micro_shards_are_the_same_on_any_number_of_workers(rows, count, data):
     workers = data.draw(st.sampled_from(node_sizes(count)))
     found = {}
     for rank in range(workers):
-        cut = Turns(MicroShards(count, workers, rank))
+        cut = MicroShardCut(MicroShards(count, workers, rank))
         found |= {cut.number(turn): part for turn, part in enumerate(cut.parts(rows))}
-    alone = Turns(MicroShards(count, 1, 0)).parts(rows)
+    alone = MicroShardCut(MicroShards(count, 1, 0)).parts(rows)
     assert [found[number] for number in range(count)] == alone
     assert [row for first, end in alone for row in range(first, end)] == list(range(rows))
 
@@ -83,7 +83,12 @@ def test_a_stream_is_sliced_and_draws_by_micro_shard(exact):
     ]
     draws = [batch[-1] for step in steps for batch in step]
     assert len(set(draws)) == 8
-    assert [Turns(MicroShards(4, 2, 1)).number(request) for request in range(4)] == [1, 3, 5, 7]
+    assert [MicroShardCut(MicroShards(4, 2, 1)).number(request) for request in range(4)] == [
+        1,
+        3,
+        5,
+        7,
+    ]
 
 
 def test_what_cannot_be_cut_is_refused(exact):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from shardwise.errors import LaunchError
+from shardwise.initialize import _device, _share_cores
 from shardwise.launch.identity import Identity
-from shardwise.world import _device, _share_cores
 
 
 @pytest.fixture

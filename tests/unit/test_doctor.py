@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardwise import launch
 from shardwise.config import Settings
 from shardwise.doctor import checks, findings
 from shardwise.doctor.checks import Check
-from shardwise.doctor.speed import Speed
-from shardwise.launch import explain
+from shardwise.doctor.network import Speed
+from shardwise.launch import identity, launchers
 from shardwise.placement import Tier
 
 HOSTS = {
@@ -102,7 +101,7 @@ def test_which_variables_said_who_a_rank_is() -> None:
         "MASTER_ADDR": "n1",
         "MASTER_PORT": "29500",
     }
-    assert explain.words(launch.detect(environ), environ).splitlines() == [
+    assert identity.described(launchers.detect(environ), environ).splitlines() == [
         "started by torchrun",
         "  rank        1     RANK=1",
         "  size        2     WORLD_SIZE=2",
@@ -111,7 +110,7 @@ def test_which_variables_said_who_a_rank_is() -> None:
         "  node        1     GROUP_RANK=1",
         "  meeting     rank 0 listens at n1, port 29500",
     ]
-    assert explain.words(launch.detect({}), {}).splitlines()[-1] == (
+    assert identity.described(launchers.detect({}), {}).splitlines()[-1] == (
         "  meeting     there are no others"
     )
 
@@ -119,6 +118,6 @@ def test_which_variables_said_who_a_rank_is() -> None:
 def test_names_of_hosts_are_shown_as_they_stand():
     console = Console(width=80, file=io.StringIO(), force_terminal=True)
     console.print(findings.table({"[/x]": [Check("a", "[lr=0.1]\x1b[2J")], "b": []}))
-    told = console.file.getvalue()
-    assert "[/x]" in told
-    assert "[lr=0.1]\\x1b[2J" in told
+    exchanged = console.file.getvalue()
+    assert "[/x]" in exchanged
+    assert "[lr=0.1]\\x1b[2J" in exchanged

@@ -8,10 +8,10 @@ import pytest
 
 from shardwise.errors import LaunchError
 from shardwise.launch import elastic
-from shardwise.launch.elastic import Meeting
+from shardwise.launch.elastic import ElasticRendezvous
 
-ALONE = Meeting(fewest=1, most=1, host=None, port=0, node_rank=None, name="run")
-TWO = Meeting(fewest=2, most=2, host="node1", port=29500, node_rank=None, name="run")
+ALONE = ElasticRendezvous(fewest=1, most=1, host=None, port=0, node_rank=None, name="run")
+TWO = ElasticRendezvous(fewest=2, most=2, host="node1", port=29500, node_rank=None, name="run")
 
 
 class TestMeeting:
@@ -30,8 +30,8 @@ class TestMeeting:
     ) -> None:
         if isinstance(found, tuple):
             names = ("fewest", "most", "host", "port", "node_rank")
-            found = Meeting(**dict(zip(names, found, strict=True)), name="run")
-        assert Meeting.of(nnodes, endpoint, node_rank, "run") == found
+            found = ElasticRendezvous(**dict(zip(names, found, strict=True)), name="run")
+        assert ElasticRendezvous.of(nnodes, endpoint, node_rank, "run") == found
 
     @pytest.mark.parametrize(
         ("nnodes", "endpoint", "node_rank", "message"),
@@ -52,7 +52,7 @@ class TestMeeting:
         self, nnodes: str, endpoint: str | None, node_rank: int | None, message: str
     ) -> None:
         with pytest.raises(LaunchError, match=message):
-            Meeting.of(nnodes, endpoint, node_rank, "run")
+            ElasticRendezvous.of(nnodes, endpoint, node_rank, "run")
 
 
 class TestWords:
@@ -72,7 +72,7 @@ class TestWords:
                 ],
             ),
             (
-                Meeting.of("2", "[fd00::1]:80", 1, "run"),
+                ElasticRendezvous.of("2", "[fd00::1]:80", 1, "run"),
                 {"log_dir": "logs"},
                 [
                     *("--nnodes=2:2", "--nproc-per-node=4", "--rdzv-backend=static"),
@@ -82,27 +82,31 @@ class TestWords:
             ),
         ],
     )
-    def test_the_agent(self, meeting: Meeting, more: dict[str, Any], middle: list[str]) -> None:
+    def test_the_agent(
+        self, meeting: ElasticRendezvous, more: dict[str, Any], middle: list[str]
+    ) -> None:
         given = {"per_host": 4, "restarts": 0, "address": None, "log_dir": None} | more
-        found = elastic.words(meeting, ("python", "t.py", "-n"), **given)
+        found = elastic.agent_command(meeting, ("python", "t.py", "-n"), **given)
         assert found == [*self.HEAD, *middle, "--no-python", "python", "t.py", "-n"]
 
 
 class TestPlace:
     def test_our_address(self) -> None:
         assert elastic.own_address(ALONE, None) is None
-        here = Meeting.of("1", "127.0.0.1:1", None, "run")
+        here = ElasticRendezvous.of("1", "127.0.0.1:1", None, "run")
         assert elastic.own_address(here, None) == "127.0.0.1"
 
     def test_a_name_that_is_local_tells_others_nothing(self) -> None:
-        assert elastic.own_address(Meeting.of("2", "127.0.0.1:1", None, "run"), None) is None
+        assert (
+            elastic.own_address(ElasticRendezvous.of("2", "127.0.0.1:1", None, "run"), None) is None
+        )
 
     def test_a_named_interface(self) -> None:
         loopback = socket.if_nameindex()[0][1]
         assert elastic.own_address(TWO, loopback) == "127.0.0.1"
 
     def test_what_the_ranks_are_told(self) -> None:
-        told = elastic.environment({"GLOO_SOCKET_IFNAME": "ib0"}, {"zero": "2"}, "eth0")
+        told = elastic.agent_environment({"GLOO_SOCKET_IFNAME": "ib0"}, {"zero": "2"}, "eth0")
         assert told == {
             "GLOO_SOCKET_IFNAME": "ib0",
             "NCCL_SOCKET_IFNAME": "eth0",
@@ -111,7 +115,7 @@ class TestPlace:
             "SHARDWISE_FLAGS": '{"zero": "2"}',
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
-        assert "NCCL_SOCKET_IFNAME" not in elastic.environment({}, {}, None)
+        assert "NCCL_SOCKET_IFNAME" not in elastic.agent_environment({}, {}, None)
 
 
 def test_what_the_agent_leaves_open_is_said() -> None:

@@ -10,8 +10,8 @@ import shardwise as sw
 from shardwise import config
 from shardwise.collectives import Solo
 from shardwise.config import Settings
-from shardwise.engine.exact_mode import shards_of
-from shardwise.engine.step_statistics import ExactParts, Parts
+from shardwise.engine.exact_mode import ExactAggregation, shards_of
+from shardwise.engine.step_statistics import Aggregation
 from shardwise.errors import ConfigError, UsageError
 from shardwise.sum_tree import MicroShards
 
@@ -41,16 +41,16 @@ def test_it_is_for_the_whole_run():
 def test_numbers_are_rounded_once():
     """One micro-shard's number is the same wherever it is run."""
     values = [0.1, 1e16, 0.3, -1e16]
-    alone, both = ExactParts(MicroShards(4, 1, 0)), ExactParts(MicroShards(4, 2, 0))
-    assert alone.joined([alone.told(values)]) == 0.4
-    assert both.joined([both.told(values[::2]), both.told(values[1::2])]) == 0.4
-    assert Parts(0).joined([Parts(0).told(values)]) != 0.4
-    assert math.isnan(alone.joined([[math.inf, -math.inf, 0.0, 0.0]]))
+    alone, both = ExactAggregation(MicroShards(4, 1, 0)), ExactAggregation(MicroShards(4, 2, 0))
+    assert alone.total([alone.reported(values)]) == 0.4
+    assert both.total([both.reported(values[::2]), both.reported(values[1::2])]) == 0.4
+    assert Aggregation(0).total([Aggregation(0).reported(values)]) != 0.4
+    assert math.isnan(alone.total([[math.inf, -math.inf, 0.0, 0.0]]))
 
 
 def test_draws_are_by_micro_shard():
-    alone = [ExactParts(MicroShards(4, 1, 0)).seed(5, 0, 3, turn) for turn in range(4)]
-    second = [ExactParts(MicroShards(4, 2, 1)).seed(5, 0, 3, turn) for turn in range(2)]
+    alone = [ExactAggregation(MicroShards(4, 1, 0)).seed(5, 0, 3, turn) for turn in range(4)]
+    second = [ExactAggregation(MicroShards(4, 2, 1)).seed(5, 0, 3, turn) for turn in range(2)]
     assert second == alone[1::2]
     assert len(set(alone)) == 4
 

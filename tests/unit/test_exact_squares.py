@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.states.exact_squares import GRAIN, measure, total
-from shardwise.states.storage import InMemory
+from shardwise.states.squared_sums import GRAIN, exact_row, exact_total
+from shardwise.states.storage import MemoryStorage
 
 GRAINS = 40
 
@@ -23,11 +23,11 @@ def numbers(seed, dtype=torch.float32):
 
 
 def row_of(values, span=None):
-    return measure(InMemory(values), span or (0, values.numel()))
+    return exact_row(MemoryStorage(values), span or (0, values.numel()))
 
 
 def total_of(*rows):
-    return total([row.double().tolist() for row in rows])
+    return exact_total([row.double().tolist() for row in rows])
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(0, GRAINS), max_size=6), st.randoms())
@@ -61,8 +61,8 @@ def test_whole_numbers_are_added_without_any_rounding():
 def test_of_an_interval_the_own_part_counts():
     values = numbers(5)
     own = (3 * GRAIN, 9 * GRAIN)
-    in_spans = InMemory(values, [(0, 5 * GRAIN), (5 * GRAIN, GRAINS * GRAIN)])
-    assert torch.equal(measure(in_spans, own), row_of(values[slice(*own)]))
+    in_spans = MemoryStorage(values, [(0, 5 * GRAIN), (5 * GRAIN, GRAINS * GRAIN)])
+    assert torch.equal(exact_row(in_spans, own), row_of(values[slice(*own)]))
 
 
 def test_complex_numbers_count_as_two():

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.extents import Extents
-from shardwise.tiers.staging import PAGE
+from shardwise.tiers.host_memory import PAGE
 
 
 def test_what_is_given_back_is_taken_first() -> None:

@@ -22,121 +22,142 @@ from shardwise.collectives import Solo
 from shardwise.collectives.base import Handle as Sent
 from shardwise.collectives.ordered_sums import PLAIN
 from shardwise.errors import BadCall, HorovodInternalError, LaunchError
-from shardwise.horovod import adasum, background, functions, habits, links, mpi_ops, objects
-from shardwise.horovod.background import Background
-from shardwise.horovod.coordinator import ADD, REMOVE, Coordinator, Verdict
-from shardwise.horovod.habits import Comparison
-from shardwise.horovod.handles import MARGIN, Handle
+from shardwise.horovod import background, functions, links, mpi_ops, script_checks
+from shardwise.horovod.background import BackgroundThread
+from shardwise.horovod.coordinator import (
+    ADD_PROCESS_SET,
+    JOIN,
+    REMOVE_PROCESS_SET,
+    Coordinator,
+    OperationRequest,
+    Response,
+)
+from shardwise.horovod.execution import AgreedOperation, adasum_pair, execute, row_counts
 from shardwise.horovod.links import Link, send_up_to
-from shardwise.horovod.operations import Job, perform, shares
-from shardwise.horovod.requests import JOIN, Request
-from shardwise.horovod.streams import Moment
+from shardwise.horovod.operations import MARGIN, OperationHandle
+from shardwise.horovod.script_checks import ScriptComparison
+from shardwise.horovod.streams import StreamEvent
 
 
-def reduction(name, members=0, **more):
-    return Request(
-        name=name, kind="allreduce", members=members, shapes=((2,),), dtypes=("float32",), **more
+def reduction(name, process_set=0, **more):
+    return OperationRequest(
+        name=name,
+        kind="allreduce",
+        process_set=process_set,
+        shapes=((2,),),
+        dtypes=("float32",),
+        **more,
     )
 
 
-def said(verdicts):
-    return [(one.request.name, one.to, one.error) for one in verdicts]
+def said(responses):
+    return [(one.request.name, one.ranks, one.error) for one in responses]
 
 
 def test_what_all_have_asked_for_is_done_in_the_order_of_that():
     table = Coordinator(2)
-    assert table.ask(0, reduction("a"), 0.0) == []
-    assert table.ask(0, reduction("b"), 0.0) == []
-    assert said(table.ask(1, reduction("b"), 0.0)) == [("b", (0, 1), "")]
-    assert said(table.ask(1, reduction("a"), 0.0)) == [("a", (0, 1), "")]
-    assert table.oldest is None
+    assert table.add_request(0, reduction("a"), 0.0) == []
+    assert table.add_request(0, reduction("b"), 0.0) == []
+    assert said(table.add_request(1, reduction("b"), 0.0)) == [("b", (0, 1), "")]
+    assert said(table.add_request(1, reduction("a"), 0.0)) == [("a", (0, 1), "")]
+    assert table.waiting_since is None
 
 
 def test_joined_ranks_need_not_ask():
     table = Coordinator(3)
-    table.ask(0, reduction("a"), 0.0)
-    assert table.ask(1, Request(name=JOIN, kind=JOIN), 0.0) == []
-    assert said(table.ask(2, reduction("a"), 0.0)) == [("a", (0, 1, 2), "")]
-    gather = Request(name="g", kind="allgather", shapes=((2,),), dtypes=("float32",))
-    table.ask(0, gather, 0.0)
-    (verdict,) = table.ask(2, gather, 0.0)
-    assert verdict.to == (0, 2)
-    assert "cannot be done while rank 1 has joined" in verdict.error
-    assert table.oldest is None  # who has joined may wait for as long as others have data
-    table.ask(0, reduction("b"), 0.0)
-    assert said(table.ask(2, Request(name=JOIN, kind=JOIN), 0.0)) == [("b", (0, 1, 2), "")]
-    (last,) = table.ask(0, Request(name=JOIN, kind=JOIN), 0.0)
-    assert (last.number, last.to) == (0, (0, 1, 2))
-    assert table.ask(0, reduction("c"), 0.0) == []  # nobody has joined any more
+    table.add_request(0, reduction("a"), 0.0)
+    assert table.add_request(1, OperationRequest(name=JOIN, kind=JOIN), 0.0) == []
+    assert said(table.add_request(2, reduction("a"), 0.0)) == [("a", (0, 1, 2), "")]
+    gather = OperationRequest(name="g", kind="allgather", shapes=((2,),), dtypes=("float32",))
+    table.add_request(0, gather, 0.0)
+    (response,) = table.add_request(2, gather, 0.0)
+    assert response.ranks == (0, 2)
+    assert "cannot be done while rank 1 has joined" in response.error
+    assert table.waiting_since is None  # who has joined may wait for as long as others have data
+    table.add_request(0, reduction("b"), 0.0)
+    assert said(table.add_request(2, OperationRequest(name=JOIN, kind=JOIN), 0.0)) == [
+        ("b", (0, 1, 2), "")
+    ]
+    (last,) = table.add_request(0, OperationRequest(name=JOIN, kind=JOIN), 0.0)
+    assert (last.number, last.ranks) == (0, (0, 1, 2))
+    assert table.add_request(0, reduction("c"), 0.0) == []  # nobody has joined any more
 
 
 def test_process_sets_have_tables_of_their_own():
     table = Coordinator(3)
-    add = Request(name=ADD, kind=ADD, splits=(0, 2))
-    made = [verdict for rank in range(3) for verdict in table.ask(rank, add, 0.0)]
-    assert [verdict.number for verdict in made] == [1]
-    table.ask(0, reduction("a", 1), 0.0)
-    assert table.ask(1, reduction("a"), 0.0) == []
-    assert said(table.ask(2, reduction("a", 1), 0.0)) == [("a", (0, 2), "")]
-    remove = Request(name=REMOVE, kind=REMOVE, root=1)
+    add = OperationRequest(name=ADD_PROCESS_SET, kind=ADD_PROCESS_SET, splits=(0, 2))
+    made = [response for rank in range(3) for response in table.add_request(rank, add, 0.0)]
+    assert [response.number for response in made] == [1]
+    table.add_request(0, reduction("a", 1), 0.0)
+    assert table.add_request(1, reduction("a"), 0.0) == []
+    assert said(table.add_request(2, reduction("a", 1), 0.0)) == [("a", (0, 2), "")]
+    remove = OperationRequest(name=REMOVE_PROCESS_SET, kind=REMOVE_PROCESS_SET, root=1)
     for rank in range(3):
-        verdicts = table.ask(rank, remove, 0.0)
-    assert (verdicts[0].number, verdicts[0].error) == (1, "")
+        responses = table.add_request(rank, remove, 0.0)
+    assert (responses[0].number, responses[0].error) == (1, "")
     assert table.members == {0: (0, 1, 2)}
 
 
 def test_what_waits_in_a_process_set_ends_with_it():
     table = Coordinator(3)
     for rank in range(3):
-        table.ask(rank, Request(name=ADD, kind=ADD, splits=(0, 1)), 0.0)
-    table.ask(0, reduction("a", 1), 0.0)
+        table.add_request(
+            rank, OperationRequest(name=ADD_PROCESS_SET, kind=ADD_PROCESS_SET, splits=(0, 1)), 0.0
+        )
+    table.add_request(0, reduction("a", 1), 0.0)
     for rank in range(3):
-        verdicts = table.ask(rank, Request(name=REMOVE, kind=REMOVE, root=1), 0.0)
-    assert not verdicts[0].mistake
+        responses = table.add_request(
+            rank, OperationRequest(name=REMOVE_PROCESS_SET, kind=REMOVE_PROCESS_SET, root=1), 0.0
+        )
+    assert not responses[0].is_bad_call
     ended = ("a", (0,), "allreduce 'a' cannot be done: process set 1 was removed.")
-    assert said(verdicts) == [ended, (REMOVE, (0, 1, 2), "")]
+    assert said(responses) == [ended, (REMOVE_PROCESS_SET, (0, 1, 2), "")]
     assert table.stalled(99.0, 1.0) == []
-    (refused,) = table.ask(1, reduction("a", 1), 0.0)
-    assert (refused.to, "no process set 1" in refused.error) == ((1,), True)
+    (refused,) = table.add_request(1, reduction("a", 1), 0.0)
+    assert (refused.ranks, "no process set 1" in refused.error) == ((1,), True)
 
 
 def test_a_tensor_may_have_any_name():
     table = Coordinator(2)
-    table.ask(0, Request(name=JOIN, kind=JOIN), 0.0)
-    assert said(table.ask(1, reduction(JOIN), 0.0)) == [(JOIN, (0, 1), "")]
-    assert said(table.ask(1, Request(name=JOIN, kind=JOIN), 0.0)) == [(JOIN, (0, 1), "")]
+    table.add_request(0, OperationRequest(name=JOIN, kind=JOIN), 0.0)
+    assert said(table.add_request(1, reduction(JOIN), 0.0)) == [(JOIN, (0, 1), "")]
+    assert said(table.add_request(1, OperationRequest(name=JOIN, kind=JOIN), 0.0)) == [
+        (JOIN, (0, 1), "")
+    ]
 
 
 def test_ranks_that_have_left_and_those_that_do_not_come():
     table = Coordinator(3)
-    table.ask(0, reduction("a"), 10.0)
-    table.ask(2, reduction("a"), 11.0)
+    table.add_request(0, reduction("a"), 10.0)
+    table.add_request(2, reduction("a"), 11.0)
     assert table.stalled(60.0, 60.0) == []
     ((request, missing),) = table.stalled(71.0, 60.0)
     assert (request.name, missing) == ("a", [1])
     assert table.stalled(72.0, 60.0) == []
-    (late,) = table.overdue(320.0, 300.0)
-    assert late.to == (0, 2)
+    (late,) = table.time_out(320.0, 300.0)
+    assert late.ranks == (0, 2)
     assert late.error.startswith("allreduce 'a' waited 300 s for rank 1. Every rank must ask")
-    table.ask(0, reduction("b"), 0.0)
-    (gone,) = table.leave(1, "rank 1 is gone")
+    table.add_request(0, reduction("b"), 0.0)
+    (gone,) = table.remove_rank(1, "rank 1 is gone")
     assert said([gone]) == [("b", (0,), "allreduce 'b' cannot be done: rank 1 is gone")]
-    (at_once,) = table.ask(2, reduction("c"), 0.0)
+    (at_once,) = table.add_request(2, reduction("c"), 0.0)
     assert "rank 1 is gone" in at_once.error
 
 
-def test_verdicts_travel_as_json():
+def test_responses_are_sent_as_json():
     request = reduction("a", scale=(0.5, 2.0), note={"state": "3"})
-    verdict = Verdict(to=(0, 1), request=request, rows=[[1], [2]], number=4)
-    assert Verdict.from_json(verdict.as_json()) == verdict
+    response = Response(ranks=(0, 1), request=request, rows=[[1], [2]], number=4)
+    assert Response.from_json(response.as_json()) == response
 
 
 def test_a_process_set_that_there_is_can_never_be_added():
     table = Coordinator(2)
     for rank in range(2):
-        verdicts = table.ask(rank, Request(name=ADD, kind=ADD, splits=(0, 1)), 0.0)
-    assert verdicts[0].mistake
-    assert Verdict.from_json(verdicts[0].as_json()) == verdicts[0]
+        responses = table.add_request(
+            rank, OperationRequest(name=ADD_PROCESS_SET, kind=ADD_PROCESS_SET, splits=(0, 1)), 0.0
+        )
+    assert responses[0].is_bad_call
+    assert Response.from_json(responses[0].as_json()) == responses[0]
 
 
 def test_a_call_that_cannot_be_is_both_errors_of_horovods():
@@ -196,7 +217,7 @@ def test_what_cannot_travel_is_told(solo, monkeypatch):
         assert hvd.broadcast_object({"a": 1}) == {"a": 1}
         with pytest.raises(BadCall, match=r"lock.* send plain values"):
             hvd.allgather_object(threading.Lock())
-        monkeypatch.setattr(objects, "pickler", pickle)
+        monkeypatch.setattr(functions, "pickler", pickle)
         with pytest.raises(BadCall, match=r"function cannot travel .* pip install cloudpickle"):
             hvd.broadcast_object(lambda: 1)
     finally:
@@ -205,38 +226,38 @@ def test_what_cannot_travel_is_told(solo, monkeypatch):
 
 def test_steps_of_ours_are_not_looked_at(monkeypatch):
     said = []
-    monkeypatch.setattr(habits, "warn", said.append)
-    eyes = habits.Eyes(0, said.append, lambda: False)
+    monkeypatch.setattr(script_checks, "write_warning", said.append)
+    watcher = script_checks.ScriptWatcher(0, said.append, lambda: False)
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     try:
-        with eyes.closed():
+        with watcher.paused():
             for _ in range(3):
                 optimizer.step()
         optimizer.step()
         assert said == []
         optimizer.step()
-        assert said == [habits.WRAP]
+        assert said == [script_checks.WRAP]
     finally:
-        eyes.close()
+        watcher.close()
 
 
 def test_rows_are_dealt_as_evenly_as_can_be():
-    assert shares(7, 3) == [3, 2, 2]
-    assert shares(1, 4) == [1, 0, 0, 0]
+    assert row_counts(7, 3) == [3, 2, 2]
+    assert row_counts(1, 4) == [1, 0, 0, 0]
 
 
 def test_adasum_of_two():
     a, b = torch.tensor([1.0, 0.0]).double(), torch.tensor([1.0, 1.0]).double()
     # a.b = 1, |a|^2 = 1, |b|^2 = 2: half of a, three quarters of b
-    assert adasum.pair(a, b).tolist() == [1.25, 0.75]
-    assert adasum.pair(a, torch.zeros(2).double()).tolist() == [1.0, 0.0]
+    assert adasum_pair(a, b).tolist() == [1.25, 0.75]
+    assert adasum_pair(a, torch.zeros(2).double()).tolist() == [1.0, 0.0]
 
 
 def test_adasum_is_scaled():
     request = reduction("a", op="Adasum", scale=(0.5, 6.0))
-    job = Job(request, [torch.ones(2)], Solo(), (0,), [[2]])
-    assert perform(job)[0].tolist() == [3.0, 3.0]
+    job = AgreedOperation(request, [torch.ones(2)], Solo(), (0,), [[2]])
+    assert execute(job)[0].tolist() == [3.0, 3.0]
 
 
 class OfOneDevice(Solo):
@@ -262,8 +283,8 @@ def test_tensors_of_the_host_travel_by_way_of_the_device(monkeypatch, in_place):
 
     monkeypatch.setattr(torch.Tensor, "to", moved)
     group, given = OfOneDevice(), torch.ones(2)
-    (result,) = perform(
-        Job(reduction("a", op="Sum"), [given], group, (0,), [[2]], in_place=in_place)
+    (result,) = execute(
+        AgreedOperation(reduction("a", op="Sum"), [given], group, (0,), [[2]], in_place=in_place)
     )
     assert moves[0] == "cuda"
     assert group.buffer.data_ptr() not in (given.data_ptr(), result.data_ptr())
@@ -278,17 +299,17 @@ NOTE = {"weights": "w", "state": "0", "samples": "", "rate": "", "device": ""}
     ("first", "second", "found"),
     [
         ({}, {}, []),
-        ({"weights": "other"}, {}, [habits.BROADCAST]),
-        ({"state": "2"}, {}, [habits.BROADCAST_STATE]),
+        ({"weights": "other"}, {}, [script_checks.BROADCAST]),
+        ({"state": "2"}, {}, [script_checks.BROADCAST_STATE]),
         ({"samples": "x"}, {"samples": "y"}, []),
-        ({"samples": "x"}, {"samples": "x"}, [habits.SHARD]),
-        ({"rate": "unscaled"}, {"rate": "unscaled"}, [habits.SCALE]),
-        ({"device": "node1 cuda:0"}, {"device": "node1 cuda:0"}, [habits.PIN]),
+        ({"samples": "x"}, {"samples": "x"}, [script_checks.SHARD]),
+        ({"rate": "unscaled"}, {"rate": "unscaled"}, [script_checks.SCALE]),
+        ({"device": "node1 cuda:0"}, {"device": "node1 cuda:0"}, [script_checks.PIN]),
         ({"device": "node1 cuda:0"}, {"device": "node2 cuda:0"}, []),
     ],
 )
 def test_steps_left_out_are_seen_once(first, second, found):
-    comparison = Comparison()
+    comparison = ScriptComparison()
     notes = {0: NOTE | first, 1: NOTE | second}
     assert list(comparison.compare(notes)) == found
     assert list(comparison.compare(notes)) == []
@@ -308,7 +329,7 @@ def test_steps_left_out_are_seen_once(first, second, found):
     ],
 )
 def test_settings_that_only_the_engine_acts_upon(given, told):
-    line = habits.without_effect(given)
+    line = script_checks.idle_settings_line(given)
     assert line.startswith(told)
     assert bool(line) == bool(told)
     assert not line or line.endswith(" or train with sw.Engine: docs/from_horovod.md.")
@@ -333,17 +354,17 @@ def test_settings_of_an_engine_that_was_made_have_effect(solo, monkeypatch, capf
 
 
 def test_a_path_that_several_ranks_of_a_host_write():
-    comparison = Comparison()
-    assert list(comparison.see(0, ["node1", "/a", "train.py:3"])) == []
-    assert list(comparison.see(1, ["node2", "/a", "train.py:3"])) == []
-    (line,) = comparison.see(2, ["node1", "/a", "train.py:3"])
+    comparison = ScriptComparison()
+    assert list(comparison.compare_save(0, ["node1", "/a", "train.py:3"])) == []
+    assert list(comparison.compare_save(1, ["node2", "/a", "train.py:3"])) == []
+    (line,) = comparison.compare_save(2, ["node1", "/a", "train.py:3"])
     assert line.startswith("ranks 0, 2 all write /a (train.py:3)")
-    assert list(comparison.see(3, ["node1", "/a", "train.py:3"])) == []
+    assert list(comparison.compare_save(3, ["node1", "/a", "train.py:3"])) == []
 
 
 @contextmanager
 def thread_of_one_rank():
-    thread = Background(Solo(), {}, torch.device("cpu"), timeout=5.0, warn_after=5.0)
+    thread = BackgroundThread(Solo(), {}, torch.device("cpu"), timeout=5.0, warn_after=5.0)
     try:
         yield thread
     finally:
@@ -368,14 +389,14 @@ def lending(monkeypatch, read):
         job.sent.append(Lent(read))
         return list(job.tensors)
 
-    monkeypatch.setattr(background, "perform", performed)
+    monkeypatch.setattr(background, "execute", performed)
 
 
 def test_a_result_is_handed_out_once_no_other_rank_reads_it(monkeypatch):
     read = threading.Event()
     lending(monkeypatch, read)
     with thread_of_one_rank() as thread:
-        handle = thread.submit(Handle(reduction("a"), [torch.ones(2)], in_place=True))
+        handle = thread.submit(OperationHandle(reduction("a"), [torch.ones(2)], in_place=True))
         with pytest.raises(HorovodInternalError, match="not answered"):
             handle.wait(0.2 - MARGIN)
         assert not handle.is_done
@@ -386,7 +407,7 @@ def test_a_result_is_handed_out_once_no_other_rank_reads_it(monkeypatch):
 def test_a_rank_lost_while_it_reads_ends_the_wait(monkeypatch):
     lending(monkeypatch, None)
     with thread_of_one_rank() as thread:
-        handle = thread.submit(Handle(reduction("a"), [torch.ones(2)], in_place=True))
+        handle = thread.submit(OperationHandle(reduction("a"), [torch.ones(2)], in_place=True))
         with pytest.raises(HorovodInternalError, match="'a' failed: rank 1 was lost"):
             handle.wait(5.0)
         began = time.monotonic()
@@ -406,7 +427,7 @@ def test_a_rank_that_leaves_first_does_what_was_agreed_on():
         holding = threading.Thread(target=thread.call, args=(hold,))
         holding.start()
         began.wait(5.0)
-        handle = thread.submit(Handle(reduction("a", op="Sum"), [torch.ones(2)]))
+        handle = thread.submit(OperationHandle(reduction("a", op="Sum"), [torch.ones(2)]))
         release = threading.Timer(0.1, held.set)
         release.start()
     holding.join()
@@ -418,12 +439,12 @@ def test_what_is_sent_need_not_be_all():
         link = Link(socket.create_connection(listener.getsockname()))
         with listener.accept()[0]:  # which does not read
             link.send({"do": "this"})
-            upto = {1: link.given}
+            upto = {1: link.queued_bytes}
             link.send({"do": "that" * (1 << 23)})
             waiting = threading.Thread(target=send_up_to, args=(upto, {1: link}))
             waiting.start()
             waiting.join(5.0)
-            assert (waiting.is_alive(), link.is_full) == (False, True)
+            assert (waiting.is_alive(), link.has_unsent) == (False, True)
         link.close()
 
 
@@ -442,8 +463,8 @@ class OnGpu:
 
 def test_a_result_is_kept_for_the_stream_that_waits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    handle, result = Handle(reduction("a")), OnGpu()
-    handle.succeed([result], Moment())
+    handle, result = OperationHandle(reduction("a")), OnGpu()
+    handle.succeed([result], StreamEvent())
     handle.wait(0.0)
     assert result.streams == ["stream of cuda:1"]
 
@@ -464,7 +485,7 @@ def test_only_tensors_are_looked_at():
 
     def samples(dataset):
         reading = iter(DataLoader(dataset))
-        found = habits.note(optimizer, averages=True, asked_size=True)["samples"]
+        found = script_checks.describe_rank(optimizer, averages=True, asked_size=True)["samples"]
         del reading
         return found
 
@@ -482,7 +503,7 @@ def test_idle_connections_do_not_keep_rank_0_waiting():
         began = time.monotonic()
         others = [pool.submit(links.connect, host, port, known, rank, 20.0) for rank in (1, 2)]
         found = links.accept(listener, known, 3, 20.0)
-        assert time.monotonic() - began < links.HELLO
+        assert time.monotonic() - began < links.HELLO_SECONDS
         assert sorted(found) == [1, 2]
         for link in (*found.values(), *(other.result() for other in others), *held):
             link.close()

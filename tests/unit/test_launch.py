@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch import cause, closing, environment, gpus, program, report, verdict
-from shardwise.launch.cause import Memory
+from shardwise.launch import environment, error_file, failure_report, program, resources
+from shardwise.launch.error_file import ErrorReport
+from shardwise.launch.failure_report import ExitStatus, Verdict
 from shardwise.launch.identity import Identity
-from shardwise.launch.report import Report
-from shardwise.launch.signals import Plan
-from shardwise.launch.verdict import End, Verdict
+from shardwise.launch.resources import HostMemory
+from shardwise.launch.signals import SignalSchedule
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0"}
 
@@ -147,15 +147,15 @@ class TestProgram:
     ],
 )
 def test_visible_gpus(present: int, listed: str | None, seen: int) -> None:
-    assert gpus.visible(present, listed) == seen
+    assert resources.visible_gpus(present, listed) == seen
 
 
-def _report(rank: int, time: float, *, secondary: bool = False, **more: Any) -> Report:
-    return Report(rank=rank, time=time, secondary=secondary, message="", text="", **more)
+def _report(rank: int, time: float, *, secondary: bool = False, **more: Any) -> ErrorReport:
+    return ErrorReport(rank=rank, time=time, secondary=secondary, message="", text="", **more)
 
 
-def _end(rank: int, code: int, time: float, *, stopped: bool = False) -> End:
-    return End(rank=rank, code=code, time=time, stopped=stopped)
+def _end(rank: int, code: int, time: float, *, stopped: bool = False) -> ExitStatus:
+    return ExitStatus(rank=rank, code=code, time=time, stopped=stopped)
 
 
 class TestVerdict:
@@ -221,6 +221,12 @@ class TestVerdict:
                 ],
                 Verdict(rank=1, exit_code=1, waiting=0, late=True),
             ),
+            # it went so slowly that it was ended on its way; who lost it may not know which rank
+            (
+                [_end(0, -15, 5.0, stopped=True), _end(1, 1, 2.0)],
+                [_report(1, 1.9, secondary=True)],
+                Verdict(rank=0, exit_code=1, waiting=1, late=True),
+            ),
             # who is named has a reason of its own
             (
                 [_end(0, 1, 2.0), _end(1, 1, 3.0)],
@@ -229,8 +235,10 @@ class TestVerdict:
             ),
         ],
     )
-    def test_judge(self, ends: list[End], reports: list[Report], judged: Verdict | None) -> None:
-        assert verdict.judge(ends, {found.rank: found for found in reports}) == judged
+    def test_judge(
+        self, ends: list[ExitStatus], reports: list[ErrorReport], judged: Verdict | None
+    ) -> None:
+        assert failure_report.judge(ends, {found.rank: found for found in reports}) == judged
 
     @pytest.mark.parametrize(
         ("ends", "reports", "said"),
@@ -244,16 +252,16 @@ class TestVerdict:
         ],
     )
     def test_what_all_were_refused(
-        self, ends: list[End], reports: dict[int, str], said: str
+        self, ends: list[ExitStatus], reports: dict[int, str], said: str
     ) -> None:
         found = {rank: _report(rank, 5, refusal=text) for rank, text in reports.items()}
-        assert verdict.refused(ends, found) == said
+        assert failure_report.common_refusal(ends, found) == said
 
     def test_what_explains_a_failure(self) -> None:
         lost = {0: _report(0, 1.0, secondary=True)}
-        assert not verdict.is_explained([_end(0, 1, 1.0)], lost)
-        assert verdict.is_explained([_end(0, 1, 1.0), _end(1, 0, 1.1)], lost)
-        assert verdict.is_explained([_end(0, 1, 1.0), _end(1, 1, 1.1)], lost)
+        assert not failure_report.is_explained([_end(0, 1, 1.0)], lost)
+        assert failure_report.is_explained([_end(0, 1, 1.0), _end(1, 0, 1.1)], lost)
+        assert failure_report.is_explained([_end(0, 1, 1.0), _end(1, 1, 1.1)], lost)
 
     TRACE = "Traceback (most recent call last):\n  File 'a.py'\nValueError: a"
     GROUP = "  + Exception Group Traceback (most recent call last):\n  | " + TRACE
@@ -276,11 +284,11 @@ class TestVerdict:
         ],
     )
     def test_last_words(self, tail: str, shown: str) -> None:
-        assert verdict.last_words(tail) == shown
+        assert failure_report.last_traceback(tail) == shown
 
 
 class TestCause:
-    FREE = Memory(total=16 * 10**9, available=12 * 10**9, kills=1)
+    FREE = HostMemory(total=16 * 10**9, available=12 * 10**9, kills=1)
 
     @pytest.mark.parametrize(
         ("code", "kills", "words"),
@@ -304,15 +312,18 @@ class TestCause:
         ],
     )
     def test_words(self, code: int, kills: int | None, words: str) -> None:
-        now = Memory(total=16 * 10**9, available=12 * 10**9, kills=kills)
-        said = cause.of_exit(code, before=self.FREE, now=now, peak=25 * 10**8)
+        now = HostMemory(total=16 * 10**9, available=12 * 10**9, kills=kills)
+        said = failure_report.described_exit(code, before=self.FREE, now=now, peak=25 * 10**8)
         assert said.startswith(words)
 
     def test_unknown_signal(self) -> None:
-        assert cause.of_exit(-200, before=Memory(), now=Memory(), peak=0) == "signal 200"
+        assert (
+            failure_report.described_exit(-200, before=HostMemory(), now=HostMemory(), peak=0)
+            == "signal 200"
+        )
 
     def test_memory_can_be_read(self) -> None:
-        memory = cause.memory()
+        memory = resources.host_memory()
         if sys.platform == "linux":
             assert memory.total is not None
             assert memory.available is not None
@@ -322,39 +333,50 @@ class TestCause:
 class TestClosingWords:
     def test_the_trace_comes_last(self) -> None:
         judged = Verdict(rank=1, exit_code=1)
-        said = closing.words(judged, "exit code 1", "ValueError: boom", size=2)
+        said = failure_report.closing_words(judged, "exit code 1", "ValueError: boom", size=2)
         assert said == (
             "\nshardwise: rank 1 of 2 failed (exit code 1). Its last words:\n\nValueError: boom\n"
         )
 
     def test_a_killed_rank_without_words(self) -> None:
-        said = closing.words(Verdict(rank=1, exit_code=137), "SIGKILL, out", "", size=2)
+        said = failure_report.closing_words(
+            Verdict(rank=1, exit_code=137), "SIGKILL, out", "", size=2
+        )
         assert said == "\nshardwise: rank 1 of 2 was ended by SIGKILL, out.\n"
 
     def test_one_that_left_too_early(self) -> None:
         judged = Verdict(rank=1, exit_code=1, waiting=0)
-        said = closing.words(judged, "exit code 0", "T", size=2, where="train.py:9: barrier()")
+        said = failure_report.closing_words(
+            judged, "exit code 0", "T", size=2, where="train.py:9: barrier()"
+        )
         assert "rank 1 of 2 ended (exit code 0) while the others were still training" in said
         assert said.endswith("Rank 0 was waiting for it here:\n\ntrain.py:9: barrier()\n")
 
     def test_one_that_did_not_come(self) -> None:
         judged = Verdict(rank=1, exit_code=1, waiting=0, late=True)
-        said = closing.words(judged, "SIGKILL", "CollectiveError: rank 1 is stopped", size=2)
+        said = failure_report.closing_words(
+            judged, "SIGKILL", "CollectiveError: rank 1 is stopped", size=2
+        )
         assert "rank 1 of 2 did not come, nor say anything until it was ended. Rank 0 was" in said
         assert said.endswith("\n\nCollectiveError: rank 1 is stopped\n")
 
     def test_a_refusal_is_all_that_is_said(self) -> None:
-        assert closing.refusal("Not so.", [1, 0], 2) == "\nshardwise: Not so.\n"
-        assert closing.refusal("Not so.", [1], 2) == "\nshardwise: rank 1 of 2: Not so.\n"
+        assert failure_report.refusal_words("Not so.", [1, 0], 2) == "\nshardwise: Not so.\n"
+        assert (
+            failure_report.refusal_words("Not so.", [1], 2) == "\nshardwise: rank 1 of 2: Not so.\n"
+        )
 
     def test_alone_it_has_said_all(self) -> None:
-        assert closing.words(Verdict(rank=0, exit_code=1), "exit code 1", "T", size=1) == ""
+        assert (
+            failure_report.closing_words(Verdict(rank=0, exit_code=1), "exit code 1", "T", size=1)
+            == ""
+        )
 
 
 class TestPlan:
     def test_signals_come_at_their_time_and_a_new_plan_replaces_the_old(self) -> None:
         now = [100.0]
-        plan = Plan(clock=lambda: now[0])
+        plan = SignalSchedule(clock=lambda: now[0])
         assert (plan.wait(), plan.due(), bool(plan)) == (None, [], False)
         plan.make([(0, signal.SIGINT), (5, signal.SIGTERM), (7, signal.SIGKILL)])
         assert (plan.due(), plan.wait()) == ([signal.SIGINT], 5.0)
@@ -366,12 +388,12 @@ class TestPlan:
 
 class TestReport:
     def test_written_and_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(report.RANK_VARIABLE, "2")
+        monkeypatch.setenv(environment.RANK_VARIABLE, "2")
         try:
             raise ValueError("boom")
         except ValueError as error:
-            report.write(tmp_path, error, "the text")
-        found = report.read(tmp_path)[2]
+            error_file.write(tmp_path, error, "the text")
+        found = error_file.read(tmp_path)[2]
         assert (found.message, found.text, found.secondary) == (
             "ValueError: boom",
             "the text",

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardwise import cli
-from shardwise.launch import hosts, misplaced, system_errors
-from shardwise.launch.voice import Log
+from shardwise.launch import failure_report, flags, hosts
+from shardwise.launch.worker_output import WorkerLog
 
 SCRIPT = "train.py"
 
@@ -81,7 +81,7 @@ def test_a_folder_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_what_is_misplaced_names_real_flags() -> None:
     known = {each.name for each in cli._run_command().params}
-    assert {name for several in misplaced.HAVE_NO.values() for name in several} <= known
+    assert {name for several in flags.NO_EFFECT.values() for name in several} <= known
 
 
 @pytest.mark.parametrize("text", ["a:0", "a:4097", "a:" + "9" * 5000, "a:²"])
@@ -92,14 +92,17 @@ def test_slots_that_no_host_has(text: str) -> None:
 
 def test_what_the_system_refuses_is_a_sentence() -> None:
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a")
-    assert system_errors.sentence(error) == (
+    assert failure_report.os_error_sentence(error) == (
         "a: No space left on device; free some space on that disk."
     )
-    assert system_errors.sentence(OSError("odd")) == "odd. Check that this place can be used."
+    assert (
+        failure_report.os_error_sentence(OSError("odd"))
+        == "odd. Check that this place can be used."
+    )
 
 
 def test_a_log_that_cannot_be_written_ends_no_run() -> None:
-    log = Log.__new__(Log)
+    log = WorkerLog.__new__(WorkerLog)
     log.fault, log._path, log._lines = "", Path("/dev/full"), {}
     with open("/dev/full", "ab", buffering=0) as log._file:
         log.feed(1, b"a\n")

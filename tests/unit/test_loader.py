@@ -28,7 +28,7 @@ from torch.utils.data import (
 from shardwise import config
 from shardwise import world as worlds
 from shardwise.data import Loader, batch_schedule, source
-from shardwise.data.transfer import to_device
+from shardwise.data.steps import to_device
 from shardwise.engine import Engine
 from shardwise.errors import DataError, UsageError
 
@@ -93,7 +93,7 @@ def before(solo):
     processes = multiprocessing.active_children()
     yield processes
     assert set(multiprocessing.active_children()) <= set(processes)
-    assert solo.feed.streams == []
+    assert solo.current_batch.streams == []
 
 
 # --- arguments -----------------------------------------------------------------------------
@@ -181,8 +181,8 @@ def test_the_feed_knows_each_batch(solo):
     loader = Loader(tensors(5), 4, shuffle=True, name="train", micro_batch_size=2)
     for step in loader.steps():
         for (rows,) in step:
-            (stream,) = solo.feed.streams
-            batch = solo.feed.current
+            (stream,) = solo.current_batch.streams
+            batch = solo.current_batch.batch
             assert batch.indices == tuple(rows.tolist())
             seen.append((stream.name, step.number, batch.samples, batch.last, stream.training))
     assert seen == [
@@ -192,20 +192,20 @@ def test_the_feed_knows_each_batch(solo):
     ]
     assert stream.plan.batch_size == 4
     assert (stream.plan.micro_batches, stream.plan.steps_per_epoch) == (2, 2)
-    assert solo.feed.current is None
+    assert solo.current_batch.batch is None
 
 
 def test_a_loop_without_grad_is_not_training(solo):
     with torch.no_grad():
         for _ in Loader(tensors(5), 4):
-            assert not solo.feed.streams[0].training
+            assert not solo.current_batch.streams[0].training
 
 
 def test_leaving_a_loop_closes_its_stream_and_workers(solo, before):
     for _ in Loader(tensors(), 2, num_workers=2):
-        assert len(solo.feed.streams) == 1
+        assert len(solo.current_batch.streams) == 1
         break
-    assert solo.feed.streams == []
+    assert solo.current_batch.streams == []
     assert set(multiprocessing.active_children()) <= set(before)
 
 
@@ -225,7 +225,7 @@ def test_a_newer_loop_supersedes_an_older_one(solo):
     next(older)
     newer = iter(loader)
     next(newer)
-    assert len(solo.feed.streams) == 1
+    assert len(solo.current_batch.streams) == 1
     with pytest.raises(UsageError, match="A newer loop over"):
         next(older)
     newer.close()

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch import closing, hosts, interface, passing, preview, ssh, wire
+from shardwise.launch import environment, failure_report, hosts, network
 from shardwise.launch.console import Console
+from shardwise.launch.error_file import ErrorReport
+from shardwise.launch.failure_report import ExitStatus, Verdict
 from shardwise.launch.hosts import Host, Share
-from shardwise.launch.job import Job
-from shardwise.launch.report import Report
-from shardwise.launch.ssh import Way
-from shardwise.launch.verdict import End, Verdict
-from shardwise.launch.voice import Voice, logs
+from shardwise.launch.job import Job, dry_run_words
+from shardwise.launch.ssh import command, protocol
+from shardwise.launch.ssh.command import SshOptions
+from shardwise.launch.worker_output import WorkerOutput, open_logs
 
 TWO = [Host("h1", 4), Host("h2", 4)]
-WAY = Way(folder="/home/me/my work", python="/opt/py")
+WAY = SshOptions(folder="/home/me/my work", python="/opt/py")
 
 
 class TestHosts:
@@ -156,27 +157,27 @@ class TestHosts:
 
 class TestInterface:
     def test_this_host(self) -> None:
-        assert interface.is_here(Host("localhost"))
-        assert interface.is_here(Host("127.0.0.1"))
-        assert interface.is_here(Host(socket.gethostname()))
-        assert not interface.is_here(Host("192.0.2.77"))
-        assert not interface.is_here(Host("no-such-host.invalid"))
-        assert not interface.is_here(Host("localhost", user="another"))
+        assert network.is_here(Host("localhost"))
+        assert network.is_here(Host("127.0.0.1"))
+        assert network.is_here(Host(socket.gethostname()))
+        assert not network.is_here(Host("192.0.2.77"))
+        assert not network.is_here(Host("no-such-host.invalid"))
+        assert not network.is_here(Host("localhost", user="another"))
 
     def test_the_loopback_is_found_by_its_address_and_by_its_route(self) -> None:
-        name = interface.holding("127.0.0.1")
+        name = network.interface_of("127.0.0.1")
         assert name is not None
-        assert interface.address_of(name) == "127.0.0.1"
-        assert interface.towards("127.0.0.1") == "127.0.0.1"
-        assert interface.holding("192.0.2.77") is None
+        assert network.address_of_interface(name) == "127.0.0.1"
+        assert network.address_towards("127.0.0.1") == "127.0.0.1"
+        assert network.interface_of("192.0.2.77") is None
 
     def test_what_is_not_there(self) -> None:
         with pytest.raises(
             LaunchError, match=r"no such interface here. Known are: .*\(127.0.0.1\)"
         ):
-            interface.address_of("nope0")
+            network.address_of_interface("nope0")
         with pytest.raises(LaunchError, match=r"No route leads from this host to no-such"):
-            interface.towards("no-such-host.invalid")
+            network.address_towards("no-such-host.invalid")
 
 
 ENVIRON = {
@@ -201,15 +202,15 @@ class TestPassing:
     )
     def test_variables(self, asked: list[str], name: str | None, found: dict[str, str]) -> None:
         always = {"SHARDWISE_SEED": "7", "TERM": "xterm"}
-        assert passing.variables(ENVIRON, asked, name) == always | found
+        assert environment.passed_variables(ENVIRON, asked, name) == always | found
 
     def test_a_name_that_is_not_set(self) -> None:
         with pytest.raises(LaunchError, match="there is no such variable here"):
-            passing.variables({}, ["WANDB_KEYS"], None)
+            environment.passed_variables({}, ["WANDB_KEYS"], None)
         with pytest.raises(LaunchError, match="Did you mean WANDB_KEY"):
-            passing.variables(ENVIRON, ["WANDB_KEYS"], None)
+            environment.passed_variables(ENVIRON, ["WANDB_KEYS"], None)
         with pytest.raises(LaunchError, match="-x =1: write -x NAME, or -x NAME=VALUE"):
-            passing.variables({}, ["=1"], None)
+            environment.passed_variables({}, ["=1"], None)
 
     def test_the_folder_keeps_the_name_that_the_user_knows(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -217,14 +218,14 @@ class TestPassing:
         (tmp_path / "real").mkdir()
         (tmp_path / "link").symlink_to("real")
         monkeypatch.chdir(tmp_path / "real")
-        assert passing.folder({"PWD": f"{tmp_path}/link"}) == f"{tmp_path}/link"
+        assert environment.working_folder({"PWD": f"{tmp_path}/link"}) == f"{tmp_path}/link"
         for wrong in ("/", "link", ""):
-            assert passing.folder({"PWD": wrong}) == str((tmp_path / "real").resolve())
+            assert environment.working_folder({"PWD": wrong}) == str((tmp_path / "real").resolve())
 
 
 class TestSsh:
     def test_the_words(self) -> None:
-        way = Way(
+        way = SshOptions(
             folder="/home/me/my work",
             python="/opt/py",
             ssh=("ssh", "-J", "gate"),
@@ -232,13 +233,13 @@ class TestSsh:
             passed={"TOKEN": "secret", "PYTHONPATH": "/a b"},
             patience=20,
         )
-        words = ssh.words(way, Host("h2", 4, "alice"))
+        words = command.ssh_command(way, Host("h2", 4, "alice"))
         assert words[:5] == ["ssh", "-J", "gate", "-T", "-x"]
         assert {"BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5"} <= set(words)
         assert words[-5:-1] == ["-p", "2222", "alice@h2", "--"]
         assert words[-1] == (
             "cd '/home/me/my work' || exit 81; "
-            "exec env 'PYTHONPATH=/a b' /opt/py -P -m shardwise.launch.agent"
+            "exec env 'PYTHONPATH=/a b' /opt/py -P -m shardwise.launch.ssh.agent"
         )
         assert "secret" not in " ".join(words)
 
@@ -267,43 +268,45 @@ class TestSsh:
         ],
     )
     def test_a_failure_in_words(self, code: int | None, said: str, message: str) -> None:
-        assert message in ssh.failure(WAY, Host("h2", 4, "alice"), code, said)
+        assert message in command.start_failure(WAY, Host("h2", 4, "alice"), code, said)
 
     def test_a_loss_in_words(self) -> None:
         share = Share(Host("h2"), 4, 2)
-        assert ssh.loss(WAY, share, 255, "").startswith(
+        assert command.lost_host(WAY, share, 255, "").startswith(
             "h2 (ranks 4-5) is lost: nothing was heard of it for 10 s. Did the host go down"
         )
-        assert ssh.loss(WAY, share, -9, "").startswith("h2 (ranks 4-5) is lost. The agent on h2 e")
+        assert command.lost_host(WAY, share, -9, "").startswith(
+            "h2 (ranks 4-5) is lost. The agent on h2 e"
+        )
 
 
 class TestWire:
     def test_any_bytes_come_back_in_any_pieces_with_noise_between(self) -> None:
         data = bytes(range(256))
-        message = wire.encode("output", rank=1, stream=2, data=wire.text_of(data))
-        sent = b"Welcome!\n" + wire.PULSE + message + b"Last login: " + message + b"\n"
+        message = protocol.encode("output", rank=1, stream=2, data=protocol.text_of(data))
+        sent = b"Welcome!\n" + protocol.HEARTBEAT + message + b"Last login: " + message + b"\n"
         for size in (1, 7, len(sent)):
-            taken: list[wire.Message] = []
+            taken: list[protocol.Message] = []
             noise: list[bytes] = []
-            receiver = wire.Receiver(wire.FROM_AGENT, taken.append, noise.append)
+            receiver = protocol.MessageReader(protocol.FROM_AGENT, taken.append, noise.append)
             for start in range(0, len(sent), size):
-                receiver.feed(sent[start : start + size] + wire.PULSE)
-            assert [wire.bytes_of(one["data"]) for one in taken] == [data, data]
+                receiver.feed(sent[start : start + size] + protocol.HEARTBEAT)
+            assert [protocol.bytes_of(one["data"]) for one in taken] == [data, data]
             assert b"".join(noise) == b"Welcome!\nLast login: \n\n"
 
     def test_an_end_is_told_by_our_clock(self) -> None:
-        report = Report(rank=3, time=9.0, secondary=True, message="m", text="t")
+        report = ErrorReport(rank=3, time=9.0, secondary=True, message="m", text="t")
         sent = {
             "end": {"rank": 3, "code": 1, "time": 10.0, "stopped": False},
             "how": "exit code 1",
             "report": json.loads(json.dumps(vars(report))),
             "progress": None,
         }
-        told = wire.departure(sent, -5.0)
-        assert told.end == End(rank=3, code=1, time=5.0)
+        told = protocol.rank_exit(sent, -5.0)
+        assert told.end == ExitStatus(rank=3, code=1, time=5.0)
         assert told.report is not None
         assert (told.report.time, told.report.secondary) == (4.0, True)
-        assert wire.departure(sent | {"report": None}, 0.0).report is None
+        assert protocol.rank_exit(sent | {"report": None}, 0.0).report is None
 
 
 class TestPreview:
@@ -317,7 +320,7 @@ class TestPreview:
             interface="ib0",
             log_dir="logs",
         )
-        lines = preview.words(job, WAY, shares[:1]).splitlines()
+        lines = dry_run_words(job, WAY, shares[:1]).splitlines()
         assert lines[0] == (
             "3 ranks on 2 hosts; rank 0 listens on h1, on a port that is free of interface ib0"
         )
@@ -334,7 +337,7 @@ class TestPreview:
     def test_one_host(self) -> None:
         shares = (Share(Host("localhost", 1), 0, 1),)
         job = Job(words=("pack.mod", "-v"), module=True, shares=shares, flags={}, port=7)
-        assert preview.words(job, WAY, shares).splitlines() == [
+        assert dry_run_words(job, WAY, shares).splitlines() == [
             "1 rank on 1 host; rank 0 listens on localhost, on port 7",
             "  localhost  rank 0  here",
             "each rank: /opt/py -m pack.mod -v",
@@ -346,10 +349,10 @@ class TestPreview:
 class TestVoice:
     def heard(self, tmp_path: Path, capfd: pytest.CaptureFixture[str], shown: bool) -> str:
         console = Console(2, {})
-        other, log = logs(str(tmp_path / "logs"), 2, ("train.py", "-v"))
+        other, log = open_logs(str(tmp_path / "logs"), 2, ("train.py", "-v"))
         assert other is not None
         other.close()
-        voice = Voice(1, console, shown=shown, log=log)
+        voice = WorkerOutput(1, console, shown=shown, log=log)
         for stream, data in ((1, b"one\ntw"), (2, b"\x1b[31mred\x1b[0m\n"), (1, b"o"), (2, b"")):
             voice.hear(stream, data)
         voice.hear(1, b"")
@@ -375,16 +378,16 @@ class TestVoice:
     def test_a_log_that_cannot_be(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(LaunchError, match="file cannot be written to: File exists"):
-            logs(str(tmp_path / "file"), 1, ())
-        assert logs(None, 2, ()) == [None, None]
+            open_logs(str(tmp_path / "file"), 1, ())
+        assert open_logs(None, 2, ()) == [None, None]
 
 
 class TestClosing:
     def test_the_host_of_the_rank(self) -> None:
         judged = Verdict(rank=1, exit_code=1)
-        said = closing.words(judged, "exit code 1", "E", size=2, host="h2")
+        said = failure_report.closing_words(judged, "exit code 1", "E", size=2, host="h2")
         assert said.startswith("\nshardwise: rank 1 of 2 on h2 failed (exit code 1).")
 
     def test_lost_hosts(self) -> None:
-        assert closing.lost([]) == ""
-        assert closing.lost(["a", "b"]) == "\nshardwise: a\n\nshardwise: b\n"
+        assert failure_report.lost_hosts([]) == ""
+        assert failure_report.lost_hosts(["a", "b"]) == "\nshardwise: a\n\nshardwise: b\n"

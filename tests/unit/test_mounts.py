@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.tiers.mounts import Mount, find
+from shardwise.tiers.direct_io import Mount, find
 
 TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw

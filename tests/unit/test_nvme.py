@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import TierError
+from shardwise.tiers.direct_io import CHUNK
 from shardwise.tiers.nvme import Store
-from shardwise.tiers.transfers import CHUNK
-from tests.disk import MB, on_a_disk, pattern, put, slow, take, wait_until
+from tests.disk import MB, drain, on_a_disk, pattern, put, slow, sweep, take, wait_until
 
 sizes = st.lists(
     st.sampled_from([0, 1, 4095, 4096, 4097, 40_000, CHUNK, CHUNK + 5]) | st.integers(0, 20_000),
@@ -39,14 +39,14 @@ def test_any_order_of_reads_and_writes_is_as_in_memory(
             elif step == "take":
                 assert torch.equal(take(store, index), plain[index])
             else:
-                loan = store.read(index)
-                loan.wait().add_(seed % 7)
+                lease = store.read(index)
+                lease.wait().add_(seed % 7)
                 if step == "add":
                     plain[index] = plain[index] + seed % 7
-                    loan.write()
+                    lease.write()
                 else:
-                    loan.give_back()
-        store.drain()
+                    lease.give_back()
+        drain(store)
         for index, expected in enumerate(plain):
             assert torch.equal(take(store, index), expected)
 
@@ -58,23 +58,23 @@ def test_sweeps_in_any_order_update_each_record_once(
 ) -> None:
     plain = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in records]
     with closing(Store(on_a_disk(), "state", records, rank=0, in_flight=in_flight)) as store:
-        for sweep in range(3):
+        for number in range(3):
             order = data.draw(st.lists(st.sampled_from(range(len(records))), unique=True))
             seen = []
-            for index, tensor in store.sweep(order, write=True):
+            for index, tensor in sweep(store, order, write=True):
                 assert torch.equal(tensor, plain[index])
-                tensor.add_(sweep + index + 1)
-                plain[index].add_(sweep + index + 1)
+                tensor.add_(number + index + 1)
+                plain[index].add_(number + index + 1)
                 seen.append(index)
             assert seen == order
-        looked = {i: t.clone() for i, t in store.sweep(range(len(records)), write=False)}
+        looked = {i: t.clone() for i, t in sweep(store, range(len(records)), write=False)}
         assert all(torch.equal(looked[i], plain[i]) for i in range(len(records)))
 
 
 def test_records_view_as_any_dtype(folder: Path) -> None:
     with closing(Store(folder, "moments", [4 * 1000, 8 * 1000], rank=0)) as store:
         put(store, 1, torch.arange(1000, dtype=torch.float64).view(torch.uint8))
-        for index, tensor in store.sweep([0, 1], write=True):
+        for index, tensor in sweep(store, [0, 1], write=True):
             tensor.view(torch.float64 if index else torch.float32).add_(0.5)
         assert take(store, 0).view(torch.float32).eq(0.5).all()
         assert torch.equal(take(store, 1).view(torch.float64), torch.arange(1000) + 0.5)
@@ -97,7 +97,7 @@ def test_the_last_of_two_writes_behind_wins(folder: Path, monkeypatch: pytest.Mo
             put(store, 0, pattern(seed, MB))
         for index in (1, 2, 3):  # all other buffers, so that record 0 comes from the disk
             put(store, index, pattern(index, MB))
-        store.drain()
+        drain(store)
         assert torch.equal(take(store, 0), pattern(2, MB))
 
 
@@ -118,13 +118,13 @@ def test_reads_run_ahead_of_an_update_and_writes_behind(
     with closing(Store(folder, "state", [MB] * 6, rank=0)) as store:
         monkeypatch.setattr(os, "preadv", reading)
         monkeypatch.setattr(os, "pwritev", held)
-        for index, _ in store.sweep(range(6), write=True):
+        for index, _ in sweep(store, range(6), write=True):
             if index < 5:
                 wait_until(lambda index=index: index + 1 in begun)
             if index > 0:
                 written[index - 1].set()
         written[5].set()
-        store.drain()
+        drain(store)
 
 
 def test_short_transfers_are_gone_on_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_short_transfers_are_gone_on_with(folder: Path, monkeypatch: pytest.Monk
         )
     with closing(Store(folder, "state", [50_000], rank=0)) as store:
         put(store, 0, pattern(0, 50_000))
-        store.drain()
+        drain(store)
         assert torch.equal(take(store, 0), pattern(0, 50_000))
 
 
@@ -143,12 +143,12 @@ def test_an_update_that_raises_leaves_its_record_and_gives_the_buffers_back(fold
     with closing(Store(folder, "state", [4096] * 6, rank=0)) as store:
         with pytest.raises(ZeroDivisionError):
             update_that_raises(store, at=3)
-        values = [int(tensor[0]) for _, tensor in store.sweep(range(6), write=False)]
+        values = [int(tensor[0]) for _, tensor in sweep(store, range(6), write=False)]
     assert values == [1, 1, 1, 0, 0, 0]
 
 
 def update_that_raises(store: Store, at: int) -> None:
-    for index, tensor in store.sweep(range(6), write=True):
+    for index, tensor in sweep(store, range(6), write=True):
         tensor.fill_(1)
         if index == at:
             raise ZeroDivisionError
@@ -156,11 +156,11 @@ def update_that_raises(store: Store, at: int) -> None:
 
 def test_a_closed_store(folder: Path) -> None:
     store = Store(folder, "state", [4096] * 2, rank=0)
-    loan = store.read(0)
+    lease = store.read(0)
     store.close()
     store.close()
-    loan.give_back()
-    for call in (loan.wait, store.drain, lambda: store.read(1)):
+    lease.give_back()
+    for call in (lease.wait, lambda: store.blank(1), lambda: store.read(1)):
         with pytest.raises(TierError, match="state was closed"):
             call()
 
@@ -180,17 +180,17 @@ def test_closing_gives_the_disk_back(folder: Path) -> None:
 def test_a_forked_process_is_refused_and_can_end(folder: Path) -> None:
     with closing(Store(folder, "state", [4096] * 2, rank=0)) as store:
         put(store, 0, pattern(0, 4096))
-        loan = store.read(1)
-        loan.wait()
+        lease = store.read(1)
+        lease.wait()
         child = os.fork()
         if child == 0:
             try:
                 store.read(1)
             except TierError as error:
-                loan.give_back()
+                lease.give_back()
                 store.close()
                 os._exit(0 if "forked from it" in str(error) else 1)
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        loan.give_back()
+        lease.give_back()
         assert torch.equal(take(store, 0), pattern(0, 4096))

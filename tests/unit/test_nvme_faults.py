@@ -17,11 +17,13 @@ from shardwise.tiers.nvme import Store
 from tests.disk import (
     MB,
     cached,
+    drain,
     failing,
     pattern,
     put,
     refuse_direct,
     refuse_nameless,
+    sweep,
     take,
     wait_until,
 )
@@ -88,15 +90,13 @@ def test_a_file_system_that_cannot_reserve(folder: Path, monkeypatch: pytest.Mon
     with closing(Store(folder, "state", [9000], rank=0)) as store:
         assert take(store, 0).eq(0).all()
         put(store, 0, pattern(1, 9000))
-        store.drain()
+        drain(store)
         assert torch.equal(take(store, 0), pattern(1, 9000))
 
 
 CALLS: dict[str, Callable[[Store], object]] = {
     "read": lambda store: store.read(1),
     "blank": lambda store: store.blank(1),
-    "sweep": lambda store: list(store.sweep([1, 2], write=False)),
-    "drain": lambda store: store.drain(),
     "close": lambda store: store.close(),
 }
 
@@ -106,10 +106,10 @@ def test_a_failed_write_behind_is_told_by_the_next_call(
     call: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(Store(folder, "grads", [5 * MB] * 3, rank=2)) as store:
-        loan = store.blank(0)
-        loan.wait().fill_(1)
+        lease = store.blank(0)
+        lease.wait().fill_(1)
         failing(monkeypatch, "pwritev", errno.ENOSPC)
-        loan.write()
+        lease.write()
         wait_until(lambda: all(chunk.done() for chunk in store._behind[0][1]))
         message = r"grads of rank 2 .*could not write .*No space left .*\d+ bytes are free there"
         with pytest.raises(TierError, match=message):
@@ -122,10 +122,10 @@ def test_a_failed_write_behind_is_told_by_the_next_call(
 def test_a_failed_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Store(folder, "state", [4096] * 3, rank=0)) as store:
         failing(monkeypatch, "preadv", errno.EIO)
-        loan = store.read(1)
+        lease = store.read(1)
         with pytest.raises(TierError, match=r"could not read 4096 bytes at 4096 \(Input/output"):
-            loan.wait()
-        loan.give_back()
+            lease.wait()
+        lease.give_back()
 
 
 def test_a_failure_within_a_sweep_leaves_it_at_once(
@@ -134,7 +134,7 @@ def test_a_failure_within_a_sweep_leaves_it_at_once(
     seen: list[int] = []
 
     def update(store: Store) -> None:
-        for index, _ in store.sweep(range(8), write=True):
+        for index, _ in sweep(store, range(8), write=True):
             seen.append(index)
             time.sleep(0.05)
 
@@ -165,11 +165,11 @@ def test_what_rests_on_the_disk_is_not_in_the_page_cache(
         if direct and not store.direct:
             pytest.skip(f"the file system of {folder} takes no direct I/O")
         assert store.direct == direct
-        for index, tensor in store.sweep(range(6), write=True):
+        for index, tensor in sweep(store, range(6), write=True):
             tensor.copy_(pattern(index, 5 * MB))
-        store.drain()
+        drain(store)
         assert cached(store._file._fd, store.nbytes) < store.nbytes / 10
-        for index, tensor in store.sweep(range(6), write=False):
+        for index, tensor in sweep(store, range(6), write=False):
             assert torch.equal(tensor, pattern(index, 5 * MB))
         assert cached(store._file._fd, store.nbytes) < store.nbytes / 10
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn, optim
 
 from shardwise.states import optimizer_kind, optimizer_trial
-from shardwise.states.optimizer_trial import Kinds, examine
+from shardwise.states.optimizer_trial import OptimizerKinds, examine
 
 CPU = torch.device("cpu")
 
@@ -132,7 +132,7 @@ def test_groups_that_differ_in_rates_alone_are_tried_once(monkeypatch):
         {"params": parameters(shape), "lr": 0.1 * number, "decay": number // 3}
         for number, shape in enumerate(shapes)
     ]
-    optimizer, kinds = Own(groups, plain, decay=0), Kinds()
+    optimizer, kinds = Own(groups, plain, decay=0), OptimizerKinds()
     for group in optimizer.param_groups:
         kinds.of(optimizer, group, CPU)
     assert len(tried) == 3  # of two shapes, and once with another option
@@ -157,5 +157,5 @@ class Drawing(torch.optim.SGD):
 def test_trials_leave_the_generator_where_it_was():
     optimizer = Drawing(nn.Linear(3, 2).parameters(), lr=0.1)
     before = torch.get_rng_state()
-    Kinds().of(optimizer, optimizer.param_groups[0], torch.device("cpu"))
+    OptimizerKinds().of(optimizer, optimizer.param_groups[0], torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), before)

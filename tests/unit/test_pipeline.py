@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.config import SCHEDULES
 from shardwise.errors import ConfigError, ModelError
 from shardwise.mesh import Mesh
-from shardwise.parallel.pipeline import Action, order_of, partition, schedule
+from shardwise.parallel.pipeline import Action, actions_of, partition, schedule
 from tests.parity.problems import GPT, MLP
 
 
@@ -45,7 +45,7 @@ def test_rows_are_as_even_as_they_can_be(sizes, data):
         edges = [*starts, len(sizes)]
         return max(sum(sizes[a:b]) for a, b in pairwise(edges))
 
-    found = partition.balanced([float(size) for size in sizes], parts)
+    found = partition.balanced_starts([float(size) for size in sizes], parts)
     assert found[0] == 0
     assert len(set(found)) == parts
     every = ([0, *cuts] for cuts in combinations(range(1, len(sizes)), parts - 1))
@@ -54,20 +54,23 @@ def test_rows_are_as_even_as_they_can_be(sizes, data):
 
 def test_what_a_model_is_cut_into():
     model = GPT()
-    cut = partition.cut(model, 2)
-    assert [a.name for a in cut.atoms] == ["tokens", "blocks.0", "blocks.1", "norm", "head"]
+    cut = partition.partition_model(model, 2)
+    assert [a.name for a in cut.layers] == ["tokens", "blocks.0", "blocks.1", "norm", "head"]
     assert cut.owners[model.places] == 0  # in no layer, and used before the first
-    assert cut.lent == {model.tokens.weight: [1]}
-    assert [cut.in_words(stage) for stage in range(2)] == ["tokens to blocks.0", "blocks.1 to head"]
-    named = partition.cut(model, 3, names=("blocks.0", "head"))
-    assert [named.in_words(s) for s in range(3)] == ["tokens", "blocks.0 to norm", "head"]
-    plain = partition.cut(MLP(), 3)
-    assert [a.name for a in plain.atoms] == ["0", "2", "4"]
+    assert cut.tied == {model.tokens.weight: [1]}
+    assert [cut.describe_stage(stage) for stage in range(2)] == [
+        "tokens to blocks.0",
+        "blocks.1 to head",
+    ]
+    named = partition.partition_model(model, 3, names=("blocks.0", "head"))
+    assert [named.describe_stage(s) for s in range(3)] == ["tokens", "blocks.0 to norm", "head"]
+    plain = partition.partition_model(MLP(), 3)
+    assert [a.name for a in plain.layers] == ["0", "2", "4"]
     assert len(plain.floating) == 2
     with pytest.raises(ModelError, match=r"has 3 layer\(s\).*fewer than 4 stages"):
-        partition.cut(MLP(), 4)
-    with pytest.raises(ModelError, match=r"1 layer.s. to share out .itself."):
-        partition.cut(nn.Linear(2, 2), 2)
+        partition.partition_model(MLP(), 4)
+    with pytest.raises(ModelError, match=r"1 layer.s. .itself."):
+        partition.partition_model(nn.Linear(2, 2), 2)
 
 
 @settings(deadline=None)
@@ -75,20 +78,20 @@ def test_what_a_model_is_cut_into():
 def test_every_action_is_there_once_and_can_be_run(name, ranks, rounds, data):
     stages = ranks * (2 if name == "interleaved" else 1)
     micros = ranks * rounds
-    actions = [a for rank in range(ranks) for a in order_of(name, ranks, stages, micros, rank)]
+    actions = [a for rank in range(ranks) for a in actions_of(name, ranks, stages, micros, rank)]
     assert len(actions) == len(set(actions))
     whole = {"F", "B"} if name != "zero-bubble" else {"F", "I", "W"}
     assert {(a.stage, a.kind, a.micro) for a in actions} == {
         (s, k, m) for s in range(stages) for k in whole for m in range(micros)
     }
     for rank in range(ranks):
-        order = order_of(name, ranks, stages, micros, rank)
+        order = actions_of(name, ranks, stages, micros, rank)
         assert all(a.stage % ranks == rank for a in order)
         for stage in range(rank, stages, ranks):
             firsts = [a.micro for a in order if a.stage == stage and a.kind == "F"]
             assert firsts == list(range(micros))
     times = {kind: [1.0] * stages for kind in "FBIW"}
-    assert 0 <= schedule.bubble(name, ranks, stages, micros, times) < 1
+    assert 0 <= schedule.idle_fraction(name, ranks, stages, micros, times) < 1
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -97,22 +100,22 @@ def test_the_bubble_is_that_of_the_formula(name, ranks, micros):
     """(S - 1) / (M + S - 1), Huang et al., 2019."""
     times = {"F": [1.0] * ranks, "B": [2.0] * ranks, "I": [1.0] * ranks, "W": [1.0] * ranks}
     wanted = (ranks - 1) / (micros + ranks - 1)
-    assert schedule.bubble(name, ranks, ranks, micros, times) == pytest.approx(wanted)
+    assert schedule.idle_fraction(name, ranks, ranks, micros, times) == pytest.approx(wanted)
     # Backward in two fills gaps, and two stages on each rank halve them.
-    assert schedule.bubble("zero-bubble", ranks, ranks, micros, times) < wanted
+    assert schedule.idle_fraction("zero-bubble", ranks, ranks, micros, times) < wanted
     halves = {kind: [t / 2 for t in several] * 2 for kind, several in times.items()}
-    assert schedule.bubble("interleaved", ranks, 2 * ranks, micros, halves) < wanted
+    assert schedule.idle_fraction("interleaved", ranks, 2 * ranks, micros, halves) < wanted
 
 
 def test_1f1b_holds_no_more_micro_batches_than_stages():
     held = most = 0
-    for action in order_of("1f1b", 4, 4, 16, 0):
+    for action in actions_of("1f1b", 4, 4, 16, 0):
         held += {"F": 1, "B": -1}[action.kind]
         most = max(most, held)
     assert most == 4
-    assert Action(0, "F", 0) == order_of("1f1b", 4, 4, 16, 0)[0]
+    assert Action(0, "F", 0) == actions_of("1f1b", 4, 4, 16, 0)[0]
 
 
 def test_what_a_schedule_cannot_have():
     with pytest.raises(ConfigError, match="interleaved on 4 workers cannot have 9 micro-batches"):
-        order_of("interleaved", 4, 8, 9, 0)
+        actions_of("interleaved", 4, 8, 9, 0)

@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import authentication
-from shardwise.collectives.store import Hosted, Reaching, Table
+from shardwise.collectives.store import ClientStore, HostStore, KeyValueTable
 from shardwise.errors import LaunchError
-from shardwise.launch import own, secret
+from shardwise.launch import environment
 from tests.disk import wait_until
 
 KNOWN = b"what all ranks of this run know"
@@ -76,7 +76,7 @@ class TestProof:
         with ThreadPoolExecutor(1) as pool, authentication.Acceptor(listener, KNOWN) as acceptor:
             with socket.create_connection(listener.getsockname()) as mine:
                 accepted = pool.submit(acceptor.accept, soon())
-                claim = authentication.Claim(KNOWN, mine.recv(authentication.NONCE))
+                claim = authentication.Proof(KNOWN, mine.recv(authentication.NONCE))
                 mine.sendall(claim.words)
                 found = accepted.result()
                 assert found is not None
@@ -142,31 +142,36 @@ class TestSeals:
 
 class TestSecret:
     def test_the_launchers_own_comes_first(self) -> None:
-        assert secret.told({}) is None
-        assert secret.told({secret.VARIABLE: "s" * 16}) == "s" * 16
-        assert secret.told({secret.VARIABLE: "s" * 16, own.SECRET: "ours"}) == "ours"
+        assert environment.given_secret({}) is None
+        assert environment.given_secret({environment.SECRET_VARIABLE: "s" * 16}) == "s" * 16
+        assert (
+            environment.given_secret(
+                {environment.SECRET_VARIABLE: "s" * 16, environment.RUN_SECRET_VARIABLE: "ours"}
+            )
+            == "ours"
+        )
 
     def test_a_short_one_is_refused(self) -> None:
         with pytest.raises(LaunchError, match=r"has 5 characters.*openssl rand -hex 32"):
-            secret.told({secret.VARIABLE: "short"})
+            environment.given_secret({environment.SECRET_VARIABLE: "short"})
 
 
 class TestTable:
     @pytest.fixture
-    def stores(self, listener: socket.socket) -> Iterator[tuple[Hosted, Reaching]]:
+    def stores(self, listener: socket.socket) -> Iterator[tuple[HostStore, ClientStore]]:
         place = listener.getsockname()
-        hosted = Hosted(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
+        hosted = HostStore(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
         connection = socket.create_connection(place)
         authentication.prove(connection, KNOWN, soon())
-        reaching = Reaching(connection, 5.0)
+        reaching = ClientStore(connection, 5.0)
         yield hosted, reaching
         reaching.close()
         hosted.close()
         wait_until(
-            lambda: "shardwise-table" not in {thread.name for thread in threading.enumerate()}
+            lambda: "shardwise-store" not in {thread.name for thread in threading.enumerate()}
         )
 
-    def test_torchs_verbs(self, stores: tuple[Hosted, Reaching]) -> None:
+    def test_torchs_verbs(self, stores: tuple[HostStore, ClientStore]) -> None:
         hosted, reaching = stores
         reaching.set("bytes", bytes(range(256)))
         assert hosted.get("bytes") == bytes(range(256))
@@ -183,7 +188,7 @@ class TestTable:
         )
         assert (reaching.delete_key("word"), reaching.delete_key("word")) == (True, False)
 
-    def test_one_waits_for_what_the_other_sets(self, stores: tuple[Hosted, Reaching]) -> None:
+    def test_one_waits_for_what_the_other_sets(self, stores: tuple[HostStore, ClientStore]) -> None:
         hosted, reaching = stores
         for first, second in ((hosted, reaching), (reaching, hosted)):
             with ThreadPoolExecutor(1) as pool:
@@ -192,13 +197,13 @@ class TestTable:
                 second.set(f"{first}", "here")
                 assert waited.result() == b"here"
 
-    def test_a_wait_ends(self, stores: tuple[Hosted, Reaching]) -> None:
+    def test_a_wait_ends(self, stores: tuple[HostStore, ClientStore]) -> None:
         for store in stores:
             store.set("here", "")
             with pytest.raises(dist.DistStoreError, match=r"after 0\.1 s, for gone"):
                 store.wait(["here", "gone"], timedelta(seconds=0.1))
 
-    def test_rank_0_goes(self, stores: tuple[Hosted, Reaching]) -> None:
+    def test_rank_0_goes(self, stores: tuple[HostStore, ClientStore]) -> None:
         hosted, reaching = stores
         hosted.close()
         with pytest.raises(dist.DistStoreError, match="rank 0 is gone"):
@@ -206,7 +211,7 @@ class TestTable:
 
     def test_nobody_comes_late(self, listener: socket.socket) -> None:
         place = listener.getsockname()
-        hosted = Hosted(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
+        hosted = HostStore(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
         hosted.accept_no_more()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(place)
@@ -214,7 +219,7 @@ class TestTable:
 
     def test_nothing_is_done_for_a_stranger(self, listener: socket.socket) -> None:
         place = listener.getsockname()
-        hosted = Hosted(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
+        hosted = HostStore(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
         with socket.create_connection(place) as stranger:
             stranger.settimeout(5)
             stranger.recv(authentication.NONCE)
@@ -225,7 +230,7 @@ class TestTable:
         hosted.close()
 
     def test_absent_ones_are_told(self) -> None:
-        table = Table()
+        table = KeyValueTable()
         table.set("b", b"")
         assert table.absent(["a", "b", "c"]) == ["a", "c"]
         assert table.absent(["b"]) == []

@@ -10,8 +10,8 @@ import pytest
 
 from shardwise.errors import LaunchError
 from shardwise.launch import progress, restarts
-from shardwise.launch.progress import Progress, Telling
-from shardwise.launch.report import DIRECTORY_VARIABLE, RANK_VARIABLE
+from shardwise.launch.environment import RANK_VARIABLE, REPORTS_VARIABLE
+from shardwise.launch.progress import Progress, ProgressWriter
 from shardwise.launch.restarts import Ending, Failure, Restarts
 from shardwise.preemption import Preemption
 
@@ -94,22 +94,22 @@ class TestRepeated:
 class TestProgress:
     def test_is_read_as_it_was_told(self, tmp_path: Path) -> None:
         assert progress.read(tmp_path, 3) is None
-        telling = Telling({DIRECTORY_VARIABLE: str(tmp_path), RANK_VARIABLE: "3"})
+        writer = ProgressWriter({REPORTS_VARIABLE: str(tmp_path), RANK_VARIABLE: "3"})
         assert progress.read(tmp_path, 3) == Progress(step=0, kept=0)
-        telling.stepped(0, 9)
-        telling.stepped(1, 9)
-        telling.kept(0, 6)
-        telling.kept(1, 4)
-        telling.heeds(saves=True)
-        telling.resumes()
-        told = Progress(step=9, kept=4, heeds=True, resumes=True)
+        writer.stepped(0, 9)
+        writer.stepped(1, 9)
+        writer.kept(0, 6)
+        writer.kept(1, 4)
+        writer.saves_when_asked(saves=True)
+        writer.resumes()
+        told = Progress(step=9, kept=4, saves_when_asked=True, resumes=True)
         assert progress.read(tmp_path, 3) == told
-        telling.stepped(progress.ENGINES, 99)
-        telling.ended()
+        writer.stepped(progress.ENGINES, 99)
+        writer.ended()
         assert progress.read(tmp_path, 3) == Progress(**{**vars(told), "ended": True})
 
     def test_nobody_listens(self) -> None:
-        Telling({}).stepped(0, 1)
+        ProgressWriter({}).stepped(0, 1)
 
 
 class Engine:
@@ -129,7 +129,7 @@ class Engine:
 @pytest.fixture
 def asked() -> Iterator[tuple[Preemption, list[str]]]:
     said: list[str] = []
-    preemption = Preemption(Telling({}), lambda line, **_: said.append(line))
+    preemption = Preemption(ProgressWriter({}), lambda line, **_: said.append(line))
     yield preemption, said
     preemption.agreed = 0
     preemption.forget()

@@ -16,12 +16,12 @@ from rich.console import Console
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.horovod.samples import Samples
-from shardwise.scaling import measure, page, plots, records, report, runs
+from shardwise.horovod.context import SampleCounter
+from shardwise.scaling import measure, plots, records, report, runs
 from shardwise.scaling.estimates import Rate, rate, student
 from shardwise.scaling.records import Measured, TooFew
-from shardwise.scaling.report import Report
-from shardwise.scaling.runs import Plan, Run
+from shardwise.scaling.report import ScalingReport
+from shardwise.scaling.runs import MeasuredRun, ScalingPlan
 from shardwise.step_log import StepLog
 from shardwise.world import World
 
@@ -187,7 +187,7 @@ class TestStepLog:
     ) -> None:
         solo.step_log = StepLog(tmp_path, 0)
         data = torch.utils.data.TensorDataset(torch.ones(6, 2))
-        samples = Samples(solo.step_log) if of != "sw.Loader" else None
+        samples = SampleCounter(solo.step_log) if of != "sw.Loader" else None
         loader = torch.utils.data.DataLoader(data, 2) if samples else sw.Loader(data, batch_size=2)
         for _ in loader:
             break
@@ -224,8 +224,8 @@ def measured(value: float, **changed: Any) -> Measured:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Report:
-    plan = Plan(
+def made(tmp_path: Path) -> ScalingReport:
+    plan = ScalingPlan(
         words=("<train>.py",),
         flags=(),
         sizes=(1, 2, 4),
@@ -236,27 +236,29 @@ def made(tmp_path: Path) -> Report:
     )
     curves = {"training accuracy": {0: 0.1}, "evaluation accuracy": {0: 0.5, 1: 0.9}}
     runs = [
-        Run(kind="strong", workers=1, log=tmp_path, wall=1.0, measured=measured(100)),
-        Run(kind="strong", workers=2, log=tmp_path, wall=1.0, measured=measured(150, means=curves)),
-        Run(kind="strong", workers=4, log=tmp_path, wall=1.0, error="exit code 1: <boom>"),
-        Run(kind="weak", workers=2, log=tmp_path, wall=1.0, measured=measured(160)),
-        Run(kind="weak", workers=4, log=tmp_path, wall=1.0, measured=measured(240)),
+        MeasuredRun(kind="strong", workers=1, log=tmp_path, wall=1.0, measured=measured(100)),
+        MeasuredRun(
+            kind="strong", workers=2, log=tmp_path, wall=1.0, measured=measured(150, means=curves)
+        ),
+        MeasuredRun(kind="strong", workers=4, log=tmp_path, wall=1.0, error="exit code 1: <boom>"),
+        MeasuredRun(kind="weak", workers=2, log=tmp_path, wall=1.0, measured=measured(160)),
+        MeasuredRun(kind="weak", workers=4, log=tmp_path, wall=1.0, measured=measured(240)),
     ]
-    return Report(plan=plan, runs=runs)
+    return ScalingReport(plan=plan, runs=runs)
 
 
-def test_efficiency_is_against_the_smallest_size_that_ran(made: Report) -> None:
+def test_efficiency_is_against_the_smallest_size_that_ran(made: ScalingReport) -> None:
     assert [(row.speedup, row.efficiency) for row in made.rows("strong")] == [(1, 1), (1.5, 0.75)]
     assert [(row.speedup, row.efficiency) for row in made.rows("weak")] == [(2, 1), (3, 0.75)]
 
 
-def test_what_counts_in_a_horovod_script_is_noted(made: Report) -> None:
+def test_what_counts_in_a_horovod_script_is_noted(made: ScalingReport) -> None:
     assert not any("torch.no_grad()" in note for note in made.notes())
     horovod = replace(made.runs[0], measured=measured(100, loss={}))
     assert any("torch.no_grad()" in note for note in replace(made, runs=[horovod]).notes())
 
 
-def test_it_is_said_which_loss_and_which_accuracy_are_shown(made: Report) -> None:
+def test_it_is_said_which_loss_and_which_accuracy_are_shown(made: ScalingReport) -> None:
     notes = " ".join(made.notes())
     assert "loss is the mean training loss of the last epoch" in notes
     assert "accuracy is the last evaluation accuracy that" in notes
@@ -268,15 +270,15 @@ def test_it_is_said_which_loss_and_which_accuracy_are_shown(made: Report) -> Non
 
 
 def test_steps_that_were_dropped_are_not_among_the_measured(
-    made: Report, capsys: pytest.CaptureFixture[str]
+    made: ScalingReport, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measure._say(made.runs[0], Console(width=200))
     said = capsys.readouterr().out
     assert said.endswith("100 samples/s over 15 steps, after 5 that were dropped\n")
 
 
-def test_the_table_has_no_column_without_a_figure(made: Report) -> None:
-    def headings(report_: Report) -> list[object]:
+def test_the_table_has_no_column_without_a_figure(made: ScalingReport) -> None:
+    def headings(report_: ScalingReport) -> list[object]:
         return [column.header for column in report.table(report_).columns]
 
     assert headings(made) == list(report.COLUMNS)
@@ -284,7 +286,7 @@ def test_the_table_has_no_column_without_a_figure(made: Report) -> None:
     assert headings(replace(made, runs=bare)) == list(report.COLUMNS)[:-2]
 
 
-def test_json_and_csv_have_every_run(made: Report, tmp_path: Path) -> None:
+def test_json_and_csv_have_every_run(made: ScalingReport, tmp_path: Path) -> None:
     report.write(made, tmp_path)
     found = json.loads((tmp_path / "scaling.json").read_text())
     assert [each["error"] for each in found["results"]] == [None] * 2 + [
@@ -298,13 +300,13 @@ def test_json_and_csv_have_every_run(made: Report, tmp_path: Path) -> None:
     assert [row["efficiency"] for row in rows] == ["1.0", "0.75", "", "1.0", "0.75"]
 
 
-def test_the_page_is_in_itself_and_says_what_failed(made: Report, tmp_path: Path) -> None:
+def test_the_page_is_in_itself_and_says_what_failed(made: ScalingReport, tmp_path: Path) -> None:
     pictures = plots.draw(made, tmp_path)
     assert list(pictures) == ["throughput", "efficiency", "loss", "accuracy"]
     for name in pictures:
         assert (tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    html = page.render(made, pictures)
+    html = plots.render_page(made, pictures)
     assert html.count("<svg") == 4
     assert "The last evaluation accuracy of each epoch." in html
     assert "&lt;boom&gt;" in html
@@ -317,7 +319,7 @@ def test_the_page_is_in_itself_and_says_what_failed(made: Report, tmp_path: Path
 
 @pytest.mark.parametrize(("epochs", "unit"), [(1, "step"), (2, "epoch")])
 def test_losses_are_drawn_by_step_where_there_is_one_epoch(
-    made: Report, epochs: int, unit: str
+    made: ScalingReport, epochs: int, unit: str
 ) -> None:
     loss = {epoch: 2.0 - epoch for epoch in range(epochs)}
     found = measured(100, loss=loss, losses={0: 2.5, 1: 2.0, 2: 1.5})
@@ -354,7 +356,7 @@ print(world.settings.batch)
 
 @pytest.mark.parametrize(("kind", "batch"), [("strong", "total"), ("weak", "worker")])
 def test_the_kind_says_what_a_batch_counts_whatever_else_is_set(
-    kind: str, batch: str, made: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, batch: str, made: ScalingReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "settled.py"
     script.write_text(SETTLED)

@@ -43,7 +43,7 @@ def test_what_was_replaced_belongs_to_no_older_save(
     step(engines[1])
     seen["batches"] = 5
     with monkeypatch.context() as patch:  # ended after the first of them
-        patch.setattr(engines[1]._checkpoints, "save", refused)
+        patch.setattr(engines[1]._checkpoints.saver, "save", refused)
         with pytest.raises(CheckpointNotWritten):
             both.save(tmp_path)
     assert both.resume(tmp_path) == 1
@@ -74,9 +74,10 @@ def test_training_goes_on_without_the_file_that_joins(
         patch.setattr(several, "_write", full)
         with pytest.raises(CheckpointNotWritten, match=r"together-1.json was not written"):
             both.save(tmp_path)
-        recipe = engines[0]._held.recipe
-        settings = replace(recipe.settings, save_failure="continue")
-        patch.setattr(engines[0]._held, "recipe", replace(recipe, settings=settings))
+        spec = engines[0]._spec
+        settings = replace(spec.settings, save_failure="continue")
+        saver = engines[0]._checkpoints.saver
+        patch.setattr(saver, "_spec", replace(spec, settings=settings))
         assert both.save(tmp_path) is None
     assert "No space left on device. Training goes on." in capsys.readouterr().err
     assert both.saves == 0

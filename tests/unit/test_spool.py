@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import TierError
-from shardwise.tiers.spool import Record, Spool
-from shardwise.tiers.staging import PAGE
-from shardwise.tiers.transfers import CHUNK
+from shardwise.tiers.direct_io import CHUNK
+from shardwise.tiers.host_memory import PAGE
+from shardwise.tiers.spool import Spool, SpoolRecord
 from tests.disk import cached, failing, pattern, refuse_direct, refuse_nameless, wait_until
 
 
@@ -22,13 +22,13 @@ def make(folder: Path) -> Spool:
     return Spool(folder, "activations", rank=3)
 
 
-def written(spool: Spool, data: Tensor) -> Record:
+def written(spool: Spool, data: Tensor) -> SpoolRecord:
     record = spool.write(data)
     record.wait()
     return record
 
 
-def read(spool: Spool, record: Record) -> Tensor:
+def read(spool: Spool, record: SpoolRecord) -> Tensor:
     memory = spool.read(record)
     record.wait()
     return memory

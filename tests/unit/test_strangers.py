@@ -16,8 +16,8 @@ import torch
 
 from shardwise.collectives import socket_mesh
 from shardwise.errors import LaunchError
-from shardwise.horovod.commits import Commits
-from shardwise.launch import own, private
+from shardwise.horovod.elastic import CommitFile
+from shardwise.launch import environment, private_files
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="only root may become another user"
@@ -66,21 +66,21 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 class TestFolder:
     def test_it_is_ours_alone(self, temporary: Path) -> None:
-        found = private.folder()
+        found = private_files.folder()
         assert found.parent == temporary
         assert stat.S_IMODE(found.stat().st_mode) == 0o700
-        private.write(found / "text", "mine")
+        private_files.write(found / "text", "mine")
         assert stat.S_IMODE((found / "text").stat().st_mode) == 0o600
-        assert private.read(found / "text") == "mine"
-        private.tidy()
+        assert private_files.read(found / "text") == "mine"
+        private_files.tidy()
         assert found.exists()
         (found / "text").unlink()
-        private.tidy()
+        private_files.tidy()
         assert not found.exists()
 
     @pytest.mark.parametrize("kind", ["folder", "link", "open"])
     def test_one_of_another_users_is_refused(self, temporary: Path, kind: str) -> None:
-        place = private.path()
+        place = private_files.folder_path()
         if kind == "open":
             place.mkdir()
             place.chmod(0o770)
@@ -89,13 +89,13 @@ class TestFolder:
             with another_user(make):
                 pass
         with pytest.raises(LaunchError, match=rf"{place} is to be .* Remove it, .*TMPDIR=FOLDER"):
-            private.folder()
+            private_files.folder()
 
     def test_it_comes_again_when_another_run_has_tidied(self, temporary: Path) -> None:
-        place = private.folder() / "text"
-        private.tidy()
-        private.write(place, "mine")
-        assert private.read(place) == "mine"
+        place = private_files.folder() / "text"
+        private_files.tidy()
+        private_files.write(place, "mine")
+        assert private_files.read(place) == "mine"
 
 
 class TestFiles:
@@ -104,32 +104,32 @@ class TestFiles:
         kept.write_text("kept")
         link = temporary / "link"
         with another_user(lambda: link.symlink_to(kept)):
-            assert private.read(link) is None
+            assert private_files.read(link) is None
             with pytest.raises(FileExistsError):
-                private.create(link)
+                private_files.create(link)
         assert kept.read_text() == "kept"
 
     def test_a_pipe_keeps_nobody_waiting(self, temporary: Path) -> None:
         os.mkfifo(temporary / "pipe")
-        assert private.read(temporary / "pipe") is None
+        assert private_files.read(temporary / "pipe") is None
 
     def test_a_file_of_another_user_is_not_believed(self, temporary: Path) -> None:
         place = temporary / "note"
         with another_user(lambda: place.write_text("theirs")):
-            assert private.read(place) is None
+            assert private_files.read(place) is None
 
     def test_a_commit_lies_where_nobody_else_writes(self, temporary: Path) -> None:
         with another_user(
             lambda: torch.save(
-                {"number": 9, "state": {"epoch": 9}}, temporary / own.commit_file("run")
+                {"number": 9, "state": {"epoch": 9}}, temporary / private_files.commit_file("run")
             )
         ):
-            commits = Commits({own.RUN: "run"})
+            commits = CommitFile({environment.RUN_VARIABLE: "run"})
             assert commits.read() is None
             commits.write(1, {"epoch": 1})
             assert commits.read() == (1, {"epoch": 1})
         commits.remove()
-        assert not private.path().exists()
+        assert not private_files.folder_path().exists()
 
 
 def meet(name: str, rank: int, listener: socket.socket) -> list[int]:

@@ -71,10 +71,12 @@ class Loaderlike(nn.Module):
 
 
 def test_what_another_engine_tracks_is_tracked() -> None:
-    from shardwise.current_batch import Feed, Plan
+    from shardwise.current_batch import CurrentBatch, StreamShape
 
-    feed = Feed()
-    stream = feed.open("Loader(data)", Plan(batch_size=1, micro_batches=1, steps_per_epoch=1))
+    feed = CurrentBatch()
+    stream = feed.open(
+        "Loader(data)", StreamShape(batch_size=1, micro_batches=1, steps_per_epoch=1)
+    )
     one, other = Tracking(), Tracking()
     assert len(list(other.lacks([], [stream]))) == 1
     one.add({"loader": Loaderlike()})

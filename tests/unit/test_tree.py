@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from shardwise import sum_tree
 from shardwise.errors import ConfigError
-from shardwise.states.storage import InMemory
-from shardwise.states.sum_parts import Tally
+from shardwise.states.accumulator import Accumulator
+from shardwise.states.storage import MemoryStorage
 from shardwise.sum_tree import MicroShards
 
 
@@ -44,22 +44,22 @@ def runs(draw):
 
 @given(runs())
 def test_what_ranks_make_in_turns_is_joined_in_the_one_tree(run):
-    """The ranks' sum of each turn, and the turns' sums as a tally joins them."""
+    """The ranks' sum of each turn, and the turns' sums as an accumulator joins them."""
     count, workers = run
     draw = torch.Generator().manual_seed(count)
     leaves = list(torch.randn(count, 5, generator=draw))
     shards = [MicroShards(count, workers, rank) for rank in range(workers)]
     fan_ins = shards[0].fan_ins
-    levels = [InMemory(torch.empty(5)) for _ in range(max(len(fan_ins), 1))]
-    tally = Tally(levels, fan_ins, torch.device("cpu"))
+    levels = [MemoryStorage(torch.empty(5)) for _ in range(max(len(fan_ins), 1))]
+    sums = Accumulator(levels, fan_ins, torch.device("cpu"))
     for _ in range(2):  # two steps
         for turn in range(shards[0].turns):
-            assert turn == 0 or not tally.complete
+            assert turn == 0 or not sums.is_complete
             mine = [leaves[each.number(turn)] for each in shards]
-            tally.take(sum_tree.fold(mine, torch.add))
-        assert tally.complete
-        assert torch.equal(tally.total.loaded(), sum_tree.fold(leaves, torch.add))
-        tally.clear()
+            sums.add(sum_tree.fold(mine, torch.add))
+        assert sums.is_complete
+        assert torch.equal(sums.total.loaded(), sum_tree.fold(leaves, torch.add))
+        sums.clear()
 
 
 @given(runs())
@@ -71,11 +71,11 @@ def test_every_micro_shard_is_run_once(run):
 
 
 def test_without_a_tree_parts_are_added_as_they_come():
-    tally = Tally([InMemory(torch.zeros(1))], (), torch.device("cpu"))
+    sums = Accumulator([MemoryStorage(torch.zeros(1))], (), torch.device("cpu"))
     for number in range(1, 6):
-        tally.take(torch.tensor([float(number)]))
-        assert tally.complete
-    assert tally.total.loaded().tolist() == [15.0]
+        sums.add(torch.tensor([float(number)]))
+        assert sums.is_complete
+    assert sums.total.loaded().tolist() == [15.0]
 
 
 @pytest.mark.parametrize(

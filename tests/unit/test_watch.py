@@ -1,4 +1,4 @@
-"""The watch: who waits for whom, what is said of it, and what one rank asks another."""
+"""watch/: who waits for whom, what is reported of it, and what one rank asks another."""
 
 import os
 import signal
@@ -13,19 +13,19 @@ import pytest
 
 from shardwise import authentication
 from shardwise.errors import CollectiveError, PeerLost
-from shardwise.watch import hang_report, processes, wait_graph, whereabouts
-from shardwise.watch.status_server import Lookout
-from shardwise.watch.wait_graph import Told, Whereabouts, named
+from shardwise.watch import hang_report, process_status, wait_graph
+from shardwise.watch.status_server import StatusServer
+from shardwise.watch.wait_graph import Abort, RankStatus, named
 from shardwise.watch.waits import Waits
 
 
 def waits(rank, *missing, verb="engine.backward", line="train.py:71", **more):
     fields = {"call": "reduce-scatter (call 12)", "missing": missing, "seconds": 60.4, **more}
-    return Whereabouts(rank=rank, verb=verb, line=line, **fields)
+    return RankStatus(rank=rank, verb=verb, line=line, **fields)
 
 
 def busy(rank, verb="", line="train.py:30", **more):
-    return Whereabouts(rank=rank, verb=verb, line=line, **more)
+    return RankStatus(rank=rank, verb=verb, line=line, **more)
 
 
 STOPPED = "is stopped (T)"
@@ -57,17 +57,22 @@ STOPPED = "is stopped (T)"
         ),
     ],
 )
-def test_the_root_of_a_wait_of_rank_0_is_named(missing, world, found, said):
-    followed = wait_graph.follow(0, missing, lambda ranks: {rank: world[rank] for rank in ranks})
+def test_the_rank_that_blocks_rank_0_is_named(missing, world, found, said):
+    followed = wait_graph.find_blocking_ranks(
+        0, missing, lambda ranks: {rank: world[rank] for rank in ranks}
+    )
     assert followed.ranks == found
-    assert wait_graph.words(missing, followed) == said
+    assert wait_graph.describe_wait(missing, followed) == said
 
 
-def test_who_gave_up_on_the_way_has_said_why():
-    told = Told(rank=2, text="Rank 2 of 3 waited for rank 1.", lost=False)
-    world = {2: waits(2, 1, told=told)}
+def test_who_aborted_on_the_way_has_said_why():
+    abort = Abort(rank=2, text="Rank 2 of 3 waited for rank 1.", lost=False)
+    world = {2: waits(2, 1, abort=abort)}
     assert (
-        wait_graph.follow(0, [2], lambda ranks: {rank: world[rank] for rank in ranks}).told == told
+        wait_graph.find_blocking_ranks(
+            0, [2], lambda ranks: {rank: world[rank] for rank in ranks}
+        ).abort
+        == abort
     )
 
 
@@ -84,11 +89,11 @@ def test_ranks_are_named_in_rows(ranks, said):
     assert named(ranks) == said
 
 
-class TestSurvey:
+class TestHangReport:
     def test_a_stopped_rank(self):
         stack = ("train.py:71 in main: engine.backward(loss)",)
         seen = {rank: waits(rank, 1, step=11, stack=stack) for rank in (0, 2, 3)} | {1: STOPPED}
-        assert hang_report.words(seen, 300.0) == (
+        assert hang_report.wait_warning(seen, 300.0) == (
             "shardwise: ranks 0, 2, 3 have waited 60 s in step 12 for rank 1. "
             "The run ends after 300 s (--timeout).\n"
             "  ranks 0, 2, 3 are in engine.backward (train.py:71): reduce-scatter (call 12), "
@@ -104,34 +109,34 @@ class TestSurvey:
         assert (
             "Rank 0 is in engine.save (train.py:88), ranks 1-3 are in engine.backward "
             "(train.py:71): is the call under `if is_main`?\n"
-        ) in hang_report.words(seen, 300.0)
+        ) in hang_report.wait_warning(seen, 300.0)
 
     def test_another_rank_in_another_call(self):
         seen = {0: waits(0, 1), 1: waits(1, 0, verb="world.barrier", line="train.py:9")}
         seen[2] = seen[0]
-        assert hang_report.difference(seen).endswith(
+        assert hang_report.call_difference(seen).endswith(
             "rank 1 is in world.barrier (train.py:9): is the call under an `if`?"
         )
 
     def test_a_rank_in_an_endless_loop(self):
         seen = {0: waits(0, 1), 1: busy(1)}
-        assert hang_report.difference(seen) == ""
-        said = hang_report.words(seen, 300.0)
+        assert hang_report.call_difference(seen) == ""
+        said = hang_report.wait_warning(seen, 300.0)
         assert said.startswith("shardwise: rank 0 has waited 60 s for rank 1.")
         assert "  rank 1 is in no collective, at train.py:30\n" in said
 
     def test_nothing_where_all_go_on(self):
-        assert hang_report.words({0: busy(0), 1: busy(1)}, 300.0) == ""
+        assert hang_report.wait_warning({0: busy(0), 1: busy(1)}, 300.0) == ""
 
 
 class TestWhereabouts:
     def frame(self):
         """The innermost frame of a user who is in a verb of ours, which is in a hook of torch."""
         scope: dict[str, object] = {"sys": sys}
-        library = next(one for one in whereabouts._libraries() if "site-packages" in one)
+        library = next(one for one in process_status._libraries() if "site-packages" in one)
         source = {
             f"{library}torch/hook.py": "def hook():\n    return sys._getframe()\n",
-            f"{whereabouts.OURS}engine.py": (
+            f"{process_status.OURS}engine.py": (
                 "class Engine:\n    def backward(self):\n        return self._go()\n"
                 "    def _go(self):\n        return hook()\n"
             ),
@@ -143,18 +148,18 @@ class TestWhereabouts:
 
     def test_the_users_line_and_the_verb(self):
         frame = self.frame()
-        assert whereabouts.users_line(frame) == "train.py:3"
-        assert whereabouts.verb(frame) == "engine.backward"
-        names = [line.split(" in ")[1].split(":")[0] for line in whereabouts.stack(frame)]
+        assert process_status.users_line(frame) == "train.py:3"
+        assert process_status.library_call(frame) == "engine.backward"
+        names = [line.split(" in ")[1].split(":")[0] for line in process_status.stack_lines(frame)]
         assert names[-4:] == ["main", "backward", "_go", "hook"]
 
     def test_a_deep_stack_keeps_the_users_lines(self):
         source = "def down(left):\n    return down(left - 1) if left else sys._getframe()\n"
         scope: dict[str, object] = {"sys": sys}
-        exec(compile(source, f"{whereabouts.OURS}deep.py", "exec"), scope)
+        exec(compile(source, f"{process_status.OURS}deep.py", "exec"), scope)
         exec(compile("def main():\n    return down(50)\n", "train.py", "exec"), scope)
-        lines = whereabouts.stack(scope["main"]())
-        assert len(lines) <= 2 * whereabouts.DEPTH + 1
+        lines = process_status.stack_lines(scope["main"]())
+        assert len(lines) <= 2 * process_status.DEPTH + 1
         at = next(i for i, line in enumerate(lines) if line.startswith("train.py:2 in main"))
         assert "deep.py:2 in down" in lines[at + 1]
         assert lines[at + 2] == "..."
@@ -162,7 +167,7 @@ class TestWhereabouts:
     @pytest.mark.parametrize(
         ("qualified", "said"),
         [
-            ("Resumable.save", "engine.save"),
+            ("Engine.save", "engine.save"),
             ("Engine.__init__", "sw.Engine"),
             ("World.barrier", "world.barrier"),
             ("Metrics.compute", "metrics.compute"),
@@ -171,11 +176,11 @@ class TestWhereabouts:
         ],
     )
     def test_verbs_are_those_of_the_user(self, qualified, said):
-        assert whereabouts._spoken(qualified) == said
+        assert process_status._as_called(qualified) == said
 
     def test_a_thread_without_frames(self):
-        assert (whereabouts.users_line(None), whereabouts.verb(None)) == ("", "")
-        assert whereabouts.stack(None) == []
+        assert (process_status.users_line(None), process_status.library_call(None)) == ("", "")
+        assert process_status.stack_lines(None) == []
 
 
 def test_the_oldest_wait_that_keeps_a_rank_from_going_on():
@@ -194,31 +199,33 @@ def test_the_oldest_wait_that_keeps_a_rank_from_going_on():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_state_of_a_process():
     process = subprocess.Popen(["sleep", "60"])
-    begun = processes.begun(process.pid)
+    begun = process_status.process_start(process.pid)
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    assert processes.state(process.pid, begun) == "stopped (T)"
-    assert processes.state(process.pid, begun + 1) == "ended"  # another process of its number
+    assert process_status.process_state(process.pid, begun) == "stopped (T)"
+    assert (
+        process_status.process_state(process.pid, begun + 1) == "ended"
+    )  # another process of its number
     process.kill()
     process.wait()
-    assert processes.state(process.pid, begun) == "ended"
+    assert process_status.process_state(process.pid, begun) == "ended"
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Lookout, Lookout]]:
-    """The lookouts of two ranks, both in this process."""
-    both = Lookout(0, 2, b"known"), Lookout(1, 2, b"known")
+def pair() -> Iterator[tuple[StatusServer, StatusServer]]:
+    """The status servers of two ranks, both in this process."""
+    both = StatusServer(0, 2, b"known"), StatusServer(1, 2, b"known")
     places = [one.listen("127.0.0.1", f"host{one.rank}") for one in both]
     for one in both:
-        one.meet(places)
+        one.start(places)
     yield both
     for one in both:
         one.close()
     names = [thread.name for thread in threading.enumerate()]
-    assert "shardwise-lookout" not in names
+    assert "shardwise-status" not in names
 
 
-class TestLookout:
+class TestStatusServer:
     def test_a_rank_is_asked_where_it_is(self, pair):
         zero, one = pair
         with one.waits.noted("barrier (call 7)", lambda: [0]):
@@ -227,15 +234,15 @@ class TestLookout:
         assert "test_watch.py" in found[0].line
         assert found[1].stack
 
-    def test_why_a_rank_gave_up_is_known_to_the_others(self, pair):
+    def test_why_a_rank_aborted_is_known_to_the_others(self, pair):
         zero, one = pair
-        one.tell(PeerLost("Rank 1 of 2 lost rank 7."))
-        error = zero.passed_on("Rank 0 of 2")
+        one.announce_abort(PeerLost("Rank 1 of 2 lost rank 7."))
+        error = zero.error_of_another("Rank 0 of 2")
         assert isinstance(error, PeerLost)
-        assert str(error) == "Rank 0 of 2 gave up with rank 1, which says: Rank 1 of 2 lost rank 7."
-        assert one.passed_on("Rank 1 of 2") is None
-        zero.tell(CollectiveError("later"))
-        assert one.told.text == "Rank 1 of 2 lost rank 7."
+        assert str(error) == "Rank 0 of 2 aborted because rank 1 failed: Rank 1 of 2 lost rank 7."
+        assert one.error_of_another("Rank 1 of 2") is None
+        zero.announce_abort(CollectiveError("later"))
+        assert one.abort.text == "Rank 1 of 2 lost rank 7."
 
     def test_a_rank_that_has_ended(self, pair):
         zero, one = pair
@@ -246,7 +253,7 @@ class TestLookout:
         place = pair[0]._places[1]
         with socket.create_connection((place.address, place.port)) as stranger:
             stranger.settimeout(5)
-            claim = authentication.Claim(b"guessed", stranger.recv(authentication.NONCE))
+            claim = authentication.Proof(b"guessed", stranger.recv(authentication.NONCE))
             stranger.sendall(claim.words + b'{"ask": "where"}\n')
             with suppress(ConnectionResetError):  # it hung up on what it has not read
                 assert stranger.recv(100) == b""

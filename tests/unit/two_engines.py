@@ -26,6 +26,6 @@ def engines(solo: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engin
 
 
 def step(engine: Engine) -> None:
-    (model,) = engine._recipe.models
+    (model,) = engine._spec.models
     engine.backward(model(torch.ones(4, 2)).mean())
     engine.step()

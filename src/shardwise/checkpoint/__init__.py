@@ -1,4 +1,4 @@
-"""Checkpoints: files that know nothing of the run that wrote them.
+"""Reads and writes checkpoints: files that know nothing of the run that wrote them.
 
 format.py       safetensors by the letter: headers, split sets, names of files (pure)
 byte_ranges.py  which bytes of which file a rank's elements are (pure)

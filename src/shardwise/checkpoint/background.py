@@ -1,4 +1,4 @@
-"""Writes a checkpoint beside training: what is to be written is copied, and a thread writes it.
+"""Writes a checkpoint beside training, by a thread, from a copy of the states.
 
 Collectives belong to training, so the ranks' threads meet in the draft's folder: each leaves a
 note when its part is on the disk, rank 0 waits for all notes and gives the checkpoint its name,
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.checkpoint.byte_ranges import ByteRange
-from shardwise.checkpoint.checksum import Part
+from shardwise.checkpoint.checksum import ChecksumPart
 from shardwise.checkpoint.folders import DOCUMENT, Draft
-from shardwise.checkpoint.writer import Sink, Tensor, Writer
+from shardwise.checkpoint.writer import Tensor, TensorSink, Writer
 from shardwise.timeline import Row, span
 
 RESERVED = 4096
@@ -31,7 +31,7 @@ PAUSE = 0.02
 
 
 class Copies:
-    """A sink that copies what it is given; its memory serves one save after the other."""
+    """Copies the tensors that it is given; its memory serves one save after the other."""
 
     def __init__(self) -> None:
         self._memory: list[np.ndarray[Any, Any]] = []
@@ -52,15 +52,15 @@ class Copies:
     def settle(self) -> None:
         """It was copied."""
 
-    def play(self, sink: Sink) -> None:
+    def play(self, sink: TensorSink) -> None:
         """Give all of it to `sink`."""
         for kind, ranges, memory in self._given:
             sink.write(kind, ranges, memory)
         sink.settle()
 
 
-class Job(threading.Thread):
-    """One save on its way; `failure` says what went wrong once the thread has ended.
+class BackgroundSave(threading.Thread):
+    """A thread that writes one save; `failure` says what went wrong once the thread has ended.
 
     `finish` makes the checkpoint complete from the sums of all ranks; it is called on rank 0.
     The interpreter waits for the thread before it ends. `limit` (seconds) bounds how long a rank
@@ -72,7 +72,7 @@ class Job(threading.Thread):
         copies: Copies,
         writer: Writer,
         draft: Draft,
-        finish: Callable[[Sequence[Mapping[Tensor, Sequence[Part]]]], None],
+        finish: Callable[[Sequence[Mapping[Tensor, Sequence[ChecksumPart]]]], None],
         *,
         rank: int,
         size: int,
@@ -158,8 +158,8 @@ class Job(threading.Thread):
         return f"{self.draft.final} was not written. {type(error).__name__}: {error}"
 
 
-def _sums(told: Sequence[Any]) -> dict[Tensor, list[Part]]:
-    return {(kind, name): [Part(*part) for part in parts] for kind, name, parts in told}
+def _sums(told: Sequence[Any]) -> dict[Tensor, list[ChecksumPart]]:
+    return {(kind, name): [ChecksumPart(*part) for part in parts] for kind, name, parts in told}
 
 
 def _path(folder: Path, name: str) -> Path:

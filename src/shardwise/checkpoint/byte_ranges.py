@@ -1,4 +1,4 @@
-"""Which bytes of which file a rank's elements are: pure arithmetic.
+"""Computes which bytes of which file a rank's elements are. Pure arithmetic.
 
 What a rank holds of a state lies flat, across the borders of parameters; a file holds whole
 tensors end to end. An extent is what both have in common:

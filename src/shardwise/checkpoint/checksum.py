@@ -1,4 +1,4 @@
-"""A checksum per tensor, made by ranks that each see a part of it.
+"""Computes the checksum of a tensor from those of its parts, which several ranks write.
 
 It is the CRC-32 of zlib, gzip and PNG, which combines: with the length of what follows, the sum of
 two neighbours comes from their own (Mark Adler's crc32_combine). So `zlib.crc32` of a tensor's
@@ -17,7 +17,7 @@ _ONE = 1 << 31
 
 
 @dataclass(frozen=True, order=True)
-class Part:
+class ChecksumPart:
     """The CRC-32 of `nbytes` bytes of a tensor, from its byte `at` on."""
 
     at: int
@@ -25,7 +25,7 @@ class Part:
     crc: int
 
 
-def joined(parts: Iterable[Part], nbytes: int) -> int | None:
+def joined(parts: Iterable[ChecksumPart], nbytes: int) -> int | None:
     """The CRC-32 of the `nbytes` bytes that `parts`, in any order, make up; None unless each
     byte is in one of them."""
     crc, reached = 0, 0

@@ -1,4 +1,4 @@
-"""`shardwise checkpoint inspect|verify|accept|export PATH`: the commands, as tables.
+"""Runs `shardwise checkpoint inspect|verify|accept|export PATH`.
 
 Nothing of torch is imported before a command runs.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from shardwise.checkpoint.tools import Line
+    from shardwise.checkpoint.tools import TensorLine
 
 NOT_WHOLE = 1
 """The exit code of `verify` for a checkpoint that is not what was written."""
@@ -70,10 +70,10 @@ def inspect(path: Path) -> int:
     """Say what is in it: step, optimizers, and every tensor."""
     from rich.console import Console
 
-    from shardwise.checkpoint.tools import Opened, summary
+    from shardwise.checkpoint.tools import OpenedCheckpoint, summary
 
     console = Console()
-    with Opened(path) as opened:
+    with OpenedCheckpoint(path) as opened:
         for name, value in summary(opened).items():
             _say(console, f"{name:>10}  {value}")
         lines = list(opened.lines())
@@ -92,10 +92,10 @@ def verify(path: Path) -> int:
     """Read all of it and compare the checksums; 1 if anything is not what was written."""
     from rich.console import Console
 
-    from shardwise.checkpoint.tools import Opened
+    from shardwise.checkpoint.tools import OpenedCheckpoint
 
     console, wrong, count = Console(), [], 0
-    with Opened(path) as opened:
+    with OpenedCheckpoint(path) as opened:
         with console.status("reading"):
             for line, good in opened.checked():
                 count += 1
@@ -149,7 +149,7 @@ def export(path: Path, to: Path, average: bool) -> int:
     return 0
 
 
-def _table(lines: Iterable[Line], title: str | None = None) -> Table:
+def _table(lines: Iterable[TensorLine], title: str | None = None) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text

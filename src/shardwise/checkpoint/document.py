@@ -1,4 +1,4 @@
-"""What stands in a checkpoint beside its tensors: one JSON file, which sums itself.
+"""Reads and writes checkpoint.json, which holds all but tensors, with a checksum of itself.
 
     {"format": "shardwise checkpoint", "version": 2, "step": 200, "seed": 0,
      "sets": {"model": ["model.safetensors"], "optimizer": [...]},
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import schema
+from shardwise.checkpoint.file_system import read_whole
 from shardwise.checkpoint.folders import DOCUMENT, complete, sync
-from shardwise.checkpoint.regular_files import read_whole
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 FORMAT = "shardwise checkpoint"

@@ -1,4 +1,4 @@
-"""Whole tensors as one plain file that the stock libraries read."""
+"""Exports whole tensors as one plain file that the stock libraries read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.dtypes import name_of
-from shardwise.checkpoint.format import MOST_TENSORS, TensorSpec, lay_out
+from shardwise.checkpoint.format import MOST_TENSORS, TensorSpec, dtype_name, lay_out
 from shardwise.errors import CheckpointError
 
 PICKLED = (".pt", ".pth", ".bin")
@@ -49,7 +48,7 @@ def _write_safetensors(
     tensors: Mapping[str, Tensor], aliases: Mapping[str, str], path: Path, file: IO[bytes]
 ) -> None:
     specs = [
-        TensorSpec(n, name_of(value.dtype), tuple(value.shape)) for n, value in tensors.items()
+        TensorSpec(n, dtype_name(value.dtype), tuple(value.shape)) for n, value in tensors.items()
     ]
     laid, *more = lay_out(path.stem, specs, limit=math.inf, aliases=aliases)
     if more:

@@ -1,4 +1,4 @@
-"""One job at a time saves into a folder: it holds a lock on the file `.lock` there.
+"""Locks a folder of checkpoints, so that one job at a time saves into it.
 
 The lock is the kernel's (or a file server's), so it ends with the process that holds it, however
 that ends, and the job's next start, or another job, takes it. The file says whose it is; one that
@@ -58,9 +58,11 @@ engines of one process share theirs."""
 
 
 @dataclass
-class Claim:
-    """That this job saves into `folder`. `locked`: whether others are kept out, which not every
-    file system can."""
+class FolderClaim:
+    """The claim of this job on `folder`, into which it saves.
+
+    `locked` says whether it keeps others out, which not every file system can.
+    """
 
     folder: Path
     locked: bool
@@ -86,7 +88,7 @@ class Claim:
             os.close(lock.fd)
 
 
-def take(folder: Path, patience: float | None = None) -> Claim:
+def take(folder: Path, patience: float | None = None) -> FolderClaim:
     """Claim `folder`, which is made where there is none.
 
     Raises FolderInUse where another job still has it after `patience` seconds (PATIENCE), OSError
@@ -98,7 +100,7 @@ def take(folder: Path, patience: float | None = None) -> Claim:
     while True:
         with _mutex:
             found = _try(folder)
-        if isinstance(found, Claim):
+        if isinstance(found, FolderClaim):
             return found
         if time.monotonic() >= deadline:
             raise FolderInUse(
@@ -109,13 +111,13 @@ def take(folder: Path, patience: float | None = None) -> Claim:
         time.sleep(PAUSE)
 
 
-def _try(folder: Path) -> Claim | str:
+def _try(folder: Path) -> FolderClaim | str:
     """A claim, or who has the folder."""
     path = folder.resolve() / LOCK
     held = _locks.get(path)
     if held is not None and held.process == os.getpid() and held.holds():
         held.claims += 1
-        return Claim(folder, True, held)
+        return FolderClaim(folder, True, held)
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
@@ -126,14 +128,14 @@ def _try(folder: Path) -> Claim | str:
             if error.errno in _TAKEN:
                 return said
             if error.errno in _UNKNOWN:
-                return Claim(folder, False, None)
+                return FolderClaim(folder, False, None)
             raise
         if _identity(path) != _identity(fd):  # its holder has removed it in that moment
             os.close(fd)
             continue
         lock = _locks[path] = _Lock(fd, path)
         _sign(fd)
-        return Claim(folder, True, lock)
+        return FolderClaim(folder, True, lock)
 
 
 def _identity(file: Path | int) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which are complete, and how one becomes so at a single moment.
+"""Finds complete checkpoints in a folder, and makes a draft complete at a single moment.
 
 checkpoints/
 ├── step-100/            complete: it has its name
@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint import leftovers
+from shardwise.checkpoint import file_system
 
 DOCUMENT = "checkpoint.json"
 """What a complete checkpoint has beside its tensors."""
@@ -201,11 +201,11 @@ class Draft:
         removed."""
         older = [found for found in complete(self.folder) if found.step <= self.step]
         for found in older[:-keep]:
-            gone = leftovers.gone_name(self.folder, found.step)
+            gone = file_system.gone_name(self.folder, found.step)
             try:
                 found.path.rename(gone)
             except OSError as error:
-                self.left.append(leftovers.not_removed(found.path, error))
+                self.left.append(file_system.not_removed(found.path, error))
             else:
                 self._remove(gone)
 
@@ -219,11 +219,11 @@ class Draft:
             if hidden[2] == "replaced" and not os.path.lexists(named):
                 path.rename(named)
             elif not self._remove(path) and hidden[2] != "gone":
-                path.rename(leftovers.gone_name(self.folder, hidden[1]))
+                path.rename(file_system.gone_name(self.folder, hidden[1]))
 
     def _remove(self, path: Path) -> bool:
         """Whether it is gone."""
-        why = leftovers.remove(path)
+        why = file_system.remove(path)
         if why is not None:
             self.left.append(why)
         return why is None

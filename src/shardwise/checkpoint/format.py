@@ -1,4 +1,4 @@
-"""The files of a checkpoint that hold tensors: safetensors, laid out and read by the letter. Pure.
+"""Lays out and parses safetensors files, by the letter of their format. Touches no file.
 
     | 8 bytes: length n | n bytes: JSON, padded with spaces | the tensors, end to end |
 
@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.errors import BrokenCheckpoint
+import torch
+
+from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1,
@@ -248,3 +250,41 @@ def _broken(name: str, fault: str) -> BrokenCheckpoint:
         f"{name} is no whole safetensors file: {fault}. Take another checkpoint, or a fresh copy "
         "of this file."
     )
+
+
+# -- dtypes -----------------------------------------------------------------------------------
+
+_DTYPE_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What safetensors calls `dtype`. Raises CheckpointError where it has no name for it."""
+    if dtype not in _DTYPE_NAMES:
+        raise CheckpointError(
+            f"safetensors files hold no tensors of {dtype}. Keep such a tensor as another dtype, "
+            "or as two of the real one."
+        )
+    return _DTYPE_NAMES[dtype]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that safetensors calls `name`, a key of ITEM_BYTES."""
+    return _DTYPES[name]

@@ -1,4 +1,4 @@
-"""Values of schedulers, loaders and optimizers as JSON, and back: exactly, and never as code.
+"""Encodes values of schedulers, loaders and optimizers as JSON, and decodes them, never as code.
 
 JSON's own values stand for themselves. What it does not know is a map of one key that begins with
 a dollar sign:
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.dtypes import from_name, name_of
+from shardwise.checkpoint.format import dtype_name, dtype_of
 from shardwise.checkpoint.schema import DEEPEST, Fault, plain_value
 from shardwise.errors import BrokenCheckpoint
 
@@ -68,7 +68,7 @@ def _encode_tensor(value: Tensor) -> Any:
     values = value.detach().cpu().flatten().tolist()
     return {
         "$tensor": {
-            "dtype": name_of(value.dtype),
+            "dtype": dtype_name(value.dtype),
             "shape": list(value.shape),
             "values": [_encode(each) for each in values],
         }
@@ -94,7 +94,7 @@ def decode(value: Any) -> Any:
 
 def _decode_tensor(told: Any) -> Tensor:
     values = [decode(each) for each in told["values"]]
-    return torch.tensor(values, dtype=from_name(told["dtype"])).reshape(told["shape"])
+    return torch.tensor(values, dtype=dtype_of(told["dtype"])).reshape(told["shape"])
 
 
 _DECODERS: dict[str, Any] = {

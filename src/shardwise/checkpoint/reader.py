@@ -1,4 +1,4 @@
-"""Tensors of any file, read by ranges of elements: no rank reads what it does not hold."""
+"""Reads tensors of any file by ranges of elements, so that no rank reads what it does not hold."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.dtypes import from_name, name_of
+from shardwise.checkpoint.file_system import must_be_file, open_to_read, read_whole
 from shardwise.checkpoint.format import (
     Placed,
     TensorFile,
     TensorSpec,
+    dtype_name,
+    dtype_of,
     header_length,
     parse,
 )
-from shardwise.checkpoint.regular_files import must_be_file, open_to_read, read_whole
 from shardwise.checkpoint.schema import plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
@@ -30,8 +31,8 @@ _CHUNK = 2**20
 """Elements that are read at a time to be summed."""
 
 
-class Tensors(ABC):
-    """Tensors by name; `specs` says what there is."""
+class TensorReader(ABC):
+    """Reads tensors by name; `specs` says what there is."""
 
     specs: Mapping[str, TensorSpec]
 
@@ -43,14 +44,14 @@ class Tensors(ABC):
     def whole(self, name: str) -> Tensor:
         """All of tensor `name`, in its shape."""
         spec = self.specs[name]
-        value = torch.empty(spec.numel, dtype=from_name(spec.dtype))
+        value = torch.empty(spec.numel, dtype=dtype_of(spec.dtype))
         self.read(name, 0, value)
         return value.view(spec.shape)
 
     def checksum(self, name: str) -> str:
         """The CRC-32 of the bytes of tensor `name`, as a checkpoint tells it."""
         spec, crc = self.specs[name], 0
-        dtype = from_name(spec.dtype)
+        dtype = dtype_of(spec.dtype)
         for first in range(0, spec.numel, _CHUNK):
             value = torch.empty(min(_CHUNK, spec.numel - first), dtype=dtype)
             self.read(name, first, value)
@@ -61,7 +62,7 @@ class Tensors(ABC):
         """Let go of the files."""
 
 
-class Safetensors(Tensors):
+class SafetensorsReader(TensorReader):
     """The tensors of one or several safetensors files.
 
     `headers` are the CRC-32 that their headers must have, by the names of files, as far as known.
@@ -120,7 +121,7 @@ class Safetensors(Tensors):
 
     def read(self, name: str, first: int, into: Tensor) -> None:
         placed = self._placed[name]
-        dtype = from_name(placed.spec.dtype)
+        dtype = dtype_of(placed.spec.dtype)
         assert first + into.numel() <= placed.spec.numel, "a range lies in its tensor"
         target = into if into.dtype == dtype and into.is_contiguous() else None
         value = torch.empty(into.numel(), dtype=dtype) if target is None else target
@@ -145,7 +146,7 @@ class Safetensors(Tensors):
             os.close(self._fds.popitem()[1])
 
 
-class Pickled(Tensors):
+class PickleReader(TensorReader):
     """The tensors of files that torch.save wrote; never runs code."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -153,7 +154,7 @@ class Pickled(Tensors):
         for path in paths:
             self._tensors |= _state_dict(_unpickled(path), path)
         self.specs = {
-            name: TensorSpec(name, name_of(value.dtype), tuple(value.shape))
+            name: TensorSpec(name, dtype_name(value.dtype), tuple(value.shape))
             for name, value in self._tensors.items()
         }
 
@@ -221,7 +222,7 @@ def _name_in(path: Path, name: Any, value: Tensor) -> str:
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
 
-def open_foreign(path: Path) -> Tensors:
+def open_foreign(path: Path) -> TensorReader:
     """The tensors of a file, or of a folder as Hugging Face writes them, split or not.
 
     Raises CheckpointError where there is none.
@@ -229,9 +230,9 @@ def open_foreign(path: Path) -> Tensors:
     if path.is_dir():
         for stem in ("model", "diffusion_pytorch_model", "pytorch_model"):
             if (files := files_of(path, stem, ".safetensors")) is not None:
-                return Safetensors(files)
+                return SafetensorsReader(files)
         if (files := files_of(path, "pytorch_model", ".bin")) is not None:
-            return Pickled(files)
+            return PickleReader(files)
         raise CheckpointError(
             f"{path} holds no model.safetensors, model.safetensors.index.json or "
             "pytorch_model.bin. Name a file, the folder of a checkpoint's step, or that of a model."
@@ -239,9 +240,9 @@ def open_foreign(path: Path) -> Tensors:
     if not path.exists():
         raise CheckpointError(f"There is no {path} to load.")
     if path.suffix == ".safetensors":
-        return Safetensors([path])
+        return SafetensorsReader([path])
     if path.suffix in _PICKLES:
-        return Pickled([path])
+        return PickleReader([path])
     raise CheckpointError(
         f"{path} ends in {path.suffix or 'nothing'}: what can be loaded ends in .safetensors, "
         f"{', '.join(_PICKLES)}, or is a folder."
@@ -250,9 +251,9 @@ def open_foreign(path: Path) -> Tensors:
 
 def open_set(
     folder: Path, names: Iterable[Any], headers: Mapping[str, str] | None = None
-) -> Safetensors:
-    """The files `names` of a checkpoint in `folder`; `headers` as Safetensors has them."""
-    return Safetensors([folder / _plain_name(folder, name) for name in names], headers)
+) -> SafetensorsReader:
+    """The files `names` of a checkpoint in `folder`; `headers` as SafetensorsReader has them."""
+    return SafetensorsReader([folder / _plain_name(folder, name) for name in names], headers)
 
 
 def files_of(folder: Path, stem: str, suffix: str) -> list[Path] | None:

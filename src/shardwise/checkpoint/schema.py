@@ -1,5 +1,6 @@
-"""What checkpoint.json may hold, checked once where it is read: so that whoever takes a value out
-of it later need not ask whether it is one. Pure.
+"""Checks once, where it is read, that checkpoint.json holds what it may. Pure.
+
+Whoever takes a value out of it later need not ask whether it is one.
 
 A check is called with the place of a value, as `optimizers[0].groups`, and the value.
 """

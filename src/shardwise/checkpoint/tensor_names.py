@@ -1,4 +1,4 @@
-"""Which tensor of a file is which of a model, whoever wrote it. Pure.
+"""Matches the tensor names of a file with those of a model, whoever wrote it. Pure.
 
 DistributedDataParallel puts `module.` before every name, torch.compile `_orig_mod.` before those
 of what it compiles. Both are left out where that makes more names known; a submodule that is

@@ -1,4 +1,4 @@
-"""What can be done with a checkpoint without a run: look at it, check it, hand it on."""
+"""Inspects, verifies and exports a checkpoint without a run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from shardwise.checkpoint import document
 from shardwise.checkpoint.export import PICKLED, write_tensors
+from shardwise.checkpoint.file_system import read_whole
 from shardwise.checkpoint.folders import newest
 from shardwise.checkpoint.format import TensorSpec
-from shardwise.checkpoint.reader import Safetensors, open_set
-from shardwise.checkpoint.regular_files import read_whole
+from shardwise.checkpoint.reader import SafetensorsReader, open_set
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 
 @dataclass(frozen=True)
-class Line:
+class TensorLine:
     """A tensor of a checkpoint: the set and the file that hold it, and its CRC-32 as written."""
 
     kind: str
@@ -29,7 +29,7 @@ class Line:
     checksum: str
 
 
-class Opened:
+class OpenedCheckpoint:
     """A checkpoint's fields and its tensors; a context manager.
 
     `path` is the folder of a step, or one of several steps, of which the newest is taken. Raises
@@ -40,14 +40,14 @@ class Opened:
         self.path = newest(path)
         self.fields = document.load(self.path)
         self._stack = ExitStack()
-        self.sets: dict[str, Safetensors] = {}
+        self.sets: dict[str, SafetensorsReader] = {}
         with ExitStack() as opening:
             for kind, names in self.fields["sets"].items():
                 opened = open_set(self.path, names, self.fields["files"])
                 self.sets[kind] = opening.enter_context(closing(opened))
             self._stack = opening.pop_all()
 
-    def __enter__(self) -> Opened:
+    def __enter__(self) -> OpenedCheckpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,14 +58,14 @@ class Opened:
         """Whether what stands beside the tensors has sums; earlier versions had none."""
         return bool(self.fields["version"] > document.UNSUMMED)
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[TensorLine]:
         """Every tensor, by name within its set."""
         for kind, tensors in self.sets.items():
             for name in sorted(tensors.specs):
                 written = self.fields["checksums"].get(kind, {}).get(name, "")
-                yield Line(kind, tensors.specs[name], tensors.file_of(name), written)
+                yield TensorLine(kind, tensors.specs[name], tensors.file_of(name), written)
 
-    def checked(self) -> Iterator[tuple[Line, bool]]:
+    def checked(self) -> Iterator[tuple[TensorLine, bool]]:
         """Every tensor, and whether its bytes are those that were written."""
         for line in self.lines():
             yield line, self.sets[line.kind].checksum(line.spec.name) == line.checksum
@@ -103,7 +103,7 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
         raise CheckpointError(
             f"{to} ends in {to.suffix or 'nothing'}: an export ends in .safetensors or .pt."
         )
-    with Opened(path) as opened:
+    with OpenedCheckpoint(path) as opened:
         if kind not in opened.sets:
             raise CheckpointError(
                 f"{opened.path} has no {kind}: it has {', '.join(sorted(opened.sets))}."
@@ -120,7 +120,7 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
         return len(values)
 
 
-def _check_all(opened: Opened, kind: str, values: dict[str, Tensor]) -> None:
+def _check_all(opened: OpenedCheckpoint, kind: str, values: dict[str, Tensor]) -> None:
     """Raise BrokenCheckpoint rather than hand on what was not written."""
     for line, good in opened.checked():
         if line.kind == kind and not good:
@@ -131,7 +131,7 @@ def _check_all(opened: Opened, kind: str, values: dict[str, Tensor]) -> None:
     assert values.keys() == opened.sets[kind].specs.keys()
 
 
-def summary(opened: Opened) -> dict[str, Any]:
+def summary(opened: OpenedCheckpoint) -> dict[str, Any]:
     """What a person asks first."""
     fields = opened.fields
     written = fields["written_by"]

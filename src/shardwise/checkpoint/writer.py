@@ -20,7 +20,7 @@ from threading import Event, Thread
 from typing import Protocol
 
 from shardwise.checkpoint.byte_ranges import ByteRange
-from shardwise.checkpoint.checksum import Part
+from shardwise.checkpoint.checksum import ChecksumPart
 from shardwise.checkpoint.format import Placed, TensorFile
 
 CHUNK = 8 * 2**20
@@ -33,8 +33,8 @@ Tensor = tuple[str, str]
 """A set of tensors, and a name in it."""
 
 
-class Sink(Protocol):
-    """What takes ranges of tensors; it may read `memory` until `settle` has returned."""
+class TensorSink(Protocol):
+    """Takes ranges of tensors; it may read `memory` until `settle` has returned."""
 
     def write(self, kind: str, ranges: Sequence[ByteRange], memory: memoryview) -> None:
         """Take `ranges` of `memory`, each of a tensor of the set `kind`."""
@@ -70,7 +70,7 @@ class Writer:
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._obey, name="shardwise-checkpoint-writer")
         self._thread.start()
-        self._parts: dict[Tensor, list[Part]] = defaultdict(list)
+        self._parts: dict[Tensor, list[ChecksumPart]] = defaultdict(list)
         self._failure: BaseException | None = None
 
     def write(self, kind: str, ranges: Sequence[ByteRange], memory: memoryview) -> None:
@@ -79,7 +79,7 @@ class Writer:
             tensor = kind, each.tensor
             data = memory[each.start : each.end]
             self._orders.put(partial(self._put, self._placed[tensor], each.at, data))
-            self._parts[tensor].append(Part(each.at, len(data), zlib.crc32(data)))
+            self._parts[tensor].append(ChecksumPart(each.at, len(data), zlib.crc32(data)))
 
     def settle(self) -> None:
         """Return when all that was given is in the page cache."""
@@ -87,7 +87,7 @@ class Writer:
         self._orders.put(done.set)
         done.wait()
 
-    def finish(self) -> dict[Tensor, list[Part]]:
+    def finish(self) -> dict[Tensor, list[ChecksumPart]]:
         """Return when all of it is on the disk, with the sums. Raises OSError."""
         self.settle()
         if self._failure is None:

@@ -1,29 +1,27 @@
-"""The one seam to the other ranks: the only caller of torch.distributed's collectives.
+"""Moves flat buffers between ranks: the only caller of torch.distributed's collectives.
 
-    base.py    the verbs, and Solo, the group of one
-    gloo.py    CPU ranks, by Gloo's point-to-point messages
-    shared.py  CPU ranks of one host, through memory that all map
-    spanning.py CPU ranks of several hosts: shared memory inside, Gloo between
-    nccl.py    CUDA ranks, by NCCL's collectives
-    staged.py  CUDA ranks that share a GPU, by Gloo's through the host
-    within.py  sharded inside a host, replicated between hosts
-    threads.py the same for another thread
-    gather_order.py what ranks do together inside forwards and backwards; turns.py in which order
-    connect.py which of them a process joins, and how
+    base.py            the verbs of a transport, its handles, and Solo, the group of one
+    gloo.py            CPU ranks, by Gloo's point-to-point messages
+    shared_memory.py   CPU ranks of one host, through memory that all of them map
+    hierarchical.py    CPU ranks of several hosts: shared memory inside a host, Gloo between
+    nccl.py            CUDA ranks, by NCCL's collectives
+    host_staged.py     CUDA ranks that share a GPU, by Gloo through host memory
+    hybrid_shard.py    sharded inside a host, replicated between hosts
+    connect.py         chooses the transport of a process and joins it
+    gather_order.py    runs collectives inside forwards and backwards in one order on all ranks
+    agreed_order.py    the list that gives this order
 
-    sums.py    sums in rank order
-    wire.py    what Gloo and NCCL share
-    messages.py what is sent over Gloo, and under which tag
-    pieces.py  buffers of which parts lie elsewhere
-    flights.py calls on their way between ranks that share memory
-    mesh.py    the sockets between them
-    arena.py   the memory
-    host.py    which ranks are on one host
-    courier.py who starts Gloo's messages, and waits for them
-    listeners.py what Gloo listens on, shut once its ranks are connected
-    roster.py  which ranks of the run a group has
-    meeting.py how ranks find rank 0 and prove who they are; by_torch.py where torchrun has a store
-    table.py   what rank 0 keeps for them until they can talk
+    ordered_sums.py    sums in rank order, or in the tree of the exact mode
+    torch_backend.py   what Gloo and NCCL share: subgroups, and their errors in words
+    gloo_exchange.py   the messages of one call over Gloo, and their tags: gloo_messages.py
+    shared_work.py     calls in flight between ranks that share memory
+    shared_buffers.py  where their buffers lie, in the memory of arena.py
+    socket_mesh.py     the sockets between them
+    progress_thread.py a thread that starts Gloo's messages, or waits for them
+    same_host.py       finds out which ranks are on one host
+    rendezvous.py      how all ranks meet; torchrun_store.py under torchrun
+    store.py           the key-value store in rank 0 that they meet on
+    listeners.py       closes Gloo's listening sockets to strangers
 
 A flat buffer is cut into one interval per rank by `cuts`, size + 1 ascending offsets, so that
 rank r owns [cuts[r], cuts[r + 1]). Intervals may differ in length and may be empty. Every rank
@@ -31,17 +29,22 @@ makes the same calls in the same order.
 """
 
 from shardwise.collectives.base import Collectives, Cuts, Handle, Solo
-from shardwise.collectives.connect import OnMeeting, address_of, connect, disconnect
+from shardwise.collectives.connect import (
+    OnMeeting,
+    address_of,
+    connect,
+    disconnect,
+    for_thread,
+)
 from shardwise.collectives.gather_order import GatherOrder
 from shardwise.collectives.gloo import Gloo
-from shardwise.collectives.hierarchical import Spanning
-from shardwise.collectives.host_staged import Staged
-from shardwise.collectives.hybrid_shard import within_hosts
+from shardwise.collectives.hierarchical import Hierarchical
+from shardwise.collectives.host_staged import HostStaged
+from shardwise.collectives.hybrid_shard import shard_within_hosts
 from shardwise.collectives.nccl import Nccl
 from shardwise.collectives.ordered_sums import Sum
-from shardwise.collectives.same_host import key as host_key
-from shardwise.collectives.shared_memory import Shared
-from shardwise.collectives.threads import for_thread
+from shardwise.collectives.same_host import host_key
+from shardwise.collectives.shared_memory import SharedMemory
 from shardwise.collectives.torchrun_store import exposed
 
 __all__ = [
@@ -50,12 +53,12 @@ __all__ = [
     "GatherOrder",
     "Gloo",
     "Handle",
+    "Hierarchical",
+    "HostStaged",
     "Nccl",
     "OnMeeting",
-    "Shared",
+    "SharedMemory",
     "Solo",
-    "Spanning",
-    "Staged",
     "Sum",
     "address_of",
     "connect",
@@ -63,5 +66,5 @@ __all__ = [
     "exposed",
     "for_thread",
     "host_key",
-    "within_hosts",
+    "shard_within_hosts",
 ]

@@ -1,4 +1,4 @@
-"""Memory that other processes of this host can map.
+"""Allocates memory that other processes of this host can map.
 
 A segment is an anonymous file in memory (memfd) that is mapped whole. It has no name in any file
 system and no limit but the host's memory, and it is gone when the last process that maps it has
@@ -156,8 +156,8 @@ class Arena:
         return segment, memory
 
 
-class Windows:
-    """The segments of the other ranks, mapped as this one hears of them."""
+class MappedSegments:
+    """The segments of the other ranks, mapped when their descriptors come."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], mmap.mmap] = {}

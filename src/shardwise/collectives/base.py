@@ -1,11 +1,15 @@
-"""The verbs of a group of ranks, and the group of one."""
+"""Defines what every transport does: collectives over flat buffers, and their handles.
+
+Solo is the group of one rank. GroupRanks says which ranks of the run a group has.
+"""
 
 from __future__ import annotations
 
 import json
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,10 +18,10 @@ from torch import Tensor
 
 from shardwise import authentication
 from shardwise.collectives.ordered_sums import PLAIN, Sum
-from shardwise.collectives.pieces import join
 from shardwise.errors import CollectiveError, UsageError
 from shardwise.timeline.recorder import Launched
-from shardwise.watch.status_server import Lookout
+from shardwise.watch.status_server import StatusServer
+from shardwise.watch.wait_graph import named
 
 Cuts = Sequence[int]
 Counts = Sequence[Sequence[int]]
@@ -26,8 +30,11 @@ _PICKLE = "object of rank {}"
 
 
 class Handle:
-    """A collective in flight. `wait()` returns when its result may be read, `reusable()` when the
-    buffer may be written again; once is enough."""
+    """A collective in flight.
+
+    `wait()` returns when its result may be read, `reusable()` when the buffer may be written again:
+    until then other ranks may still read it. Once is enough.
+    """
 
     def __init__(
         self, finish: Callable[[], None] | None = None, advance: Callable[[], None] | None = None
@@ -37,15 +44,16 @@ class Handle:
         self._noted: Launched | None = None
 
     def noted(self, launched: Launched | None) -> Handle:
-        """Note in the timeline when the result is there, where it is still to come; returns
-        itself."""
+        """Note in the timeline when the result is there, if it is still to come; returns itself."""
         if self._finish is not None or self._advance is not None:
             self._noted = launched
         return self
 
     def advance(self) -> None:
-        """Do what can be done once the messages on their way have come: sum them, or start the
-        second half. Waits for them where the transport cannot look without waiting."""
+        """Go on with what has come: sum it, or start the second half of the collective.
+
+        Waits for messages where the transport cannot look without waiting.
+        """
         advance, self._advance = self._advance, None
         if advance is not None:
             advance()
@@ -69,11 +77,11 @@ class Handle:
 
 
 class Collectives(ABC):
-    """The verbs of a group of ranks, over flat contiguous buffers."""
+    """A group of ranks and its collectives, over flat contiguous buffers."""
 
     name: str
     copies: int = 1
-    """How many groups like this one hold the same intervals."""
+    """How many groups hold the same intervals: hosts, where each shards by itself."""
 
     sends_pieces = False
     """Whether pieces of a buffer are sent from where they lie, rather than moved into it first."""
@@ -86,31 +94,30 @@ class Collectives(ABC):
 
     @property
     def knows_tree(self) -> bool:
-        """Whether sums in the tree can be had of this group."""
+        """Whether this group can sum in the tree of the exact mode."""
         return True
 
-    def __init__(self, rank: int, size: int, lookout: Lookout | None = None) -> None:
-        """`lookout` is this process's, whatever its groups."""
+    def __init__(self, rank: int, size: int, status_server: StatusServer | None = None) -> None:
+        """`status_server` is the one of this process, alike in all of its groups."""
         self.rank = rank
         self.size = size
-        self.lookout = lookout or Lookout(rank, size)
+        self.status_server = status_server or StatusServer(rank, size)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A zeroed flat buffer of `numel` elements in memory that this transport moves well."""
+        """Allocate a zeroed flat buffer in memory that this transport moves well."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """One zeroed flat buffer of `numel` elements that all ranks of the group map: what one
-        writes the others see. None where ranks share no memory. Collective."""
+        """Allocate one zeroed flat buffer that all ranks of the group map. Collective.
+
+        What one rank writes the others see. None where ranks share no memory.
+        """
         del numel, dtype, device
         return None
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
-        """Sum `buffer` over the ranks, in place and alike on all.
-
-        The pieces that `how.each` gets on all ranks make up the sum once.
-        """
+        """Sum `buffer` over the ranks, in place and alike on all."""
 
     @abstractmethod
     def reduce_scatter(
@@ -119,7 +126,7 @@ class Collectives(ABC):
         """Sum `buffer` over the ranks; each rank gets its own interval's sum.
 
         It goes `into` a tensor of the interval's length, or over the interval itself; the rest of
-        `buffer` is left. `how.each` gets this rank's interval.
+        `buffer` is left.
         """
 
     def all_reduce_pieces(
@@ -130,7 +137,7 @@ class Collectives(ABC):
         The sum comes to `buffer`, which has their length in all; some may be its own parts. They
         must stay as they are until the handle has been waited for.
         """
-        join(pieces, buffer)
+        join_pieces(pieces, buffer)
         return self.all_reduce(buffer, how)
 
     def reduce_scatter_pieces(
@@ -143,14 +150,16 @@ class Collectives(ABC):
         into: Tensor | None = None,
     ) -> Handle:
         """`reduce_scatter` of `pieces`, which are as those of `all_reduce_pieces`."""
-        join(pieces, buffer)
+        join_pieces(pieces, buffer)
         return self.reduce_scatter(buffer, cuts, how, into=into)
 
     def reduce_scatter_onto(
         self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
     ) -> Handle:
-        """`reduce_scatter` into `own`, which has this rank's values of its own interval until then;
-        `buffer` may have anything there."""
+        """`reduce_scatter` into `own`, which holds this rank's values of its own interval before.
+
+        `buffer` may have anything in that interval.
+        """
         buffer[cuts[self.rank] : cuts[self.rank + 1]] = own
         return self.reduce_scatter(buffer, cuts, how, into=own)
 
@@ -201,17 +210,17 @@ class Collectives(ABC):
         Raises CollectiveError for what was not sent by a rank of this run: a pickle can run code.
         """
         data = authentication.sealed(
-            self.lookout.secret, _PICKLE.format(self.rank), pickle.dumps(value)
+            self.status_server.secret, _PICKLE.format(self.rank), pickle.dumps(value)
         )
         return [pickle.loads(self._unsealed(r, d)) for r, d in enumerate(self._gather_bytes(data))]
 
     def gather_plain(self, value: Any) -> list[Any]:
-        """The same for what JSON can say, which can run nothing, whoever sends it."""
+        """`gather_objects` for JSON values, which can run no code, whoever sends them."""
         return [json.loads(data) for data in self._gather_bytes(json.dumps(value).encode())]
 
     def _unsealed(self, rank: int, data: bytes) -> bytes:
         try:
-            return authentication.unsealed(self.lookout.secret, _PICKLE.format(rank), data)
+            return authentication.unsealed(self.status_server.secret, _PICKLE.format(rank), data)
         except authentication.Forged as error:
             raise CollectiveError(
                 f"What came for rank {rank} of {self.size} is not of this run ({error}) Somebody "
@@ -241,7 +250,7 @@ class Collectives(ABC):
 
 
 def column(counts: Counts, rank: int) -> list[int]:
-    """By source, what `rank` receives."""
+    """By source, the number of elements that `rank` receives."""
     return [row[rank] for row in counts]
 
 
@@ -252,7 +261,7 @@ def slice_of(lengths: Sequence[int], place: int) -> slice:
 
 
 class Solo(Collectives):
-    """A group of one: every verb is already done."""
+    """A group of one rank: every collective is already done."""
 
     name = "none"
     sums_onto = True
@@ -303,6 +312,7 @@ class Solo(Collectives):
 
 
 def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
+    """Raise UsageError for a rank that does not exist, or is in two groups."""
     seen: set[int] = set()
     for rank in (rank for group in groups for rank in group):
         if not 0 <= rank < size:
@@ -310,3 +320,41 @@ def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
         if rank in seen:
             raise UsageError(f"Rank {rank} is twice in {groups}: each rank belongs to one group.")
         seen.add(rank)
+
+
+@dataclass(frozen=True)
+class GroupRanks:
+    """Which ranks of the run a group has, by their place in it, for messages.
+
+    `size` is the number of ranks of the run.
+    """
+
+    ranks: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def whole(cls, size: int) -> GroupRanks:
+        """All ranks of a run."""
+        return cls(tuple(range(size)), size)
+
+    def part(self, places: Sequence[int]) -> GroupRanks:
+        """The ranks of a group of some of these places."""
+        return GroupRanks(tuple(self.ranks[place] for place in places), self.size)
+
+    def speaker(self, place: int) -> str:
+        """How a message about the rank at a place begins: "Rank 3 of 4"."""
+        return f"Rank {self.ranks[place]} of {self.size}"
+
+    def named(self, places: Iterable[int]) -> str:
+        """List places in words: "rank 2", or "ranks 0, 2"."""
+        return named(self.ranks[place] for place in places)
+
+
+def join_pieces(pieces: Sequence[Tensor], buffer: Tensor) -> None:
+    """Move `pieces` into `buffer`, but for those that lie there."""
+    start = 0
+    for piece in pieces:
+        place = buffer[start : start + piece.numel()]
+        if piece.data_ptr() != place.data_ptr():
+            place.copy_(piece)
+        start += piece.numel()

@@ -1,4 +1,4 @@
-"""Which transport a process joins, and how."""
+"""Chooses the transport of a process, and joins the other ranks over it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwise.collectives import listeners, torchrun_store
-from shardwise.collectives import rendezvous as meeting
 from shardwise.collectives.base import Collectives, Solo
 from shardwise.collectives.gloo import Gloo
-from shardwise.collectives.host_staged import Staged
+from shardwise.collectives.hierarchical import Hierarchical
+from shardwise.collectives.host_staged import HostStaged
 from shardwise.collectives.nccl import Nccl
-from shardwise.collectives.rendezvous import Met
-from shardwise.collectives.same_host import key, share_memory
+from shardwise.collectives.rendezvous import INTERFACE, Rendezvous, meet
+from shardwise.collectives.same_host import host_key, share_memory
+from shardwise.collectives.shared_memory import SharedMemory
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.launch import interface, secret
+from shardwise.launch import environment, network
 from shardwise.launch.identity import Identity
-from shardwise.watch.status_server import Lookout, Place
+from shardwise.watch.status_server import RankAddress, StatusServer
 
 OnMeeting = Callable[[Identity, Store], None]
 
@@ -32,8 +33,8 @@ LOOPBACK = "127.0.0.1"
 OUTSIDE = "192.0.2.1"
 """An address that no host has: the route there is that of the whole network."""
 
-_met: Met | None = None
-"""What the ranks of this run have met on."""
+_met: Rendezvous | None = None
+"""The rendezvous of this run, kept open until all groups are closed."""
 
 
 def connect(
@@ -47,7 +48,7 @@ def connect(
     """Join the group that `identity` describes; `timeout` in seconds bounds every wait.
 
     `transport` is auto, shared or gloo: how CPU ranks talk; with gloo, ranks on GPUs talk through
-    the host, so that several can share one. `rendezvous` is where ranks meet that were told no
+    the host, so that several can share one. `rendezvous` is where ranks meet that were given no
     address; `on_meeting` is called when they have, with the store, but not under torchrun, whose
     store is its own. Raises LaunchError when the others cannot be reached, or not by shared memory
     as asked; ConfigError where it is not for `device`.
@@ -62,28 +63,30 @@ def connect(
     if identity.launcher == "python":
         return Solo()
     backend = "nccl" if on_gpu and transport == "auto" else "gloo"
-    lookout = _join(identity, backend, timeout, rendezvous, on_meeting)
+    status_server = _join(identity, backend, timeout, rendezvous, on_meeting)
     limit = timedelta(seconds=timeout)
     if on_gpu and transport == "auto":
-        alone = Nccl(identity.rank, identity.size, device, lookout=lookout, timeout=limit)
+        alone = Nccl(
+            identity.rank, identity.size, device, status_server=status_server, timeout=limit
+        )
         _meet(identity, alone)
         return alone
-    group = Gloo(identity.rank, identity.size, timeout=limit, lookout=lookout)
+    group = Gloo(identity.rank, identity.size, timeout=limit, status_server=status_server)
     _meet(identity, group)
     if on_gpu:
-        return Staged(group, device)
+        return HostStaged(group, device)
     if transport == "gloo" or identity.size == 1:
         return group
     return share_memory(group, timeout, required=transport == "shared")
 
 
 def _meet(identity: Identity, group: Collectives) -> None:
-    """Let the watches of all ranks know each other."""
+    """Start the status server, and let those of all ranks know each other."""
     if group.size == 1:
         return
-    name = f"{key()} {_process_space()}"
-    mine = asdict(group.lookout.listen(address_of(identity), name))
-    group.lookout.meet([Place(**each) for each in group.gather_plain(mine)])
+    name = f"{host_key()} {_process_space()}"
+    mine = asdict(group.status_server.listen(address_of(identity), name))
+    group.status_server.start([RankAddress(**each) for each in group.gather_plain(mine)])
 
 
 def _process_space() -> str:
@@ -98,18 +101,18 @@ def address_of(identity: Identity) -> str:
     """Where the other ranks can reach this one."""
     if identity.on_one_host:
         return LOOPBACK
-    named = os.environ.get(meeting.INTERFACE, "").split(",")[0]
+    named = os.environ.get(INTERFACE, "").split(",")[0]
     towards = identity.address or os.environ.get("MASTER_ADDR") or OUTSIDE
     try:
-        found = interface.address_of(named) if named else interface.towards(towards)
+        found = network.address_of_interface(named) if named else network.address_towards(towards)
         # A host's name may lead to itself by its loopback, where no other host comes.
-        return interface.towards(OUTSIDE) if ip_address(found).is_loopback else found
+        return network.address_towards(OUTSIDE) if ip_address(found).is_loopback else found
     except (LaunchError, ValueError):  # as where hosts are on one machine without a network
         return LOOPBACK
 
 
 def disconnect() -> None:
-    """Let go of the store on which ranks have met; the last word, when all groups are closed."""
+    """Close the store on which ranks have met; the last step, when all groups are closed."""
     global _met
     met, _met = _met, None
     if met is not None:
@@ -122,9 +125,11 @@ def _join(
     timeout: float,
     rendezvous: str | None,
     on_meeting: OnMeeting | None,
-) -> Lookout:
-    """Make torch's default process group, or take the one that there is; the watch of this rank,
-    which knows the secret."""
+) -> StatusServer:
+    """Make torch's default process group, or take the one that there is.
+
+    Returns the status server of this rank, which knows the secret of the run.
+    """
     global _met
     limit, is_torchs = timedelta(seconds=timeout), identity.launcher == "torchrun"
     if dist.is_initialized():
@@ -134,12 +139,12 @@ def _join(
                 f"torch.distributed was initialised with {made} before sw.init, which takes "
                 f"{backend} here: call sw.init first, and leave init_process_group out."
             )
-        return Lookout(identity.rank, identity.size, _met.secret)
+        return StatusServer(identity.rank, identity.size, _met.secret)
     try:
         if is_torchs and torchrun_store.has_store():
             _met = torchrun_store.meet(identity, timeout)
         else:
-            _met = meeting.meet(identity, timeout, None if is_torchs else rendezvous)
+            _met = meet(identity, timeout, None if is_torchs else rendezvous)
             if on_meeting is not None and not is_torchs:
                 on_meeting(identity, _met.store)
         dist.init_process_group(
@@ -149,6 +154,7 @@ def _join(
             world_size=identity.size,
             timeout=limit,
         )
+        # All ranks are connected now: whoever comes to Gloo's sockets from here on is a stranger.
         listeners.shut()
     except (RuntimeError, ValueError) as error:
         where = f" at {identity.address}:{identity.port}" if identity.port is not None else ""
@@ -159,7 +165,7 @@ def _join(
         ) from error
     if _met.is_open and identity.rank == 0:
         print(f"shardwise: {_open_words(identity)}", file=sys.stderr, flush=True)
-    return Lookout(identity.rank, identity.size, _met.secret)
+    return StatusServer(identity.rank, identity.size, _met.secret)
 
 
 def _backend_for(device: str) -> str:
@@ -173,9 +179,25 @@ def _backend_for(device: str) -> str:
 
 
 def _open_words(identity: Identity) -> str:
-    """What is said of a run whose ranks know nothing in common that others do not."""
+    """The warning about a run whose ranks share no secret."""
     return (
         f"this run is open: whoever reaches rank 0 at {address_of(identity)} while it starts may "
         "join it, and have it run code as this user. Give all ranks what only they know: "
-        f"{secret.VARIABLE}=$(openssl rand -hex 32), passed on to every host (docs/security.md)."
+        f"{environment.SECRET_VARIABLE}=$(openssl rand -hex 32), passed on to every host "
+        "(docs/security.md)."
     )
+
+
+def for_thread(group: Collectives, timeout: float) -> Collectives:
+    """Make the same ranks a group of their own, for another thread of each process. Collective.
+
+    A transport belongs to one thread: whoever waits on it moves all of its calls. What shares
+    memory is therefore made anew, over channels and memory that nobody else uses. `timeout` in
+    seconds bounds every wait; `group` has all ranks of the run.
+    """
+    if isinstance(group, HostStaged):
+        return HostStaged(for_thread(group.inner, timeout), group.device)
+    if isinstance(group, SharedMemory | Hierarchical):
+        assert group.under is not None
+        return share_memory(group.under.second_group(), timeout, required=False)
+    return group.second_group()

@@ -1,10 +1,11 @@
-"""The gather order: what all ranks do together inside forwards and backwards, one after the other.
+"""Runs collectives inside forwards and backwards in one order, the gather order, on all ranks.
 
 Ranks may skip what others need, so a rank that waits in one collective must not be waited for in
 another. Sharded units of several engines meet in one backward (a loss of one model that goes
 through another one's), models are called inside of models, and BatchNorm over all ranks exchanges
-statistics between two units. So there is one list of turns for all of a process, and one pass at a
-time: a forward or backward that begins inside of another is a part of it.
+statistics between two units. So there is one list of entries for all of a process
+(agreed_order.py), and one pass at a time: a forward or backward that begins inside of another is a
+part of it.
 
     backward of engine A's loss     A opens ─ B's units ─ B's BatchNorm ─ A's units ─ A closes
 """
@@ -18,41 +19,45 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from shardwise.collectives.agreed_order import Turns
+from shardwise.collectives.agreed_order import AgreedOrder
 from shardwise.collectives.base import Collectives
 
 
 class Member(Protocol):
-    """Whose turns are taken: the units of an engine, or its modules that exchange statistics."""
+    """A member of the order: the units of an engine, or its modules that exchange statistics."""
 
-    def take_turn(self, number: int, *, wanted: bool) -> None:
-        """Do with all ranks what turn `number` is for; whether this rank has `wanted` it."""
+    def run_entry(self, number: int, *, wanted: bool) -> None:
+        """Run entry `number` with all ranks; `wanted` says whether this rank needs it itself."""
 
     def start_ahead(self, number: int) -> None:
-        """That turn comes next: start what need not wait for it."""
+        """Start early what entry `number` does, which comes next: what need not wait for it."""
 
     def is_past(self, number: int) -> None:
-        """It does not come again in the backward under way."""
+        """Note that entry `number` does not come again in the backward under way."""
 
     def end_dead_pass(self) -> None:
-        """End the pass that this member has opened, if it has failed without a word."""
+        """End the pass that this member has opened, if it has failed unnoticed."""
 
     def mode(self) -> Hashable:
-        """What tells passes of one kind apart besides; alike on all ranks."""
+        """What tells passes of one kind apart besides its key; alike on all ranks."""
 
     def set_aside(self) -> Callable[[], None]:
-        """Forget for now what passes of this rank alone will change; returns what brings it
-        back."""
+        """Forget for now what passes of this rank alone will change.
+
+        Returns a function that brings it back.
+        """
 
 
 class GatherOrder:
-    """The order of all engines' turns in this process; `group` gives the ranks, over channels that
-    carry nothing else."""
+    """The order of the entries of all engines in this process.
+
+    `group` gives the ranks, over channels that carry nothing else.
+    """
 
     def __init__(self, size: int, group: Callable[[], Collectives]) -> None:
         self._size = size
         self._group = group
-        self._turns = Turns(self._agree, alone=size == 1)
+        self._order = AgreedOrder(self._agree, alone=size == 1)
         self._members: WeakValueDictionary[int, Member] = WeakValueDictionary()
         self._firsts: list[int] = []
         self._modes: dict[int, Hashable] = {}
@@ -64,7 +69,7 @@ class GatherOrder:
 
     @property
     def group(self) -> Collectives:
-        """The ranks, over channels for what is done in this order. Collective at first use."""
+        """The ranks, over channels for what is run in this order. Collective at first use."""
         return self._group()
 
     def _agree(self, wanted: int) -> int:
@@ -73,7 +78,7 @@ class GatherOrder:
         row = torch.tensor([float(wanted)], dtype=torch.float64, device=self.group.small_device)
         return int(self.group.gather_rows(row).min())
 
-    # -- who takes part -------------------------------------------------------------------
+    # -- members -------------------------------------------------------------------------
 
     def join(
         self,
@@ -83,19 +88,21 @@ class GatherOrder:
         staying: Sequence[int] = (),
         exchanges: bool = False,
     ) -> int:
-        """Give `member` a turn for each of `names`; returns what stands before its numbers, which
-        `reach` and `leave` take. See `Turns.join`."""
-        first = self._turns.join(names, staying=staying, exchanges=exchanges)
+        """Give `member` an entry for each of `names`; see AgreedOrder.join.
+
+        Returns what is added to its numbers for `reach`, and what `leave` takes.
+        """
+        first = self._order.join(names, staying=staying, exchanges=exchanges)
         self._members[first] = member
         self._modes[first] = member.mode()
         self._firsts += [first] * len(names)
         return first
 
     def leave(self, first: int) -> None:
-        """The member has no turns any more."""
+        """Remove a member."""
         self._members.pop(first, None)
         self._modes.pop(first, None)
-        self._turns.leave(first)
+        self._order.leave(first)
 
     # -- one pass -------------------------------------------------------------------------
 
@@ -110,12 +117,12 @@ class GatherOrder:
         return self._uneven > 0
 
     def end_dead_pass(self) -> None:
-        """End a pass that has failed where nobody tells: a backward of the user's own."""
+        """End a pass that has failed unnoticed: a backward of the user's own."""
         if self._opener is not None:
             self._opener.end_dead_pass()
 
     def open(self, opener: Member, kind: Hashable, *, descending: bool) -> None:
-        """A pass of `opener` begins, or a part of the one under way; `kind` is alike on all ranks.
+        """Begin a pass of `opener`, or a part of the one under way; `kind` is alike on all ranks.
 
         `descending`: units are wanted from the last to the first.
         """
@@ -128,58 +135,61 @@ class GatherOrder:
         # What is not in use any more is not freed at the same moment on all ranks: its mode stays.
         self._modes |= {first: member.mode() for first, member in self._members.items()}
         key = kind, tuple(self._modes.values())
-        self._turns.open(key, descending=self._descending, uneven=self.is_uneven)
+        self._order.open(key, descending=self._descending, uneven=self.is_uneven)
 
     def close(self, opener: Member, expected: Sequence[int], *, failed: bool) -> None:
-        """The pass has ended, or `failed`, if it is that of `opener`: take the turns that other
-        ranks still need. `expected` are numbers that later ones may need though none did now."""
+        """End the pass, if it is that of `opener`: run the entries that other ranks still need.
+
+        `failed`: it has not come to its end. `expected` are entries that a later pass of this kind
+        may need though none did now.
+        """
         if self._opener is not opener:
             return
         try:
             if not self.is_uneven:
-                for turn in self._turns.rest(expected=expected, failed=failed):
-                    self._go(turn, wanted=False)
+                for entry in self._order.rest(expected=expected, failed=failed):
+                    self._run(entry, wanted=False)
         finally:
             self._opener = None
 
     def drop(self, opener: Member) -> None:
-        """The pass of `opener` is over, whatever other ranks need."""
+        """End the pass of `opener`, whatever other ranks need."""
         if self._opener is opener:
             self._opener = None
 
     def abandon(self) -> None:
-        """The pass under way is over at this turn, on all ranks."""
+        """End the pass under way at this entry, on all ranks."""
         self._opener = None
 
-    def reach(self, turn: int) -> None:
-        """Take part in all turns up to number `turn`, which this rank needs."""
-        for each in self._turns.until(turn):
-            self._go(each, wanted=each == turn)
+    def reach(self, entry: int) -> None:
+        """Run all entries up to number `entry`, which this rank needs."""
+        for each in self._order.until(entry):
+            self._run(each, wanted=each == entry)
 
-    def _go(self, turn: int, *, wanted: bool) -> None:
-        over, first = self._turns.over() if self._descending else None, self._firsts[turn]
+    def _run(self, entry: int, *, wanted: bool) -> None:
+        over, first = self._order.over() if self._descending else None, self._firsts[entry]
         if over is not None and (member := self._of(over)) is not None:
             member.is_past(over - self._firsts[over])
-        if (member := self._of(turn)) is not None:
-            member.take_turn(turn - first, wanted=wanted)
-        # After every turn, also of a rank that catches up: so all ranks start gathers and gradients
-        # in one order, as NCCL's communicators need it.
-        following = self._turns.next()
+        if (member := self._of(entry)) is not None:
+            member.run_entry(entry - first, wanted=wanted)
+        # After every entry, also on a rank that only catches up: so all ranks start gathers and
+        # gradients in one order, as NCCL's communicators need it.
+        following = self._order.next()
         if following is not None and (member := self._of(following)) is not None:
             member.start_ahead(following - self._firsts[following])
 
-    def _of(self, turn: int) -> Member | None:
-        """Whose turn it is; None where that is not in use any more."""
-        return self._members.get(self._firsts[turn])
+    def _of(self, entry: int) -> Member | None:
+        """The member of an entry; None where that is not in use any more."""
+        return self._members.get(self._firsts[entry])
 
-    # -- what ranks do by themselves ------------------------------------------------------
+    # -- uneven passes --------------------------------------------------------------------
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Inside the block each rank may run as many forwards as it likes, of any engine's models.
+        """Let each rank run as many forwards as it likes inside the block, of any engine's models.
 
-        Who leaves it serves the turns of the others until all have left. A block inside another one
-        is part of that.
+        A rank that leaves the block runs the entries that others want until all have left. A block
+        inside another one is part of that.
         """
         back = [member.set_aside() for member in list(self._members.values())]
         self._uneven += 1
@@ -191,5 +201,5 @@ class GatherOrder:
             for bring in back:
                 bring()
             if not self.is_uneven:
-                for turn in self._turns.serve():
-                    self._go(turn, wanted=False)
+                for entry in self._order.serve():
+                    self._run(entry, wanted=False)

@@ -1,4 +1,4 @@
-"""What ranks send each other over Gloo in a call, and the tags that tell messages apart."""
+"""Describes the messages of one call over Gloo: their pieces, their contents, their tags."""
 
 from __future__ import annotations
 
@@ -39,24 +39,56 @@ def contents(what: str, messages: Messages) -> dict[int, Content]:
     }
 
 
-def in_turn(messages: Messages) -> Iterator[tuple[int, Tensor]]:
+def interleaved(messages: Messages) -> Iterator[tuple[int, Tensor]]:
     """Each message with its rank: the first of every rank, then the second ones."""
     for several in zip_longest(*messages.values()):
         yield from ((r, t) for r, t in zip(messages, several, strict=True) if t is not None)
 
 
 def nbytes(messages: Messages) -> int:
-    """Bytes of all of them."""
+    """Bytes of all messages."""
     return sum(tensor.nbytes for tensors in messages.values() for tensor in tensors)
 
 
 def as_json(content: Content) -> list[Any]:
-    """A content, to be told to another process."""
+    """A content, to be sent to another process."""
     what, lengths, dtype = content
     return [what, list(lengths), str(dtype or "").removeprefix("torch.")]
 
 
 def in_words(content: list[Any]) -> str:
-    """The same, to be told to a person."""
+    """A content, to be read by a person."""
     what, lengths, dtype = content
     return f"{what} of {sum(lengths)} {dtype} values" if dtype else "nothing to be received"
+
+
+# -- buffers in pieces ------------------------------------------------------------------------
+
+
+def clipped_pieces(pieces: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
+    """The parts of `pieces` between two places of the buffer that they make up, at least one.
+
+    Pieces follow one another, wherever they lie in memory. The one part may be empty.
+    """
+    found, start = [], 0
+    for piece in pieces:
+        a, b = max(first - start, 0), min(end - start, piece.numel())
+        if a < b:
+            found.append(piece[a:b])
+        start += piece.numel()
+    return found or [pieces[0][:0]]
+
+
+def without_long_pieces(pieces: Sequence[Tensor], longest: int) -> list[Tensor]:
+    """`pieces` cut so that none has more than `longest` elements."""
+    return [
+        part
+        for piece in pieces
+        for part in (torch.split(piece, longest) if piece.numel() > longest else (piece,))
+    ]
+
+
+def rows_of_pieces(flat: Tensor, count: int, lengths: Sequence[int]) -> list[Sequence[Tensor]]:
+    """`flat` as `count` rows of pieces of these `lengths`."""
+    each = sum(lengths)
+    return [torch.split(flat[i * each : (i + 1) * each], list(lengths)) for i in range(count)]

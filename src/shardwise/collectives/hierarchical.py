@@ -1,4 +1,4 @@
-"""CPU ranks of several hosts: shared memory inside each, Gloo between them.
+"""The transport of CPU ranks on several hosts: shared memory inside each, Gloo between them.
 
 A rank's *peers* are the ranks of its place on the other hosts. Each rank sums what its host has for
 its peers and itself, and only these sums travel, to their owners:
@@ -25,22 +25,23 @@ from torch import Tensor
 from shardwise.collectives.base import Collectives, Cuts, Handle, check_groups
 from shardwise.collectives.gloo import Gloo
 from shardwise.collectives.ordered_sums import PLAIN, Sum, sum_in_rank_order
-from shardwise.collectives.progress_thread import Courier, Trip
-from shardwise.collectives.shared_memory import Mapped, Shared, as_bytes, real
-from shardwise.collectives.shared_work import DONE, HALFWAY, READY, Messages, Plan
-from shardwise.collectives.socket_mesh import INLINE, Message
+from shardwise.collectives.progress_thread import PendingWork, ProgressThread
+from shardwise.collectives.shared_buffers import as_bytes, real_buffer
+from shardwise.collectives.shared_memory import MappedMemory, SharedMemory
+from shardwise.collectives.shared_work import DONE, HALFWAY, READY, Messages, Steps
+from shardwise.collectives.socket_mesh import INLINE, MeshMessage
 from shardwise.collectives.torch_backend import interval
 from shardwise.layout import even_cuts
 from shardwise.sum_tree import node_sizes
 
 Hosts = Sequence[Sequence[int]]
-"""The ranks of each host in ascending order; as many on each."""
+"""By host, its ranks in ascending order; as many on each."""
 
-Step = Generator[int | Trip, Messages, Messages]
-"""A part of a plan; what it returns are the messages that came first."""
+PartialSteps = Generator[int | PendingWork, Messages, Messages]
+"""A part of the steps of a call; it returns the messages that came first."""
 
 
-class Spanning(Mapped):
+class Hierarchical(MappedMemory):
     """CPU ranks of several hosts, as many on each and two at least.
 
     `inside` are this host's ranks, `between` this rank and its peers, `under` all ranks over Gloo.
@@ -48,21 +49,21 @@ class Spanning(Mapped):
 
     def __init__(
         self,
-        inside: Shared,
+        inside: SharedMemory,
         between: Gloo,
         hosts: Hosts,
         rank: int,
         under: Collectives,
     ) -> None:
-        super().__init__(rank, sum(map(len, hosts)), between.lookout)
+        super().__init__(rank, sum(map(len, hosts)), between.status_server)
         self.name = f"{inside.name} in each of {len(hosts)} hosts, {between.name} between"
         self._inside = inside
         self._between = between
         self._hosts = hosts
         self._under = under
-        self._courier = Courier(between.lookout.waits, inside.watch)
-        self._children: list[Spanning] = []
-        self._parent: ref[Spanning] | None = None
+        self._progress_thread = ProgressThread(between.status_server.waits, inside.poll)
+        self._children: list[Hierarchical] = []
+        self._parent: ref[Hierarchical] | None = None
         # By place on the host: the ranks there, in the order of `between`.
         self._columns = [sorted(column) for column in zip(*hosts, strict=True)]
         self._peers = self._columns[inside.rank]
@@ -85,83 +86,85 @@ class Spanning(Mapped):
     # -- the verbs ------------------------------------------------------------------------
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
-        buffer, cuts = real(buffer, even_cuts(buffer.numel(), self.size))
+        buffer, cuts = real_buffer(buffer, even_cuts(buffer.numel(), self.size))
         begin = self._inside.opening("all-reduce", buffer)
-        calls = self._between.number(), self._between.number()
+        calls = self._between.messages.number(), self._between.messages.number()
         return self._inside.start(begin, self._all_reduce(begin, calls, buffer, cuts, how))
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
-        buffer, _ = real(buffer, ())
+        buffer, _ = real_buffer(buffer, ())
         begin = self._inside.opening("broadcast", buffer, source)
-        plan = self._broadcast(begin, self._between.number(), buffer, source)
-        return self._inside.start(begin, plan)
+        steps = self._broadcast(begin, self._between.messages.number(), buffer, source)
+        return self._inside.start(begin, steps)
 
     def barrier(self) -> None:
         begin = self._inside.opening("barrier", torch.empty(0))
-        self._inside.start(begin, self._barrier(begin, self._between.number())).wait()
+        self._inside.start(begin, self._barrier(begin, self._between.messages.number())).wait()
 
     def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
         begin = self._inside.opening("reduce-scatter", buffer, hash(tuple(cuts)))
-        plan = self._reduce_scatter(begin, self._between.number(), own, buffer, cuts, target, how)
-        return self._inside.start(begin, plan)
+        steps = self._reduce_scatter(
+            begin, self._between.messages.number(), own, buffer, cuts, target, how
+        )
+        return self._inside.start(begin, steps)
 
     def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Handle:
-        buffer, cuts = real(buffer, cuts)
+        buffer, cuts = real_buffer(buffer, cuts)
         begin = self._inside.opening(kind, buffer, hash(tuple(cuts)))
-        call = self._between.number()
+        call = self._between.messages.number()
         return self._inside.start(begin, self._all_gather(begin, call, buffer, cuts))
 
     # -- how they go ----------------------------------------------------------------------
 
-    def _barrier(self, begin: Message, call: int) -> Plan:
-        """A rank tells its peers when all of its host have come."""
+    def _barrier(self, begin: MeshMessage, call: int) -> Steps:
+        """Wait for the ranks of this host, then for the peers, who have waited for theirs."""
         self._inside.post(begin)
         yield READY
         came = {peer: torch.empty(1) for peer in self._others}
-        yield self._travel("barrier", call, dict.fromkeys(came, torch.zeros(1)), came)
+        yield self._send_between("barrier", call, dict.fromkeys(came, torch.zeros(1)), came)
 
     def _reduce_scatter(
         self,
-        begin: Message,
+        begin: MeshMessage,
         call: int,
         own: Tensor,
         buffer: Tensor,
         cuts: Cuts,
         target: Tensor,
         how: Sum,
-    ) -> Plan:
-        public = self._inside.publish(begin, buffer)
+    ) -> Steps:
+        public = self._inside.buffers.publish(begin, buffer)
         yield from self._sum(begin, call, own, buffer, cuts, target, how, last=True)
         yield DONE
-        self._inside.take_back(public, buffer)
+        self._inside.buffers.take_back(public, buffer)
 
     def _all_reduce(
         self,
-        begin: Message,
+        begin: MeshMessage,
         calls: tuple[int, int],
         buffer: Tensor,
         cuts: Cuts,
         how: Sum,
-    ) -> Plan:
-        public = self._inside.publish(begin, buffer)
+    ) -> Steps:
+        public = self._inside.buffers.publish(begin, buffer)
         own = interval(buffer, cuts, self.rank)
         came = yield from self._sum(begin, calls[0], own, buffer, cuts, own, how)
         # Of this buffer nobody else reads the intervals of this rank's peers before HALFWAY.
         yield self._fetch(calls[1], buffer, cuts)
         self._copy_peers(buffer, public, cuts)
-        self._inside.say(begin, HALFWAY)
+        self._inside.announce(begin, HALFWAY)
         yield HALFWAY
         for place, message in came.items():
             for rank in self._columns[place]:
                 part = interval(buffer, cuts, rank)
-                part.copy_(self._inside.read(place, message, cuts[rank], part))
-        self._inside.say(begin, DONE)
+                part.copy_(self._inside.buffers.read(place, message, cuts[rank], part))
+        self._inside.announce(begin, DONE)
         yield DONE
-        self._inside.take_back(public, buffer)
+        self._inside.buffers.take_back(public, buffer)
 
     def _sum(
         self,
-        begin: Message,
+        begin: MeshMessage,
         call: int,
         own: Tensor,
         buffer: Tensor,
@@ -170,7 +173,7 @@ class Spanning(Mapped):
         how: Sum,
         *,
         last: bool = False,
-    ) -> Step:
+    ) -> PartialSteps:
         """Sum this rank's interval, of which it has `own`, over all ranks; `last` when nothing
         more is read here."""
         came = yield READY
@@ -179,42 +182,42 @@ class Spanning(Mapped):
         for rank in self._peers:
             part = own if rank == self.rank else interval(buffer, cuts, rank)
             sums.append(self._between.borrow(part.numel(), dtype))
-            rows = self._inside.rows(came, part, cuts[rank])
+            rows = self._inside.buffers.rows(came, part, cuts[rank])
             sum_in_rank_order(rows, sums[-1], how.partial)
         if last:
-            self._inside.say(begin, DONE)
+            self._inside.announce(begin, DONE)
         me = self._between.rank
         rows = [
             sums[me] if place == me else self._between.borrow(target.numel(), dtype)
             for place in range(len(self._peers))
         ]
         sends = {place: sums[place] for place in self._others}
-        yield self._travel("reduce-scatter", call, sends, {p: rows[p] for p in self._others})
+        yield self._send_between("reduce-scatter", call, sends, {p: rows[p] for p in self._others})
         sum_in_rank_order(rows, target, how)
         for scratch in [*sums, *(rows[place] for place in self._others)]:
             self._between.give_back(scratch)
         return came
 
-    def _all_gather(self, begin: Message, call: int, buffer: Tensor, cuts: Cuts) -> Plan:
+    def _all_gather(self, begin: MeshMessage, call: int, buffer: Tensor, cuts: Cuts) -> Steps:
         yield self._fetch(call, buffer, cuts)
         columns = [sum(cuts[rank + 1] - cuts[rank] for rank in column) for column in self._columns]
         if max(columns) * buffer.itemsize <= INLINE:
-            yield from self._tell(begin, buffer, cuts)
+            yield from self._gather_small(begin, buffer, cuts)
             return
-        public = self._inside.place_for(buffer)
+        public = self._inside.buffers.place_for(buffer)
         self._copy_peers(buffer, public, cuts)
-        self._inside.publish(begin, public)
+        self._inside.buffers.publish(begin, public)
         came = yield READY
         for place, message in came.items():
             for rank in self._columns[place]:
                 part = interval(buffer, cuts, rank)
-                part.copy_(self._inside.read(place, message, cuts[rank], part))
-        self._inside.say(begin, DONE)
+                part.copy_(self._inside.buffers.read(place, message, cuts[rank], part))
+        self._inside.announce(begin, DONE)
         yield DONE
-        self._inside.take_back(public, buffer)
+        self._inside.buffers.take_back(public, buffer)
 
-    def _tell(self, begin: Message, buffer: Tensor, cuts: Cuts) -> Plan:
-        """The second half of a small all-gather: what peers have sent goes into the message."""
+    def _gather_small(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
+        """Finish a small all-gather: what peers have sent goes into the message itself."""
         parts = [interval(buffer, cuts, rank) for rank in self._peers]
         self._inside.post(begin._replace(payload=b"".join(map(as_bytes, parts))))
         came = yield READY
@@ -222,32 +225,32 @@ class Spanning(Mapped):
             first = 0
             for rank in self._columns[place]:
                 part = interval(buffer, cuts, rank)
-                part.copy_(self._inside.read(place, message, first, part))
+                part.copy_(self._inside.buffers.read(place, message, first, part))
                 first += part.numel()
 
-    def _broadcast(self, begin: Message, call: int, buffer: Tensor, source: int) -> Plan:
-        """From the source to its peers, and from each of these to its host."""
+    def _broadcast(self, begin: MeshMessage, call: int, buffer: Tensor, source: int) -> Steps:
+        """Send from the source to its peers, and from each of these to its host."""
         column = next(place for place, ranks in enumerate(self._columns) if source in ranks)
         small = buffer.nbytes <= INLINE
         if self._inside.rank != column:
             self._inside.post(begin)
             came = yield READY
-            buffer.copy_(self._inside.read(column, came[column], 0, buffer))
+            buffer.copy_(self._inside.buffers.read(column, came[column], 0, buffer))
             if not small:
-                self._inside.say(begin, HALFWAY, only=column)
+                self._inside.announce(begin, HALFWAY, only=column)
             return
         from_place = self._peers.index(source)
         if self.rank == source:
-            trip = self._travel("broadcast", call, dict.fromkeys(self._others, buffer), {})
+            pending = self._send_between("broadcast", call, dict.fromkeys(self._others, buffer), {})
         else:
-            trip = self._travel("broadcast", call, {}, {from_place: buffer})
-            yield trip
-        public = self._inside.publish(begin, buffer, small=small)
+            pending = self._send_between("broadcast", call, {}, {from_place: buffer})
+            yield pending
+        public = self._inside.buffers.publish(begin, buffer, small=small)
         yield READY
-        yield trip
+        yield pending
         if not small:
             yield HALFWAY
-            self._inside.take_back(public, buffer)
+            self._inside.buffers.take_back(public, buffer)
 
     # -- messages between hosts -----------------------------------------------------------
 
@@ -256,20 +259,20 @@ class Spanning(Mapped):
         """The places of this rank's peers, itself left out."""
         return [place for place in range(len(self._peers)) if place != self._between.rank]
 
-    def _travel(
+    def _send_between(
         self, what: str, call: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
-    ) -> Trip:
+    ) -> PendingWork:
         several = ({place: [each] for place, each in one.items()} for one in (sends, receives))
-        return self._courier.follow(self._between.exchange(what, call, *several))
+        return self._progress_thread.follow(self._between.messages.start(what, call, *several))
 
-    def _fetch(self, call: int, buffer: Tensor, cuts: Cuts) -> Trip:
-        """Send this rank's interval to its peers, and bring theirs."""
+    def _fetch(self, call: int, buffer: Tensor, cuts: Cuts) -> PendingWork:
+        """Send this rank's interval to its peers, and receive theirs."""
         own = interval(buffer, cuts, self.rank)
         receives = {place: interval(buffer, cuts, self._peers[place]) for place in self._others}
-        return self._travel("all-gather", call, dict.fromkeys(receives, own), receives)
+        return self._send_between("all-gather", call, dict.fromkeys(receives, own), receives)
 
     def _copy_peers(self, buffer: Tensor, public: Tensor, cuts: Cuts) -> None:
-        """What this rank has of its peers, to where its host reads it."""
+        """Copy what this rank has of its peers to where its host reads it."""
         if public is not buffer:
             for rank in self._peers:
                 interval(public, cuts, rank).copy_(interval(buffer, cuts, rank))
@@ -284,7 +287,8 @@ class Spanning(Mapped):
         mine = sorted(next((group for group in groups if self.rank in group), [self.rank]))
         spread = self._spread(mine)
         here = self._inside.split([places for group in groups if (places := self._here(group))])
-        # All ranks make all groups of Gloo, in which each is once at most.
+        # torch makes groups collectively: all ranks make all groups of Gloo in this order, also
+        # those that they are not in. Each rank is in one of them at most.
         spanning = [group for group in groups if _is_even(self._spread(group))]
         apart = [
             group for group in groups if len(self._spread(group)) > 1 and group not in spanning
@@ -296,10 +300,10 @@ class Spanning(Mapped):
             return here
         if not _is_even(spread):
             return part
-        assert isinstance(here, Shared)
+        assert isinstance(here, SharedMemory)
         assert isinstance(part, Gloo)
         hosts = [[mine.index(rank) for rank in ranks] for ranks in spread]
-        child = Spanning(here, part, hosts, mine.index(self.rank), under)
+        child = Hierarchical(here, part, hosts, mine.index(self.rank), under)
         child._parent = ref(self)
         self._children.append(child)
         return child
@@ -323,10 +327,10 @@ class Spanning(Mapped):
             parent._children.remove(self)
             self._under.close()  # that of the first group goes with what is inside
         self._inside.close()
-        self._courier.close()
+        self._progress_thread.close()
 
 
 def _is_even(hosts: Hosts) -> bool:
-    """Whether ranks on these hosts can be `Spanning`."""
+    """Whether ranks on these hosts can be `Hierarchical`."""
     counts = {len(ranks) for ranks in hosts}
     return len(hosts) > 1 and len(counts) == 1 and counts != {1}

@@ -1,6 +1,6 @@
-"""A transport of CPU tensors, for ranks whose tensors are on an accelerator.
+"""The transport of ranks that share a GPU: any transport of CPU tensors, through host memory.
 
-Every verb copies down, runs, and copies up:
+Every collective copies down, runs, and copies up:
 
     launch   device -> host; the inner collective starts
     wait     the inner collective ends; host -> device, on the present stream
@@ -21,12 +21,14 @@ from shardwise.collectives.ordered_sums import PLAIN, Sum
 from shardwise.collectives.torch_backend import interval
 
 
-class Staged(Collectives):
-    """`inner` for the tensors of `device`, through memory of the host; other tensors go to it
-    as they are. `gather_rows` and `small_device` are the inner ones: small vectors on the CPU."""
+class HostStaged(Collectives):
+    """Carries the tensors of `device` over the transport `inner`, through memory of the host.
+
+    Other tensors go to `inner` as they are. Small vectors, for `gather_rows`, are on the CPU.
+    """
 
     def __init__(self, inner: Collectives, device: torch.device) -> None:
-        super().__init__(inner.rank, inner.size, inner.lookout)
+        super().__init__(inner.rank, inner.size, inner.status_server)
         self.name = f"{inner.name} through the host"
         self.inner = inner
         self.device = device
@@ -34,8 +36,8 @@ class Staged(Collectives):
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         if self._is_for_inner(buffer):
             return self.inner.all_reduce(buffer, how)
-        host = self._down(buffer)  # where its squares are wanted is the device: nobody is told here
-        handle = self.inner.all_reduce(host, how.untold)
+        host = self._down(buffer)
+        handle = self.inner.all_reduce(host, how)
         return _then(handle, lambda: _up(host, buffer))
 
     def reduce_scatter(
@@ -44,7 +46,7 @@ class Staged(Collectives):
         if self._is_for_inner(buffer):
             return self.inner.reduce_scatter(buffer, cuts, how, into=into)
         host, target = self._down(buffer), interval(buffer, cuts, self.rank)
-        handle = self.inner.reduce_scatter(host, cuts, how.untold)
+        handle = self.inner.reduce_scatter(host, cuts, how)
         own = interval(host, cuts, self.rank)
         return _then(handle, lambda: _up(own, target if into is None else into))
 
@@ -76,10 +78,10 @@ class Staged(Collectives):
         self.inner.barrier()
 
     def second_group(self) -> Collectives:
-        return Staged(self.inner.second_group(), self.device)
+        return HostStaged(self.inner.second_group(), self.device)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        return Staged(self.inner.split(groups), self.device)
+        return HostStaged(self.inner.split(groups), self.device)
 
     @property
     def small_device(self) -> torch.device:
@@ -92,8 +94,8 @@ class Staged(Collectives):
         return buffer.device.type != self.device.type
 
     def _blank(self, buffer: Tensor) -> Tensor:
-        """Memory of the host for `buffer`, with anything in it."""
-        pinned = self.device.type != "cpu"  # it is the CPU in tests of this file alone
+        """Allocate host memory for `buffer`, with anything in it."""
+        pinned = self.device.type != "cpu"  # the CPU stands for a GPU in tests
         return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=pinned)
 
     def _down(self, buffer: Tensor) -> Tensor:
@@ -101,7 +103,7 @@ class Staged(Collectives):
 
 
 def _then(handle: Handle, bring: Callable[[], None]) -> Handle:
-    """`handle`, whose result is there once `bring` has brought it."""
+    """A handle whose result is there once `bring` has run after that of `handle`."""
 
     def finish() -> None:
         handle.wait()
@@ -111,5 +113,8 @@ def _then(handle: Handle, bring: Callable[[], None]) -> Handle:
 
 
 def _up(host: Tensor, device: Tensor) -> None:
-    """Copy to the device on the present stream; pinned memory is kept from others until then."""
+    """Copy to the device on the present stream.
+
+    torch keeps the pinned memory from other uses until the copy has been made.
+    """
     device.copy_(host, non_blocking=True)

@@ -1,6 +1,6 @@
-"""Sharded inside a host, replicated between hosts.
+"""The transport for states that are sharded inside a host and replicated between hosts.
 
-A state that is sharded within a host has an interval for each of that host's ranks, and every
+Such a state has an interval for each of that host's ranks, and every
 host has all of it. So only sums leave a host, each rank's interval to the ranks of equal place on
 the others (as in ZeRO++'s and FSDP's hybrid sharding). 16-bit sums are rounded twice, inside and
 between:
@@ -20,18 +20,18 @@ from torch import Tensor
 
 from shardwise.collectives.base import Collectives, Cuts, Handle
 from shardwise.collectives.ordered_sums import PLAIN, Sum
-from shardwise.collectives.same_host import grouped, key
+from shardwise.collectives.same_host import host_key, ranks_by_host
 from shardwise.errors import ConfigError
 
 
-class Within(Collectives):
-    """The ranks of this host, whose sums are those over all hosts.
+class HybridShard(Collectives):
+    """The ranks of this host; their sums are made over all hosts.
 
     `rank` and `size` count this host's ranks; `copies` is the number of hosts.
     """
 
     def __init__(self, inside: Collectives, between: Collectives) -> None:
-        super().__init__(inside.rank, inside.size, inside.lookout)
+        super().__init__(inside.rank, inside.size, inside.status_server)
         self.name = f"{inside.name} within a host, {between.name} between"
         self.copies = between.size
         self.sums_onto = inside.sums_onto
@@ -45,14 +45,14 @@ class Within(Collectives):
         return self._inside.common(numel, dtype, device)
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
-        how = _of_two_halves(how)
+        assert not how.in_tree, "refused in the exact mode"
         first = self._inside.all_reduce(buffer, how.partial)
         return self._then_between(first, first.reusable, buffer, how)
 
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
-        how = _of_two_halves(how)
+        assert not how.in_tree, "refused in the exact mode"
         own = buffer[cuts[self.rank] : cuts[self.rank + 1]] if into is None else into
         first = self._inside.reduce_scatter(buffer, cuts, how.partial, into=into)
         return self._then_between(first, first.wait, own, how)
@@ -60,14 +60,14 @@ class Within(Collectives):
     def reduce_scatter_onto(
         self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
     ) -> Handle:
-        how = _of_two_halves(how)
+        assert not how.in_tree, "refused in the exact mode"
         first = self._inside.reduce_scatter_onto(own, buffer, cuts, how.partial)
         return self._then_between(first, first.wait, own, how)
 
     def _then_between(
         self, first: Handle, free: Callable[[], None], own: Tensor, how: Sum
     ) -> Handle:
-        """Sum `own` between hosts when `first` has come, and nobody here reads it: `free`."""
+        """Sum `own` between hosts once `first` is there and nobody here reads `own` (`free`)."""
         second: list[Handle] = []
 
         def advance() -> None:
@@ -108,18 +108,12 @@ class Within(Collectives):
         self._between.close()
 
 
-def _of_two_halves(how: Sum) -> Sum:
-    """A sum inside, then one between: the pieces of a host's sum are not those of the whole."""
-    assert not how.in_tree, "refused in the exact mode"
-    return how.untold
-
-
-def within_hosts(group: Collectives) -> Collectives:
-    """`group`, or where it spans several hosts the ranks of this one. Collective.
+def shard_within_hosts(group: Collectives) -> Collectives:
+    """Make `group` the ranks of this host, where it has ranks on several. Collective.
 
     Raises ConfigError where hosts have different numbers of ranks.
     """
-    hosts = grouped(group.gather_plain(key()))
+    hosts = ranks_by_host(group.gather_plain(host_key()))
     if len(hosts) == 1:
         return group
     if len({len(ranks) for ranks in hosts}) > 1:
@@ -129,4 +123,4 @@ def within_hosts(group: Collectives) -> Collectives:
             "Start equal numbers, or shard over all ranks: --shard-within all."
         )
     places = [list(ranks) for ranks in zip(*hosts, strict=True)]
-    return Within(group.split(hosts), group.split(places))
+    return HybridShard(group.split(hosts), group.split(places))

@@ -1,4 +1,4 @@
-"""What Gloo listens on, shut to everybody once its ranks are connected.
+"""Closes Gloo's listening sockets to everybody, once its ranks are connected.
 
 Gloo accepts whoever connects as long as a group lives, asks nobody who it is, and ends the process
 once that is more than it may open files. But nobody has to come once a group is made. Its sockets
@@ -23,23 +23,26 @@ _ATTACH_FILTER = 26
 _DROP_ALL = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
 """A filter of one instruction: accept 0 bytes of every packet."""
 
-_told: deque[bytes] = deque(maxlen=64)
+_noted: deque[bytes] = deque(maxlen=64)
 
 
 def note(value: bytes) -> None:
-    """Remember what was told to other ranks: Gloo tells them where it listens."""
-    _told.append(value)
+    """Remember a value that was put on the store: Gloo's say where it listens."""
+    _noted.append(value)
 
 
 def shut() -> None:
-    """Let what Gloo has told that it listens on hear nobody any more. Call it when all ranks of its
-    groups are connected. Where the kernel has no filters it stays open."""
-    told = list(_told)
-    _told.clear()
+    """Let the sockets that Gloo listens on hear nobody any more.
+
+    Call it when all ranks of its groups are connected. Where the kernel has no filters they stay
+    open.
+    """
+    noted = list(_noted)
+    _noted.clear()
     program = struct.pack("@HP", 1, ctypes.addressof(_DROP_ALL))
-    for listener in _listening() if told else ():
+    for listener in _listening() if noted else ():
         with listener, suppress(OSError):
-            if any(_is_told_in(value, listener) for value in told):
+            if any(_is_in(value, listener) for value in noted):
                 listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
 
 
@@ -57,8 +60,8 @@ def _listening() -> Iterator[socket.socket]:
                 found.close()
 
 
-def _is_told_in(value: bytes, listener: socket.socket) -> bool:
-    """Whether Gloo has told this place: as the kernel's own structure, somewhere in `value`."""
+def _is_in(value: bytes, listener: socket.socket) -> bool:
+    """Whether `value` holds the address of this listener, as the kernel's own structure."""
     host, port = listener.getsockname()[:2]
     packed = socket.inet_pton(listener.family, host.partition("%")[0])
     gap = b"" if listener.family == socket.AF_INET else bytes(4)  # IPv6 has the flow between

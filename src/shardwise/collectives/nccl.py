@@ -1,4 +1,4 @@
-"""CUDA ranks over NCCL."""
+"""The transport of CUDA ranks over NCCL."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.base import Collectives, Counts, Cuts, Handle, column
+from shardwise.collectives.base import Collectives, Counts, Cuts, GroupRanks, Handle, column
 from shardwise.collectives.ordered_sums import PLAIN, Sum, sum_in_tree
-from shardwise.collectives.roster import Roster
-from shardwise.collectives.torch_backend import explain, interval, split, wire
+from shardwise.collectives.torch_backend import explained, interval, real_view, split_group
 from shardwise.layout import even_cuts
-from shardwise.watch.status_server import Lookout
+from shardwise.watch.status_server import StatusServer
 
 # torch 2.13 renamed these two, and warns of the old names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,7 +23,10 @@ _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 
 class Nccl(Collectives):
-    """CUDA ranks over NCCL, by its own collectives; `wait()` orders its stream and ours."""
+    """CUDA ranks over NCCL, by its own collectives.
+
+    `wait()` makes the present stream wait for NCCL's; the host goes on.
+    """
 
     name = "nccl"
 
@@ -34,23 +36,25 @@ class Nccl(Collectives):
         size: int,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
-        lookout: Lookout | None = None,
-        roster: Roster | None = None,
+        status_server: StatusServer | None = None,
+        group_ranks: GroupRanks | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        """`roster` says which ranks of the run these are, where they are not all; `timeout` bounds
-        every wait of the groups that these are split into."""
-        super().__init__(rank, size, lookout)
+        """`group_ranks` says which ranks of the run these are, where they are not all.
+
+        `timeout` bounds every wait of the groups that these are split into.
+        """
+        super().__init__(rank, size, status_server)
         self._device = device
         self._group = group
-        self._roster = roster or Roster.whole(size)
+        self._group_ranks = group_ranks or GroupRanks.whole(size)
         self._timeout = timeout
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         if how.in_tree:
             return self._tree_all_reduce(buffer, how)
         wide = buffer.to(how.wide(buffer.dtype))
-        work = dist.all_reduce(wire(wide), group=self._group, async_op=True)
+        work = dist.all_reduce(real_view(wide), group=self._group, async_op=True)
         return self._handle(work, lambda: _rounded(how.scaled(wide), buffer))
 
     def reduce_scatter(
@@ -62,16 +66,18 @@ class Nccl(Collectives):
         wide = buffer.to(how.wide(buffer.dtype))
         out = target if wide is buffer else interval(wide, cuts, self.rank)
         if _is_even(cuts):
-            work = _scatter(wire(out), wire(wide), group=self._group, async_op=True)
+            work = _scatter(real_view(out), real_view(wide), group=self._group, async_op=True)
         else:
-            parts = [wire(interval(wide, cuts, rank)) for rank in range(self.size)]
-            work = dist.reduce_scatter(wire(out), parts, group=self._group, async_op=True)
+            parts = [real_view(interval(wide, cuts, rank)) for rank in range(self.size)]
+            work = dist.reduce_scatter(real_view(out), parts, group=self._group, async_op=True)
         return self._handle(work, lambda: _rounded(how.scaled(out), target))
 
     def _tree_reduce_scatter(self, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
-        """Each rank gets all ranks' rows of its interval and sums them: NCCL's own order is a
-        matter of its algorithm."""
-        sent, out = wire(buffer), wire(target)
+        """Send each rank all rows of its interval, which it sums itself.
+
+        The order of NCCL's own sums depends on its algorithm.
+        """
+        sent, out = real_view(buffer), real_view(target)
         pairs = sent.numel() // max(buffer.numel(), 1)
         lengths = [(b - a) * pairs for a, b in pairwise(cuts)]
         rows = sent.new_empty(self.size * out.numel())
@@ -96,15 +102,15 @@ class Nccl(Collectives):
         return Handle(lambda: gathers[0].wait(), advance)
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
-        parts = [wire(interval(buffer, cuts, rank)) for rank in range(self.size)]
+        parts = [real_view(interval(buffer, cuts, rank)) for rank in range(self.size)]
         if _is_even(cuts):
-            work = _gather(wire(buffer), parts[self.rank], group=self._group, async_op=True)
+            work = _gather(real_view(buffer), parts[self.rank], group=self._group, async_op=True)
         else:
             work = dist.all_gather(parts, parts[self.rank], group=self._group, async_op=True)
         return self._handle(work)
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
-        work = dist.broadcast(wire(buffer), group_src=source, group=self._group, async_op=True)
+        work = dist.broadcast(real_view(buffer), group_src=source, group=self._group, async_op=True)
         return self._handle(work)
 
     def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
@@ -127,12 +133,18 @@ class Nccl(Collectives):
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         def make(members: Sequence[int], group: dist.ProcessGroup) -> Collectives:
-            place, roster = members.index(self.rank), self._roster.part(members)
+            place, group_ranks = members.index(self.rank), self._group_ranks.part(members)
             return Nccl(
-                place, len(members), self._device, group, self.lookout, roster, self._timeout
+                place,
+                len(members),
+                self._device,
+                group,
+                self.status_server,
+                group_ranks,
+                self._timeout,
             )
 
-        part = split(self, self._roster, groups, "nccl", make, self._timeout)
+        part = split_group(self, self._group_ranks, groups, "nccl", make, self._timeout)
         # NCCL connects a group at its first collective, for which the host waits: now, while all
         # come to it in one order, and not with a message that the other rank is not ready for.
         part.barrier()
@@ -152,7 +164,9 @@ class Nccl(Collectives):
             try:
                 work.wait()
             except RuntimeError as error:
-                raise explain(error, self._roster.speaker(self.rank), "collective") from error
+                raise explained(
+                    error, self._group_ranks.speaker(self.rank), "collective"
+                ) from error
             if after is not None:
                 after()
 
@@ -160,7 +174,7 @@ class Nccl(Collectives):
 
 
 class _Working(Handle):
-    """A call of NCCL, which tells without waiting whether the device has made it."""
+    """A call of NCCL, which knows without waiting whether the device has made it."""
 
     def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
         super().__init__(finish)

@@ -1,8 +1,8 @@
-"""Sums over the ranks, always in one order, so that every run gives the same bits."""
+"""Sums the rows of all ranks in one fixed order, so that every run gives the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,41 +15,31 @@ CHUNK = 1 << 18
 
 NARROW = (torch.bfloat16, torch.float16)
 
-Each = Callable[[Tensor], None]
-"""Called with each piece of a sum, in order, while it is in the processor's cache."""
-
 
 @dataclass(frozen=True)
 class Sum:
-    """How the values of all ranks become one.
+    """How the values of all ranks are summed.
 
     With `exact`, 16-bit floats are summed in fp32 and rounded once. With `in_tree`, ranks are
     joined in the tree of sum_tree.py, alike on every transport, else from the left. The sum is
-    multiplied by `scale`, before it is rounded; 1 for whole numbers. A transport that sums here
-    calls `each` with pieces of the sum, an empty one where a rank has none; others never call it.
+    multiplied by `scale`, before it is rounded; 1 for whole numbers.
     """
 
     exact: bool = True
     in_tree: bool = False
-    each: Each | None = None
     scale: float = 1.0
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """That in which values of `dtype` are added."""
+        """The dtype in which values of `dtype` are added."""
         return torch.float32 if self.exact and dtype in NARROW else dtype
 
     @property
-    def untold(self) -> Sum:
-        """The same, of which nobody is told."""
-        return replace(self, each=None)
-
-    @property
     def partial(self) -> Sum:
-        """That of a part of the ranks, which goes into another sum."""
-        return replace(self, each=None, scale=1.0)
+        """The sum of a part of the ranks, which goes into another sum: neither scaled nor shown."""
+        return replace(self, scale=1.0)
 
     def scaled(self, total: Tensor) -> Tensor:
-        """`total`, a sum, multiplied in place."""
+        """Multiply a sum by `scale`, in place."""
         return total if self.scale == 1.0 else total.mul_(self.scale)
 
 
@@ -57,22 +47,17 @@ PLAIN = Sum()
 
 
 def sum_in_rank_order(rows: Sequence[Tensor], out: Tensor, how: Sum) -> None:
-    """out = rows[0] + rows[1] + ..., as `how` says; `out` may be one of the rows.
-
-    How the pieces are cut that `how.each` gets, one at least, depends on the length alone.
-    """
+    """out = rows[0] + rows[1] + ..., as `how` says; `out` may be one of the rows."""
     wide = how.wide(rows[0].dtype)
     between = len(rows) > 2 or (len(rows) > 1 and wide != rows[0].dtype)
     length = min(CHUNK, out.numel()) if between and not how.in_tree else 0
     total = torch.empty(length, dtype=wide, device=out.device)
-    for start in range(0, max(out.numel(), 1), CHUNK):
+    for start in range(0, out.numel(), CHUNK):
         piece, parts = out[start : start + CHUNK], [row[start : start + CHUNK] for row in rows]
         if how.in_tree:
             sum_in_tree(parts, piece, wide, how.scale)
         else:
             _sum(parts, piece, total[: piece.numel()], how)
-        if how.each is not None:
-            how.each(piece)
 
 
 def sum_in_tree(

@@ -1,10 +1,11 @@
-"""How all ranks of a run first meet, and know of each other that they are of it.
+"""Lets all ranks of a run meet at rank 0, and prove to each other that they are of it.
 
-    rank 0      listens ─▶ leaves a note ─▶ waits for all ─▶ removes the note, says where it is
-    the others  find the note ─▶ reach rank 0 ─▶ proof ─▶ "here I am" ─▶ on which network to talk
+    rank 0      listens ─▶ writes a file ─▶ waits for all ─▶ removes it, says where it was reached
+    the others  find the file ─▶ reach rank 0 ─▶ proof ─▶ "here I am" ─▶ on which network to talk
 
-The note has the secret that both prove to know. There is none where the launcher told rank 0's
-address and the secret. torchrun's own store is torch's matter (by_torch.py).
+The rendezvous file (launch/rendezvous_file.py) holds the secret that both prove to know. There is
+none where the launcher gave rank 0's address and the secret. Under torchrun ranks meet on its own
+store (torchrun_store.py).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwise import authentication
-from shardwise.collectives.store import Hosted, Reaching
+from shardwise.collectives.store import ClientStore, HostStore
 from shardwise.errors import LaunchError
-from shardwise.launch import ancestors, interface, notes, rendezvous, secret
+from shardwise.launch import environment, network, progress, rendezvous_file
 from shardwise.launch.identity import Identity
-from shardwise.launch.notes import Note
+from shardwise.launch.rendezvous_file import RendezvousFile
 
 POLL = 0.02
 WARN = 60.0
@@ -43,9 +44,11 @@ REACH = 5.0
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-class Met(NamedTuple):
-    """What ranks have when they have met: a store, and the secret of their run. `is_open`: the
-    secret was told to whoever reached the store. `close` lets go of the store."""
+class Rendezvous(NamedTuple):
+    """What ranks have once they have met: a store, and the secret of their run.
+
+    `is_open`: the secret was given to whoever reached the store. `close` closes the store.
+    """
 
     store: Store
     secret: bytes
@@ -57,8 +60,8 @@ class Met(NamedTuple):
 class _Terms:
     """How the ranks of a run are to meet, until `deadline` of the monotonic clock.
 
-    `address` is rank 0's, where it was told; `path` that of the note, where there is to be one;
-    `given` the secret, where all were told it.
+    `address` is rank 0's, where it was given; `path` that of the rendezvous file, where there is to
+    be one; `given` the secret, where all ranks were given it.
     """
 
     identity: Identity
@@ -78,30 +81,30 @@ class _Terms:
         """Seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
-    def found(self) -> Note | None:
-        """Rank 0's note, or what it would say."""
+    def found(self) -> RendezvousFile | None:
+        """Rank 0's rendezvous file, or what it would say."""
         if self.path is not None:
-            return notes.read(self.path)
+            return rendezvous_file.read(self.path)
         assert self.address is not None
-        return Note(addresses=self.address[:1], port=self.address[1], host="", pid=0)
+        return RendezvousFile(addresses=self.address[:1], port=self.address[1], host="", pid=0)
 
     def __str__(self) -> str:
         return f"within {self.timeout:g} s (--timeout)"
 
 
-def meet(identity: Identity, timeout: float, place: str | None) -> Met:
+def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
     """Meet the other ranks of the run that `identity` belongs to; `timeout` in seconds.
 
     `place` is the setting `rendezvous`: HOST:PORT of rank 0, or a folder that all hosts share.
     Sets GLOO_SOCKET_IFNAME where it is not, to the interface over which all reach rank 0.
     Raises LaunchError where ranks do not find each other, naming those that are missing.
     """
-    address, given = _told_address(identity, place), secret.told(os.environ)
+    address, given = _given_address(identity, place), environment.given_secret(os.environ)
     path = None
     if address is None:
-        path = notes.path(identity, place)
+        path = rendezvous_file.path(identity, place)
     elif given is None and identity.on_one_host and identity.size > 1:
-        path = notes.path(identity, run=f"{address[0]}:{address[1]}")
+        path = rendezvous_file.path(identity, run=f"{address[0]}:{address[1]}")
     terms = _Terms(
         identity=identity,
         timeout=timeout,
@@ -113,9 +116,9 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Met:
     return _receive(terms) if identity.rank == 0 else _go(terms)
 
 
-def _told_address(identity: Identity, place: str | None) -> tuple[str, int] | None:
-    told = identity.launcher == "shardwise run" or place is None
-    if identity.port is not None and told:
+def _given_address(identity: Identity, place: str | None) -> tuple[str, int] | None:
+    is_given = identity.launcher == "shardwise run" or place is None
+    if identity.port is not None and is_given:
         return identity.address or "127.0.0.1", identity.port
     if place is not None and os.sep not in place:
         host, _, port = place.rpartition(":")
@@ -126,16 +129,16 @@ def _told_address(identity: Identity, place: str | None) -> tuple[str, int] | No
 # -- rank 0's side --------------------------------------------------------------------------
 
 
-def _receive(terms: _Terms) -> Met:
-    """The store, when all others have come to it."""
+def _receive(terms: _Terms) -> Rendezvous:
+    """Host the store, and return it when all other ranks have come to it."""
     identity, listening = terms.identity, _listen(terms)
-    port, drawn = listening.getsockname()[1], terms.given or secret.drawn()
+    port, drawn = listening.getsockname()[1], terms.given or environment.draw_secret()
     proven = b"" if terms.is_open else drawn.encode()
-    hosted = Hosted(listening, proven, terms.timeout)
+    hosted = HostStore(listening, proven, terms.timeout)
     try:
         if terms.is_open:
             hosted.set("secret", drawn)
-        with _noted(terms, port, "" if terms.given else drawn):
+        with _announced(terms, port, "" if terms.given else drawn):
             _await_all(terms, hosted)
     except BaseException:
         hosted.close()
@@ -145,22 +148,26 @@ def _receive(terms: _Terms) -> Met:
     address = min(seen, key=lambda one: ipaddress.ip_address(one).is_loopback, default="127.0.0.1")
     hosted.set("address", address)
     _choose_interface(address)
-    return Met(hosted, drawn.encode(), terms.is_open, hosted.close)
+    return Rendezvous(hosted, drawn.encode(), terms.is_open, hosted.close)
 
 
 def _listen(terms: _Terms) -> socket.socket:
-    """Where the others come to: at the address that they were told, or that the user's choice of
+    """Where the others come to: at the address that they were given, or that the user's choice of
     an interface has; everywhere where nothing says by which they come."""
     identity = terms.identity
     if identity.listen_fd is not None:
         return socket.socket(fileno=identity.listen_fd)
     if terms.address is not None:
         host, port = terms.address
-        return rendezvous.listen(_own(host, identity), port)
+        return network.listen(_own(host, identity), port)
     if identity.on_one_host:
-        return rendezvous.listen("127.0.0.1", 0)
+        return network.listen("127.0.0.1", 0)
     named = _named_interface()
-    return rendezvous.listen(interface.address_of(named), 0) if named else notes.listen_everywhere()
+    return (
+        network.listen(network.address_of_interface(named), 0)
+        if named
+        else network.listen_everywhere()
+    )
 
 
 def _own(host: str, identity: Identity) -> str:
@@ -173,30 +180,31 @@ def _own(host: str, identity: Identity) -> str:
     is_loopback = ipaddress.ip_address(found.partition("%")[0]).is_loopback
     if is_loopback:
         return found if identity.on_one_host else ""
-    return found if interface.holding(found) is not None else ""
+    return found if network.interface_of(found) is not None else ""
 
 
-def _noted(terms: _Terms, port: int, told: str) -> AbstractContextManager[None]:
+def _announced(terms: _Terms, port: int, secret: str) -> AbstractContextManager[None]:
     if terms.path is None:
         return nullcontext()
-    addresses = notes.addresses(terms.identity)
+    addresses = rendezvous_file.addresses(terms.identity)
     if terms.address is not None:
         addresses = terms.address[:1]
     elif not terms.identity.on_one_host and (named := _named_interface()):
-        addresses = (interface.address_of(named),)
+        addresses = (network.address_of_interface(named),)
     host, pid = socket.gethostname(), os.getpid()
-    note = Note(addresses=addresses, port=port, host=host, pid=pid, secret=told)
-    return notes.left(terms.path, note)
+    file = RendezvousFile(addresses=addresses, port=port, host=host, pid=pid, secret=secret)
+    return rendezvous_file.written(terms.path, file)
 
 
-def _await_all(terms: _Terms, hosted: Hosted) -> None:
+def _await_all(terms: _Terms, hosted: HostStore) -> None:
     identity, warning = terms.identity, time.monotonic() + WARN
-    beside = Beside(identity)
+    neighbours = LocalRanks(identity)
     keys = {here(rank): rank for rank in range(1, identity.size)}
     while absent := hosted.absent(list(keys), 5 * POLL):
-        now, ended = time.monotonic(), beside.have_ended()
+        now, ended = time.monotonic(), neighbours.have_ended()
+        missing = [keys[key] for key in absent]
+        _check_ended(terms, missing)
         if ended or now > min(terms.deadline, warning):
-            missing = [keys[key] for key in absent]
             said = _missing(terms, missing, ended=ended)
             if ended or not terms.left:
                 raise LaunchError(said).blaming(missing)
@@ -204,17 +212,28 @@ def _await_all(terms: _Terms, hosted: Hosted) -> None:
             warning = terms.deadline
 
 
-class Beside:
-    """Whether ranks beside this one have ended: mpiexec and srun may let the others wait."""
+def _check_ended(terms: _Terms, missing: Sequence[int]) -> None:
+    """Raise LaunchError where one of the `missing` ranks has ended with code 0: it never comes."""
+    if terms.identity.launcher != "shardwise run":  # a launcher inside of it counts its own ranks
+        return
+    if gone := progress.ended_early(missing):
+        raise LaunchError(
+            f"{_ranks(gone)} of {terms.identity.size} ended with exit code 0 before sw.init, where "
+            "the others wait: let all ranks call it, or none."
+        ).blaming(gone)
+
+
+class LocalRanks:
+    """Watches the ranks beside this one: mpiexec and srun may let others wait for an ended one."""
 
     def __init__(self, identity: Identity) -> None:
         self._size = identity.local_size
-        self._launcher = ancestors.launcher() if sys.platform == "linux" else None
+        self._launcher = rendezvous_file.launcher_process() if sys.platform == "linux" else None
         self._fewer_since: float | None = None
 
     def have_ended(self) -> bool:
         """Whether fewer run than were to be started, and have for a while."""
-        living = None if self._launcher is None else ancestors.living_children(self._launcher)
+        living = None if self._launcher is None else rendezvous_file.living_children(self._launcher)
         if living is None or living >= self._size:
             self._fewer_since = None
             return False
@@ -236,12 +255,12 @@ def _missing(terms: _Terms, missing: Sequence[int], *, ended: bool) -> str:
 
 
 def _hint(terms: _Terms) -> str:
-    """What to look at where ranks on several hosts find each other by a note."""
+    """What to look at where ranks on several hosts find each other by a file."""
     if terms.path is None or terms.identity.on_one_host:
         return ""
     return (
         f" Do all hosts share {terms.path.parent}? If not, name a folder that they share, or rank "
-        f"0's host and a port that is free there: {notes.VARIABLE}=FOLDER/ or HOST:PORT."
+        f"0's host and a port that is free there: {rendezvous_file.VARIABLE}=FOLDER/ or HOST:PORT."
     )
 
 
@@ -252,16 +271,17 @@ def _ranks(ranks: Sequence[int]) -> str:
 # -- the others' side -----------------------------------------------------------------------
 
 
-def _go(terms: _Terms) -> Met:
-    """The store of rank 0, when all have come to it."""
+def _go(terms: _Terms) -> Rendezvous:
+    """Reach the store of rank 0, and return it when all ranks have come to it."""
     trouble, refused_since = "", None
     while terms.left:
-        note = terms.found()
-        for name in note.addresses if note else ():
-            assert note is not None
-            known = "" if terms.is_open else (terms.given or note.secret)
+        _check_ended(terms, [0])
+        file = terms.found()
+        for name in file.addresses if file else ():
+            assert file is not None
+            known = "" if terms.is_open else (terms.given or file.secret)
             try:
-                connection = _connect(terms, name, note.port, known.encode())
+                connection = _connect(terms, name, file.port, known.encode())
             except OSError as error:  # this address leads nowhere; the next one may
                 trouble = _trouble(error)
                 refused_since = _refused(refused_since, error)
@@ -277,7 +297,7 @@ def _connect(terms: _Terms, name: str, port: int, known: bytes) -> socket.socket
     """A connection to rank 0 that is proven at both ends. Raises OSError."""
     connection = socket.create_connection((name, port), timeout=max(0.001, min(REACH, terms.left)))
     try:
-        # The kernel accepts for a rank 0 that was told where to listen, and is yet to come.
+        # The kernel accepts for a rank 0 that was given its port, and is yet to come.
         patience = terms.left if terms.path is None else min(REACH, terms.left)
         authentication.prove(connection, known, time.monotonic() + patience)
     except BaseException:
@@ -287,7 +307,7 @@ def _connect(terms: _Terms, name: str, port: int, known: bytes) -> socket.socket
 
 
 def _refused(since: float | None, error: OSError) -> float | None:
-    """Since when every answer was that we are not known there."""
+    """Since when every answer was that this rank does not know the secret."""
     return (since or time.monotonic()) if isinstance(error, authentication.Unproven) else None
 
 
@@ -295,15 +315,15 @@ def _trouble(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "it does not answer, as where it has not called sw.init, or is stopped"
     if isinstance(error, authentication.Unproven):
-        return f"{error} ({secret.VARIABLE} must be alike on all ranks)"
+        return f"{error} ({environment.SECRET_VARIABLE} must be alike on all ranks)"
     return error.strerror or str(error)
 
 
-def _come(terms: _Terms, connection: socket.socket, known: str) -> Met:
+def _come(terms: _Terms, connection: socket.socket, known: str) -> Rendezvous:
     """Say that this rank is here, and wait for the others."""
     identity = terms.identity
     address = connection.getpeername()[0].removeprefix("::ffff:")
-    store = Reaching(connection, terms.timeout)
+    store = ClientStore(connection, terms.timeout)
     try:
         store.set(here(identity.rank), address)
         if store.absent(["address"], terms.left):
@@ -321,7 +341,7 @@ def _come(terms: _Terms, connection: socket.socket, known: str) -> Met:
     except BaseException:
         store.close()
         raise
-    return Met(store, known.encode(), terms.is_open, store.close)
+    return Rendezvous(store, known.encode(), terms.is_open, store.close)
 
 
 def _did_not_come(terms: _Terms, missing: Sequence[int]) -> LaunchError:
@@ -333,13 +353,13 @@ def _did_not_come(terms: _Terms, missing: Sequence[int]) -> LaunchError:
 
 
 def _did_not_find(terms: _Terms, trouble: str) -> LaunchError:
-    identity, note = terms.identity, terms.found()
-    if note is not None:
-        where = f"at {' or '.join(note.addresses)}, port {note.port}"
+    identity, file = terms.identity, terms.found()
+    if file is not None:
+        where = f"at {' or '.join(file.addresses)}, port {file.port}"
         what = f"did not reach rank 0 {where}, {terms}" + (f": {trouble}" if trouble else "")
     else:
         assert terms.path is not None
-        what = f"found no note of rank 0 in {terms.path.parent} {terms}"
+        what = f"found no rendezvous file of rank 0 in {terms.path.parent} {terms}"
     return LaunchError(
         f"Rank {identity.rank} of {identity.size}, started by {identity.launcher} on "
         f"{socket.gethostname()}, {what}. Did rank 0 start?{_hint(terms)}"
@@ -358,6 +378,6 @@ def _named_interface() -> str:
 def _choose_interface(address: str) -> None:
     """Let Gloo talk on the network where rank 0 has `address`; the user's own choice stays."""
     if INTERFACE not in os.environ:
-        name = interface.holding(interface.towards(address))
+        name = network.interface_of(network.address_towards(address))
         if name is not None:
             os.environ[INTERFACE] = name

@@ -1,4 +1,7 @@
-"""Which ranks can share memory, found out together over a group that they already have."""
+"""Finds out which ranks are on one host, and sets up shared memory between them.
+
+Ranks decide together, over a group that they already have.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,11 @@ from typing import TypeVar
 import torch
 
 from shardwise.collectives.arena import Arena
-from shardwise.collectives.base import Collectives
+from shardwise.collectives.base import Collectives, GroupRanks
 from shardwise.collectives.gloo import Gloo
-from shardwise.collectives.hierarchical import Spanning
-from shardwise.collectives.roster import Roster
-from shardwise.collectives.shared_memory import Shared
-from shardwise.collectives.shared_work import Fleet
+from shardwise.collectives.hierarchical import Hierarchical
+from shardwise.collectives.shared_memory import SharedMemory
+from shardwise.collectives.shared_work import ProcessWork
 from shardwise.collectives.socket_mesh import connect, listen
 from shardwise.errors import LaunchError
 
@@ -32,8 +34,8 @@ def share_memory(group: Collectives, timeout: float, *, required: bool) -> Colle
     so; where a host's sockets or memory fail, rank 0 says so in one line. Raises LaunchError
     instead where it is `required`.
     """
-    keys = group.gather_plain(key())
-    hosts = grouped(keys)
+    keys = group.gather_plain(host_key())
+    hosts = ranks_by_host(keys)
     counts = {len(ranks) for ranks in hosts}
     if None in keys or counts == {1} or len(counts) > 1:
         if required:
@@ -51,7 +53,7 @@ def share_memory(group: Collectives, timeout: float, *, required: bool) -> Colle
     return group
 
 
-def grouped(keys: Sequence[str | None]) -> list[list[int]]:
+def ranks_by_host(keys: Sequence[str | None]) -> list[list[int]]:
     """The ranks of each host, by the key that each rank gave; hosts in the order of their first."""
     return [[r for r, k in enumerate(keys) if k == host] for host in dict.fromkeys(keys)]
 
@@ -61,8 +63,8 @@ def _listed(hosts: Sequence[Sequence[int]]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
-def key() -> str | None:
-    """What ranks have in common that can share memory and sockets; None where none can."""
+def host_key() -> str | None:
+    """A key that ranks have in common which can share memory and sockets; None where none can."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -74,7 +76,7 @@ def key() -> str | None:
 
 
 def _apart(keys: Sequence[str | None], hosts: Sequence[Sequence[int]]) -> str:
-    """Why ranks cannot share memory, for who asked for it."""
+    """Say why ranks cannot share memory, where the user asked for it."""
     if None in keys:
         return (
             "--transport shared needs Linux and a readable /proc on every host, which rank "
@@ -95,8 +97,8 @@ def _apart(keys: Sequence[str | None], hosts: Sequence[Sequence[int]]) -> str:
 
 def _try(
     group: Collectives, hosts: Sequence[Sequence[int]], timeout: float
-) -> Shared | Spanning | str:
-    """The transport, or why there is none; alike on all ranks."""
+) -> SharedMemory | Hierarchical | str:
+    """Set up the transport; returns it, or why there is none. Alike on all ranks."""
     drawn = group.gather_plain(secrets.token_hex(8))[0]
     mine = next(ranks for ranks in hosts if group.rank in ranks)
     name, arena = f"{drawn}-{mine[0]}", Arena()
@@ -111,18 +113,25 @@ def _try(
     if listener is None:
         return fault
     with listener:
-        known = group.lookout.secret
+        known = group.status_server.secret
         joined = _together(group, lambda: connect(listener, name, known, *place), _each)
     sockets, fault = joined
     if sockets is None:
         return fault
-    roster = Roster.whole(group.size).part(mine)
-    inside = Shared(sockets, Fleet(group.lookout), arena, *place, under=group, roster=roster)
+    group_ranks = GroupRanks.whole(group.size).part(mine)
+    inside = SharedMemory(
+        sockets,
+        ProcessWork(group.status_server),
+        arena,
+        *place,
+        under=group,
+        group_ranks=group_ranks,
+    )
     if len(hosts) == 1:
         return inside
     between = group.split([sorted(column) for column in zip(*hosts, strict=True)])
     assert isinstance(between, Gloo)
-    return Spanning(inside, between, hosts, group.rank, group)
+    return Hierarchical(inside, between, hosts, group.rank, group)
 
 
 def _try_memory(arena: Arena) -> None:
@@ -138,7 +147,7 @@ def _together(
     attempt: Callable[[], T],
     opened: Callable[[T], Iterable[socket.socket]],
 ) -> tuple[T | None, str]:
-    """What `attempt` makes when it succeeds on all ranks; else None, and the first failure.
+    """Run `attempt` on all ranks: what it makes, or None and the first failure of any.
 
     `opened` are the sockets in what it made, closed again where others failed.
     """

@@ -1,14 +1,13 @@
-"""CPU ranks of one host, through memory that all of them map.
+"""The transport of CPU ranks on one host, through memory that all of them map.
 
-Nothing is sent but notes about what is ready (flights.py): each rank reads what it needs straight
-out of the others' buffers.
+Nothing is sent but small messages about what is ready (shared_work.py): each rank reads what it
+needs straight out of the others' buffers (shared_buffers.py).
 
     reduce-scatter   all ready ─▶ sum the own interval ─▶ done
     all-reduce       all ready ─▶ sum the own interval ─▶ all halfway ─▶ copy the rest ─▶ done
     all-gather       all ready ─▶ copy the others' intervals ─▶ done
 
-A result may be read when this rank is done, a buffer written again when all are. Memory that was
-not allocated here is copied to a place that was; what is small travels in the note itself.
+A result may be read when this rank is done, a buffer written again when all are.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from shardwise.collectives.base import (
     Collectives,
     Counts,
     Cuts,
+    GroupRanks,
     Handle,
     Solo,
     check_groups,
@@ -36,29 +36,32 @@ from shardwise.collectives.base import (
     slice_of,
 )
 from shardwise.collectives.ordered_sums import PLAIN, Sum, sum_in_rank_order
-from shardwise.collectives.roster import Roster
+from shardwise.collectives.shared_buffers import SharedBuffers, as_bytes, real_buffer
 from shardwise.collectives.shared_work import (
     DONE,
-    ENDED,
     HALFWAY,
     READY,
-    Fleet,
-    Flight,
-    Flights,
-    Plan,
+    GroupWork,
+    ProcessWork,
+    SharedWork,
+    Steps,
     first_message,
 )
-from shardwise.collectives.socket_mesh import INLINE, Mesh, Message, Watch, connect, listen
-from shardwise.collectives.torch_backend import gathered_rows, interval, wire
+from shardwise.collectives.socket_mesh import (
+    INLINE,
+    MeshMessage,
+    MeshPoll,
+    SocketMesh,
+    connect,
+    listen,
+)
+from shardwise.collectives.torch_backend import gathered_rows, interval, real_view
 from shardwise.errors import CollectiveError
 from shardwise.layout import even_cuts
 
-POOLED = 1 << 25
-"""Bytes up to which a place for private memory is kept for later calls."""
 
-
-class Mapped(Collectives):
-    """Ranks that map the memory of those on their host."""
+class MappedMemory(Collectives):
+    """What transports have in common whose ranks map the memory of those on their host."""
 
     sums_onto = True
     looks = True
@@ -66,14 +69,14 @@ class Mapped(Collectives):
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
-        buffer, cuts = real(buffer, cuts)
+        buffer, cuts = real_buffer(buffer, cuts)
         own = interval(buffer, cuts, self.rank)
-        return self._scatter(own, buffer, cuts, own if into is None else wire(into), how)
+        return self._scatter(own, buffer, cuts, own if into is None else real_view(into), how)
 
     def reduce_scatter_onto(
         self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
     ) -> Handle:
-        own, (buffer, cuts) = wire(own), real(buffer, cuts)
+        own, (buffer, cuts) = real_view(own), real_buffer(buffer, cuts)
         return self._scatter(own, buffer, cuts, own, how)
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
@@ -91,11 +94,12 @@ class Mapped(Collectives):
         """An all-gather that says it is a call of this `kind`."""
 
 
-class Shared(Mapped):
+class SharedMemory(MappedMemory):
     """CPU ranks of one host, over shared memory.
 
-    `under` is the group that they agreed on it over, which is left with this one; `roster` says
-    which ranks of the run these are, where they are not all.
+    `under` is the group over which they agreed on it; it is closed with this one. `group_ranks`
+    says which ranks of the run these are, where they are not all. `buffers` are what these ranks
+    show each other.
     """
 
     name = "shared memory"
@@ -103,259 +107,201 @@ class Shared(Mapped):
     def __init__(
         self,
         sockets: dict[int, socket.socket],
-        fleet: Fleet,
+        process_work: ProcessWork,
         arena: Arena,
         rank: int,
         size: int,
         timeout: float,
         under: Collectives | None = None,
-        roster: Roster | None = None,
+        group_ranks: GroupRanks | None = None,
     ) -> None:
-        super().__init__(rank, size, fleet.lookout)
-        self._roster = roster or Roster.whole(size)
-        self._arena = arena
+        super().__init__(rank, size, process_work.status_server)
+        self._group_ranks = group_ranks or GroupRanks.whole(size)
         self._timeout = timeout
         self._under = under
-        self._fleet = fleet
-        mesh = Mesh(sockets, fleet.watch)
-        self._flights = Flights(mesh, fleet, rank, size, timeout, self._roster)
-        self._told: set[int] = set()
-        self._spare: list[Tensor] = []
-        self._children: list[Shared] = []
-        self._parent: ref[Shared] | None = None
+        self._process_work = process_work
+        mesh = SocketMesh(sockets, process_work.poll)
+        self._work = GroupWork(mesh, process_work, rank, size, timeout, self._group_ranks)
+        self.buffers = SharedBuffers(arena, self._work, rank, size)
+        self._children: list[SharedMemory] = []
+        self._parent: ref[SharedMemory] | None = None
         self._calls = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         assert device.type == "cpu", device
-        return self._arena.allocate(numel, dtype)
+        return self.buffers.arena.allocate(numel, dtype)
 
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         assert device.type == "cpu", device
         made: list[Tensor] = []
         like = torch.empty(numel, dtype=dtype, device="meta")
         begin = self.opening("common memory", like)
-        self._flights.start(begin, self._common(begin, like, made)).wait()
+        self._work.start(begin, self._common(begin, like, made)).wait()
         return made[0]
 
     @property
     def under(self) -> Collectives | None:
-        """The group that these ranks agreed on this one over; None where it was split off."""
+        """The group over which these ranks agreed on this one; None where it was split off."""
         return self._under
 
     # -- the verbs ------------------------------------------------------------------------
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
-        buffer = wire(buffer)
+        buffer = real_view(buffer)
         begin = self.opening("all-reduce", buffer)
         plan = self._exchange if buffer.nbytes <= INLINE else self._all_reduce
-        return self._flights.start(begin, plan(begin, buffer, how))
+        return self._work.start(begin, plan(begin, buffer, how))
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
-        buffer = wire(buffer)
+        buffer = real_view(buffer)
         begin = self.opening("broadcast", buffer, source)
-        return self._flights.start(begin, self._broadcast(begin, buffer, source))
+        return self._work.start(begin, self._broadcast(begin, buffer, source))
 
     def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
         begin = self.opening("all-to-all", sent.new_empty(0), hash(tuple(map(tuple, counts))))
-        return self._flights.start(begin, self._all_to_all(begin, sent, counts, received))
+        return self._work.start(begin, self._all_to_all(begin, sent, counts, received))
 
     def barrier(self) -> None:
         begin = self.opening("barrier", torch.empty(0))
-        self._flights.start(begin, self._barrier(begin)).wait()
+        self._work.start(begin, self._barrier(begin)).wait()
 
-    def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Flight:
+    def _scatter(
+        self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum
+    ) -> SharedWork:
         begin = self.opening("reduce-scatter", buffer, hash(tuple(cuts)))
-        plan = self._reduce_scatter(begin, own, buffer, cuts, target, how)
-        return self._flights.start(begin, plan)
+        steps = self._reduce_scatter(begin, own, buffer, cuts, target, how)
+        return self._work.start(begin, steps)
 
-    def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Flight:
-        buffer, cuts = real(buffer, cuts)
+    def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> SharedWork:
+        buffer, cuts = real_buffer(buffer, cuts)
         begin = self.opening(kind, buffer, hash(tuple(cuts)))
-        return self._flights.start(begin, self._all_gather(begin, buffer, cuts))
+        return self._work.start(begin, self._all_gather(begin, buffer, cuts))
 
     # -- how they go ----------------------------------------------------------------------
 
-    def _barrier(self, begin: Message) -> Plan:
-        self._flights.post(begin)
+    def _barrier(self, begin: MeshMessage) -> Steps:
+        self._work.post(begin)
         yield READY
 
-    def _exchange(self, begin: Message, buffer: Tensor, how: Sum) -> Plan:
-        """A small all-reduce: everyone tells everything, and sums all."""
-        self._flights.post(begin._replace(payload=as_bytes(buffer)))
+    def _exchange(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
+        """A small all-reduce in one exchange: everyone sends everything, and sums all."""
+        self._work.post(begin._replace(payload=as_bytes(buffer)))
         came = yield READY
-        rows = self.rows(came, buffer, 0)
-        sum_in_rank_order(rows, buffer, how.untold)
-        own = interval(buffer, even_cuts(buffer.numel(), self.size), self.rank)
-        if how.each is not None:
-            how.each(own)
+        rows = self.buffers.rows(came, buffer, 0)
+        sum_in_rank_order(rows, buffer, how)
 
-    def _all_reduce(self, begin: Message, buffer: Tensor, how: Sum) -> Plan:
+    def _all_reduce(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
         cuts = even_cuts(buffer.numel(), self.size)
-        public = self.publish(begin, buffer)
+        public = self.buffers.publish(begin, buffer)
         came = yield READY
         own = interval(public, cuts, self.rank)
-        rows = self.rows(came, own, cuts[self.rank])
+        rows = self.buffers.rows(came, own, cuts[self.rank])
         sum_in_rank_order(rows, own, how)
-        self._flights.say(begin, HALFWAY)
+        self._work.announce(begin, HALFWAY)
         # A rank that is halfway has read what it sums of this buffer, and summed what is read of
         # its own: both ends of the copies below are free.
         yield HALFWAY
         for rank, message in came.items():
             part = interval(buffer, cuts, rank)
-            part.copy_(self.read(rank, message, cuts[rank], part))
+            part.copy_(self.buffers.read(rank, message, cuts[rank], part))
         if public is not buffer:
             interval(buffer, cuts, self.rank).copy_(own)
-        self._flights.say(begin, DONE)
+        self._work.announce(begin, DONE)
         yield DONE
-        self.take_back(public, buffer)
+        self.buffers.take_back(public, buffer)
 
     def _reduce_scatter(
-        self, begin: Message, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum
-    ) -> Plan:
-        public = self.publish(begin, buffer)
+        self, begin: MeshMessage, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum
+    ) -> Steps:
+        public = self.buffers.publish(begin, buffer)
         came = yield READY
         # Nobody else reads this rank's interval, so the sum may go over it.
-        rows = self.rows(came, own, cuts[self.rank])
+        rows = self.buffers.rows(came, own, cuts[self.rank])
         sum_in_rank_order(rows, target, how)
-        self._flights.say(begin, DONE)
+        self._work.announce(begin, DONE)
         yield DONE
-        self.take_back(public, buffer)
+        self.buffers.take_back(public, buffer)
 
-    def _all_gather(self, begin: Message, buffer: Tensor, cuts: Cuts) -> Plan:
+    def _all_gather(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
         own = interval(buffer, cuts, self.rank)
         small = max(b - a for a, b in pairwise(cuts)) * buffer.itemsize <= INLINE
-        public = self.publish(begin, own, small=small)
+        public = self.buffers.publish(begin, own, small=small)
         came = yield READY
         for rank, message in came.items():
             part = interval(buffer, cuts, rank)
-            part.copy_(self.read(rank, message, 0, part))
+            part.copy_(self.buffers.read(rank, message, 0, part))
         if not small:
-            self._flights.say(begin, DONE)
+            self._work.announce(begin, DONE)
             yield DONE
-            self.take_back(public, own)
+            self.buffers.take_back(public, own)
 
-    def _all_to_all(self, begin: Message, sent: Tensor, counts: Counts, received: Tensor) -> Plan:
-        public = self.publish(begin, sent)
+    def _all_to_all(
+        self, begin: MeshMessage, sent: Tensor, counts: Counts, received: Tensor
+    ) -> Steps:
+        public = self.buffers.publish(begin, sent)
         came = yield READY
         mine = column(counts, self.rank)
         received[slice_of(mine, self.rank)] = sent[slice_of(counts[self.rank], self.rank)]
         for rank, message in came.items():
             part = received[slice_of(mine, rank)]
-            part.copy_(self.read(rank, message, slice_of(counts[rank], self.rank).start, part))
-        self._flights.say(begin, DONE)
+            part.copy_(
+                self.buffers.read(rank, message, slice_of(counts[rank], self.rank).start, part)
+            )
+        self._work.announce(begin, DONE)
         yield DONE
-        self.take_back(public, sent)
+        self.buffers.take_back(public, sent)
 
-    def _broadcast(self, begin: Message, buffer: Tensor, source: int) -> Plan:
+    def _broadcast(self, begin: MeshMessage, buffer: Tensor, source: int) -> Steps:
         """The source is done when all have read: its buffer is mostly the user's own."""
         small = buffer.nbytes <= INLINE
         if self.rank == source:
-            public = self.publish(begin, buffer, small=small)
+            public = self.buffers.publish(begin, buffer, small=small)
             yield READY
             if not small:
                 yield HALFWAY
-                self.take_back(public, buffer)
+                self.buffers.take_back(public, buffer)
             return
-        self._flights.post(begin)
+        self._work.post(begin)
         came = yield READY
-        buffer.copy_(self.read(source, came[source], 0, buffer))
+        buffer.copy_(self.buffers.read(source, came[source], 0, buffer))
         if not small:
-            self._flights.say(begin, HALFWAY, only=source)
+            self._work.announce(begin, HALFWAY, only=source)
 
-    def _common(self, begin: Message, like: Tensor, made: list[Tensor]) -> Plan:
+    def _common(self, begin: MeshMessage, like: Tensor, made: list[Tensor]) -> Steps:
         if self.rank == 0:
-            made.append(self._arena.alone(like.numel(), like.dtype))
-            self.publish(begin, made[0])
+            made.append(self.buffers.arena.alone(like.numel(), like.dtype))
+            self.buffers.publish(begin, made[0])
         else:
-            self._flights.post(begin)
+            self._work.post(begin)
         came = yield READY
         if self.rank != 0:
-            made.append(self.read(0, came[0], 0, like))
+            made.append(self.buffers.read(0, came[0], 0, like))
 
-    # -- for plans of a larger group ------------------------------------------------------
+    # -- for calls of a larger group ------------------------------------------------------
 
     @property
-    def watch(self) -> Watch:
-        """Where this process looks for messages."""
-        return self._fleet.watch
+    def poll(self) -> MeshPoll:
+        """What this process waits on for messages."""
+        return self._process_work.poll
 
-    def start(self, begin: Message, plan: Plan) -> Handle:
+    def start(self, begin: MeshMessage, steps: Steps) -> Handle:
         """Begin a call that was opened with `begin`."""
-        return self._flights.start(begin, plan)
+        return self._work.start(begin, steps)
 
-    def post(self, message: Message) -> None:
-        """Tell all others."""
-        self._flights.post(message)
+    def post(self, message: MeshMessage) -> None:
+        """Send a message to all others."""
+        self._work.post(message)
 
-    def say(self, begin: Message, stage: int, only: int | None = None) -> None:
-        """Tell all others, or one, that this rank has come to `stage` in a call."""
-        self._flights.say(begin, stage, only)
+    def announce(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
+        """Send all others, or one, that this rank has come to `stage` in a call."""
+        self._work.announce(begin, stage, only)
 
-    def place_for(self, tensor: Tensor) -> Tensor:
-        """`tensor` where all can read it, or memory of its length where they can."""
-        if not tensor.numel() or self._arena.locate(tensor) is not None:
-            return tensor
-        return self._borrow(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
-
-    # -- memory ---------------------------------------------------------------------------
-
-    def opening(self, kind: str, buffer: Tensor, check: int = 0) -> Message:
+    def opening(self, kind: str, buffer: Tensor, check: int = 0) -> MeshMessage:
         """The first message of this rank's next call; `check` is any number that all must share."""
         assert buffer.is_contiguous()
         self._calls += 1
-        for number in [n for n in self._told if not self._arena.holds(n)]:
-            self._told.remove(number)
-            self._flights.post(Message(0, ENDED, segment=number))
+        self.buffers.announce_freed()
         return first_message(self._calls, kind, buffer, check)
-
-    def publish(self, begin: Message, tensor: Tensor, *, small: bool = False) -> Tensor:
-        """Tell all that they may read `tensor`, or the copy of it that is returned."""
-        if small or not tensor.numel():
-            self._flights.post(begin._replace(payload=as_bytes(tensor)))
-            return tensor
-        public = self.place_for(tensor)
-        if public is not tensor:
-            public.copy_(tensor)
-        place = self._arena.locate(public)
-        assert place is not None
-        segment, offset = place
-        fd = -1 if segment.number in self._told else segment.fd
-        self._told.add(segment.number)
-        self._flights.post(begin._replace(segment=segment.number, offset=offset, fd=fd))
-        return public
-
-    def read(self, rank: int, message: Message, first: int, like: Tensor) -> Tensor:
-        """What `rank` told of in `message`, from element `first` on, as long as `like`."""
-        if not like.numel():
-            return torch.empty(0, dtype=like.dtype)
-        if message.payload:
-            told = torch.frombuffer(bytearray(message.payload), dtype=like.dtype)
-            return told[first : first + like.numel()]
-        offset = message.offset + first * like.itemsize
-        return self._flights.windows.view(rank, message.segment, offset, like.numel(), like.dtype)
-
-    def rows(self, came: dict[int, Message], own: Tensor, first: int) -> list[Tensor]:
-        """The ranks' values of this rank's interval, which starts at element `first`."""
-        return [
-            own if rank == self.rank else self.read(rank, came[rank], first, own)
-            for rank in range(self.size)
-        ]
-
-    def _borrow(self, size: int) -> Tensor:
-        """`size` bytes or more of shared memory, kept between calls so that none pays for pages."""
-        for index, spare in enumerate(self._spare):
-            if spare.numel() >= size:
-                return self._spare.pop(index)
-        if size > POOLED:
-            return self._arena.alone(size, torch.uint8)
-        return self._arena.allocate(1 << (size - 1).bit_length(), torch.uint8)
-
-    def take_back(self, public: Tensor, tensor: Tensor) -> None:
-        """All have read `public`, which stood for `tensor`."""
-        whole = public._base
-        if public is not tensor and whole is not None and whole.numel() <= POOLED:
-            self._spare.append(whole)
-            self._spare.sort(key=Tensor.numel)
 
     # -- other groups ---------------------------------------------------------------------
 
@@ -374,16 +320,16 @@ class Shared(Mapped):
             listener = listen(f"{name}-{mine[0]}", place, size, self._timeout)
             with listener:
                 self.barrier()
-                known = self.lookout.secret
+                known = self.status_server.secret
                 sockets = connect(listener, f"{name}-{mine[0]}", known, place, size, self._timeout)
         except OSError as error:
             raise CollectiveError(
-                f"{self._roster.speaker(self.rank)} cannot open sockets to "
-                f"{self._roster.named(mine)}: {error.strerror or error}. "
+                f"{self._group_ranks.speaker(self.rank)} cannot open sockets to "
+                f"{self._group_ranks.named(mine)}: {error.strerror or error}. "
                 "--transport gloo does without."
             ) from error
-        made = (sockets, self._fleet, self._arena, place, size, self._timeout)
-        child = Shared(*made, roster=self._roster.part(mine))
+        made = (sockets, self._process_work, self.buffers.arena, place, size, self._timeout)
+        child = SharedMemory(*made, group_ranks=self._group_ranks.part(mine))
         child._parent = ref(self)
         self._children.append(child)
         return child
@@ -394,19 +340,10 @@ class Shared(Mapped):
         parent = self._parent() if self._parent is not None else None
         if parent is not None and self in parent._children:
             parent._children.remove(self)
-        if not self._flights.is_over():
-            self._arena.leave_to_others()
-        self._flights.close()
-        self._spare.clear()
+        if not self._work.is_over():
+            self.buffers.arena.leave_to_others()
+        self._work.close()
+        self.buffers.close()
         if self._under is not None:
-            self._arena.close()
+            self.buffers.arena.close()
             self._under.close()
-
-
-def real(buffer: Tensor, cuts: Cuts) -> tuple[Tensor, Cuts]:
-    """Complex numbers as pairs of reals, and their cuts."""
-    return wire(buffer), [2 * cut for cut in cuts] if buffer.is_complex() else cuts
-
-
-def as_bytes(tensor: Tensor) -> bytes:
-    return tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""

@@ -1,8 +1,9 @@
-"""Calls in flight between ranks that share memory: what they wait for, and who is missing.
+"""Moves the calls in flight between ranks that share memory, and finds who is missing.
 
-A call is a generator. It tells the others what they need, yields the stage that it waits for all
-of them to reach, and goes on with their messages. Whoever waits for one call moves all that can be
-moved, also in other groups of this process, so ranks may wait for their calls in any order.
+A call is a generator of steps. It sends the others what they need, yields the stage that it waits
+for all of them to reach, and goes on with their messages. Whoever waits for one call moves all
+calls that can be moved, also in other groups of this process: so ranks may wait for their calls in
+any order, and none waits in a circle.
 """
 
 from __future__ import annotations
@@ -14,19 +15,18 @@ from collections.abc import Collection, Generator
 import torch
 from torch import Tensor
 
-from shardwise.collectives.arena import Windows
-from shardwise.collectives.base import Handle
-from shardwise.collectives.progress_thread import Trip
-from shardwise.collectives.roster import Roster
-from shardwise.collectives.socket_mesh import INLINE, Mesh, Message, Watch
-from shardwise.collectives.torch_backend import SAME_CALLS, late
+from shardwise.collectives.arena import MappedSegments
+from shardwise.collectives.base import GroupRanks, Handle
+from shardwise.collectives.progress_thread import PendingWork
+from shardwise.collectives.socket_mesh import INLINE, MeshMessage, MeshPoll, SocketMesh
+from shardwise.collectives.torch_backend import SAME_CALLS, timeout_error
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.timeline.recorder import Launched
-from shardwise.watch.status_server import Lookout
+from shardwise.watch.status_server import StatusServer
 
 READY, HALFWAY, DONE, ENDED, FAILED, OVER = range(6)
 """Stages: the buffer may be read; half of the work is done; all that was needed of the others has
-been read. ENDED tells that a segment is no longer used, FAILED that a rank gives up. OVER is
+been read. ENDED says that a segment is no longer used, FAILED that a rank aborts. OVER is
 nobody's message."""
 
 KINDS = (
@@ -45,33 +45,36 @@ DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)},
 SPIN = 50e-6
 """Seconds to look again and again before going to sleep, where there is a core for every rank."""
 
-Messages = dict[int, Message]
-Plan = Generator[int | Trip, Messages, None]
+Messages = dict[int, MeshMessage]
+"""By rank, its message about a stage."""
+
+Steps = Generator[int | PendingWork, Messages, None]
+"""The steps of a call; yields the stage, or the work between hosts, that it waits for."""
 
 
-class Flight(Handle):
-    """One call of this rank; `opening` is the message that it starts with."""
+class SharedWork(Handle):
+    """The handle of one call of this rank; `opening` is the message that it starts with."""
 
-    def __init__(self, flights: Flights, opening: Message, plan: Plan) -> None:
+    def __init__(self, work: GroupWork, opening: MeshMessage, steps: Steps) -> None:
         super().__init__()
-        self._flights = flights
+        self._work = work
         self.opening = opening
-        self.plan = plan
+        self.steps = steps
         self.stage = READY
-        self.trip: Trip | None = None
+        self.pending: PendingWork | None = None
 
-    def reach(self, step: int | Trip) -> None:
-        """What the plan waits for now: a stage of all ranks here, or a trip between hosts."""
-        self.trip = step if isinstance(step, Trip) else None
-        if not isinstance(step, Trip):
+    def reach(self, step: int | PendingWork) -> None:
+        """Note what the call waits for now: a stage of all ranks here, or work between hosts."""
+        self.pending = step if isinstance(step, PendingWork) else None
+        if not isinstance(step, PendingWork):
             self.stage = step
 
     def noted(self, launched: Launched | None) -> Handle:
         self._noted = launched
-        self.tell()
+        self.note_end()
         return self
 
-    def tell(self) -> None:
+    def note_end(self) -> None:
         """Note the end in the timeline, once the result is there."""
         if self._noted is not None and self.stage >= DONE:
             self._noted.done()
@@ -81,252 +84,266 @@ class Flight(Handle):
         return f"{KINDS[self.opening.kind]} (call {self.opening.call})"
 
     def advance(self) -> None:
-        self._flights.progress()
+        self._work.progress()
 
     def is_there(self) -> bool:
-        self._flights.progress()
+        self._work.progress()
         return self.stage >= DONE
 
     def wait(self) -> None:
-        self._flights.until(self, DONE)
+        self._work.until(self, DONE)
 
     def reusable(self) -> None:
-        self._flights.until(self, OVER)
+        self._work.until(self, OVER)
 
 
-class Fleet:
-    """The calls of all groups of this process, and its `lookout`."""
+class ProcessWork:
+    """The calls of all groups of this process, which any wait of it moves."""
 
-    def __init__(self, lookout: Lookout) -> None:
-        self.lookout = lookout
-        self.watch = Watch()
-        self.told: CollectiveError | None = None
-        """Why a rank of this host, this one too, has given up, in whichever group."""
-        self._flights: dict[Mesh, Flights] = {}
+    def __init__(self, status_server: StatusServer) -> None:
+        self.status_server = status_server
+        self.poll = MeshPoll()
+        self.error: CollectiveError | None = None
+        """Why a rank of this host, this one too, has aborted, in whichever group."""
+        self._work: dict[SocketMesh, GroupWork] = {}
 
-    def join(self, mesh: Mesh, flights: Flights) -> None:
-        """Move the calls of `flights` from now on."""
-        self._flights[mesh] = flights
+    def join(self, mesh: SocketMesh, work: GroupWork) -> None:
+        """Move the calls of `work` from now on."""
+        self._work[mesh] = work
 
-    def leave(self, mesh: Mesh) -> None:
-        """Leave those of `mesh` alone."""
-        self._flights.pop(mesh, None)
+    def leave(self, mesh: SocketMesh) -> None:
+        """Move the calls of `mesh` no longer."""
+        self._work.pop(mesh, None)
 
     def progress(self, patience: float = 0.0) -> None:
         """Move every call as far as what has come allows; wait up to `patience` for a message."""
-        for mesh, rank, message in self.watch.look(patience):
-            self._flights[mesh].take(rank, message)
-        for flights in list(self._flights.values()):
-            flights.move()
+        for mesh, rank, message in self.poll.look(patience):
+            self._work[mesh].receive(rank, message)
+        for work in list(self._work.values()):
+            work.move()
 
 
-class Flights:
-    """The calls of this rank in one group, and what the others have said of theirs."""
+class GroupWork:
+    """The calls of this rank in one group, and the messages of the others about theirs."""
 
     def __init__(
-        self, mesh: Mesh, fleet: Fleet, rank: int, size: int, timeout: float, roster: Roster
+        self,
+        mesh: SocketMesh,
+        process_work: ProcessWork,
+        rank: int,
+        size: int,
+        timeout: float,
+        group_ranks: GroupRanks,
     ) -> None:
         self._mesh = mesh
-        self._fleet = fleet
-        fleet.join(mesh, self)
+        self._process_work = process_work
+        process_work.join(mesh, self)
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._roster = roster
+        self._group_ranks = group_ranks
         self._spin = SPIN if len(os.sched_getaffinity(0)) >= size else 0.0
-        self._alive: dict[int, Flight] = {}
+        self._alive: dict[int, SharedWork] = {}
         self._inbox: dict[tuple[int, int], Messages] = {}
         self._failure: CollectiveError | None = None
-        self.windows = Windows()
+        self.segments = MappedSegments()
 
-    def start(self, opening: Message, plan: Plan) -> Flight:
-        """Begin a call."""
+    def start(self, opening: MeshMessage, steps: Steps) -> SharedWork:
+        """Begin a call: run its `steps` up to the first wait."""
         self._refuse_after_failure()
-        flight = self._alive[opening.call] = Flight(self, opening, plan)
+        call = self._alive[opening.call] = SharedWork(self, opening, steps)
         try:
-            flight.reach(next(plan))
+            call.reach(next(steps))
         except CollectiveError as error:
-            raise self._cut_off(flight, error) from error
+            raise self._cut_off(call, error) from error
         for rank, message in self._inbox.get((opening.call, READY), {}).items():
-            self._compare(flight, rank, message)
+            self._compare(call, rank, message)
         self.progress()
-        return flight
+        return call
 
-    def post(self, message: Message) -> None:
-        """Tell all others."""
+    def post(self, message: MeshMessage) -> None:
+        """Send a message to all others."""
         for rank in self._mesh.peers:
             self._mesh.send(rank, message)
 
-    def say(self, begin: Message, stage: int, only: int | None = None) -> None:
-        """Tell all others, or one, that this rank has come to `stage` in a call."""
-        message = Message(begin.call, stage)
+    def announce(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
+        """Send all others, or one, that this rank has come to `stage` in a call."""
+        message = MeshMessage(begin.call, stage)
         for rank in self._mesh.peers if only is None else [only]:
             self._mesh.send(rank, message)
 
     def progress(self, patience: float = 0.0) -> None:
         """Move every call of this process as far as what has come allows."""
         self._refuse_after_failure()
-        self._fleet.progress(patience)
+        self._process_work.progress(patience)
 
     def move(self) -> None:
         """Move every call of this group as far as what has come allows."""
-        for flight in list(self._alive.values()):
-            self._move(flight)
+        for call in list(self._alive.values()):
+            self._move(call)
 
-    def until(self, flight: Flight, stage: int) -> None:
-        """Return when `flight` has come to `stage`."""
-        if flight.stage < stage and not self._comes_soon(flight, stage):
-            with self._fleet.lookout.waits.noted(flight.name, lambda: self._missing(flight)):
-                self._sleep(flight, stage)
+    def until(self, call: SharedWork, stage: int) -> None:
+        """Return when `call` has come to `stage`."""
+        if call.stage < stage and not self._comes_soon(call, stage):
+            with self._process_work.status_server.waits.noted(
+                call.name, lambda: self._missing(call)
+            ):
+                self._sleep(call, stage)
 
-    def _comes_soon(self, flight: Flight, stage: int) -> bool:
+    def _comes_soon(self, call: SharedWork, stage: int) -> bool:
         """Look again and again for a moment, which is faster than to sleep."""
         until = time.monotonic() + self._spin
         while True:
             self.progress()
-            if flight.stage >= stage:
+            if call.stage >= stage:
                 return True
             if time.monotonic() >= until:
                 return False
 
-    def _sleep(self, flight: Flight, stage: int) -> None:
+    def _sleep(self, call: SharedWork, stage: int) -> None:
         begun = time.monotonic()
-        while flight.stage < stage:
-            if self._fleet.told is not None:
-                self._failure = self._fleet.told  # the others have been told as well
+        while call.stage < stage:
+            if self._process_work.error is not None:
+                self._failure = self._process_work.error  # the others know of it as well
                 raise self._failure
-            if flight.trip is not None:
+            if call.pending is not None:
                 self.progress(self._timeout)  # what it waits for has a limit of its own
                 continue
-            missing = self._unheard(flight)
+            missing = self._unheard(call)
             if lost := missing & self._mesh.gone:
-                raise self._failed(PeerLost, self._lost(flight, lost))
+                raise self._lost(call, lost)
             waited = time.monotonic() - begun
             if waited > self._timeout:
-                raise self._late(flight, missing)
+                raise self._late(call, missing)
             self.progress(self._timeout - waited + 1e-3)
 
     def is_over(self) -> bool:
         """Whether all ranks have read all that this one has shown them, as far as it has heard."""
-        if self._failure is None and self._fleet.told is None:
-            self._fleet.progress()
+        if self._failure is None and self._process_work.error is None:
+            self._process_work.progress()
         return not self._alive
 
     def close(self) -> None:
         """Forget all calls, unmap what the others share, close the sockets."""
         self._alive.clear()
         self._inbox.clear()
-        self.windows.close()
-        self._fleet.leave(self._mesh)
+        self.segments.close()
+        self._process_work.leave(self._mesh)
         self._mesh.close()
 
-    def take(self, rank: int, message: Message) -> None:
-        """Mind what `rank` said."""
+    def receive(self, rank: int, message: MeshMessage) -> None:
+        """Take a message of `rank`."""
         if message.fd >= 0:
-            self.windows.learn(rank, message.segment, message.fd)
+            self.segments.learn(rank, message.segment, message.fd)
         if message.stage == ENDED:
-            self.windows.forget(rank, message.segment)
+            self.segments.forget(rank, message.segment)
             return
         if message.stage == FAILED:
-            self._fleet.told = self._fleet.told or self._passed_on(rank, message)
+            self._process_work.error = self._process_work.error or self._error_of_another(
+                rank, message
+            )
             return
         self._inbox.setdefault((message.call, message.stage), {})[rank] = message
-        flight = self._alive.get(message.call)
-        if message.stage == READY and flight is not None:
-            self._compare(flight, rank, message)
+        call = self._alive.get(message.call)
+        if message.stage == READY and call is not None:
+            self._compare(call, rank, message)
 
-    def _move(self, flight: Flight) -> None:
-        while (came := self._due(flight)) is not None:
+    def _move(self, call: SharedWork) -> None:
+        while (came := self._due(call)) is not None:
             try:
-                flight.reach(flight.plan.send(came))
-                flight.tell()
+                call.reach(call.steps.send(came))
+                call.note_end()
             except StopIteration:
-                flight.stage, flight.trip = OVER, None
-                flight.tell()
-                del self._alive[flight.opening.call]
+                call.stage, call.pending = OVER, None
+                call.note_end()
+                del self._alive[call.opening.call]
                 return
             except CollectiveError as error:
-                raise self._cut_off(flight, error) from error
+                raise self._cut_off(call, error) from error
 
-    def _due(self, flight: Flight) -> Messages | None:
-        """What a flight has waited for, once all of it is here."""
-        if flight.trip is not None:
-            if flight.trip.error is not None:
-                raise self._cut_off(flight, flight.trip.error)
-            return {} if flight.trip.is_over else None
-        if len(came := self._heard(flight)) < self._size - 1:
+    def _due(self, call: SharedWork) -> Messages | None:
+        """The messages that a call has waited for, once all are here; None until then."""
+        if call.pending is not None:
+            if call.pending.error is not None:
+                raise self._cut_off(call, call.pending.error)
+            return {} if call.pending.is_over else None
+        if len(came := self._heard(call)) < self._size - 1:
             return None
-        self._inbox.pop((flight.opening.call, flight.stage), None)
+        self._inbox.pop((call.opening.call, call.stage), None)
         return came
 
-    def _heard(self, flight: Flight) -> Messages:
-        return self._inbox.get((flight.opening.call, flight.stage), {})
+    def _heard(self, call: SharedWork) -> Messages:
+        return self._inbox.get((call.opening.call, call.stage), {})
 
-    def _unheard(self, flight: Flight) -> set[int]:
-        return set(self._mesh.peers) - self._heard(flight).keys()
+    def _unheard(self, call: SharedWork) -> set[int]:
+        return set(self._mesh.peers) - self._heard(call).keys()
 
-    def _missing(self, flight: Flight) -> Collection[int]:
-        """The ranks of the run that a flight waits for."""
-        if flight.trip is not None:
-            return flight.trip.missing()
-        return [self._roster.ranks[place] for place in self._unheard(flight)]
+    def _missing(self, call: SharedWork) -> Collection[int]:
+        """The ranks of the run that a call waits for."""
+        if call.pending is not None:
+            return call.pending.missing()
+        return [self._group_ranks.ranks[place] for place in self._unheard(call)]
 
-    def _compare(self, flight: Flight, rank: int, message: Message) -> None:
-        """All ranks must be in the same collective."""
-        mine, theirs = _claims(flight.opening), _claims(message)
+    def _compare(self, call: SharedWork, rank: int, message: MeshMessage) -> None:
+        """Raise CollectiveError where a rank is in another collective in this call."""
+        mine, theirs = _claims(call.opening), _claims(message)
         if mine == theirs:
             return
-        said, heard = _text(flight.opening), _text(message)
+        said, heard = _text(call.opening), _text(message)
         if said == heard:
             heard += ", cut otherwise or from another source"
         raise self._failed(
             CollectiveError,
             f"Call {message.call} is {said} on {self._name(self._rank)} and {heard} on "
-            f"{self._name(rank)}, of {self._roster.size}. "
-            f"{self._fleet.lookout.compared()}{SAME_CALLS}",
+            f"{self._name(rank)}, of {self._group_ranks.size}. "
+            f"{self._process_work.status_server.call_difference()}{SAME_CALLS}",
         )
 
     def _name(self, *places: int) -> str:
-        return self._roster.named(places)
+        return self._group_ranks.named(places)
 
-    def _lost(self, flight: Flight, lost: set[int]) -> str:
-        return (
-            f"{self._roster.speaker(self._rank)} lost {self._name(*lost)} in {flight.name}: gone "
-            "before it had done its part. The cause is on the rank that went away; see its own "
-            "output."
+    def _lost(self, call: SharedWork, lost: set[int]) -> CollectiveError:
+        return self._failed(
+            PeerLost,
+            f"{self._group_ranks.speaker(self._rank)} lost {self._name(*lost)} in {call.name}: "
+            "gone before it had done its part. The cause is on the rank that went away; see its "
+            "own output.",
+            tuple(self._group_ranks.ranks[place] for place in sorted(lost)),
         )
 
-    def _late(self, flight: Flight, missing: set[int]) -> CollectiveError:
-        """The error of a rank that waited too long, or of the one that gave up before it."""
-        ranks = [self._roster.ranks[place] for place in missing]
-        speaker = self._roster.speaker(self._rank)
-        error = late(self._fleet.lookout, speaker, flight.name, ranks, self._timeout)
+    def _late(self, call: SharedWork, missing: set[int]) -> CollectiveError:
+        """The error of a rank that waited too long, or of the one that aborted before it."""
+        ranks = [self._group_ranks.ranks[place] for place in missing]
+        speaker = self._group_ranks.speaker(self._rank)
+        error = timeout_error(
+            self._process_work.status_server, speaker, call.name, ranks, self._timeout
+        )
         return self._failed(type(error), str(error), error.at_fault)
 
-    def _cut_off(self, flight: Flight, error: Exception) -> Exception:
-        """The error of messages between hosts; where a rank of this host is gone, that is why."""
+    def _cut_off(self, call: SharedWork, error: Exception) -> Exception:
+        """The error of messages between hosts, or of the rank of this host that is to blame."""
         if isinstance(error, PeerLost) and self._mesh.gone:
-            return self._failed(PeerLost, self._lost(flight, self._mesh.gone))
+            return self._lost(call, self._mesh.gone)
         if isinstance(error, CollectiveError):
             return self._failed(type(error), str(error), error.at_fault)
         return error
 
-    def _passed_on(self, rank: int, message: Message) -> CollectiveError:
+    def _error_of_another(self, rank: int, message: MeshMessage) -> CollectiveError:
         kind = PeerLost if message.kind else CollectiveError
         return kind(
-            f"{self._roster.speaker(self._rank)} gave up with {self._name(rank)}, which says: "
+            f"{self._group_ranks.speaker(self._rank)} aborted because {self._name(rank)} failed: "
             f"{message.payload.decode(errors='replace')}"
         )
 
     def _failed(
         self, kind: type[CollectiveError], text: str, at_fault: tuple[int, ...] = ()
     ) -> CollectiveError:
-        """The error to raise, kept for later calls and told to the others."""
+        """The error to raise; later calls raise it again, and the others are told."""
         self._failure = kind(text).blaming(at_fault)
-        self._fleet.told = self._fleet.told or self._failure
-        told = text.encode()[:INLINE]
-        self.post(Message(0, FAILED, kind=int(kind is PeerLost), payload=told))
-        self._fleet.lookout.tell(self._failure)
+        self._process_work.error = self._process_work.error or self._failure
+        reason = text.encode()[:INLINE]
+        self.post(MeshMessage(0, FAILED, kind=int(kind is PeerLost), payload=reason))
+        self._process_work.status_server.announce_abort(self._failure)
         return self._failure
 
     def _refuse_after_failure(self) -> None:
@@ -334,9 +351,9 @@ class Flights:
             raise type(self._failure)(str(self._failure))
 
 
-def first_message(call: int, kind: str, buffer: Tensor, check: int) -> Message:
-    """What a rank says of a call, and all must say alike; `check` is any further number."""
-    return Message(
+def first_message(call: int, kind: str, buffer: Tensor, check: int) -> MeshMessage:
+    """The message that opens a call, alike on all ranks; `check` is any further number."""
+    return MeshMessage(
         call,
         READY,
         kind=KINDS.index(kind),
@@ -346,10 +363,10 @@ def first_message(call: int, kind: str, buffer: Tensor, check: int) -> Message:
     )
 
 
-def _claims(message: Message) -> tuple[int, ...]:
+def _claims(message: MeshMessage) -> tuple[int, ...]:
     return message.kind, message.dtype, message.numel, message.check
 
 
-def _text(message: Message) -> str:
+def _text(message: MeshMessage) -> str:
     dtype = str(DTYPES[message.dtype]).removeprefix("torch.")
     return f"{KINDS[message.kind]} of {message.numel} {dtype} values"

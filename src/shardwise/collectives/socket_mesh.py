@@ -1,4 +1,4 @@
-"""Messages between the processes of one host: a socket from each to each.
+"""Carries small messages between the ranks of one host, over a Unix socket for each pair.
 
 Messages of one peer arrive whole and in order. A peer that ends, however it does, is seen at once
 as the end of its socket. What a rank wrote before it sent a message can be read by who received it:
@@ -35,13 +35,13 @@ _CREDENTIALS = struct.Struct("3i")
 _ROOM = _HEADER.size + INLINE
 _ONE_FD = socket.CMSG_SPACE(struct.calcsize("i"))
 
-_living: WeakSet[Mesh] = WeakSet()
+_living: WeakSet[SocketMesh] = WeakSet()
 
 
-class Message(NamedTuple):
-    """What one rank says to another: its `stage` in call number `call`.
+class MeshMessage(NamedTuple):
+    """A message of one rank to another: its `stage` in call number `call`.
 
-    `kind`, `dtype`, `numel` and `check` say which call it takes it for; `segment` and `offset`
+    `kind`, `dtype`, `numel` and `check` say which collective the call is; `segment` and `offset`
     where its buffer lies, or `payload` is the buffer. `fd` is a descriptor on its way.
     """
 
@@ -57,15 +57,15 @@ class Message(NamedTuple):
     fd: int = -1
 
 
-class Watch:
-    """What comes over all meshes of this process, looked for together."""
+class MeshPoll:
+    """Waits for messages of all meshes of this process together."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._owners: dict[int, tuple[Mesh, int]] = {}
+        self._owners: dict[int, tuple[SocketMesh, int]] = {}
         self._bells: set[int] = set()
 
-    def look(self, patience: float = 0.0) -> Iterator[tuple[Mesh, int, Message]]:
+    def look(self, patience: float = 0.0) -> Iterator[tuple[SocketMesh, int, MeshMessage]]:
         """The messages that have come; waits up to `patience` seconds for the first."""
         for fd, events in self._poll.poll(patience * 1000 if patience > 0 else 0):
             if fd in self._bells:
@@ -78,36 +78,36 @@ class Watch:
                 for message in mesh.read(rank):
                     yield mesh, rank, message
 
-    def follow(self, mesh: Mesh, rank: int, fd: int, *, room: bool = False) -> None:
-        """Look at a socket; with `room` also for room to send."""
+    def follow(self, mesh: SocketMesh, rank: int, fd: int, *, room: bool = False) -> None:
+        """Watch a socket; with `room` also for room to send."""
         self._owners[fd] = mesh, rank
         self._poll.register(fd, select.POLLIN | (select.POLLOUT if room else 0))
 
     def hear(self, bell: int) -> None:
-        """Let an eventfd end the waiting of `look`; it says nothing else."""
+        """Let an eventfd end the waiting of `look`; nothing is read from it."""
         self._bells.add(bell)
         self._poll.register(bell, select.POLLIN)
 
     def leave(self, fd: int) -> None:
-        """Look at it no longer."""
+        """Watch a socket or an eventfd no longer."""
         if self._owners.pop(fd, None) is not None or fd in self._bells:
             self._bells.discard(fd)
             self._poll.unregister(fd)
 
 
-class Mesh:
+class SocketMesh:
     """Sockets from this rank to all others of the host. `gone` are the peers whose end was seen."""
 
-    def __init__(self, peers: dict[int, socket.socket], watch: Watch) -> None:
+    def __init__(self, peers: dict[int, socket.socket], poll: MeshPoll) -> None:
         self._sockets = peers
-        self._unsent: dict[int, deque[Message]] = {rank: deque() for rank in peers}
+        self._unsent: dict[int, deque[MeshMessage]] = {rank: deque() for rank in peers}
         self._buffer = memoryview(bytearray(_ROOM))
         self._blocked: set[int] = set()
-        self.watch = watch
+        self.poll = poll
         self.gone: set[int] = set()
         for rank, peer in peers.items():
             peer.setblocking(False)
-            watch.follow(self, rank, peer.fileno())
+            poll.follow(self, rank, peer.fileno())
         _living.add(self)
 
     @property
@@ -115,7 +115,7 @@ class Mesh:
         """The ranks at the other ends."""
         return list(self._sockets)
 
-    def send(self, rank: int, message: Message) -> None:
+    def send(self, rank: int, message: MeshMessage) -> None:
         """Send, now or as soon as there is room; a message to a peer that is gone is dropped."""
         queue = self._unsent[rank]
         queue.append(message)
@@ -125,10 +125,10 @@ class Mesh:
     def close(self) -> None:
         """Close every socket, which the peers see."""
         for peer in self._sockets.values():
-            self.watch.leave(peer.fileno())
+            self.poll.leave(peer.fileno())
             peer.close()
 
-    def read(self, rank: int) -> Iterator[Message]:
+    def read(self, rank: int) -> Iterator[MeshMessage]:
         """The messages of `rank` that have come."""
         peer = self._sockets[rank]
         while True:
@@ -141,12 +141,12 @@ class Mesh:
             except ConnectionResetError:
                 continue  # it left messages of ours unread; its own are still to be read
             if not length:
-                self.watch.leave(peer.fileno())
+                self.poll.leave(peer.fileno())
                 self.gone.add(rank)
                 return
             fields = _HEADER.unpack_from(self._buffer)
             payload = bytes(self._buffer[_HEADER.size : length])
-            yield Message._make([*fields, payload, _descriptor(extra)])
+            yield MeshMessage._make([*fields, payload, _descriptor(extra)])
 
     def flush(self, rank: int) -> None:
         """Send to `rank` what there is room for."""
@@ -167,7 +167,7 @@ class Mesh:
         blocked = bool(queue)
         if blocked != (rank in self._blocked) and rank not in self.gone:
             self._blocked ^= {rank}
-            self.watch.follow(self, rank, peer.fileno(), room=blocked)
+            self.poll.follow(self, rank, peer.fileno(), room=blocked)
 
 
 def _descriptor(extra: list[tuple[int, int, bytes]]) -> int:
@@ -240,8 +240,8 @@ def _greeted(peer: socket.socket, word: bytes) -> int | None:
 
 def _is_ours(peer: socket.socket) -> bool:
     """Whether a process of this user is at the other end."""
-    told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(told)[1]) == os.geteuid()
+    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(found)[1]) == os.geteuid()
 
 
 def _reach(peer: socket.socket, address: str, until: float) -> None:

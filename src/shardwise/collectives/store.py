@@ -1,7 +1,7 @@
-"""The table of names and values on which ranks meet: in rank 0's memory, for who proves itself.
+"""The key-value store on which ranks meet: in rank 0's memory, for ranks that know the secret.
 
-    rank 0      Table ◀─ Hosted
-    the others  Reaching ─▶ a connection each, lines of JSON ─▶ a thread of rank 0's ─▶ Table
+    rank 0      KeyValueTable ◀─ HostStore
+    the others  ClientStore ─▶ a connection each, JSON lines ─▶ a thread of rank 0 ─▶ KeyValueTable
 
 torch's own store would do for torch, but it asks nobody who it is. A connection lasts as long as
 its rank; nobody is accepted any more once all have come.
@@ -41,8 +41,8 @@ _opened: WeakSet[socket.socket] = WeakSet()
 Message = dict[str, Any]
 
 
-class Table:
-    """Values by key, for many threads."""
+class KeyValueTable:
+    """Values by key; safe for many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,8 +61,10 @@ class Table:
             return total
 
     def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        """Set where `expected` is there, or nothing is and nothing is expected; what is there then,
-        or what was expected where nothing is."""
+        """Set `value` where `expected` is there, or nothing is and nothing is expected.
+
+        Returns what is there then, or what was expected where nothing is.
+        """
         with self._lock:
             if self._values.get(key, b"") == expected:
                 self._put(key, value)
@@ -98,8 +100,8 @@ class Table:
             awaited.notify_all()
 
 
-class _OnTable(Store):
-    """What torch calls a store. Its own verbs are those that torch calls, in C++ too."""
+class _TableStore(Store):
+    """A store as torch knows it, over a table. torch calls these methods, also from C++."""
 
     def __init__(self, timeout: float) -> None:
         """`timeout` in seconds is for waits that are given none."""
@@ -117,7 +119,7 @@ class _OnTable(Store):
 
     @abstractmethod
     def _do(self, verb: str, *given: Any) -> Any:
-        """What a verb of the table returns."""
+        """Call a method of the table."""
 
     def set(self, key: str, value: str | bytes) -> None:
         listeners.note(_bytes(value))
@@ -158,13 +160,15 @@ class _OnTable(Store):
         return False
 
 
-class Hosted(_OnTable):
-    """Rank 0's side: accepts at `listener`, which it owns, those that know `secret`, until
-    `accept_no_more`."""
+class HostStore(_TableStore):
+    """Rank 0's side of the store.
+
+    It accepts at `listener`, which it owns, ranks that know `secret`, until `accept_no_more`.
+    """
 
     def __init__(self, listener: socket.socket, secret: bytes, timeout: float) -> None:
         super().__init__(timeout)
-        self._table = Table()
+        self._table = KeyValueTable()
         self._bells = socket.socketpair()
         self._connections: list[socket.socket] = []
         _opened.update((listener, *self._bells))
@@ -177,7 +181,7 @@ class Hosted(_OnTable):
         return self._table.absent(keys, time.monotonic() + seconds)
 
     def accept_no_more(self) -> None:
-        """All have come: whoever connects from now on is a stranger."""
+        """Accept nobody from now on: all ranks have come."""
         self._bells[0].close()
         self._accepting.join()
 
@@ -219,8 +223,8 @@ _VERBS = ("set", "get", "add", "compare_set", "delete", "count")
 """What other ranks may ask for."""
 
 
-class Reaching(_OnTable):
-    """The others' side, over a `connection` that is proven at both ends."""
+class ClientStore(_TableStore):
+    """The other ranks' side of the store, over a `connection` that is proven at both ends."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         super().__init__(timeout)
@@ -268,7 +272,7 @@ def _fail(why: str) -> NoReturn:
 
 def _started(target: Callable[..., None], *given: Any) -> threading.Thread:
     # A daemon, since the end of a process must not wait for who does not answer.
-    thread = threading.Thread(target=target, args=given, name="shardwise-table", daemon=True)
+    thread = threading.Thread(target=target, args=given, name="shardwise-store", daemon=True)
     thread.start()
     return thread
 

@@ -1,4 +1,4 @@
-"""What the transports share: buffers as backends take them, subgroups, errors in words."""
+"""Helps the transports over torch.distributed: subgroups, complex buffers, errors in words."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives import listeners
-from shardwise.collectives.base import Collectives, Cuts, Handle, Solo, check_groups
-from shardwise.collectives.roster import Roster
+from shardwise.collectives.base import Collectives, Cuts, GroupRanks, Handle, Solo, check_groups
 from shardwise.errors import CollectiveError, PeerLost
-from shardwise.watch.status_server import Lookout
-from shardwise.watch.wait_graph import words
+from shardwise.watch.status_server import StatusServer
+from shardwise.watch.wait_graph import describe_wait
 
 
 def interval(buffer: Tensor, cuts: Cuts, rank: int) -> Tensor:
     return buffer[cuts[rank] : cuts[rank + 1]]
 
 
-def wire(buffer: Tensor) -> Tensor:
-    """`buffer` as the backends take it: complex numbers travel as pairs of reals."""
+def real_view(buffer: Tensor) -> Tensor:
+    """View `buffer` as the backends take it: complex numbers travel as pairs of reals."""
     return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
 def gathered_rows(
     group: Collectives, row: Tensor, gather: Callable[[Tensor, Cuts], Handle]
 ) -> Tensor:
-    """One vector of each rank, by the group's own all-gather: (k,) becomes (size, k)."""
+    """Gather one vector of each rank by the group's own all-gather: (k,) becomes (size, k)."""
     rows = row.new_empty((group.size, row.numel()))
     rows[group.rank] = row
     gather(rows.view(-1), [rank * row.numel() for rank in range(group.size + 1)]).wait()
@@ -40,7 +39,7 @@ def gathered_rows(
 
 
 class _Placeholder:
-    """Counts as a group where torch counts groups, to make a name of the number."""
+    """Counts as a group where torch counts groups, so that the next group gets a fresh number."""
 
 
 _highest = 0
@@ -68,9 +67,9 @@ def _fresh_name(group: Collectives) -> Iterator[None]:
             del names[each]
 
 
-def split(
+def split_group(
     group: Collectives,
-    roster: Roster,
+    group_ranks: GroupRanks,
     groups: Sequence[Sequence[int]],
     backend: str,
     make: Callable[[Sequence[int], dist.ProcessGroup], Collectives],
@@ -78,18 +77,18 @@ def split(
 ) -> Collectives:
     """The group of `groups` that this rank is in; `make` is given its members, in order.
 
-    All are places in `roster`, the ranks of `group`, which is split. Without a `timeout` torch's
-    own of half an hour bounds a wait.
+    All are places in `group_ranks`, the ranks of `group`, which is split. Without a `timeout`
+    torch's own of half an hour bounds a wait.
     """
     rank = group.rank
-    check_groups(groups, len(roster.ranks))
+    check_groups(groups, len(group_ranks.ranks))
     mine = sorted(next((members for members in groups if rank in members), [rank]))
     options: dict[str, Any] = {"backend": backend, "timeout": timeout}
     made: dist.ProcessGroup | None = None
-    if len(roster.ranks) < roster.size:
+    if len(group_ranks.ranks) < group_ranks.size:
         with _fresh_name(group):
             if len(mine) > 1:
-                ranks = list(roster.part(mine).ranks)
+                ranks = list(group_ranks.part(mine).ranks)
                 made = dist.new_group(ranks, use_local_synchronization=True, **options)
     else:
         for members in groups:  # every rank takes part in making every group
@@ -106,10 +105,10 @@ def split(
 _GONE = ("closed by peer", "connection reset", "broken pipe", "connection refused", "eof")
 
 
-def explain(
+def explained(
     error: RuntimeError, speaker: str, what: str, other: str | None = None
 ) -> CollectiveError:
-    """The error that a user reads when the transport gives up.
+    """Turn an error of the backend into the one that a user reads.
 
     `speaker` is this rank ("Rank 0 of 2"), `other` the one that it waited for, where known.
     """
@@ -120,7 +119,7 @@ def explain(
             f"{speaker} lost {other or 'another rank'} in {what}: {first}. "
             "The cause is on the rank that went away; see its own output."
         )
-    if is_late(error):
+    if is_timeout(error):
         whom = f"{other or 'a rank'}, which did not come: {first}."
         return CollectiveError(f"{speaker} waited in {what} for {whom} {ADVICE}")
     return CollectiveError(f"{speaker} failed in {what}: {first}.")
@@ -130,18 +129,27 @@ SAME_CALLS = "Every rank must make the same calls in the same order."
 ADVICE = "Every rank must make the same calls; --timeout sets how long to wait."
 
 
-def is_late(error: RuntimeError) -> bool:
-    """Whether a transport gave up because the time was over."""
+def is_timeout(error: RuntimeError) -> bool:
+    """Whether the backend failed because the time was over."""
     return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
-def late(
-    lookout: Lookout, speaker: str, call: str, missing: Collection[int], timeout: float = 0.0
+def timeout_error(
+    status_server: StatusServer,
+    speaker: str,
+    call: str,
+    missing: Collection[int],
+    timeout: float = 0.0,
 ) -> CollectiveError:
-    """The error of a rank that waited too long for the ranks `missing`: names the root of it."""
-    roots = lookout.roots(missing)
-    if (passed := lookout.passed_on(speaker, roots.told)) is not None:
+    """The error of a rank that waited too long for the ranks `missing`.
+
+    It names those that block them (watch/wait_graph.py).
+    """
+    blocking = status_server.blocking_ranks(missing)
+    if (passed := status_server.error_of_another(speaker, blocking.abort)) is not None:
         return passed
     waited = f"waited {timeout:g} s" if timeout else "waited too long"
-    error = CollectiveError(f"{speaker} {waited} in {call} for {words(missing, roots)} {ADVICE}")
-    return error if roots.circle else error.blaming(roots.ranks)
+    error = CollectiveError(
+        f"{speaker} {waited} in {call} for {describe_wait(missing, blocking)} {ADVICE}"
+    )
+    return error if blocking.is_circle else error.blaming(blocking.ranks)

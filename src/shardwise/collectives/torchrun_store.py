@@ -1,8 +1,8 @@
-"""How ranks meet that torchrun started: on the store of its agent, which torch has to itself.
+"""Lets ranks that torchrun started meet, on the store of its agent.
 
-Whoever reaches that store can read and write it. So what ranks know each other by is not told
-there: on one host rank 0 leaves it in a file that only the same user can read, over several hosts
-the user gives it. Without either the run is open, and says so.
+Whoever reaches that store can read and write it. So the secret of the run is not put there: on one
+host rank 0 writes it to a file that only the same user can read, over several hosts the user gives
+it. Without either the run is open, and says so.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.collectives.rendezvous import Met, here
+from shardwise.collectives.rendezvous import Rendezvous, here
 from shardwise.config import FLAGS_VARIABLE
 from shardwise.errors import LaunchError
-from shardwise.launch import private, secret
+from shardwise.launch import environment, private_files
 from shardwise.launch.identity import Identity
 
 STARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -37,7 +37,7 @@ def has_store() -> bool:
 
 
 def exposed() -> str:
-    """What is said of the agent where shardwise run has not said it; "" where there is none."""
+    """The warning about torchrun's agent; "" without one, or where shardwise run has warned."""
     if not has_store() or FLAGS_VARIABLE in os.environ:
         return ""
     return (
@@ -47,7 +47,7 @@ def exposed() -> str:
     )
 
 
-def meet(identity: Identity, timeout: float) -> Met:
+def meet(identity: Identity, timeout: float) -> Rendezvous:
     """Meet the other ranks on the agent's store; `timeout` in seconds. Raises LaunchError, naming
     those that are missing, and RuntimeError where the store cannot be reached."""
     limit = timedelta(seconds=timeout)
@@ -57,22 +57,22 @@ def meet(identity: Identity, timeout: float) -> Met:
     return _known(identity, store, timeout)
 
 
-def _known(identity: Identity, store: Store, timeout: float) -> Met:
-    """When all have come to `store`: what they know each other by."""
+def _known(identity: Identity, store: Store, timeout: float) -> Rendezvous:
+    """Wait until all have come to `store`, and agree on the secret."""
     limit = timedelta(seconds=timeout)
     store.set(here(identity.rank), "")
     _await_all(identity, store, timeout)
-    given = secret.told(os.environ)
+    given = environment.given_secret(os.environ)
     if given is not None or identity.size == 1:
-        return Met(store, (given or secret.drawn()).encode(), False, _nothing)
+        return Rendezvous(store, (given or environment.draw_secret()).encode(), False, _nothing)
     if identity.on_one_host:
-        return Met(store, _by_file(identity, store, limit).encode(), False, _nothing)
+        return Rendezvous(store, _by_file(identity, store, limit).encode(), False, _nothing)
     if identity.rank == 0:
-        store.set("secret", secret.drawn())
-    return Met(store, store.get("secret"), True, _nothing)
+        store.set("secret", environment.draw_secret())
+    return Rendezvous(store, store.get("secret"), True, _nothing)
 
 
-def adopt(identity: Identity, timeout: float) -> Met:
+def adopt(identity: Identity, timeout: float) -> Rendezvous:
     """Meet on torch's default process group, which the script or a library of it has made before.
 
     Raises LaunchError where that is another one than the launcher's.
@@ -89,7 +89,7 @@ def adopt(identity: Identity, timeout: float) -> Met:
 
 
 def _nothing() -> None:
-    """The store is the agent's: it stays."""
+    """Close nothing: the store is the agent's."""
 
 
 def _await_all(identity: Identity, store: Store, timeout: float) -> None:
@@ -108,12 +108,12 @@ def _await_all(identity: Identity, store: Store, timeout: float) -> None:
 
 
 def _by_file(identity: Identity, store: Store, limit: timedelta) -> str:
-    """The secret that rank 0 draws. Only the name of a file is told on the store."""
+    """Hand the secret that rank 0 draws to all ranks in a file; the store has only its name."""
     if identity.rank == 0:
-        name, drawn = f"secret-{tokens.token_hex(8)}", secret.drawn()
-        place = private.folder() / name
+        name, drawn = f"secret-{tokens.token_hex(8)}", environment.draw_secret()
+        place = private_files.folder() / name
         try:
-            private.write(place, drawn)
+            private_files.write(place, drawn)
             store.set("secret at", name)
             store.wait([_read(rank) for rank in range(1, identity.size)], limit)
         except OSError as error:
@@ -122,24 +122,24 @@ def _by_file(identity: Identity, store: Store, limit: timedelta) -> str:
             ) from error
         finally:
             place.unlink(missing_ok=True)
-            private.tidy()
+            private_files.tidy()
         return drawn
     name = store.get("secret at").decode()
-    found = private.read(_in_our_folder(name))
+    found = private_files.read(_in_our_folder(name))
     if found is None:
         raise LaunchError(
             f"Rank {identity.rank} of {identity.size} finds no {name} of rank 0 in "
-            f"{private.path()}. Is TMPDIR alike on all ranks?"
+            f"{private_files.folder_path()}. Is TMPDIR alike on all ranks?"
         )
     store.set(_read(identity.rank), "")
     return found
 
 
 def _in_our_folder(name: str) -> Path:
-    """Where a file lies whose name somebody has told."""
+    """The path of a file whose name was read from the store, which others may write to."""
     if _FILE.fullmatch(name) is None:
         raise LaunchError(f"{name!r} is no name of rank 0's: others write on torchrun's store.")
-    return private.folder() / name
+    return private_files.folder() / name
 
 
 def _read(rank: int) -> str:

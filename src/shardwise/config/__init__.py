@@ -1,4 +1,4 @@
-"""The settings of a run: what they are, and which of four sources wins.
+"""Defines the settings of a run, and decides which of four sources wins.
 
 A setting comes from, in order of precedence: a flag of `shardwise run`, an environment variable
 SHARDWISE_<NAME> (for those who start with torchrun or srun), a TOML file, a keyword in the script.
@@ -19,7 +19,7 @@ from shardwise.config.sources import (
     HOROVOD_TIMELINE,
     OF_THE_ENGINE,
     PREFIX,
-    Source,
+    SettingsSource,
     as_given,
     load,
     parse,
@@ -44,7 +44,7 @@ __all__ = [
     "PREFIX",
     "SCHEDULES",
     "Settings",
-    "Source",
+    "SettingsSource",
     "as_given",
     "flag",
     "idle",

@@ -1,4 +1,4 @@
-"""Settings that would change nothing: who gave one as a flag meant it to. Pure."""
+"""Finds settings that have no effect: an error where a flag gave one, else a line. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from shardwise.config.settings import FIELDS, Settings, flag
-from shardwise.config.sources import FLAG, OF_THE_ENGINE, SCRIPT, Source, as_given
+from shardwise.config.sources import FLAG, OF_THE_ENGINE, SCRIPT, SettingsSource, as_given
 from shardwise.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def _is_sharded(settings: Settings) -> bool:
     return settings.placement.level > 0
 
 
-_PIPELINE = ("without --pipeline P, the workers that share out the layers", "--pipeline P")
+_PIPELINE = ("without --pipeline P, the number of pipeline stages", "--pipeline P")
 _ALL = (
     Need("sequence_parallel", _is_split, ("tensor",), "without --tensor T", "--tensor T"),
     Need("schedule", _is_shared_out, ("pipeline",), *_PIPELINE),
@@ -57,7 +57,7 @@ OF_AN_ENGINE = tuple(need for need in _ALL if OF_THE_ENGINE & set(need.by))
 """What keywords of `sw.Engine` may still give an effect to."""
 
 
-def idle(found: Sequence[Source], settings: Settings, needs: Collection[Need]) -> list[str]:
+def idle(found: Sequence[SettingsSource], settings: Settings, needs: Collection[Need]) -> list[str]:
     """A line for each of `settings`, which come from `found` (strongest first), that lacks what it
     `needs` here. Raises ConfigError where that is a flag.
 
@@ -79,7 +79,7 @@ def idle(found: Sequence[Source], settings: Settings, needs: Collection[Need]) -
     return lines
 
 
-def _first(found: Sequence[Source], names: Sequence[str]) -> int | None:
+def _first(found: Sequence[SettingsSource], names: Sequence[str]) -> int | None:
     """The strongest source that gives one of `names`, other than the script."""
     for number, source in enumerate(found):
         if source.name != SCRIPT and any(source.values.get(n) is not None for n in names):
@@ -87,7 +87,7 @@ def _first(found: Sequence[Source], names: Sequence[str]) -> int | None:
     return None
 
 
-def _is_the_scripts_choice(found: Sequence[Source], need: Need) -> bool:
+def _is_the_scripts_choice(found: Sequence[SettingsSource], need: Need) -> bool:
     """Whether the script says itself, maybe for one engine of several, what takes the effect."""
     script = found[-1].values
     return _first(found, need.by) is None and any(script.get(n) is not None for n in need.by)

@@ -1,7 +1,7 @@
-"""All settings of a run, from which the flags of the command line are made too. Pure."""
+"""Settings lists all settings of a run; the flags of the command line are made from it. Pure."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 def _setting(
-    default: Any,
-    parse: Callable[[str], Any],
     group: str,
     help: str,
-    metavar: str = "",
+    parse: Callable[[str], Any],
+    metavar: str,
     *,
+    default: Any = None,
     rare: bool = False,
 ) -> Any:
     """A field of Settings; `metavar` is empty for an on/off switch, `rare` keeps it out of the
@@ -29,262 +29,226 @@ def _setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def _switch(group: str, help: str, *, default: bool = False, rare: bool = False) -> Any:
+    """A setting that is on or off."""
+    return _setting(group, help, values.switch, "", default=default, rare=rare)
+
+
+def _choice(
+    group: str,
+    help: str,
+    words: Sequence[str],
+    metavar: str = "",
+    *,
+    default: str = "",
+    rare: bool = False,
+) -> Any:
+    """A setting that is one of `words`, the first of them by default."""
+    return _setting(
+        group,
+        help,
+        values.one_of(*words),
+        metavar or "|".join(words),
+        default=default or words[0],
+        rare=rare,
+    )
+
+
+def _tier(group: str, help: str, *, default: Tier | None = None, rare: bool = False) -> Any:
+    """A setting that says where a state rests."""
+    return _setting(group, help, values.tier, "cpu|nvme:DIR", default=default, rare=rare)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """All settings of a run. The command line's flags are made from these fields."""
 
-    device: str = _setting(
-        "auto",
-        values.one_of("auto", "cpu", "cuda"),
+    device: str = _choice(
         "where",
         "auto: a GPU per local rank where there are enough, else CPU",
-        "auto|cpu|cuda",
+        ("auto", "cpu", "cuda"),
     )
-    transport: str = _setting(
-        "auto",
-        values.one_of("auto", "shared", "gloo"),
+    transport: str = _choice(
         "where",
         "auto: NCCL, shared memory or Gloo; by gloo ranks share a GPU",
-        "auto|shared|gloo",
+        ("auto", "shared", "gloo"),
     )
     rendezvous: str | None = _setting(
-        None,
-        values.rendezvous,
         "where",
         "where ranks of mpirun or srun meet, if it cannot be found out",
+        values.rendezvous,
         "HOST:PORT|DIR/",
         rare=True,
     )
     zero: int | None = _setting(
-        None,
-        values.whole(0),
         "spread",
         "0 replicates all; 1 shards optimizer state; 2 gradients; 3 all",
+        values.whole(0),
         "0|1|2|3",
     )
     shard: tuple[str, ...] | None = _setting(
-        None,
-        values.states,
         "spread",
         "the same by name, such as gradients,optimizer",
+        values.states,
         "STATES",
         rare=True,
     )
-    offload_optimizer: Tier | None = _setting(
-        None, values.tier, "spread", "optimizer state (and gradients) rest there", "cpu|nvme:DIR"
-    )
-    offload_params: Tier | None = _setting(
-        None, values.tier, "spread", "sharded parameters rest there", "cpu|nvme:DIR"
-    )
-    offload_gradients: Tier | None = _setting(
-        None, values.tier, "spread", "sharded gradients rest there", "cpu|nvme:DIR", rare=True
-    )
-    shard_within: str = _setting(
-        "all",
-        values.one_of("all", "host"),
-        "spread",
-        "host: shard in each host, replicate between",
-        "all|host",
+    offload_optimizer: Tier | None = _tier("spread", "optimizer state (and gradients) rest there")
+    offload_params: Tier | None = _tier("spread", "sharded parameters rest there")
+    offload_gradients: Tier | None = _tier("spread", "sharded gradients rest there", rare=True)
+    shard_within: str = _choice(
+        "spread", "host: shard in each host, replicate between", ("all", "host")
     )
     units: tuple[str, ...] | None = _setting(
-        None,
-        values.patterns,
         "spread",
         "modules gathered as a whole; default: repeated blocks",
+        values.patterns,
         "NAMES",
         rare=True,
     )
     tensor: int = _setting(
-        1,
+        "spread",
+        "tensor parallel: split every layer over T workers",
         values.whole(1, values.MOST_RANKS),
-        "spread",
-        "split every layer over T neighbouring workers",
         "T",
+        default=1,
     )
-    sequence_parallel: bool = _setting(
-        False,
-        values.switch,
-        "spread",
-        "with --tensor: norms and residuals by tokens, on one worker each",
-        rare=True,
+    sequence_parallel: bool = _switch(
+        "spread", "with --tensor: norms and residuals by tokens, on one worker each", rare=True
     )
     pipeline: int = _setting(
-        1,
-        values.whole(1, values.MOST_RANKS),
         "spread",
-        "share layers out over P workers, in stages",
+        "pipeline parallel: the layers in stages on P workers",
+        values.whole(1, values.MOST_RANKS),
         "P",
+        default=1,
     )
     microbatches: int | None = _setting(
-        None,
-        values.whole(1),
         "spread",
-        "parts of a batch that follow each other through the stages",
+        "micro-batches that follow each other through the stages",
+        values.whole(1),
         "M",
         rare=True,
     )
-    schedule: str = _setting(
-        "1f1b",
-        values.one_of(*SCHEDULES),
+    schedule: str = _choice(
         "spread",
         "order of the stages: " + ", ".join(SCHEDULES),
+        SCHEDULES,
         "NAME",
+        default="1f1b",
         rare=True,
     )
     stages: tuple[str, ...] | None = _setting(
-        None,
-        values.patterns,
         "spread",
         "modules at which a new stage begins; default: alike in parameters",
+        values.patterns,
         "NAMES",
         rare=True,
     )
     micro_batch_size: int | None = _setting(
-        None,
-        values.whole(1),
-        "spread",
-        "samples per worker per backward; the rest accumulates",
-        "M",
+        "spread", "samples per worker per backward; the rest accumulates", values.whole(1), "M"
     )
-    batch: str = _setting(
-        "total",
-        values.one_of("total", "worker"),
+    batch: str = _choice(
         "spread",
         "what a Loader's batch_size counts: the whole, or each worker's",
-        "total|worker",
+        ("total", "worker"),
         rare=True,
     )
     exact: int | None = _setting(
-        None,
-        values.whole(1, 2**16),
         "spread",
         "V micro-shards per step: same bits on 1, 2, 4, ... V",
+        values.whole(1, 2**16),
         "V",
     )
     bucket_mb: float = _setting(
-        25.0,
-        values.number(0, 1e6, above=True),
         "spread",
         "size of a flat bucket in MB",
+        values.number(0, 1e6, above=True),
         "MB",
+        default=25.0,
         rare=True,
     )
-    overlap: bool = _setting(
-        True, values.switch, "spread", "reduce gradients beside backward", rare=True
+    overlap: bool = _switch("spread", "reduce gradients beside backward", default=True, rare=True)
+    activations: str = _choice(
+        "spread", "recomputed: backward runs each unit again", ("kept", "recomputed")
     )
-    activations: str = _setting(
-        "kept",
-        values.one_of("kept", "recomputed"),
-        "spread",
-        "recomputed: backward runs each unit again",
-        "kept|recomputed",
+    offload_activations: Tier = _tier(
+        "spread", "what forward saves for backward rests there", default=DEVICE
     )
-    offload_activations: Tier = _setting(
-        DEVICE, values.tier, "spread", "what forward saves for backward rests there", "cpu|nvme:DIR"
-    )
-    sync_batch_norm: bool = _setting(
-        False, values.switch, "spread", "BatchNorm statistics over all workers"
-    )
-    precision: str = _setting(
-        "fp32", values.one_of(*PRECISIONS), "precision", "fp32, bf16-mixed, bf16 or fp16-mixed", "P"
-    )
-    reduce_dtype: str = _setting(
-        "fp32",
-        values.one_of("fp32", "param"),
+    sync_batch_norm: bool = _switch("spread", "BatchNorm statistics over all workers")
+    precision: str = _choice("precision", "fp32, bf16-mixed, bf16 or fp16-mixed", PRECISIONS, "P")
+    reduce_dtype: str = _choice(
         "precision",
         "sum 16-bit gradients in fp32, or in their own dtype",
-        "fp32|param",
+        ("fp32", "param"),
         rare=True,
     )
-    compile: bool = _setting(
-        False, values.switch, "precision", "torch.compile each unit, hooks outside"
+    compile: bool = _switch("precision", "torch.compile each unit, hooks outside")
+    nonfinite: str = _choice(
+        "recover", "a NaN gradient stops the run, or skips the step", ("stop", "skip"), rare=True
     )
-    nonfinite: str = _setting(
-        "stop",
-        values.one_of("stop", "skip"),
-        "recover",
-        "a NaN gradient stops the run, or skips the step",
-        "stop|skip",
-        rare=True,
+    save_failure: str = _choice(
+        "recover", "no room for a checkpoint: stop, or train on", ("stop", "continue"), rare=True
     )
-    save_failure: str = _setting(
-        "stop",
-        values.one_of("stop", "continue"),
-        "recover",
-        "no room for a checkpoint: stop, or train on",
-        "stop|continue",
-        rare=True,
-    )
-    trial: bool = _setting(
-        False,
-        values.switch,
-        "recover",
-        "leave no trace: nothing is resumed, saved or exported",
-        rare=True,
+    trial: bool = _switch(
+        "recover", "leave no trace: nothing is resumed, saved or exported", rare=True
     )
     seed: int | None = _setting(
-        None, values.whole(0, values.LARGEST_SEED), "recover", "overrides the script's seed", "S"
+        "recover", "overrides the script's seed", values.whole(0, values.LARGEST_SEED), "S"
     )
-    reseed: bool = _setting(
-        True,
-        values.switch,
+    reseed: bool = _switch(
         "recover",
         "seed generators at every step; off: they are the script's own",
+        default=True,
         rare=True,
     )
     timeout: float = _setting(
-        300.0,
-        values.number(0, values.LONGEST, above=True),
         "watch",
         "seconds a collective may wait for a rank",
+        values.number(0, values.LONGEST, above=True),
         "SECONDS",
+        default=300.0,
     )
     warn_after: float = _setting(
-        60.0,
-        values.number(0, values.LONGEST, above=True),
         "watch",
         "seconds of waiting until it is said for whom",
+        values.number(0, values.LONGEST, above=True),
         "SECONDS",
+        default=60.0,
         rare=True,
     )
     ema_decay: float | None = _setting(
-        None,
-        values.fraction,
         "precision",
         "keep an exponential moving average of the weights",
+        values.fraction,
         "D",
         rare=True,
     )
     timeline: Path | None = _setting(
-        None, values.file, "watch", "where time goes, event by event, as Chrome trace JSON", "FILE"
+        "watch", "where time goes, event by event, as Chrome trace JSON", values.file, "FILE"
     )
     record: str | None = _setting(
-        None,
-        values.folder,
         "watch",
         "write what each step took there, for shardwise scale",
+        values.folder,
         "DIR",
         rare=True,
     )
     stop_after: int | None = _setting(
-        None,
-        values.whole(1),
         "watch",
         "end the run, with success, after so many steps",
+        values.whole(1),
         "STEPS",
         rare=True,
     )
     time_layers: Path | None = _setting(
-        None,
-        values.file,
         "watch",
-        "write there how long each layer takes, for shardwise split",
+        "write there how long each layer takes, for shardwise pipeline-plan",
+        values.file,
         "FILE",
         rare=True,
     )
-    quiet: bool = _setting(
-        False, values.switch, "watch", "do not print the lines at the start", rare=True
-    )
+    quiet: bool = _switch("watch", "do not print the lines at the start", rare=True)
 
     @property
     def placement(self) -> Placement:

@@ -1,4 +1,4 @@
-"""The four sources of settings: which wins, what is said of it, and what is refused.
+"""Reads settings from flags, environment, TOML and script; says which wins, refuses unknown keys.
 
 Nothing here starts or prints.
 """
@@ -32,7 +32,7 @@ SCRIPT = "the script"
 
 
 @dataclass(frozen=True)
-class Source:
+class SettingsSource:
     """One place that settings come from: a name for messages, and its values as given."""
 
     name: str
@@ -112,20 +112,20 @@ def refuse_elsewhere(keywords: Mapping[str, Any], caller: str) -> None:
             )
 
 
-def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[Source]:
+def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[SettingsSource]:
     """The sources of this process, strongest first. Raises ConfigError for an unknown key."""
     flags = _handed_on(environ)
     config = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
-    found = [Source(FLAG, flags), Source("environment", _from_environment(environ))]
+    found = [SettingsSource(FLAG, flags), SettingsSource("environment", _from_environment(environ))]
     if environ.get(HOROVOD_TIMELINE, "") not in _NO_FILE:
-        found.append(Source(HOROVOD_TIMELINE, {"timeline": environ[HOROVOD_TIMELINE]}))
+        found.append(SettingsSource(HOROVOD_TIMELINE, {"timeline": environ[HOROVOD_TIMELINE]}))
     if config:
-        found.append(Source(f"{FILE} {config}", _from_toml(Path(config))))
-    found.append(Source(SCRIPT, keywords))
+        found.append(SettingsSource(f"{FILE} {config}", _from_toml(Path(config))))
+    found.append(SettingsSource(SCRIPT, keywords))
     return found
 
 
-def winning(found: list[Source]) -> dict[str, tuple[Any, str]]:
+def winning(found: list[SettingsSource]) -> dict[str, tuple[Any, str]]:
     """By name of a setting its value and where that came from, given `found` (strongest first)."""
     winners: dict[str, tuple[Any, str]] = {}
     for source in found:
@@ -134,7 +134,7 @@ def winning(found: list[Source]) -> dict[str, tuple[Any, str]]:
     return winners
 
 
-def resolve(found: list[Source]) -> tuple[Settings, list[str]]:
+def resolve(found: list[SettingsSource]) -> tuple[Settings, list[str]]:
     """Merge `found` (strongest first) into Settings, and say in words what overrides what."""
     winners = winning(found)
     chosen = {name: value for name, (value, _) in winners.items()}

@@ -1,4 +1,4 @@
-"""The types that settings and flags have, each as the function that a text becomes it by. Pure.
+"""Parses the text of settings and flags into their types. Pure.
 
 Each raises ValueError with what it takes in words, such as "a whole number of 1 or more", from
 which its caller makes the sentence that names the setting and where it was given.

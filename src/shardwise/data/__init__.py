@@ -1,6 +1,6 @@
-"""The data: one order for any number of ranks, and each rank's share of it."""
+"""Reads data in one order for any number of ranks, and gives each rank its share."""
 
 from shardwise.data.loader import Loader
-from shardwise.data.steps import Step
+from shardwise.data.steps import LoaderStep
 
-__all__ = ["Loader", "Step"]
+__all__ = ["Loader", "LoaderStep"]

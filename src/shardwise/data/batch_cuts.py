@@ -1,4 +1,4 @@
-"""How a total batch is cut into what the ranks run: shares, or the exact mode's micro-shards.
+"""Cuts a total batch into what ranks run: shares, or the exact mode's micro-shards.
 
 shares          rank 0:  0 1 , 2 3      micro-batches of the contiguous share of a rank
 of 8 rows       rank 1:  4 5 , 6 7
@@ -22,7 +22,7 @@ from shardwise.sum_tree import MicroShards
 T = TypeVar("T")
 
 
-class Cut(ABC):
+class BatchCut(ABC):
     """The cut of every total batch for one rank."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Cut(ABC):
 
 
 @dataclass(frozen=True)
-class Shares(Cut):
+class ShareCut(BatchCut):
     """Contiguous shares, in micro-batches of `micro_batch_size` rows; `full` is the total batch
     where it is known."""
 
@@ -81,8 +81,8 @@ class Shares(Cut):
 
 
 @dataclass(frozen=True)
-class Turns(Cut):
-    """Micro-shards, one in each turn."""
+class MicroShardCut(BatchCut):
+    """Micro-shards of the exact mode, one in each turn."""
 
     shards: MicroShards
 

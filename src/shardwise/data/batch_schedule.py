@@ -1,4 +1,4 @@
-"""Which samples make the steps of an epoch, as total batches of indices, alike on all ranks."""
+"""Schedules which samples make each step of an epoch, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from shardwise.data import order
-from shardwise.data.source import Draws
+from shardwise.data.source import SavedGenerators
 from shardwise.errors import DataError
 from shardwise.randomness import seed_from
 from shardwise.world import World
@@ -23,7 +23,7 @@ FEW = 64
 """Elements of a row by which ranks tell whether they hold the same."""
 
 
-class Schedule(ABC):
+class BatchSchedule(ABC):
     """The total batches of a map-style dataset.
 
     `epoch_length` is the number of samples that every epoch gives, None where epochs may differ;
@@ -38,7 +38,7 @@ class Schedule(ABC):
         """The total batches of `epoch` from its sample `offset` on."""
 
 
-class InOrder(Schedule):
+class InOrder(BatchSchedule):
     """Our own order, shuffled or not: a pure function of (seed, epoch, length)."""
 
     def __init__(
@@ -61,7 +61,7 @@ class InOrder(Schedule):
             yield order.indices(whole, rows)
 
 
-class FromSampler(Schedule):
+class FromSampler(BatchSchedule):
     """The order that a user's sampler gives, drawn as it is needed, alike on all ranks."""
 
     def __init__(
@@ -83,7 +83,7 @@ class FromSampler(Schedule):
             yield batch
 
 
-class FromBatchSampler(Schedule):
+class FromBatchSampler(BatchSchedule):
     """The total batches that a user's batch sampler gives; their sizes may vary."""
 
     def __init__(self, batch_sampler: Iterable[Iterable[Any]], *, world: World) -> None:
@@ -122,7 +122,7 @@ def _drawn(
     `each` tells how many an item has. What is drawn is seeded alike on all ranks, and goes on from
     one block to the next, whoever draws in between.
     """
-    draws = Draws(seed_from(world.seed, "sampler", epoch))
+    draws = SavedGenerators(seed_from(world.seed, "sampler", epoch))
     with draws.going_on():
         for told in (sampler, getattr(sampler, "sampler", None)):
             if (set_epoch := getattr(told, "set_epoch", None)) is not None:

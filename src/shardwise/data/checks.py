@@ -1,4 +1,4 @@
-"""What a Loader may be given: each mistake has its sentence."""
+"""Checks the arguments of a Loader: each mistake has its sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from shardwise.data.batch_cuts import Cut, Shares, Turns
+from shardwise.data.batch_cuts import BatchCut, MicroShardCut, ShareCut
 from shardwise.errors import DataError
 from shardwise.sum_tree import MicroShards
 
@@ -20,7 +20,7 @@ class UnknownLength(DataError, TypeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class LoaderArguments:
     """The arguments of a Loader that decide what it gives, and to how many ranks (`size`)."""
 
     dataset: Any
@@ -38,11 +38,11 @@ class Given:
     rank: int
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> BatchCut:
         """How a total batch is cut for this rank."""
         if self.shards is not None:
-            return Turns(self.shards)
-        return Shares(self.size, self.rank, self.micro_batch_size, self.batch_size)
+            return MicroShardCut(self.shards)
+        return ShareCut(self.size, self.rank, self.micro_batch_size, self.batch_size)
 
     @property
     def stream(self) -> bool:

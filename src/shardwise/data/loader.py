@@ -11,13 +11,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardwise.config import Settings
-from shardwise.current_batch import Plan, Stream
+from shardwise.current_batch import LoaderStream, StreamShape
 from shardwise.data import source
-from shardwise.data.checks import Given, UnknownLength
+from shardwise.data.checks import LoaderArguments, UnknownLength
 from shardwise.data.position import Position, restored
 from shardwise.data.readers import Reader, reader
 from shardwise.data.source import Item
-from shardwise.data.steps import Pass, Step
+from shardwise.data.steps import LoaderPass, LoaderStep
 from shardwise.errors import DataError, UsageError
 from shardwise.randomness import seed_from
 from shardwise.sum_tree import MicroShards
@@ -102,7 +102,7 @@ class Loader:
         self._world = current_world()
         settings = _settings(self._world, micro_batch_size)
         batch_size = _total(batch_size, batch_sampler, self._world)
-        given = Given(
+        given = LoaderArguments(
             dataset=dataset,
             batch_size=batch_size,
             shuffle=shuffle,
@@ -125,9 +125,9 @@ class Loader:
         self._reenter = False  # the next pass goes on from the position rather than anew
         self._taken = 0  # steps that the newest pass has given
         self._run = 0  # the number of the newest pass
-        self._stream: Stream | None = None  # what the feed knows of it
+        self._stream: LoaderStream | None = None  # the pass, as the current batch knows it
         # weak, since it calls back: dropping a Loader ends its workers at once
-        self._newest: weakref.ref[Pass] | None = None
+        self._newest: weakref.ref[LoaderPass] | None = None
         self._pinned = pin_memory and self._world.device.type == "cuda"
         self._given = given
         self._options: dict[str, Any] = {
@@ -180,7 +180,7 @@ class Loader:
                 )
             yield from step
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[LoaderStep]:
         """The steps of one epoch; each gives its micro-batches."""
         self._begin()
         run = self._run
@@ -253,12 +253,12 @@ class Loader:
         else:
             self._position, self._reenter = self._began, self._began.offset > 0
 
-    def _open_pass(self) -> Pass | None:
+    def _open_pass(self) -> LoaderPass | None:
         newest = self._newest() if self._newest is not None else None
         return newest if newest is not None and newest.open else None
 
-    def _open(self) -> Pass:
-        opened = Pass(
+    def _open(self) -> LoaderPass:
+        opened = LoaderPass(
             self._items(),
             world=self._world,
             name=self.name,
@@ -330,8 +330,8 @@ def _shards(exact: int, world: World) -> MicroShards:
     return MicroShards(exact, world.size, world.rank)
 
 
-def _plan(given: Given, reader: Reader) -> Plan:
+def _plan(given: LoaderArguments, reader: Reader) -> StreamShape:
     """The shape of a pass, for the lines at the start of a run."""
     size = given.batch_size
     count = given.cut.count(size) if size else 1
-    return Plan(batch_size=size, micro_batches=count, steps_per_epoch=reader.steps)
+    return StreamShape(batch_size=size, micro_batches=count, steps_per_epoch=reader.steps)

@@ -1,4 +1,4 @@
-"""The order of the data, and its cut into steps, shares and micro-batches: pure arithmetic.
+"""Computes the order of the data, and its cut into steps, shares, micro-batches. Pure arithmetic.
 
     epoch        3 1 4 0 5 9 2 6 8 7 10          a function of (seed, epoch, length) alone
     steps        3 1 4 0 5 9 | 2 6 8 7 10        total batches of 6; the last may be short

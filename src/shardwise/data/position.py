@@ -1,4 +1,4 @@
-"""How far training has come in its data."""
+"""Position says how far training has come in its data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a dataset is read by the ranks: what to ask of its source, and what comes of it."""
+"""Readers decide what a rank asks of its source, and what becomes of the answers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from shardwise.data import order
-from shardwise.data.batch_cuts import Cut
+from shardwise.data.batch_cuts import BatchCut
 from shardwise.data.batch_schedule import (
+    BatchSchedule,
     FromBatchSampler,
     FromSampler,
     InOrder,
-    Schedule,
     length_of,
 )
-from shardwise.data.checks import Given
+from shardwise.data.checks import LoaderArguments
 from shardwise.data.position import Position
-from shardwise.data.source import Item, MapSource, Micro, Request, StreamSource, may_draw
-from shardwise.data.transfer import copied
+from shardwise.data.source import Item, MapSource, MicroBatch, StreamRequest, StreamSource, may_draw
 from shardwise.errors import DataError
 from shardwise.world import World
 
@@ -52,7 +53,7 @@ class Reader(ABC):
         self.source.close()
 
 
-def reader(given: Given, world: World) -> Reader:
+def reader(given: LoaderArguments, world: World) -> Reader:
     """The reader for checked arguments."""
     if not given.stream:
         return MapReader(given, world)
@@ -62,7 +63,7 @@ def reader(given: Given, world: World) -> Reader:
 class MapReader(Reader):
     """Each rank reads its share of every total batch of a schedule."""
 
-    def __init__(self, given: Given, world: World) -> None:
+    def __init__(self, given: LoaderArguments, world: World) -> None:
         draws, seed_samples = may_draw(given.dataset), given.seed_samples
         self.source = MapSource(
             given.dataset,
@@ -75,28 +76,28 @@ class MapReader(Reader):
         self._schedule = _schedule(given, world)
         self.epoch_length, self.steps = self._schedule.epoch_length, self._schedule.steps
 
-    def asks(self, run: int, at: Position) -> Iterator[Micro]:
+    def asks(self, run: int, at: Position) -> Iterator[MicroBatch]:
         return micros(self._schedule.batches(at.epoch, at.offset), at.epoch, self._cut)
 
 
 class SliceReader(Reader):
     """Every rank reads the whole stream and keeps its share of each total batch."""
 
-    def __init__(self, given: Given, world: World) -> None:
+    def __init__(self, given: LoaderArguments, world: World) -> None:
         assert given.batch_size is not None
         self.source = _stream_source(given, given.dataset, world, sliced=True)
         length = length_of(given.dataset)
         if length is not None:
             self.steps = order.steps_per_epoch(length, given.batch_size, drop_last=given.drop_last)
 
-    def asks(self, run: int, at: Position) -> Iterator[Request]:
+    def asks(self, run: int, at: Position) -> Iterator[StreamRequest]:
         return requests(run, at.epoch, at.offset)
 
 
 class PartReader(Reader):
     """Every rank reads a part of its own, until the parts of all ranks have ended."""
 
-    def __init__(self, given: Given, world: World) -> None:
+    def __init__(self, given: LoaderArguments, world: World) -> None:
         assert given.batch_size is not None
         dataset = given.dataset
         if world.data_size > 1 and hasattr(dataset, "shard"):
@@ -106,7 +107,7 @@ class PartReader(Reader):
         self._needed = given.batch_size if given.drop_last else 1
         self._parts = given.cut.count(given.batch_size)
 
-    def asks(self, run: int, at: Position) -> Iterator[Request]:
+    def asks(self, run: int, at: Position) -> Iterator[StreamRequest]:
         return requests(run, at.epoch, at.steps * self.source.chunk)
 
     def delivered(self, answers: Iterator[Item | None]) -> Iterator[Item]:
@@ -114,12 +115,12 @@ class PartReader(Reader):
         return until_all_finish(items, self._world, parts=self._parts, needed=self._needed)
 
 
-def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[Micro]:
+def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: BatchCut) -> Iterator[MicroBatch]:
     """A rank's micro-batches of the total `batches`; a first row stands in where it has none."""
     for batch in batches:
         cuts, all_have = cut.parts(len(batch)), cut.all_have(len(batch))
         for part, (first, end) in enumerate(cuts):
-            yield Micro(
+            yield MicroBatch(
                 epoch=epoch,
                 part=part,
                 parts=len(cuts),
@@ -131,11 +132,11 @@ def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[M
             )
 
 
-def requests(run: int, epoch: int, skip: int) -> Iterator[Request]:
+def requests(run: int, epoch: int, skip: int) -> Iterator[StreamRequest]:
     """One micro-batch of a stream after another, until nobody asks any more."""
     number = 0
     while True:
-        yield Request(run, epoch, skip, number)
+        yield StreamRequest(run, epoch, skip, number)
         number += 1
 
 
@@ -165,7 +166,7 @@ def until_all_finish(
         all_have = [order.all_have(min(rows), part) for part in range(parts)]
         if finished:
             for part in range(parts):
-                yield _stand_in(epoch, part, parts, total), copied(stand_in)
+                yield _stand_in(epoch, part, parts, total), _copied(stand_in)
             continue
         yield replace(micro, total=total, all_have=all_have[0]), data
         for part in range(1, parts):
@@ -173,8 +174,8 @@ def until_all_finish(
             yield replace(micro, total=total, all_have=all_have[part]), data
 
 
-def _stand_in(epoch: int, part: int, parts: int, total: int) -> Micro:
-    return Micro(epoch=epoch, part=part, parts=parts, total=total, samples=0, all_have=False)
+def _stand_in(epoch: int, part: int, parts: int, total: int) -> MicroBatch:
+    return MicroBatch(epoch=epoch, part=part, parts=parts, total=total, samples=0, all_have=False)
 
 
 def _gathered(world: World, rows: int) -> list[int]:
@@ -193,7 +194,7 @@ def _check_parts(rows: list[int]) -> None:
         )
 
 
-def _schedule(given: Given, world: World) -> Schedule:
+def _schedule(given: LoaderArguments, world: World) -> BatchSchedule:
     if given.batch_sampler is not None:
         return FromBatchSampler(given.batch_sampler, world=world)
     size, drop_last = given.batch_size, given.drop_last
@@ -203,7 +204,9 @@ def _schedule(given: Given, world: World) -> Schedule:
     return InOrder(given.dataset, size, world=world, shuffle=given.shuffle, drop_last=drop_last)
 
 
-def _stream_source(given: Given, dataset: Any, world: World, *, sliced: bool) -> StreamSource:
+def _stream_source(
+    given: LoaderArguments, dataset: Any, world: World, *, sliced: bool
+) -> StreamSource:
     assert given.batch_size is not None
     first, end = order.share(given.batch_size, world.data_size, world.data_rank)
     return StreamSource(
@@ -218,8 +221,13 @@ def _stream_source(given: Given, dataset: Any, world: World, *, sliced: bool) ->
     )
 
 
-def _sharded_by_dataset(given: Given) -> bool:
+def _sharded_by_dataset(given: LoaderArguments) -> bool:
     if given.sharding != "auto" or given.shards is not None:
         return given.sharding == "dataset"
     shards = getattr(given.dataset, "num_shards", getattr(given.dataset, "n_shards", given.size))
     return hasattr(given.dataset, "shard") and shards >= given.size
+
+
+def _copied(batch: Any) -> Any:
+    """`batch` with tensors of its own, so that changing one in place harms no other use."""
+    return pytree.tree_map_only(Tensor, Tensor.clone, batch)

@@ -1,4 +1,4 @@
-"""What reads the user's dataset, in DataLoader workers or in the main process.
+"""Sources read the user's dataset, in DataLoader workers or in the main process.
 
 A source is asked for one micro-batch at a time and hands it back collated, with what it holds.
 Whatever the dataset or the collate function draws comes from generators seeded by what the draw
@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from shardwise.data.batch_cuts import Cut
+from shardwise.data.batch_cuts import BatchCut
 from shardwise.errors import DataError
 from shardwise.randomness import preserved, seed_from
 
@@ -29,7 +29,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Micro:
+class MicroBatch:
     """One micro-batch of this rank.
 
     `part` of `parts` in its step, whose total batch has `total` rows. `samples` counts this
@@ -56,12 +56,12 @@ class Micro:
         return self.part == self.parts - 1
 
 
-Item = tuple[Micro, Any]
+Item = tuple[MicroBatch, Any]
 """A micro-batch and its data."""
 
 
 @dataclass(frozen=True)
-class Request:
+class StreamRequest:
     """Asks a stream for micro-batch `number` of a reading, which starts after `skip` samples.
 
     `run` tells one reading from the next, so that a kept worker starts over.
@@ -89,7 +89,7 @@ class MapSource:
         self._seed_samples = seed_samples
         self._may_draw = may_draw
 
-    def __getitems__(self, micro: Micro) -> Item:
+    def __getitems__(self, micro: MicroBatch) -> Item:
         with _kept_apart() if self._may_draw else nullcontext():
             rows = self._rows(micro)
             self._seed_for("collate", micro.epoch, micro.indices[0])
@@ -98,7 +98,7 @@ class MapSource:
     def close(self) -> None:
         """Nothing stays open between micro-batches."""
 
-    def _rows(self, micro: Micro) -> list[Any]:
+    def _rows(self, micro: MicroBatch) -> list[Any]:
         if self._seed_samples:
             return [self._row(micro.epoch, index) for index in micro.indices]
         self._seed_for("batch", micro.epoch, micro.indices[0])
@@ -131,7 +131,7 @@ class StreamSource:
         collate: Collate,
         *,
         seed: int,
-        cut: Cut,
+        cut: BatchCut,
         chunk: int,
         rank: int,
         sliced: bool,
@@ -144,10 +144,10 @@ class StreamSource:
         self._rank, self._sliced = rank, sliced
         self._drop_last = drop_last and sliced
         self._run = -1
-        self._micros: Iterator[tuple[Micro, list[Any]]] = iter(())
+        self._micros: Iterator[tuple[MicroBatch, list[Any]]] = iter(())
         self._number = 0
 
-    def __getitems__(self, request: Request) -> Item | None:
+    def __getitems__(self, request: StreamRequest) -> Item | None:
         """The micro-batch asked for, or None past the end of the stream.
 
         Numbers asked of one source only rise.
@@ -178,7 +178,7 @@ class StreamSource:
     def _who(self) -> tuple[int, ...]:
         return () if self._sliced else (self._rank,)
 
-    def _read(self, request: Request) -> Iterator[tuple[Micro, list[Any]]]:
+    def _read(self, request: StreamRequest) -> Iterator[tuple[MicroBatch, list[Any]]]:
         """The micro-batches of a reading, uncollated. A rank's own part ends with one of 0 rows
         that holds a stand-in, or of -1 rows where there was not a single sample."""
         newest: deque[Any] = deque(maxlen=1)
@@ -186,7 +186,7 @@ class StreamSource:
             yield from self._cut(chunk, request.epoch)
         if not self._sliced:
             rows = 0 if newest else -1
-            end = Micro(epoch=request.epoch, part=0, parts=1, total=0, samples=0, rows=rows)
+            end = MicroBatch(epoch=request.epoch, part=0, parts=1, total=0, samples=0, rows=rows)
             yield end, list(newest)
         elif not newest:
             raise DataError(
@@ -194,12 +194,12 @@ class StreamSource:
                 f"{request.epoch}: check what it reads, and that it can be iterated again."
             )
 
-    def _chunks(self, request: Request, newest: deque[Any]) -> Iterator[list[Any]]:
+    def _chunks(self, request: StreamRequest, newest: deque[Any]) -> Iterator[list[Any]]:
         """The rows of each step. `newest` holds the sample read last.
 
         The stream draws from generators of its own, which rest while others draw.
         """
-        draws = Draws(seed_from(self._seed, "stream", *self._who, request.epoch))
+        draws = SavedGenerators(seed_from(self._seed, "stream", *self._who, request.epoch))
         with draws.going_on(), _as_if_no_worker():
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(request.epoch)
@@ -215,14 +215,14 @@ class StreamSource:
             if short:
                 return
 
-    def _cut(self, chunk: list[Any], epoch: int) -> Iterator[tuple[Micro, list[Any]]]:
+    def _cut(self, chunk: list[Any], epoch: int) -> Iterator[tuple[MicroBatch, list[Any]]]:
         """The micro-batches of a step's rows; the first row stands in where there are none."""
         cuts = (self._cut_of.parts if self._sliced else self._cut_of.of_own)(len(chunk))
         # Of a part of its own this rank does not know what the others have: they tell later.
         all_have = self._cut_of.all_have(len(chunk)) if self._sliced else [True] * len(cuts)
         rows = cuts[-1][1] - cuts[0][0]
         for part, (first, end) in enumerate(cuts):
-            micro = Micro(
+            micro = MicroBatch(
                 epoch=epoch,
                 part=part,
                 parts=len(cuts),
@@ -275,8 +275,8 @@ def _kept_apart() -> AbstractContextManager[None]:
     return preserved() if get_worker_info() is None else nullcontext()
 
 
-class Draws:
-    """Generators that go on from where they rested, whoever drew in between."""
+class SavedGenerators:
+    """The state of generators, which go on from there whoever has drawn in between."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -1,4 +1,4 @@
-"""One pass over a Loader: its steps, and the micro-batches of each."""
+"""LoaderPass is one pass over a Loader: it hands out steps, and the micro-batches of each."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from shardwise import timeline
-from shardwise.current_batch import Batch, Plan
-from shardwise.data.source import Item, Micro
-from shardwise.data.transfer import to_device
+from shardwise.current_batch import Batch, StreamShape
+from shardwise.data.source import Item, MicroBatch
 from shardwise.errors import UsageError
 from shardwise.world import World
 
 
-class Pass:
-    """Hands out the items of one pass, telling the feed what each holds.
+class LoaderPass:
+    """Hands out the items of one pass, noting in the world's current batch what each holds.
 
     `stepped(total)` is called when the last micro-batch of a step is handed out: from then on
     the position lies behind that step.
@@ -29,7 +30,7 @@ class Pass:
         *,
         world: World,
         name: str,
-        plan: Plan,
+        plan: StreamShape,
         pinned: bool,
         stepped: Callable[[int], None],
     ) -> None:
@@ -37,17 +38,17 @@ class Pass:
         self._world = world
         self._pinned = pinned
         self._stepped = stepped
-        self.stream = world.feed.open(name, plan)
+        self.stream = world.current_batch.open(name, plan)
         self.open = True
         self._in_hand = False  # samples to train on, since the last step was asked for
         self._step: object = None
 
-    def steps(self, first: int) -> Iterator[Step]:
+    def steps(self, first: int) -> Iterator[LoaderStep]:
         """The steps of this pass, numbered from `first`; each is finished before the next."""
         try:
             self._tell_asked(self._world.step_log.began)
             for number, item in enumerate(iter(self._fetched, None), first):
-                step = Step(self, item, number)
+                step = LoaderStep(self, item, number)
                 yield step
                 step._finish()
                 self._tell_asked(self._world.step_log.asked)
@@ -57,13 +58,13 @@ class Pass:
     def close(self) -> None:
         """Forget the stream and let go of what reads the data; closing twice is harmless."""
         self.open = False
-        self._world.feed.close(self.stream)
+        self._world.current_batch.close(self.stream)
         self._world.step_log.closed(in_hand=self._in_hand)
         self._in_hand = False
         self._items = iter(())
 
     def hand_out(self, item: Item) -> Any:
-        """The data of `item` on the device; the feed knows of it when this returns."""
+        """The data of `item` on the device; the current batch is this one when this returns."""
         self._check_open()
         micro, data = item
         with timeline.span("to the device", timeline.Row.DATA):
@@ -78,7 +79,7 @@ class Pass:
             total=micro.total,
             step=self._step,
         )
-        self._world.feed.give(self.stream, batch, training=torch.is_grad_enabled())
+        self._world.current_batch.give(self.stream, batch, training=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self._world.step_log.given(micro.samples, micro.epoch)
             self._in_hand = True
@@ -89,13 +90,13 @@ class Pass:
     def sit_out(self, item: Item) -> None:
         """Leave out the batch of an evaluation of which this rank has no sample."""
         self._check_open()
-        self._world.feed.sat_out += 1
+        self._world.current_batch.sat_out += 1
         if item[0].last:
             self._stepped(item[0].total)
 
     def some_sit_out(self) -> AbstractContextManager[None]:
         """Inside the block ranks run different numbers of forwards."""
-        return self._world.feed.some_sit_out()
+        return self._world.current_batch.some_sit_out()
 
     def next_item(self) -> Item:
         """The next micro-batch of a step that has begun."""
@@ -109,7 +110,7 @@ class Pass:
         with timeline.span("next batch", timeline.Row.DATA):
             return next(self._items, None)
 
-    def pass_over(self, micro: Micro, left: int) -> None:
+    def pass_over(self, micro: MicroBatch, left: int) -> None:
         """Leave a whole step out."""
         for _ in range(left):
             self.next_item()
@@ -129,10 +130,10 @@ class Pass:
             )
 
 
-class Step:
+class LoaderStep:
     """The micro-batches of one step: iterate over it once. `number` counts from 0 in its epoch."""
 
-    def __init__(self, whole: Pass, first: Item, number: int) -> None:
+    def __init__(self, whole: LoaderPass, first: Item, number: int) -> None:
         self.number = number
         self._pass = whole
         self._first = first
@@ -174,5 +175,25 @@ class Step:
             )
 
 
-def _numbers(micro: Micro) -> tuple[int, ...]:
+def _numbers(micro: MicroBatch) -> tuple[int, ...]:
     return tuple(index for index in micro.indices if isinstance(index, int))
+
+
+def to_device(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
+    """`batch` with its tensors on `device`; others stay as they are.
+
+    Goes through tuples, lists, dicts, named tuples and dataclasses registered with torch's
+    pytree. What has a `to` method of its own (a PackedSequence, Hugging Face's BatchEncoding) is
+    moved by it.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        return leaf.to(device) if _moves(leaf) else leaf
+
+    return pytree.tree_map(move, batch, is_leaf=_moves)
+
+
+def _moves(value: Any) -> bool:
+    return callable(getattr(value, "to", None))

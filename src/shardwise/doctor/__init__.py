@@ -1,1 +1,1 @@
-"""`shardwise doctor`: what each host has, how fast ranks talk, what is wrong and how to mend it."""
+"""`shardwise doctor`: checks each host, measures the network, and says what to mend."""

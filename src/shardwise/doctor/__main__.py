@@ -1,4 +1,4 @@
-"""A rank of `shardwise doctor`: `python -m shardwise.doctor` under any launcher."""
+"""Runs one rank of `shardwise doctor`: `python -m shardwise.doctor` under any launcher."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import sys
 
 from rich.console import Console
 
-from shardwise import launch
-from shardwise.doctor import checks, findings, reach, speed
+from shardwise.doctor import checks, findings, network
 from shardwise.doctor.checks import Check
-from shardwise.doctor.speed import Speed
+from shardwise.doctor.network import Speed
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.initialize import enter
+from shardwise.launch import launchers
 from shardwise.printable import printable
-from shardwise.watch import clocks
-from shardwise.world import World, enter
+from shardwise.world import World
 
 
 def main() -> int:
-    """Look at this host, join the others, measure; rank 0 prints. 1 where a run would fail."""
+    """Check this host, join the others, measure; rank 0 prints. Returns 1 where a run would
+    fail."""
     try:
-        world = enter(0, {}, reach.try_all)
-    except reach.Unreachable as error:
+        world = enter(0, {}, network.connect_all)
+    except network.Unreachable as error:
         return _say_what_is_wrong(error.lines)
     except ConfigError as error:  # alike on all ranks, as settings are
         return _say_what_is_wrong([str(error)])
@@ -37,20 +38,20 @@ def main() -> int:
 
 
 def _say_what_is_wrong(lines: list[str]) -> int:
-    """Rank 0 says what keeps all from joining; the exit code."""
-    is_main = launch.detect(os.environ).rank == 0
+    """Print on rank 0 what keeps the ranks from joining; returns the exit code."""
+    is_main = launchers.detect(os.environ).rank == 0
     for line in lines if is_main else ():
         print(printable(f"wrong: {line}"), flush=True)
     return int(is_main)
 
 
 def _hosts(world: World) -> dict[str, list[Check]]:
-    """The checks of each host, as its first rank made them."""
+    """The checks of each host, as made by its first rank."""
     mine = checks.of_host(world.settings)
-    network = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by Gloo")
-    mine.append(Check("network interface", network))
-    mine += reach.check(launch.detect(os.environ))
-    ahead = clocks.ahead(world.collectives.lookout, 0, "wall")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by Gloo")
+    mine.append(Check("network interface", interface))
+    mine += network.check(launchers.detect(os.environ))
+    ahead = world.collectives.status_server.clock_offset(0, "wall")
     mine.append(findings.clock(None if ahead is None else ahead.ns / 1e9))
     hosts: dict[str, list[Check]] = {}
     for host, found in world.gather((world.host, mine)):
@@ -59,16 +60,16 @@ def _hosts(world: World) -> dict[str, list[Check]]:
 
 
 def _measured(world: World) -> dict[str, Speed]:
-    """Speeds among all ranks and, where there are several hosts, inside each."""
+    """Speeds over all ranks and, where there are several hosts, inside each."""
     if world.size == 1:
         return {}
     group = world.collectives
-    found = {f"of {world.size} ranks over {group.name}": speed.of_group(group, world.device)}
+    found = {f"of {world.size} ranks over {group.name}": network.measure_speed(group, world.device)}
     names = world.gather(world.host)
     members = [[rank for rank, name in enumerate(names) if name == host] for host in set(names)]
     if len(members) > 1 and min(map(len, members)) > 1:
         inside = group.split(sorted(members))
-        found[f"inside {world.host}"] = speed.of_group(inside, world.device)
+        found[f"inside {world.host}"] = network.measure_speed(inside, world.device)
     return found
 
 

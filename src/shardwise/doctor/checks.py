@@ -1,4 +1,4 @@
-"""What one host has, and what of it would make a run fail or go slowly."""
+"""Checks one host: what it has, and what of that would make a run fail or go slowly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all hosts have, side by side, and what is wrong with it. Pure."""
+"""Compares the checks of all hosts, and formats the tables and advice; no I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.doctor.checks import Check
-from shardwise.doctor.speed import Speed
+from shardwise.doctor.network import Speed
 from shardwise.printable import printable
 
 ALIKE = ("Python", "torch", "shardwise")
@@ -21,7 +21,7 @@ Hosts = Mapping[str, Sequence[Check]]
 
 
 def table(hosts: Hosts) -> Table:
-    """A row per check, a column per host."""
+    """A table with a row per check and a column per host."""
     found = Table(show_header=len(hosts) > 1, box=None)
     found.add_column("")
     for host in hosts:
@@ -37,12 +37,12 @@ def table(hosts: Hosts) -> Table:
 
 
 def faults(hosts: Hosts) -> list[str]:
-    """Why a run would fail, each with what to do."""
+    """The reasons why a run would fail, each with what to do."""
     return [*_said(hosts, "fault"), *_versions(hosts)]
 
 
 def advice(hosts: Hosts) -> list[str]:
-    """Why a run might go badly, each with what to do."""
+    """The reasons why a run might go badly, each with what to do."""
     return _said(hosts, "advice")
 
 

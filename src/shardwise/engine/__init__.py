@@ -1,35 +1,56 @@
-"""The engine: backward and step, and what they are made of.
+"""The engine runs backward and step on the states, and saves and loads them.
 
-engine.py       what an engine is made of; whole tensors, state, exports
-backwards.py    backward: seeds autograd
-stepping.py     step: reduces, exchanges, updates; whole gradients in between
-closures.py     steps with a closure
-drawing.py      what random numbers are a function of
-takeover.py     models and optimizers made ready, followed, given back
-recipe.py       what an engine is made from
-assembly.py     from models and optimizers to the three states, and back for a rebuild
-sectioning.py   which unit each parameter belongs to
-starting.py     the values that training starts from
-alike.py        that all ranks built the same model
-exact_mean.py   weights, and the one division
-window.py       what a step has seen, and what ranks tell each other of it
-exchange.py     the one small collective of a step
-access.py       whole tensors for the user
-habits.py       what users write by habit and would be silently wrong
-diagnosis.py    a gradient that is not finite: whose
-resumable.py    track, save, resume, load
-checkpoints.py  what stands beside the tensors, and a save on its way
-saving.py       every rank its byte ranges, then one name
-loading.py      each rank what it holds, whoever wrote it
-inventory.py    the tensors of an engine by name
-start_lines.py  what is on, said at the start
-describe.py     what lies where, as a table
-figures.py      numbers as a person reads them
-several.py      several engines, saved as one
+What users call, and what works behind it:
+
+engine.py              Engine, the list of what users may call
+engine_state.py        what the parts of an engine share
+backward.py            weights losses, seeds autograd, collects gradients (accumulation)
+step.py                reduces, exchanges, clips, updates, clears
+state_access.py        whole parameters, averages, plain optimizer state
+checkpoints.py         save, resume, load; the save when the run is asked to end
+random_state.py        the generators of a rank
+engines.py             several engines, saved as one
+
+Making an engine:
+
+engine_spec.py         models, optimizers, settings and groups of ranks
+user_objects.py        prepares the user's objects, follows their changes, gives them back
+build.py               lays out the three states, and takes them apart
+unit_assignment.py     the unit that each parameter is gathered with
+initial_values.py      rank 0's values for all, memory for meta tensors
+consistency.py         all ranks have the same model, options and writes
+tensor_parallel.py, pipeline_parallel.py, pipeline_runner.py
+
+In a step:
+
+gradient_weighting.py  the weight of a loss, the seed of autograd, the one division
+accumulation.py        the weights and losses since the last step
+exchange.py            the one small collective of a step
+step_statistics.py     what ranks report, and the totals of all
+exact_mode.py          the same for the exact mode
+closures.py            steps with a closure
+diagnosis.py           who is to blame for a gradient that is not finite
+
+Checkpoints and plain tensors:
+
+checkpoint_saver.py    a save, at once or in the background
+checkpoint_loader.py   a load, checked on all ranks before anything changes
+save_tensors.py, load_tensors.py, checkpoint_tensors.py   tensors, by name and interval
+optimizer_fields.py    options and numbers of the optimizers in checkpoint.json
+frozen_state.py        optimizer state of frozen parameters
+tracking.py, trackable.py   what engine.track was given
+whole_tensors.py       whole parameters, exports
+plain_state_dict.py    plain optimizer state_dicts, made and taken
+
+What is said to the user:
+
+usage_checks.py        refuses lines that would be silently wrong
+loss_shape.py          tells a summed loss from a mean
+start_lines.py, describe.py
 """
 
-from shardwise.engine.accumulation import StepStats
 from shardwise.engine.engine import Engine
 from shardwise.engine.engines import Engines
+from shardwise.engine.step_statistics import StepStats
 
 __all__ = ["Engine", "Engines", "StepStats"]

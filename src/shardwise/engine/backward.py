@@ -1,239 +1,168 @@
-"""The part of an engine that makes gradients: forward is the user's, backward is here."""
+"""Runs backward: weights each loss, seeds autograd, and collects gradients until the next step."""
 
 from __future__ import annotations
 
 import sys
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import randomness
 from shardwise.current_batch import Batch
-from shardwise.engine import pipeline_runner, start_lines, usage_checks
-from shardwise.engine.accumulation import Totals
-from shardwise.engine.build import States
-from shardwise.engine.drawing import Drawing
-from shardwise.engine.exact_mean import Seeds, Share, divisor_of, share_of
-from shardwise.engine.pipeline_runner import Pipelining
-from shardwise.engine.user_objects import Takeover
+from shardwise.engine import start_lines, usage_checks
+from shardwise.engine.accumulation import LossTerm
+from shardwise.engine.engine_state import EngineState
+from shardwise.engine.gradient_weighting import LossWeight, divisor_of, weigh
+from shardwise.engine.random_state import RandomState
+from shardwise.engine.user_objects import living
 from shardwise.errors import CollectiveError
-from shardwise.parallel.pipeline import LayerTimes, Piece
+from shardwise.parallel.pipeline import LayerTimes, StageTensor, runner
+from shardwise.parallel.pipeline.runner import PipelineRunner
 from shardwise.timeline import span
 
-living: WeakSet[Backwards] = WeakSet()
-"""All engines of this process."""
 
+class BackwardRunner:
+    """Adds up gradients until the next step; `timing` measures layers where that is asked for."""
 
-class Backwards(Drawing):
-    """What adds up gradients until the next step; an engine is one."""
+    def __init__(
+        self, state: EngineState, randoms: RandomState, timing: LayerTimes | None = None
+    ) -> None:
+        self._state = state
+        self._world = state.world
+        self._spec = state.spec
+        self._objects = state.objects
+        self._accumulation = state.accumulation
+        self._weighting = state.weighting
+        self._randoms = randoms
+        self._timing = timing
+        line = state.spec.pipeline
+        self._pipeline = (
+            None if line is None else PipelineRunner(line, state.spec.settings, state.weighting)
+        )
+        self._announced = False
 
-    _held: Takeover
-    _seeds: Seeds
-    _totals: Totals | None
-    """What all ranks know of this step, once its gradients are reduced."""
-    _pipelining: Pipelining | None
-    _timing: LayerTimes | None
-    _announced: bool
-    _averaged: bool
-    _uneven: bool
-
-    @property
-    @abstractmethod
-    def gathers_together(self) -> bool:
-        """Whether a forward of this engine's models takes all ranks."""
-
-    @property
-    @abstractmethod
-    def _states(self) -> States:
-        """The three states as they are laid out now."""
+    # -- what the engine calls --------------------------------------------------------------
 
     def backward(
         self,
         loss: Tensor,
         *,
-        weight: float | Tensor | None = None,
-        reduction: str = "mean",
-        same_items: bool | None = None,
-        last: bool | None = None,
-        retain_graph: bool = False,
+        weight: float | Tensor | None,
+        reduction: str,
+        same_items: bool | None,
+        last: bool | None,
+        retain_graph: bool,
     ) -> None:
-        """Add the gradient of `loss`, a scalar that is a mean over `weight` items of this rank.
-
-        Without `weight` it is the number of samples that the Loader last gave; without a Loader,
-        1. A device tensor is fine. With `reduction="sum"` the loss is a sum over items, and those
-        of all workers and backwards are added. With `reduction="ddp"` losses are what
-        DistributedDataParallel takes them for: those of a worker add up, whatever they are means
-        over, and the sums are averaged over the workers.
-
-        Several losses of one batch add up, as in plain PyTorch: its samples count once. With
-        `weight`, `same_items` says so of a further loss of the items that an earlier backward of
-        this step has counted, or that it is of others (False). `last=False` says that more
-        backwards come in this step, which saves communication and never changes a result. Touches
-        this engine's parameters only. Where gradients are sharded each backward is collective:
-        every rank makes as many.
-
-        Raises UsageError for a loss that is not a scalar of the graph, and where the weight of the
-        loss cannot be told.
-        """
+        """See Engine.backward."""
         usage_checks.check_loss(loss)
         given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
         summed = divisor > 0
-        batch = self._begin_backward(weighted=given or summed, anew=given and not same_items)
-        share = share_of(batch, weight, summed=summed)
-        again = self._weigh(share, batch, given=given, divisor=divisor, same_items=same_items)
+        batch = self._begin(weighted=given or summed, anew=given and not same_items)
+        weighed = weigh(batch, weight, summed=summed)
+        term = self._accumulation.term(
+            batch, weighed, given=given, divisor=divisor, same_items=same_items
+        )
         self._announce(None, loss, batch, summed=summed, averaged=reduction == "ddp")
         if last is None:
             last = batch.last if batch is not None else True
-        factor = share.factor
-        if isinstance(loss, Piece):
-            loss = self._backward_in_turn(loss, float(factor), last=last, keep_graph=retain_graph)
+        factor = weighed.factor
+        if isinstance(loss, StageTensor):
+            loss = self._stage_by_stage(loss, float(factor), last=last, keep_graph=retain_graph)
         else:
-            seed, rest = self._seeds.seed(loss, factor)
-            with self._collecting(factor, rest, last=last, keep_graph=retain_graph):
-                torch.autograd.backward(
-                    loss, seed, retain_graph=retain_graph, inputs=self._inputs()
-                )
-            if not self._states.gradients.reached and not isinstance(factor, Tensor) and factor > 0:
-                usage_checks.check_reachable(loss, several=len(living) > 1)
-        self._end_backward(loss, share, batch, given=given, again=again)
+            self._seed_autograd(loss, factor, last=last, keep_graph=retain_graph)
+        self._end(loss, term, divisor)
 
     def forward_backward(
         self,
         loss_of: Callable[..., Tensor],
-        *batch: Any,
-        weight: Callable[..., float | Tensor] | None = None,
-        reduction: str = "mean",
-        same_items: bool | None = None,
+        batch: Sequence[Any],
+        *,
+        weight: Callable[..., float | Tensor] | None,
+        reduction: str,
+        same_items: bool | None,
     ) -> Tensor:
-        """`loss = loss_of(*batch)`, then `backward(loss)`, in micro-batches; returns the mean loss,
-        or with `reduction="sum"` or `"ddp"` the sum.
-
-        `loss_of` calls the model and returns a scalar loss that is a mean over the items of what
-        it is given: the rows of `batch`, a nest of tensors of one equal first dimension, are cut
-        into `--microbatches` parts (default: 1, with `--pipeline P` up to 4 P). What a loss is a
-        mean over, where that is not rows, `weight` tells of the same parts. With `--pipeline` this
-        is what keeps all workers busy; without, it is what the two lines do. The result, 0-dim in
-        fp64, is known on all ranks of the replica. `same_items` and what is raised are as for
-        `backward`.
-        """
-        self.world.draws.begin()
+        """See Engine.forward_backward."""
+        self._world.draws.begin()
         given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
         summed = divisor > 0
-        of = self._begin_backward(weighted=given or summed, anew=given and not same_items)
-        count = pipeline_runner.count_of(self.settings, batch, self._recipe.group)
-        cut = pipeline_runner.parts_of(batch, count)
+        of = self._begin(weighted=given or summed, anew=given and not same_items)
+        count = runner.microbatch_count(self._spec.settings, batch, self._spec.data_group)
+        cut = runner.split_batch(batch, count)
         empty = of is not None and of.samples == 0
         items = [
-            0.0 if empty or not count else float(weight(*part) if weight else count)
-            for count, part in cut
+            0.0 if empty or not rows else float(weight(*part) if weight else rows)
+            for rows, part in cut
         ]
         factors = [float(each > 0) for each in items] if summed else items
-        share = Share(factor=sum(factors), items=sum(items))
-        again = self._weigh(share, of, given=given, divisor=divisor, same_items=same_items)
+        weighed = LossWeight(factor=sum(factors), items=sum(items))
+        term = self._accumulation.term(
+            of, weighed, given=given, divisor=divisor, same_items=same_items
+        )
         self._announce(count)
         parts = [(factor, part) for factor, (_, part) in zip(factors, cut, strict=True)]
         last = of.last if of is not None else True
+        run = self._one_by_one if self._pipeline is None else self._through_stages
+        with self.abandoning():
+            loss = run(loss_of, parts, last=last)
+        self._end(loss, term, divisor)
+        return loss * weighed.factor if summed else loss
+
+    def abandon(self) -> None:
+        """Forget this step: a backward failed, or the user wants its gradients no more."""
+        states = self._objects.states
+        if self._pipeline is not None:
+            self._show_stage(None)
+            self._pipeline.reset()
+        if states.shown is not None:
+            states.shown.residency.reset()
+        states.gradients.abandon()
+        self._objects.buffers.abandon()
+        self._accumulation.clear()
+        self._state.totals = None
+
+    @contextmanager
+    def abandoning(self) -> Iterator[None]:
+        """Inside the block an error forgets this step on its way out."""
         try:
-            if self._pipelining is None:
-                loss = self._one_by_one(loss_of, parts, last=last)
-            else:
-                loss = self._through_stages(loss_of, parts, last=last)
+            yield
         except BaseException:
             with suppress(CollectiveError):  # the first error is the one to show
-                self._abandon()
+                self.abandon()
             raise
-        self._end_backward(loss, share, of, given=given, again=again)
-        return loss * share.factor if summed else loss
 
-    def _one_by_one(
-        self, loss_of: Callable[..., Tensor], parts: Sequence[tuple[float, Any]], *, last: bool
-    ) -> Tensor:
-        """Forward and backward of each of `parts`; their mean loss."""
-        losses = []
-        for number, (weight, part) in enumerate(parts):
-            loss = loss_of(*part)
-            usage_checks.check_loss(loss)
-            seed, rest = self._seeds.seed(loss, weight)
-            with self._collecting(weight, rest, last=last and number == len(parts) - 1):
-                torch.autograd.backward(loss, seed, inputs=self._inputs())
-            if not self._states.gradients.reached and weight > 0:
-                usage_checks.check_reachable(loss, several=len(living) > 1)
-            told = loss.detach().double().reshape(())
-            losses.append(told * weight if weight else torch.zeros_like(told))
-        return torch.stack(losses).sum() / max(sum(weight for weight, _ in parts), 1e-300)
+    def check_gradients(self) -> None:
+        """Raise, and forget the step, if user code cleared gradients that are being reduced."""
+        if self._objects.states.gradients.were_cleared():
+            self.abandon()
+            raise usage_checks.cleared_gradients()
 
-    def _through_stages(
-        self, loss_of: Callable[..., Tensor], parts: Sequence[tuple[float, Any]], *, last: bool
-    ) -> Tensor:
-        """The same over the workers that share out the layers."""
-        assert self._pipelining is not None
-        coordinates = self._number, self.steps, self.world.data_rank, self._window.backwards
-        return self._pipelining.train(
-            loss_of,
-            parts,
-            seed=randomness.seed_from(self.world.seed, "forward_backward", *coordinates),
-            last=last,
-            buckets=self._states.buckets_by,
-            inputs=self._inputs(),
-            telling=self._tell_stage,
-            collecting=self._collecting,
-        )
+    # -- before and after -------------------------------------------------------------------
 
-    def _tell_stage(self, stage: int | None) -> None:
-        """Which stage runs from now on, where units are shown for it."""
-        if self._states.shown is not None:
-            self._states.shown.residency.part = stage
+    def _begin(self, *, weighted: bool, anew: bool) -> Batch | None:
+        """Check that a backward may come now, and return its batch.
 
-    def _backward_in_turn(
-        self, loss: Piece, weight: float, *, last: bool, keep_graph: bool
-    ) -> Tensor:
-        """Backward of a loss whose layers are on several ranks, one after the other."""
-        assert self._pipelining is not None
-        return self._pipelining.backward(
-            loss,
-            weight,
-            last=last,
-            keep_graph=keep_graph,
-            buckets=self._states.buckets_by,
-            inputs=self._inputs(),
-            collecting=self._collecting,
-        )
-
-    def _begin_backward(self, *, weighted: bool, anew: bool) -> Batch | None:
-        """Look whether a backward may come now, and of which batch; `anew`: its items have a weight
-        of their own and are not known to be those of an earlier one."""
-        usage_checks.check_unreduced(is_reduced=self._totals is not None)
+        `anew`: its items have a weight of their own and are not known to be those of an earlier
+        backward.
+        """
+        state, world = self._state, self._world
+        usage_checks.check_unreduced(is_reduced=state.totals is not None)
         usage_checks.check_block(
-            averaged=self._averaged, uneven=self._uneven, whole=self._recipe.is_whole
+            averaged=state.in_ema, uneven=state.in_uneven, whole=self._spec.is_whole
         )
-        self._leave_if_asked()
-        self._held.look_for_changes()
-        batch = self.world.feed.batch_of_loss(weighted=weighted, anew=anew)
-        self._check_gradients()
+        # In a loop that no Loader feeds, the forward that came before counts for nothing. With a
+        # Loader the body of the loop is finished first: other engines may step in it too.
+        if state.asked_to_end and not world.current_batch.in_loop():
+            world.preemption.leave_between_steps()
+        self._objects.look_for_changes()
+        batch = world.current_batch.batch_of_loss(weighted=weighted, anew=anew)
+        self.check_gradients()
         return batch
 
     def _divisor(self, reduction: str, *, weighted: bool) -> float:
-        return divisor_of(reduction, weighted=weighted, replicas=self.world.data_size)
-
-    def _weigh(
-        self,
-        share: Share,
-        batch: Batch | None,
-        *,
-        given: bool,
-        divisor: float,
-        same_items: bool | None,
-    ) -> bool:
-        """Whether the items of a loss count already; raises where it does not go with others."""
-        self._window.check_reduction(divisor)
-        again = self._window.is_again(share, batch, given=given, same_items=same_items)
-        self._window.divisor = divisor
-        return again
+        return divisor_of(reduction, weighted=weighted, replicas=self._world.data_size)
 
     def _announce(
         self,
@@ -244,14 +173,60 @@ class Backwards(Drawing):
         summed: bool = False,
         averaged: bool = False,
     ) -> None:
-        """Say of the first batch how it goes: through the stages in so many `parts`, or whole, and
-        whether losses are `averaged` over workers; and of its `loss`, where it is known, whether it
-        looks like a sum but is not `summed`."""
+        """Print, at the first backward, into how many `parts` batches are cut, and whether losses
+        are `averaged` over workers; and of its `loss`, where it is known, whether it looks like a
+        sum but is not `summed`."""
         if not self._announced:
             self._announced = True
-            start_lines.announce_batch(self.world, self._recipe, parts, averaged=averaged)
+            start_lines.announce_batch(self._world, self._spec, parts, averaged=averaged)
             if loss is not None and batch is not None and not summed:
-                start_lines.announce_sum(self.world, self._recipe, loss, batch.samples)
+                start_lines.announce_sum(self._world, self._spec, loss, batch.samples)
+
+    def _end(self, loss: Tensor, term: LossTerm, divisor: float) -> None:
+        self._world.current_batch.train()
+        self._accumulation.add(loss, term, divisor)
+        buffers = self._objects.buffers
+        if term.batch is not None and term.batch.samples == 0:
+            buffers.restore()
+        buffers.after_backward()
+        self._randoms.reseed()  # by micro-shard in the exact mode; else only a step reseeds
+        # Last: from here to the step `param.grad` raises at any use, since its value is a sum
+        # that is still being made.
+        self._objects.states.gradients.guard()
+
+    # -- one graph on this rank -------------------------------------------------------------
+
+    def _seed_autograd(
+        self, loss: Tensor, factor: float | Tensor, *, last: bool, keep_graph: bool = False
+    ) -> None:
+        """Run autograd from `loss`, whose gradient counts `factor` times."""
+        seed, rest = self._weighting.seed(loss, factor)
+        with self._collecting(factor, rest, last=last, keep_graph=keep_graph):
+            torch.autograd.backward(loss, seed, retain_graph=keep_graph, inputs=self._inputs())
+        reached = self._objects.states.gradients.reached
+        if not reached and not isinstance(factor, Tensor) and factor > 0:
+            usage_checks.check_reachable(loss, several=len(living) > 1)
+
+    def _one_by_one(
+        self, loss_of: Callable[..., Tensor], parts: Sequence[tuple[float, Any]], *, last: bool
+    ) -> Tensor:
+        """Forward and backward of each of `parts`; their mean loss."""
+        losses = []
+        for number, (weight, part) in enumerate(parts):
+            loss = loss_of(*part)
+            usage_checks.check_loss(loss)
+            self._seed_autograd(loss, weight, last=last and number == len(parts) - 1)
+            value = loss.detach().double().reshape(())
+            losses.append(value * weight if weight else torch.zeros_like(value))
+        return torch.stack(losses).sum() / max(sum(weight for weight, _ in parts), 1e-300)
+
+    def _inputs(self) -> list[nn.Parameter] | None:
+        """This engine's parameters where the graph may hold those of another engine too."""
+        if len(living) == 1:
+            return None
+        # torch refuses one that is frozen.
+        tracked = (each.parameter for each in self._objects.states.parameters.tracked)
+        return [parameter for parameter in tracked if parameter.requires_grad]
 
     @contextmanager
     def _collecting(
@@ -266,13 +241,13 @@ class Backwards(Drawing):
         usual: bool = True,
     ) -> Iterator[None]:
         """Inside the block gradients are taken in as they come; `by_hand`, when it ends."""
-        gradients = self._states.gradients
+        gradients = self._objects.states.gradients
         gradients.begin(last=last, weight=weight, factor=factor, among=among, usual=usual)
         if self._timing is not None:
             self._timing.backward_begins()
         try:
             with span("backward"):
-                with self._showing(keep_graph=keep_graph) if usual else nullcontext():
+                with self._units(keep_graph=keep_graph) if usual else nullcontext():
                     yield
                     if by_hand:
                         gradients.bring()
@@ -281,57 +256,60 @@ class Backwards(Drawing):
                 gradients.finish()
         except BaseException:
             with suppress(CollectiveError):  # the first error is the one to show
-                self._abandon()
+                self.abandon()
             raise
 
-    def _end_backward(
-        self, loss: Tensor, share: Share, batch: Batch | None, *, given: bool, again: bool
-    ) -> None:
-        self.world.feed.train()
-        self._window.add(loss, share, batch, given=given, again=again)
-        if batch is not None and batch.samples == 0:
-            self._held.buffers.restore()
-        self._held.buffers.after_backward()
-        self._reseed()
-        self._states.gradients.guard()
-
     @contextmanager
-    def _showing(self, *, keep_graph: bool) -> Iterator[None]:
-        """Let backward have the units that it comes to, where parameters are sharded."""
-        if self._states.shown is None:
+    def _units(self, *, keep_graph: bool) -> Iterator[None]:
+        """Gather the units that backward comes to, where parameters are sharded."""
+        shown = self._objects.states.shown
+        if shown is None:
             yield
             return
-        residency = self._states.shown.residency
-        residency.open_backward()
+        shown.residency.open_backward()
         try:
             yield
         finally:
             failed = sys.exc_info()[0] is not None
             with suppress(CollectiveError) if failed else nullcontext():
-                residency.close_backward(keep_graph=keep_graph, failed=failed)
+                shown.residency.close_backward(keep_graph=keep_graph, failed=failed)
 
-    def _inputs(self) -> list[nn.Parameter] | None:
-        """This engine's parameters where the graph may hold those of another engine too."""
-        if len(living) == 1:
-            return None
-        # torch refuses one that is frozen.
-        tracked = (each.parameter for each in self._states.parameters.tracked)
-        return [parameter for parameter in tracked if parameter.requires_grad]
+    # -- the stages of a pipeline -----------------------------------------------------------
 
-    def _check_gradients(self) -> None:
-        """Raise, and forget the step, if user code cleared gradients that are on their way."""
-        if self._states.gradients.were_cleared():
-            self._abandon()
-            raise usage_checks.cleared_gradients()
+    def _through_stages(
+        self, loss_of: Callable[..., Tensor], parts: Sequence[tuple[float, Any]], *, last: bool
+    ) -> Tensor:
+        """Forward and backward of `parts` over the workers of a pipeline; their mean loss."""
+        assert self._pipeline is not None
+        coordinates = self._state.coordinates
+        return self._pipeline.train(
+            loss_of,
+            parts,
+            seed=randomness.seed_from(self._world.seed, "forward_backward", *coordinates),
+            last=last,
+            buckets=self._objects.states.buckets_by,
+            inputs=self._inputs(),
+            on_stage=self._show_stage,
+            collect=self._collecting,
+        )
 
-    def _abandon(self) -> None:
-        """A backward failed: forget this step."""
-        if self._pipelining is not None:
-            self._tell_stage(None)
-            self._pipelining.abandon()
-        if self._states.shown is not None:
-            self._states.shown.residency.reset()
-        self._states.gradients.abandon()
-        self._held.buffers.abandon()
-        self._window.clear()
-        self._totals = None
+    def _show_stage(self, stage: int | None) -> None:
+        """Gather units for `stage` from now on, where they are gathered at all."""
+        shown = self._objects.states.shown
+        if shown is not None:
+            shown.residency.part = stage
+
+    def _stage_by_stage(
+        self, loss: StageTensor, weight: float, *, last: bool, keep_graph: bool
+    ) -> Tensor:
+        """Backward of a loss whose layers are on several ranks, one after the other."""
+        assert self._pipeline is not None
+        return self._pipeline.backward(
+            loss,
+            weight,
+            last=last,
+            keep_graph=keep_graph,
+            buckets=self._objects.states.buckets_by,
+            inputs=self._inputs(),
+            collect=self._collecting,
+        )

@@ -1,4 +1,4 @@
-"""From the user's models and optimizers to the three states, and back again for a rebuild."""
+"""Builds the three states from the user's models and optimizers, and takes them apart again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise import layout
 from shardwise.engine import initial_values, unit_assignment, usage_checks
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.unit_assignment import Sections
 from shardwise.errors import ModelError
 from shardwise.model import sync_batch_norm
@@ -22,20 +22,21 @@ from shardwise.model.module_hooks import Hooked
 from shardwise.placement import STATES
 from shardwise.states.averages import Averages
 from shardwise.states.gradients import Gradients
-from shardwise.states.inner_optimizer import GroupOf
-from shardwise.states.interval_gather import Gathering
+from shardwise.states.interval_gather import IntervalGather
+from shardwise.states.optimizer_kind import OptimizerKind
+from shardwise.states.optimizer_lr_and_options import ParameterGroup
 from shardwise.states.optimizer_state import OptimizerState
-from shardwise.states.optimizer_trial import Kinds
+from shardwise.states.optimizer_trial import OptimizerKinds
 from shardwise.states.parameters import Parameters, ReplicatedParameters
 from shardwise.states.residency import Residency
 from shardwise.states.sharded_parameters import ShardedParameters
-from shardwise.states.storage_factory import Shelf
+from shardwise.states.storage_factory import StorageFactory
 from shardwise.states.tracked import Tracked
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What shows sharded parameters while they are needed."""
+class ShardedUnits:
+    """The units of sharded parameters, and what gathers them while they are needed."""
 
     sections: Sections
     residency: Residency
@@ -53,26 +54,28 @@ class BucketBytes:
 
 @dataclass(frozen=True)
 class States:
-    """The three states of training, laid out and connected; where parameters are sharded, what
-    shows them; the average where one is kept."""
+    """Parameters, gradients and optimizer state, laid out and connected.
+
+    `shown` gathers parameters where they are sharded; `averages` where `ema_decay` is given.
+    """
 
     parameters: Parameters
     gradients: Gradients
     optimizer: OptimizerState
-    gathering: Gathering
-    shown: Shown | None
-    shelves: dict[str, Shelf]
+    gathering: IntervalGather
+    shown: ShardedUnits | None
+    storage_factories: dict[str, StorageFactory]
     averages: Averages | None
 
     @property
     def state_bytes(self) -> int:
         """Bytes of parameters, gradients, optimizer state and averages on this rank now."""
         averages = self.averages.state_bytes if self.averages is not None else 0
-        gradients = self.gradients.reduction.state_bytes
+        gradients = self.gradients.reducer.state_bytes
         return self.parameters.state_bytes + gradients + self.optimizer.state_bytes + averages
 
     def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
-        """By `key` of a parameter the numbers of the buckets that have such ones."""
+        """The numbers of the buckets by `key` of the parameters in them."""
         found: dict[int, set[int]] = defaultdict(set)
         for number, bucket in enumerate(self.parameters.buckets):
             for slot in bucket.slots:
@@ -92,13 +95,13 @@ class States:
 
     def bytes_by_bucket(self) -> list[BucketBytes]:
         """The same by bucket, those of frozen parameters that are laid out last."""
-        parameters, rests = self.parameters, self.gradients.reduction.rests
+        parameters, buckets = self.parameters, self.gradients.reducer.buckets
         found = [
             BucketBytes(
                 [parameters.tracked[slot.parameter] for slot in bucket.slots],
                 (
                     parameters.held_bytes(index),
-                    rests[index].nbytes,
+                    buckets[index].nbytes,
                     self.optimizer.expected_bytes(index),
                 ),
             )
@@ -108,82 +111,97 @@ class States:
         return found + [BucketBytes(tracked, (nbytes, 0, 0)) for tracked, nbytes in frozen]
 
 
-def assemble(
-    recipe: Recipe,
+def build(
+    spec: EngineSpec,
     masters: Mapping[nn.Parameter, Tensor],
     averages: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> States:
-    """Lay out and take over what `recipe` names.
+    """Lay the three states over the models and optimizers of `spec`. Collective.
 
     `masters` are values in the master dtype for 16-bit parameters, where they are known better
-    than the parameters themselves say; `averages` those to go on with. What has an average stays
-    laid out while it is frozen, since its average goes on.
+    than the parameters themselves say; `averages` those to go on with.
     """
-    owners = _owners(recipe)
-    everything = recipe.located()
-    _check_trainable(everything, owners, main=recipe.run.rank == 0)
-    located = [t for t in everything if recipe.is_here(t.parameter)]
+    owners = _owners(spec)
+    everything = spec.located()
+    _check_trainable(everything, owners, main=spec.world_group.rank == 0)
+    located = [t for t in everything if spec.is_here(t.parameter)]
+    # What has an average stays laid out while it is frozen, since its average goes on.
     kept = averages or {}
     tracked = [
         t
         for t in located
         if t.parameter in owners and (t.parameter.requires_grad or t.parameter in kept)
     ]
-    shelves = {state: Shelf(recipe.placement.tier(state), recipe.sharding) for state in STATES}
-    parameters, shown = _parameters(recipe, located, tracked, owners, shelves["parameters"])
-    buckets = parameters.buckets
-    scattered = recipe.placement.is_sharded("optimizer")
-    gradients = Gradients(
-        parameters,
-        recipe.placement,
-        recipe.sharding,
-        shelves["gradients"],
-        recipe.summation,
-        overlap=recipe.settings.overlap,
-        exact_sum=recipe.settings.reduce_dtype == "fp32",
-        stray=usage_checks.stray_backward,
-        elsewhere=_told_elsewhere(recipe, parameters),
-    )
-    if shown is not None:
-        gradients.paced = _pace(parameters, gradients, shown)
-    # Where there are turns, statistics take theirs, and buckets start between them.
-    synchronised = bool(sync_batch_norm.converted(recipe.models))
-    gradients.reduction.patient = gradients.paced or not synchronised
-    own = [rest.own for rest in gradients.reduction.rests]
-    groups = [owners[tracked[bucket.slots[0].parameter].parameter] for bucket in buckets]
+    storage_factories = {
+        state: StorageFactory(spec.placement.tier(state), spec.shard_group) for state in STATES
+    }
+    parameters, shown = _parameters(spec, located, tracked, owners, storage_factories["parameters"])
+    gradients = _gradients(spec, parameters, shown, storage_factories["gradients"])
+    scattered = spec.placement.is_sharded("optimizer")
+    groups = [owners[tracked[bucket.slots[0].parameter].parameter] for bucket in parameters.buckets]
     optimizer = OptimizerState(
         parameters,
         groups,
-        own,
-        shelves["optimizer"],
-        by_spans=any(shelf.on_disk for shelf in shelves.values()),
-        sends=scattered and shown is None and recipe.sharding.size > 1,
+        [bucket.own for bucket in gradients.reducer.buckets],
+        storage_factories["optimizer"],
+        by_spans=any(factory.on_disk for factory in storage_factories.values()),
+        sends=scattered and shown is None and spec.shard_group.size > 1,
         known=masters,
     )
-    decay = recipe.settings.ema_decay
     return States(
         parameters,
         gradients,
         optimizer,
-        Gathering(parameters, optimizer, recipe.sharding, scattered=scattered),
+        IntervalGather(parameters, optimizer, spec.shard_group, scattered=scattered),
         shown,
-        shelves,
-        None
-        if decay is None
-        else Averages(
-            parameters,
-            optimizer,
-            decay,
-            shelves["optimizer"],
-            scattered=scattered,
-            start=averages,
-        ),
+        storage_factories,
+        _averages(spec, parameters, optimizer, storage_factories["optimizer"], averages),
     )
 
 
-def _told_elsewhere(recipe: Recipe, parameters: Parameters) -> set[int]:
-    """The buckets that every rank of the replica has alike, but on the one that counts them."""
-    if recipe.part == 0:
+def _gradients(
+    spec: EngineSpec, parameters: Parameters, shown: ShardedUnits | None, factory: StorageFactory
+) -> Gradients:
+    """The gradients of `parameters`, whose buckets start where all ranks can follow."""
+    gradients = Gradients(
+        parameters,
+        spec.placement,
+        spec.shard_group,
+        factory,
+        spec.summation,
+        overlap=spec.settings.overlap,
+        exact_sum=spec.settings.reduce_dtype == "fp32",
+        stray=usage_checks.stray_backward,
+        elsewhere=_counted_elsewhere(spec, parameters),
+    )
+    if shown is not None:
+        gradients.paced = _pace(parameters, gradients, shown)
+    # Synchronised BatchNorm waits for other ranks inside backward. Where units take turns, its
+    # statistics take theirs too. Elsewhere this rank must not wait for the sum of a bucket as
+    # well: a rank that has not used the same parameters would wait in BatchNorm for this one.
+    synchronised = bool(sync_batch_norm.converted(spec.models))
+    gradients.reducer.patient = gradients.paced or not synchronised
+    return gradients
+
+
+def _averages(
+    spec: EngineSpec,
+    parameters: Parameters,
+    optimizer: OptimizerState,
+    factory: StorageFactory,
+    start: Mapping[nn.Parameter, Tensor] | None,
+) -> Averages | None:
+    """The moving averages of `parameters`, from `start` on; None where none are kept."""
+    decay = spec.settings.ema_decay
+    if decay is None:
+        return None
+    scattered = spec.placement.is_sharded("optimizer")
+    return Averages(parameters, optimizer, decay, factory, scattered=scattered, start=start)
+
+
+def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
+    """The buckets whose norm another rank of the replica counts, since all have them alike."""
+    if spec.tensor_rank == 0:
         return set()
     return {
         number
@@ -192,8 +210,9 @@ def _told_elsewhere(recipe: Recipe, parameters: Parameters) -> set[int]:
     }
 
 
-def _pace(parameters: Parameters, gradients: Gradients, shown: Shown) -> bool:
-    """Let a unit's gradients start when all ranks are past it; whether the units take turns."""
+def _pace(parameters: Parameters, gradients: Gradients, shown: ShardedUnits) -> bool:
+    """Start the buckets of a unit when all ranks have passed it in backward; returns whether
+    units are gathered in turns."""
     buckets: dict[int, list[int]] = defaultdict(list)
     for number, bucket in enumerate(parameters.buckets):
         first = parameters.tracked[bucket.slots[0].parameter].parameter
@@ -201,73 +220,50 @@ def _pace(parameters: Parameters, gradients: Gradients, shown: Shown) -> bool:
     return shown.residency.pace(lambda unit: gradients.start(buckets[unit]))
 
 
-def disassemble(
-    recipe: Recipe, states: States
+def take_apart(
+    spec: EngineSpec, states: States
 ) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None]:
     """Give everything back to the user's objects; returns masters and averages by parameter."""
     masters = states.gathering.masters()
     averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
     for parameter, state in states.gathering.optimizer_state().items():
-        for face in recipe.optimizers:
-            if any(parameter is p for group in face.param_groups for p in group["params"]):
-                face.state[parameter] = state
+        for optimizer in spec.optimizers:
+            if any(parameter is p for group in optimizer.param_groups for p in group["params"]):
+                optimizer.state[parameter] = state
     states.gradients.detach()
     if states.shown is not None:
         states.shown.residency.close()
         for handle in states.shown.handles:
             handle.remove()
     states.parameters.release()
-    for shelf in states.shelves.values():
-        shelf.close()
+    for factory in states.storage_factories.values():
+        factory.close()
     return masters, averages
 
 
-def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
+def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
     """Which group trains each parameter. Raises ModelError for one in two groups, and for an
     optimizer that cannot work where its state is sharded."""
-    owners: dict[nn.Parameter, GroupOf] = {}
-    kinds = Kinds()
-    for face in recipe.optimizers:
-        for index, options in enumerate(face.param_groups):
+    owners: dict[nn.Parameter, ParameterGroup] = {}
+    kinds = OptimizerKinds()
+    for optimizer in spec.optimizers:
+        for index, options in enumerate(optimizer.param_groups):
             if not options["params"]:
                 continue
-            kind = kinds.of(face, options, _device_of(recipe, options["params"][0]))
-            if not kind.separable and recipe.placement.is_sharded("optimizer"):
-                raise ModelError(
-                    f"{type(face).__name__} looks across tensors, so its state cannot be sharded "
-                    f"({recipe.placement.name}). Train it with --zero 0, or choose an optimizer "
-                    "that treats each tensor by itself."
-                )
-            if not kind.separable and recipe.line is not None:
-                raise ModelError(
-                    f"{type(face).__name__} looks across tensors, and with --pipeline no worker "
-                    "has all of them. Choose an optimizer that treats each tensor by itself, or "
-                    "start without --pipeline."
-                )
-            parts = [p for p in options["params"] if recipe.shard_of(p) is not None]
-            if not kind.elementwise and parts:
-                raise ModelError(
-                    f"{type(face).__name__} needs whole tensors, and --tensor "
-                    f"{recipe.settings.tensor} splits {len(parts)} of group {index}. Choose an "
-                    "element-wise optimizer such as AdamW, or start without --tensor."
-                )
-            on_disk = [str(tier) for tier in recipe.placement.tiers if tier.kind == "nvme"]
-            if not kind.elementwise and on_disk:
-                raise ModelError(
-                    f"{type(face).__name__} needs whole tensors, and on {on_disk[0]} states come "
-                    "in parts. Write --offload-optimizer cpu, or choose an element-wise optimizer "
-                    "such as AdamW."
-                )
-            as_given = not kind.known and not parts and recipe.cuts_nothing
+            kind = kinds.of(optimizer, options, _device_of(spec, options["params"][0]))
+            parts = [p for p in options["params"] if spec.shard_of(p) is not None]
+            _check_kind(spec, type(optimizer).__name__, kind, len(parts), index)
+            as_given = not kind.known and not parts and spec.cuts_nothing
             for parameter in options["params"]:
                 if parameter in owners:
+                    first, second = type(owners[parameter].optimizer), type(optimizer)
                     raise ModelError(
                         f"A parameter of shape {tuple(parameter.shape)} is in two parameter groups "
-                        f"({type(owners[parameter].face).__name__} and {type(face).__name__}): "
-                        "give each parameter to one optimizer."
+                        f"({first.__name__} and {second.__name__}): give each parameter to one "
+                        "optimizer."
                     )
-                owners[parameter] = GroupOf(
-                    face,
+                owners[parameter] = ParameterGroup(
+                    optimizer,
                     index,
                     kind,
                     whole=as_given or not kind.elementwise,
@@ -276,12 +272,40 @@ def _owners(recipe: Recipe) -> dict[nn.Parameter, GroupOf]:
     return owners
 
 
-def _device_of(recipe: Recipe, parameter: nn.Parameter) -> torch.device:
-    return recipe.device if parameter.is_meta else parameter.device
+def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, group: int) -> None:
+    """Raise ModelError for an optimizer of a `kind` that cannot work on the parts of tensors that
+    a rank has; tensor parallelism has `split` so many tensors of its `group`."""
+    if not kind.separable and spec.placement.is_sharded("optimizer"):
+        raise ModelError(
+            f"{name} looks across tensors, so its state cannot be sharded "
+            f"({spec.placement.name}). Train it with --zero 0, or choose an optimizer that treats "
+            "each tensor by itself."
+        )
+    if not kind.separable and spec.pipeline is not None:
+        raise ModelError(
+            f"{name} looks across tensors, and with --pipeline no worker has all of them. Choose "
+            "an optimizer that treats each tensor by itself, or start without --pipeline."
+        )
+    if not kind.elementwise and split:
+        raise ModelError(
+            f"{name} needs whole tensors, and --tensor {spec.settings.tensor} splits {split} of "
+            f"group {group}. Choose an element-wise optimizer such as AdamW, or start without "
+            "--tensor."
+        )
+    on_disk = [str(tier) for tier in spec.placement.tiers if tier.kind == "nvme"]
+    if not kind.elementwise and on_disk:
+        raise ModelError(
+            f"{name} needs whole tensors, and on {on_disk[0]} states come in parts. Write "
+            "--offload-optimizer cpu, or choose an element-wise optimizer such as AdamW."
+        )
+
+
+def _device_of(spec: EngineSpec, parameter: nn.Parameter) -> torch.device:
+    return spec.device if parameter.is_meta else parameter.device
 
 
 def _check_trainable(
-    located: Sequence[Tracked], owners: Mapping[nn.Parameter, GroupOf], *, main: bool
+    located: Sequence[Tracked], owners: Mapping[nn.Parameter, ParameterGroup], *, main: bool
 ) -> None:
     if not any(t.parameter.requires_grad for t in located):
         raise ModelError(
@@ -302,46 +326,48 @@ def _check_trainable(
 
 
 def _parameters(
-    recipe: Recipe,
+    spec: EngineSpec,
     located: Sequence[Tracked],
     tracked: Sequence[Tracked],
-    owners: Mapping[nn.Parameter, GroupOf],
-    shelf: Shelf,
-) -> tuple[Parameters, Shown | None]:
+    owners: Mapping[nn.Parameter, ParameterGroup],
+    factory: StorageFactory,
+) -> tuple[Parameters, ShardedUnits | None]:
     """The parameters as the placement wants them, and what shows them where they are sharded."""
-    if not recipe.placement.is_sharded("parameters"):
-        buckets = _buckets(recipe, [_spec(recipe, t, owners[t.parameter], 0) for t in tracked])
-        return ReplicatedParameters(tracked, buckets, recipe.sharding), None
-    found = unit_assignment.divide(recipe.models, recipe.prefixes, located, recipe.settings.units)
+    if not spec.placement.is_sharded("parameters"):
+        buckets = _buckets(spec, [_spec(spec, t, owners[t.parameter], 0) for t in tracked])
+        return ReplicatedParameters(tracked, buckets, spec.shard_group), None
+    found = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
     units = found.unit_of
     # Integers have no NaN to rest as, so they stay whole.
     frozen = [t for t in located if t not in tracked and t.can_rest]
     parameters = ShardedParameters(
         tracked,
-        _buckets(
-            recipe, [_spec(recipe, t, owners[t.parameter], units[t.parameter]) for t in tracked]
-        ),
+        _buckets(spec, [_spec(spec, t, owners[t.parameter], units[t.parameter]) for t in tracked]),
         frozen,
-        _buckets(recipe, [_spec(recipe, t, None, units[t.parameter]) for t in frozen]),
-        recipe.sharding,
-        shelf,
-        partial(initial_values.value_of, group=recipe.group),
+        _buckets(spec, [_spec(spec, t, None, units[t.parameter]) for t in frozen]),
+        spec.shard_group,
+        factory,
+        partial(initial_values.value_of, group=spec.data_group),
     )
-    residency = unit_assignment.make_residency(found, parameters, recipe.gather_group, recipe.order)
-    unit_assignment.open_doors(found, residency, recipe.doors)
-    return parameters, Shown(found, residency, unit_assignment.refuse_copies(found))
+    residency = unit_assignment.make_residency(
+        found, parameters, spec.gather_group, spec.gather_order
+    )
+    unit_assignment.open_doors(found, residency, spec.unit_hooks)
+    return parameters, ShardedUnits(found, residency, unit_assignment.refuse_copies(found))
 
 
-def _spec(recipe: Recipe, tracked: Tracked, owner: GroupOf | None, unit: int) -> layout.Spec:
+def _spec(
+    spec: EngineSpec, tracked: Tracked, owner: ParameterGroup | None, unit: int
+) -> layout.Spec:
     """A parameter for the layout; it is frozen where no group owns it."""
-    face = -1 if owner is None else recipe.optimizers.index(owner.face)
+    number = -1 if owner is None else spec.optimizers.index(owner.optimizer)
     return layout.Spec(
         name=tracked.name,
         numel=tracked.parameter.numel(),
         itemsize=tracked.dtype.itemsize,
         key=(
-            *(unit, face, owner and owner.index, tracked.dtype, tracked.device),
-            recipe.stage_of(tracked.parameter),
+            *(unit, number, owner and owner.index, tracked.dtype, tracked.device),
+            spec.stage_of(tracked.parameter),
             tracked.shard is not None,
         ),
         whole=owner is not None and owner.whole,
@@ -349,10 +375,10 @@ def _spec(recipe: Recipe, tracked: Tracked, owner: GroupOf | None, unit: int) ->
     )
 
 
-def _buckets(recipe: Recipe, specs: Sequence[layout.Spec]) -> list[layout.Bucket]:
-    capacity = int(recipe.settings.bucket_mb * 2**20)
+def _buckets(spec: EngineSpec, specs: Sequence[layout.Spec]) -> list[layout.Bucket]:
+    capacity = int(spec.settings.bucket_mb * 2**20)
     buckets = layout.lay_out(
-        specs, ranks=recipe.sharding.size, capacity=capacity, grain=recipe.summation.grain
+        specs, ranks=spec.shard_group.size, capacity=capacity, grain=spec.summation.grain
     )
-    layout.check(buckets, specs, recipe.sharding.size)
+    layout.check(buckets, specs, spec.shard_group.size)
     return buckets

@@ -1,4 +1,4 @@
-"""The tensors of an engine by name: what a checkpoint of it holds."""
+"""Names the tensors of an engine that a checkpoint holds, with the intervals that this rank has."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from shardwise.checkpoint.dtypes import name_of
-from shardwise.checkpoint.format import TensorSpec
+from shardwise.checkpoint.format import TensorSpec, dtype_name
 from shardwise.engine.build import States
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.frozen_state import idle
 from shardwise.shards import Shard
 from shardwise.states import tensor_spans
-from shardwise.states.optimizer_state import Blank
-from shardwise.states.tensor_spans import Holding, Holdings, Told
+from shardwise.states.existing_optimizer_state import Blank
+from shardwise.states.tensor_spans import ReportedState, TensorSpan, TensorSpans
 
 T = TypeVar("T")
 
@@ -43,8 +42,8 @@ class Inventory:
         return {alias: first for first, several in self.names.items() for alias in several[1:]}
 
 
-def take(recipe: Recipe, states: States) -> Inventory:
-    """Look what the engine has now."""
+def take(spec: EngineSpec, states: States) -> Inventory:
+    """List the tensors that an engine has now."""
     parameters = states.parameters
     laid = {t.parameter: t for t in parameters.tracked}
     laid |= {t.parameter: t for slab in parameters.frozen for t in slab.tracked}
@@ -52,11 +51,11 @@ def take(recipe: Recipe, states: States) -> Inventory:
     buffers: dict[str, Tensor] = {}
     homes: dict[str, nn.Module] = {}
     by_id: dict[int, Any] = {}
-    for name, value, module in _tensors(recipe):
+    for name, value, module in _tensors(spec):
         homes.setdefault(name, module)
         names.setdefault(id(value), []).append(name)
         by_id[id(value)] = value
-    for tracked in recipe.located():  # those that only an optimizer knows
+    for tracked in spec.located():  # those that only an optimizer knows
         names.setdefault(id(tracked.parameter), [tracked.name])
         by_id[id(tracked.parameter)] = tracked.parameter
     specs: dict[str, TensorSpec] = {}
@@ -65,10 +64,10 @@ def take(recipe: Recipe, states: States) -> Inventory:
         value = by_id[number]
         if value in laid:
             form = laid[value]
-            specs[first] = TensorSpec(first, name_of(form.dtype), tuple(form.whole_shape))
+            specs[first] = TensorSpec(first, dtype_name(form.dtype), tuple(form.whole_shape))
         elif isinstance(value, nn.Parameter):
-            specs[first] = spec_of(first, value, recipe.shard_of(value))
-            if recipe.is_here(value):
+            specs[first] = spec_of(first, value, spec.shard_of(value))
+            if spec.is_here(value):
                 whole[first] = value
         else:
             buffers[first] = value
@@ -76,10 +75,10 @@ def take(recipe: Recipe, states: States) -> Inventory:
     return Inventory(known, buffers, homes, whole, specs)
 
 
-def _tensors(recipe: Recipe) -> Iterator[tuple[str, Tensor, nn.Module]]:
+def _tensors(spec: EngineSpec) -> Iterator[tuple[str, Tensor, nn.Module]]:
     """Every name of every parameter and persistent buffer of the models, as in state_dict(), and
     the module that has it."""
-    for model, prefix in zip(recipe.models, recipe.prefixes, strict=True):
+    for model, prefix in zip(spec.models, spec.prefixes, strict=True):
         for path, module in model.named_modules(remove_duplicate=False):
             kept = {
                 key: buffer
@@ -93,32 +92,32 @@ def _tensors(recipe: Recipe) -> Iterator[tuple[str, Tensor, nn.Module]]:
 
 
 def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
-    """How `value`, or the tensor that it is a part of, stands in a file."""
+    """Name, dtype and shape that `value`, or the tensor that it is a part of, has in a file."""
     shape = tuple(value.shape) if shard is None else shard.shape
-    return TensorSpec(name, name_of(value.dtype), shape)
+    return TensorSpec(name, dtype_name(value.dtype), shape)
 
 
-def optimizer_specs(lending: Lending, told: Told) -> list[TensorSpec]:
+def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> list[TensorSpec]:
     """The tensors beside the model's that the optimizers keep, masters in another dtype first."""
-    states, specs = lending.states, []
+    states, specs = engine_tensors.states, []
     tracked = states.parameters.tracked
     masters = {
         slot.parameter: part.master.dtype
-        for part in states.optimizer.parts
+        for part in states.optimizer.intervals
         if part.master.dtype != part.target.dtype
         for slot in part.bucket.slots
     }
     for number, form in enumerate(tracked):
         if number in masters:
             name = tensor_spans.state_name(form.name, tensor_spans.MASTER)
-            specs.append(TensorSpec(name, name_of(masters[number]), tuple(form.whole_shape)))
-        for key, entry in sorted(told.states.get(number, {}).items()):
+            specs.append(TensorSpec(name, dtype_name(masters[number]), tuple(form.whole_shape)))
+        for key, entry in sorted(reported.states.get(number, {}).items()):
             if isinstance(entry, Blank):
                 name = tensor_spans.state_name(form.name, key)
-                specs.append(TensorSpec(name, name_of(entry.dtype), entry.shape))
-    for each in lending.idle:
+                specs.append(TensorSpec(name, dtype_name(entry.dtype), entry.shape))
+    for each in engine_tensors.idle:
         for key, value in sorted(each.tensors.items()):
-            shard = lending.recipe.shard_of(each.parameter)
+            shard = engine_tensors.spec.shard_of(each.parameter)
             specs.append(spec_of(tensor_spans.state_name(each.name, key), value, shard))
     return specs
 
@@ -129,11 +128,11 @@ def average_specs(states: States) -> list[TensorSpec]:
         return []
     dtypes = {
         slot.parameter: held.dtype
-        for part, held in zip(states.optimizer.parts, states.averages.held, strict=True)
+        for part, held in zip(states.optimizer.intervals, states.averages.storages, strict=True)
         for slot in part.bucket.slots
     }
     return [
-        TensorSpec(each.name, name_of(dtypes[number]), tuple(each.whole_shape))
+        TensorSpec(each.name, dtype_name(dtypes[number]), tuple(each.whole_shape))
         for number, each in enumerate(states.parameters.tracked)
     ]
 
@@ -148,20 +147,20 @@ def _each(*several: list[bool]) -> list[bool]:
     return [all(flags) for flags in zip(*several, strict=True)]
 
 
-class Lending:
-    """All that a rank holds, to be written or to be filled; made by all ranks together."""
+class EngineTensors:
+    """The tensors that a rank has, to be saved or loaded. Making it is collective."""
 
-    def __init__(self, recipe: Recipe, states: States) -> None:
-        self.recipe = recipe
+    def __init__(self, spec: EngineSpec, states: States) -> None:
+        self.spec = spec
         self.states = states
-        self.inventory = take(recipe, states)
-        self.idle = list(idle(recipe, states))
-        run = recipe.run
-        mine = recipe.sharding.rank, recipe.part, recipe.layers
-        told = run.gather_objects(mine)
-        near = [layers == mine[2] for *_, layers in told]
-        parts = [part == mine[1] for _, part, _ in told]
-        shared = [place == mine[0] for place, *_ in told]
+        self.inventory = take(spec, states)
+        self.idle = list(idle(spec, states))
+        run = spec.world_group
+        mine = spec.shard_group.rank, spec.tensor_rank, spec.pipeline_rank
+        reports = run.gather_objects(mine)
+        near = [layers == mine[2] for *_, layers in reports]
+        parts = [part == mine[1] for _, part, _ in reports]
+        shared = [place == mine[0] for place, *_ in reports]
         self._among = {
             False: _place(run.rank, _each(shared, near)),
             True: _place(run.rank, _each(shared, parts, near)),
@@ -170,12 +169,12 @@ class Lending:
             False: _place(run.rank, near),
             True: _place(run.rank, _each(parts, near)),
         }
-        scattered = recipe.placement.is_sharded("optimizer")
-        self.trained = Holdings(
+        scattered = spec.placement.is_sharded("optimizer")
+        self.trained = TensorSpans(
             states.parameters,
             states.optimizer,
             states.averages,
-            recipe.sharding,
+            spec.shard_group,
             scattered=scattered,
             among=self._among if scattered else self._everywhere,
         )
@@ -183,30 +182,30 @@ class Lending:
     @property
     def optimized(self) -> dict[nn.Parameter, str]:
         """The names of all parameters that an optimizer has, trained now or not."""
-        if self.recipe.line is not None:
-            return {tracked.parameter: tracked.name for tracked in self.recipe.located()}
+        if self.spec.pipeline is not None:
+            return {tracked.parameter: tracked.name for tracked in self.spec.located()}
         names = {tracked.parameter: tracked.name for tracked in self.states.parameters.tracked}
         return names | {each.parameter: each.name for each in self.idle}
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
         """Those that this rank writes: on the first one of those that run their modules."""
-        if self.recipe.stage.rank > 0:
+        if self.spec.stage_group.rank > 0:
             return {}
         homes = self.inventory.homes
-        return {n: b for n, b in self.inventory.buffers.items() if self.recipe.runs(homes[n])}
+        return {n: b for n, b in self.inventory.buffers.items() if self.spec.runs(homes[n])}
 
     def of_all_layers(self, mine: T) -> list[T]:
         """`mine` of each of the ranks that share out the layers, in their order. Collective."""
-        line = self.recipe.line
+        line = self.spec.pipeline
         return [mine] if line is None else line.group.gather_objects(mine)
 
-    def frozen(self) -> Iterator[Holding]:
+    def frozen(self) -> Iterator[TensorSpan]:
         """The frozen parameters that are sharded."""
         for slab in self.states.parameters.frozen:
-            yield tensor_spans.of_slab(slab, self._among)
+            yield tensor_spans.of_sharded_bucket(slab, self._among)
 
-    def beside(self) -> Iterator[Holding]:
+    def beside(self) -> Iterator[TensorSpan]:
         """What is not trained: frozen parameters and the state they have, and on rank 0 buffers."""
         yield from self.frozen()
         for each in self.idle:
@@ -220,23 +219,23 @@ class Lending:
 
     def _tensor(
         self, name: str, value: Tensor, parameter: Tensor, kind: str = tensor_spans.MODEL
-    ) -> Holding:
+    ) -> TensorSpan:
         """What every rank has of a tensor of `parameter`'s."""
-        shard = self.recipe.shard_of(parameter)
+        shard = self.spec.shard_of(parameter)
         copies = self._everywhere[shard is not None]
         return tensor_spans.of_tensor(name, value, *copies, kind, shard)
 
-    def out_of_order(self, told: Told) -> set[tuple[str, str]]:
+    def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
         """Set and name of what lies in memory in another order than that of its elements."""
         frozen = [t for slab in self.states.parameters.frozen for t in slab.tracked]
         odd = {(tensor_spans.MODEL, tracked.name) for tracked in frozen if not tracked.in_order}
-        return self.trained.out_of_order(told) | odd
+        return self.trained.out_of_order(reported) | odd
 
-    def reordered(self, told: Told) -> Iterator[Holding]:
+    def reordered(self, reported: ReportedState) -> Iterator[TensorSpan]:
         """The same, in the order of its elements. Collective."""
         copies = self._everywhere[False]  # a part of a tensor always lies in order
-        for kind, name, value in self.trained.reordered(told):
+        for kind, name, value in self.trained.reordered(reported):
             yield tensor_spans.of_tensor(name, value, *copies, kind)
         for slab in self.states.parameters.frozen:
-            for tracked, value in tensor_spans.reordered_slab(slab, self.recipe.sharding):
+            for tracked, value in tensor_spans.reordered_bucket(slab, self.spec.shard_group):
                 yield tensor_spans.of_tensor(tracked.name, value, *copies)

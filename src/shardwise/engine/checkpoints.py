@@ -1,454 +1,200 @@
-"""Checkpoints of an engine: saving, loading and resuming."""
+"""Saves, resumes and loads an engine as the user asks, and saves it when the run must end."""
 
 from __future__ import annotations
 
-import atexit
-import os
-import platform
-import struct
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from importlib.metadata import version
+from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
-from weakref import WeakMethod, finalize
+from typing import Any
 
-import torch
-
-from shardwise.checkpoint import folders
-from shardwise.checkpoint.background import Copies, Job, reserve
-from shardwise.checkpoint.folder_lock import Claim, take
-from shardwise.checkpoint.folders import Draft, Found
-from shardwise.checkpoint.writer import Writer
-from shardwise.engine import consistency, loading, optimizer_numbers, saving, usage_checks
-from shardwise.engine.checkpoint_tensors import Lending
-from shardwise.engine.exact_mean import Seeds
+from shardwise.checkpoint.folders import DOCUMENT, Found, place_of
+from shardwise.engine.checkpoint_loader import CheckpointLoader
+from shardwise.engine.checkpoint_saver import CheckpointSaver
+from shardwise.engine.engine_state import EngineState
+from shardwise.engine.random_state import RandomState
 from shardwise.engine.tracking import Tracking
-from shardwise.engine.user_objects import Takeover
-from shardwise.errors import (
-    BrokenCheckpoint,
-    CheckpointError,
-    CheckpointMismatch,
-    CheckpointNotWritten,
-    FolderInUse,
-    UsageError,
-)
-from shardwise.model.precision import LossScale
-from shardwise.randomness import GeneratorStates
-from shardwise.timeline import Row, span
-from shardwise.world import World, _leave
-
-T = TypeVar("T")
-
-
-class Checkpoints:
-    """Saves and loads what `held` has, with the numbers beside it and what is tracked.
-
-    `number` is the engine's in this process.
-    """
-
-    def __init__(
-        self, world: World, held: Takeover, scale: LossScale, seeds: Seeds, number: int
-    ) -> None:
-        self._world = world
-        self._held = held
-        self._scale = scale
-        self._seeds = seeds
-        self._number = number
-        self.tracking = Tracking()
-        self._said: set[str] = set()
-        self._copies = Copies()
-        self._job: Job | None = None
-        self._claims: dict[Path, Claim] = {}
-        finalize(self, _release, self._claims)
-
-    def _say(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
-            self._world.print(f"shardwise: {line}", file=sys.stderr)
-
-    # -- saving ---------------------------------------------------------------------------
-
-    def save(
-        self, folder: Path, steps: int, *, keep: int | None, background: bool, split: int
-    ) -> Path:
-        """See Engine.save; raises CheckpointNotWritten whatever the settings say."""
-        with span("save", Row.CHECKPOINT):
-            return self._save(folder, steps, keep=keep, background=background, split=split)
-
-    def _save(
-        self, folder: Path, steps: int, *, keep: int | None, background: bool, split: int
-    ) -> Path:
-        if keep is not None and keep < 1:
-            raise UsageError(f"keep takes how many checkpoints to keep, 1 or more, not {keep}.")
-        self.wait()
-        self._held.look_for_changes()
-        for line in self.tracking.lacks(
-            self._held.recipe.optimizers, self._world.feed.training_streams()
-        ):
-            self._say(line)
-        recipe, states = self._held.recipe, self._held.states
-        self.claim(folder)
-        lending = Lending(recipe, states)
-        made = saving.plan(lending, split)
-        fields, more, failure = self._beside(lending, made, steps)
-        consistency.agree(recipe.run, failure)
-        draft = Draft(folder, steps, made.nbytes)
-        kept = partial(self._world.telling.kept, self._number, steps)
-        finish = partial(_finish, made, fields, more, draft, keep, kept, self._say)
-        try:
-            saving.begin(draft, made, recipe.run)
-            name, about = ("copy" if background else "write"), {"bytes": made.nbytes}
-            with span(name, Row.CHECKPOINT, about):
-                how = self._start if background else self._write
-                how(lending, made, draft, finish)
-        except CheckpointNotWritten:
-            if recipe.run.rank == 0:
-                draft.discard()  # a part of it would only take up room
-            raise
-        return draft.final
-
-    def claim(self, folder: Path) -> None:
-        """Keep other jobs out of `folder`, where this one saves. Collective.
-
-        Raises FolderInUse, on all ranks alike, where one has it already. That nothing can be
-        written there is for the save to tell.
-        """
-        failure = None
-        if self._held.recipe.run.rank == 0:
-            try:
-                with suppress(OSError):  # as of a disk that may only be read
-                    self._take(folder)
-            except FolderInUse as error:
-                failure = str(error)
-        consistency.agree(self._held.recipe.run, failure, FolderInUse)
-
-    def _take(self, folder: Path) -> None:
-        held = self._claims.get(folder)
-        if held is not None and held.holds():
-            return
-        if held is not None:
-            held.release()
-        claim = self._claims[folder] = take(folder)
-        if not claim.locked:
-            self._say(
-                f"the file system of {folder} has no locks: see that no other job saves there."
-            )
-
-    def leave(self) -> None:
-        """Let other jobs save where this engine did."""
-        _release(self._claims)
-
-    def _write(
-        self,
-        lending: Lending,
-        made: saving.Plan,
-        draft: Draft,
-        finish: Callable[[Any], None],
-    ) -> None:
-        """Write all of it, and return when it is complete."""
-        group = lending.recipe.run
-        sums = saving.write(lending, made, draft)
-        failure = None
-        if group.rank == 0:
-            failure = saving.told_of(lambda: finish([sums]), draft)
-        consistency.agree(group, failure, CheckpointNotWritten)
-
-    def tolerate(self, error: CheckpointNotWritten) -> None:
-        """Say that a checkpoint is missing, where training goes on without; else raise."""
-        if self._held.recipe.settings.save_failure == "stop":
-            raise error
-        self._world.print(f"shardwise: {error} Training goes on.", file=sys.stderr)
-
-    def _beside(
-        self, lending: Lending, made: saving.Plan, steps: int
-    ) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
-        """What stands beside the tensors, and why it cannot be told; on rank 0."""
-        if lending.recipe.run.rank > 0:
-            return {}, {}, None
-        try:
-            tracked, files = self.tracking.states()
-            fields = saving.state_fields(lending, made)
-        except CheckpointError as error:
-            return {}, {}, str(error)
-        fields |= {
-            "step": steps,
-            "seed": self._world.seed,
-            "scaling": self._scale.state()
-            | {"unit": self._seeds.unit, "wide": self._held.states.gradients.wide},
-            "tracked": tracked,
-            "written_by": _writer(self._world, lending),
-        }
-        if (draws := self._world.draws.state()) is not None:
-            fields["draws"] = draws
-        return fields, files | _config_of(lending), None
-
-    def _start(
-        self,
-        lending: Lending,
-        made: saving.Plan,
-        draft: Draft,
-        finish: Callable[[Any], None],
-    ) -> None:
-        """Copy what is to be written, and let a thread write it."""
-        group = lending.recipe.run
-        self._copies.begin()
-        saving.lend(lending, made, self._copies)
-        failure = saving.told_of(lambda: reserve(draft.path, group.rank), draft)
-        consistency.agree(group, failure, CheckpointNotWritten)
-        self._job = Job(
-            self._copies,
-            Writer(draft.path, made.sets),
-            draft,
-            finish,
-            rank=group.rank,
-            size=group.size,
-            limit=self._world.settings.timeout,
-        )
-        _at_exit(self)
-        self._job.start()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a save in the background is known, on this rank, to have failed."""
-        return self._job is not None and not self._job.is_alive() and bool(self._job.failure)
-
-    # -- leaving at a step boundary ---------------------------------------------------------
-
-    def mark_boundary(self) -> None:
-        """Take the model's buffers, and the place in what ranks draw in common, as they are now
-        for those of a save to come."""
-        self._held.buffers.keep()
-        self._world.draws.mark_boundary()
-
-    def go_back_to_boundary(self) -> None:
-        """Undo what a forward has done since, that no step will follow. Without a loop over a
-        Loader that is also what was drawn for it in common; in one, the body has been finished."""
-        self._held.buffers.restore()
-        if not self._world.feed.in_loop():
-            self._world.draws.go_back_to_boundary()
-
-    def wait(self) -> None:
-        """Return when no save is on its way. Raises CheckpointNotWritten, on all ranks alike, if it
-        has failed, unless training goes on without."""
-        if self._job is not None:
-            job, self._job = self._job, None
-            with span("wait for the save before", Row.CHECKPOINT):
-                job.join()
-            if job.failure is not None:
-                self.tolerate(CheckpointNotWritten(job.failure))
-
-    # -- loading --------------------------------------------------------------------------
-
-    def found(self, folder: Path) -> tuple[list[Found], list[Found]]:
-        """The complete checkpoints in `folder`, and what only looks like one: newest first, alike
-        on all ranks. Collective.
-
-        Raises CheckpointError where `folder` cannot be read, or is itself a checkpoint.
-        """
-        self.wait()
-        mine: tuple[list[Found], list[Found]] = [], []
-        failure = None
-        if self._held.recipe.run.rank == 0:
-            try:
-                mine = folders.complete(folder)[::-1], folders.lost(folder)[::-1]
-            except OSError as error:
-                failure = f"{folder} cannot be looked into: {error.strerror or error}."
-            if os.path.lexists(folder / folders.DOCUMENT) or folders.lacks_document(folder):
-                failure = (
-                    f"{folder} is a checkpoint itself, and resume takes the folder of all: write "
-                    f'engine.resume("{folder.parent}"), or engine.load("{folder}") for just this.'
-                )
-        consistency.agree(self._held.recipe.run, failure)
-        told: tuple[list[Found], list[Found]] = self._world.broadcast_object(mine)
-        return told
-
-    def load(self, path: Path, *, strict: bool, model_only: bool) -> int | None:
-        """See Engine.load; returns the number of steps, where `path` says it.
-
-        What raises BrokenCheckpoint has changed nothing, and raises it on all ranks alike.
-        """
-        self.wait()
-        self._held.look_for_changes()
-        lending = Lending(self._held.recipe, self._held.states)
-        with ExitStack() as stack:
-            stack.enter_context(span("load", Row.CHECKPOINT))
-            examine = partial(self._examine, path, lending, stack, strict=strict, alone=model_only)
-            source, beside = self._alike(path, examine)
-            if model_only and not source.fields and folders.lacks_document(path):
-                self._say(
-                    f"{path} has lost its {folders.DOCUMENT}: whether its weights are those that "
-                    "were written cannot be told."
-                )
-            if self._held.make_room_for_averages(source.averaged):
-                lending = Lending(self._held.recipe, self._held.states)
-            loading.fill_model(lending, source)
-            self._held.buffers.remember()
-            if self._held.recipe.line is not None:
-                self._held.recipe.line.loans.changed()
-            if beside is None:
-                return None
-            loading.fill_optimizers(lending, source, beside.optimizers)
-        self._scale.restore(beside.scaling)
-        self._seeds.unit = beside.scaling["unit"]
-        if beside.scaling["wide"] and self._held.recipe.settings.reduce_dtype == "fp32":
-            self._held.states.gradients.widen()
-        self._take_seed(beside.seed)
-        if beside.draws is not None:
-            self._world.draws.restore(beside.draws)
-        self.tracking.give(beside.tracked)
-        if beside.step:
-            usage_checks.tell_schedulers(self._held.recipe.optimizers)
-        self._world.telling.stepped(self._number, beside.step)
-        self._world.telling.kept(self._number, beside.step)
-        return beside.step
-
-    def _examine(
-        self, path: Path, lending: Lending, stack: ExitStack, *, strict: bool, alone: bool
-    ) -> tuple[loading.Source, _Beside | None]:
-        """What `path` has, of which this rank has read its part to the end.
-
-        The second is None where only the model is wanted (`alone`) or there is no more.
-        """
-        source = loading.open_source(path, lending, strict=strict, alone=alone, stack=stack)
-        if not source.fields:
-            return source, None
-        loading.verify(path, source, lending.recipe.run.rank, lending.recipe.run.size)
-        if alone:
-            return source, None
-        beside = _beside(path, source.fields, self.tracking)
-        optimizer_numbers.check(lending, source.fields, beside.optimizers)
-        return source, beside
-
-    def _alike(self, path: Path, work: Callable[[], T]) -> T:
-        """What `work` returns; where it fails on a rank, the same is raised on all: that files are
-        broken before that they are another's. Collective."""
-        result, failure = None, None
-        try:
-            result = work()
-        except CheckpointError as error:
-            failure = type(error).__name__, str(error)
-        except OSError as error:
-            failure = BrokenCheckpoint.__name__, f"{path} cannot be read: {error}."
-        told = self._held.recipe.run.gather_objects(failure)
-        for kind in (BrokenCheckpoint, CheckpointMismatch, CheckpointError):
-            for rank, each in enumerate(told):
-                if each is not None and each[0] == kind.__name__:
-                    known = all(other == each for other in told)
-                    raise kind(each[1] if known else f"Rank {rank}: {each[1]}")
-        assert result is not None
-        return result
-
-    def _take_seed(self, seed: int) -> None:
-        """Go on with the seed that was drawn, unless this run has chosen one."""
-        chosen = self._world.settings.seed
-        if chosen is None:
-            self._world.seed = seed
-        elif chosen != seed:
-            self._say(
-                f"this run has the seed {chosen} and the checkpoint {seed}: data order and "
-                f"dropout are not those of the run that wrote it. Write --seed {seed} for those."
-            )
+from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten
 
 
 @dataclass(frozen=True)
-class _Beside:
-    """What stands in a checkpoint beside the tensors, as it is given back."""
+class _SaveOptions:
+    """How the user saves: how many checkpoints to keep, and the bytes of a file."""
 
-    step: int
-    seed: int
-    scaling: Mapping[str, Any]
-    tracked: Mapping[str, Any]
-    optimizers: optimizer_numbers.Numbers
-    draws: GeneratorStates | None
+    keep: int | None = None
+    split: int = 5 * 10**9
 
 
-def _beside(path: Path, fields: Mapping[str, Any], tracking: Tracking) -> _Beside:
-    """Raises BrokenCheckpoint for what cannot be read."""
-    tracked = tracking.read(path, fields)
-    numbers = optimizer_numbers.read(fields)
-    step, seed, scaling = fields["step"], fields["seed"], fields["scaling"]
-    return _Beside(step, seed, scaling, tracked, numbers, _draws(path, fields.get("draws")))
+class Checkpoints:
+    """The checkpoints of an engine, and the folder where it saves when the run is asked to end.
 
+    Attributes: `saver` and `loader`, which move the bytes.
+    """
 
-def _draws(path: Path, told: dict[str, Any] | None) -> GeneratorStates | None:
-    """Where what ranks draw in common goes on. Raises BrokenCheckpoint for what is none."""
-    try:
-        return None if told is None else GeneratorStates.of_plain(told)
-    except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise BrokenCheckpoint(
-            f"{path} does not tell where draws go on ({type(error).__name__}: {error}). Take "
-            "another checkpoint."
-        ) from error
+    def __init__(self, state: EngineState, randoms: RandomState) -> None:
+        self._state = state
+        self._world = state.world
+        self._randoms = randoms
+        self._tracked = Tracking()
+        self.saver = CheckpointSaver(state, self._tracked)
+        self.loader = CheckpointLoader(state, self._tracked)
+        self._home: Path | None = None  # where it resumed from, else where it was saved last
+        self._options = _SaveOptions()
+        self._resumes = False
+        self._saved: tuple[int, int] | None = None  # the moment that is saved at home
+        self._trial_paths: frozenset[Path] = frozenset()  # where a trial would have saved
 
+    def track(self, objects: Mapping[str, Any]) -> None:
+        """See Engine.track."""
+        self._tracked.add(objects)
 
-def _finish(
-    made: saving.Plan,
-    fields: Mapping[str, Any],
-    more: Mapping[str, bytes],
-    draft: Draft,
-    keep: int | None,
-    kept: Callable[[], None],
-    say: Callable[[str], None],
-    several: Any,
-) -> None:
-    """Give a checkpoint its name, then remove those that are too many."""
-    sums = saving.merged(several)
-    draft.finish(saving.documents(made, sums, fields, more))
-    kept()
-    if keep is not None:
-        draft.prune(keep)
-    for line in draft.left:  # this one is complete, whatever is left beside it
-        say(line)
+    # -- saving -----------------------------------------------------------------------------
 
+    def save(
+        self, folder: str | PathLike[str], keep: int | None, *, background: bool, split_gb: float
+    ) -> Path | None:
+        """See Engine.save."""
+        path = self.save_and_stay(folder, keep, background=background, split_gb=split_gb)
+        self._world.preemption.leave_between_steps()
+        return path
 
-def _release(claims: dict[Path, Claim]) -> None:
-    while claims:
-        claims.popitem()[1].release()
-
-
-def _config_of(lending: Lending) -> dict[str, bytes]:
-    """The model's config.json, as transformers' models have one."""
-    found = {}
-    for model in lending.recipe.models if len(lending.recipe.models) == 1 else ():
-        config: Any = getattr(model, "config", None)
-        if callable(getattr(config, "to_json_string", None)):
-            if not getattr(config, "architectures", None):
-                config.architectures = [type(model).__name__]
-            found["config.json"] = config.to_json_string().encode()
-    return found
-
-
-def _writer(world: World, lending: Lending) -> dict[str, Any]:
-    """Who wrote it: for people to read, and never looked at."""
-    return {
-        "shardwise": version("shardwise"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "workers": world.size,
-        "placement": lending.recipe.placement.name,
-        "precision": lending.recipe.settings.precision,
-    }
-
-
-def _at_exit(checkpoints: Checkpoints) -> None:
-    """Wait for a save in the background before the process ends, and end it with 1 if that fails:
-    by then nobody is there to be raised at."""
-    held = WeakMethod(checkpoints.wait)
-
-    def last() -> None:
+    def save_and_stay(
+        self,
+        folder: str | PathLike[str],
+        keep: int | None,
+        *,
+        background: bool = False,
+        split_gb: float = 5.0,
+    ) -> Path | None:
+        """The same, and go on even where this process is asked to end."""
+        self._state.refuse_in_step("engine.save")
+        home, split = Path(folder), int(split_gb * 1e9)
+        if self._world.settings.trial:
+            path = place_of(home, self._state.steps)
+            self._trial_paths |= {path}
+            return path
+        saved = None
         try:
-            if (wait := held()) is not None:
-                wait()
-        except CheckpointError as error:
-            print(f"shardwise: {error}", file=sys.stderr, flush=True)
-            _leave()
-            sys.stdout.flush()
-            os._exit(1)
+            saved = self.saver.save(home, keep=keep, background=background, split=split)
+        except CheckpointNotWritten as error:
+            self.saver.tolerate(error)
+        if self._home in (None, home) or not self._resumes:
+            self._settle_in(home, _SaveOptions(keep, split))
+            self._saved = None if background or saved is None else self._moment()
+        return saved
 
-    if not getattr(checkpoints, "_awaited", False):
-        checkpoints._awaited = True  # type: ignore[attr-defined]
-        atexit.register(last)
+    # -- resuming and loading ---------------------------------------------------------------
+
+    def resume(self, home: Path) -> int:
+        """See Engine.resume."""
+        if self._world.settings.trial:
+            return self._state.steps
+        self.saver.claim(home)
+        self.saver.wait()
+        complete, lost = self.loader.found(home)
+        loaded = self._load_newest([found.path for found in complete])
+        if loaded is None:
+            _refuse_beside(home, lost)
+            line = f"no checkpoint in {home} yet: starting at step {self._state.steps}"
+        else:
+            for found in lost:
+                if found.step > self._state.steps:
+                    self._pass_over(f"{found.path} has no {DOCUMENT}, so it is not complete.")
+            line = f"resumed from {loaded}, at step {self._state.steps}"
+        self._resumes, self._saved = True, None if loaded is None else self._moment()
+        self._settle_in(home, _SaveOptions())
+        self._world.progress.resumes()
+        if not self._state.spec.settings.quiet:
+            self._world.print(f"shardwise: {line}")
+        return self._state.steps
+
+    def resume_from(self, home: Path, path: Path | None) -> None:
+        """Go on from `path`, a checkpoint in `home`, or where it is None from here. Collective."""
+        self.saver.claim(home)
+        if path is not None:
+            self.load(path)
+        self._resumes, self._saved = True, None if path is None else self._moment()
+        self._settle_in(home, _SaveOptions())
+        self._world.progress.resumes()
+
+    def _pass_over(self, why: object) -> None:
+        self._world.print(f"shardwise: passed over: {why}", file=sys.stderr)
+
+    def _load_newest(self, paths: Sequence[Path]) -> Path | None:
+        """Load the first of `paths` that is whole, and return it; None where there are none."""
+        broken: list[BrokenCheckpoint] = []
+        for path in paths:
+            try:
+                self.load(path)
+            except BrokenCheckpoint as error:
+                broken.append(error)
+                continue
+            for each in broken:
+                self._pass_over(each)
+            return path
+        if broken:
+            older = f" None of the {len(broken) - 1} before it is whole." if broken[1:] else ""
+            raise BrokenCheckpoint(f"{broken[0]}{older}") from broken[0]
+        return None
+
+    def load(self, path: Path, *, strict: bool = True, model_only: bool = False) -> None:
+        """See Engine.load."""
+        self._state.refuse_in_step("engine.load")
+        if path in self._trial_paths:
+            return
+        self.saver.wait()
+        steps = self.loader.load(path, strict=strict, model_only=model_only)
+        if steps is not None:
+            self._state.steps = steps
+            self._randoms.reseed()
+
+    # -- when the run is asked to end -------------------------------------------------------
+
+    def _moment(self) -> tuple[int, int]:
+        """What a checkpoint is of: with a step of another engine of this process, what is tracked
+        and drawn has moved on too."""
+        return self._state.steps, self._world.steps_made
+
+    def _settle_in(self, home: Path, options: _SaveOptions) -> None:
+        """Save to `home`, as the user does, when asked to end; the first time, begin to listen."""
+        if self._home is None:
+            self._world.preemption.heed(self._is_between_steps, self._save_at_the_end)
+        self._home, self._options = home, options
+
+    def _is_between_steps(self) -> bool:
+        return self._state.is_between_steps
+
+    def _save_at_the_end(self) -> Path:
+        """Save to where the user does, unless this moment is saved there."""
+        assert self._home is not None
+        if self._saved == self._moment():
+            return place_of(self._home, self._state.steps)
+        self.saver.go_back_to_boundary()
+        return self.saver.save(
+            self._home,
+            keep=self._options.keep,
+            background=False,
+            split=self._options.split,
+        )
+
+    def close(self) -> None:
+        """Wait for a save in the background, and leave the folders to other jobs."""
+        try:
+            self.saver.wait()
+        finally:
+            self.saver.leave()
+            self._world.preemption.leave_out(self._save_at_the_end)
+
+
+def _refuse_beside(home: Path, lost: Sequence[Found]) -> None:
+    """Raise BrokenCheckpoint where a run would begin anew beside what looks like checkpoints."""
+    if lost:
+        newest = lost[0].path
+        more = f", as {len(lost) - 1} before it" if lost[1:] else ""
+        raise BrokenCheckpoint(
+            f"{newest} has the name of a checkpoint and no {DOCUMENT}{more}, and {home} has no "
+            "complete one: this run would begin anew beside it. Bring the file back, or load the "
+            f'weights alone (engine.load("{newest}", model_only=True)) and save elsewhere; to '
+            "begin anew, move it away."
+        )

@@ -1,17 +1,17 @@
-"""Steps with a closure: which optimizers call it by themselves, and what that takes."""
+"""Checks steps with a closure, which some optimizers call several times by themselves."""
 
 from __future__ import annotations
 
-from shardwise.engine.accumulation import Window
+from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.build import States
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import UsageError
 
 
-def check(recipe: Recipe, states: States, window: Window, *, scaled: bool) -> None:
+def check(spec: EngineSpec, states: States, accumulation: Accumulation, *, scaled: bool) -> None:
     """Raise UsageError where a step cannot be made with a closure; `scaled` where there is a loss
     scale."""
-    if window.backwards:
+    if accumulation.backwards:
         raise UsageError(
             "engine.step(closure=...) after engine.backward: the closure makes the backwards of "
             "its step itself. Leave the other one out, or forget it by engine.zero_grad()."
@@ -19,7 +19,7 @@ def check(recipe: Recipe, states: States, window: Window, *, scaled: bool) -> No
     if not asks_often(states):
         _check_known(states)
         return
-    names = " and ".join(type(optimizer).__name__ for optimizer in recipe.optimizers)
+    names = " and ".join(type(optimizer).__name__ for optimizer in spec.optimizers)
     if len(states.optimizer.inners) != 1:
         raise UsageError(
             f"engine.step(closure=...) with {names}, which calls the closure as often as it wants: "
@@ -31,7 +31,7 @@ def check(recipe: Recipe, states: States, window: Window, *, scaled: bool) -> No
             f"{names} calls the closure between its own updates, and 16-bit parameters follow "
             "their masters only when all is done. Write --precision fp32 or bf16-mixed."
         )
-    _check_no_skips(names, recipe.settings.nonfinite, scaled=scaled)
+    _check_no_skips(names, spec.settings.nonfinite, scaled=scaled)
 
 
 def _check_no_skips(names: str, nonfinite: str, *, scaled: bool) -> None:
@@ -62,7 +62,7 @@ def check_given(states: States, *, given: bool) -> None:
     """Raise UsageError where an optimizer needs a closure and there is none."""
     for group in states.optimizer.groups:
         if group.kind.needs_closure and not given:
-            name = type(group.face).__name__
+            name = type(group.optimizer).__name__
             raise UsageError(
                 f"{name} evaluates the loss several times in a step: write a closure that "
                 "computes it and calls engine.backward(loss), and engine.step(closure=closure)."
@@ -74,7 +74,7 @@ def _check_known(states: States) -> None:
     for group in states.optimizer.groups:
         if not group.kind.known:
             raise UsageError(
-                f"engine.step(closure=...) with {type(group.face).__name__} where its state is "
-                "sharded: how often it calls the closure is not known. Start with --zero 0; or "
+                f"engine.step(closure=...) with {type(group.optimizer).__name__} where its state "
+                "is sharded: how often it calls the closure is not known. Start with --zero 0; or "
                 "call engine.backward(loss) and engine.step() without."
             )

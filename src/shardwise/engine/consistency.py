@@ -1,9 +1,10 @@
-"""All ranks train one model: that they built the same, and go on from rank 0's state."""
+"""Checks that all ranks train the same model with the same options, from rank 0's state."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence, Set
+import zlib
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +13,19 @@ from torch import Tensor, optim
 
 from shardwise.collectives import Collectives
 from shardwise.engine import initial_values
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import CheckpointError, ModelMismatch
+from shardwise.states.optimizer_kind import settings_of
 from shardwise.states.tracked import Tracked
 
 
-def check_same_model(recipe: Recipe) -> None:
+def check_same_model(spec: EngineSpec) -> None:
     """Raise ModelMismatch, on all ranks alike, where ranks built different models."""
-    mine = _description(recipe)
-    all_of_them = recipe.run.gather_objects(_hash_of(mine))
+    mine = _description(spec)
+    all_of_them = spec.world_group.gather_objects(_hash_of(mine))
     if len(set(all_of_them)) == 1:
         return
-    lists = recipe.run.gather_objects(mine)
+    lists = spec.world_group.gather_objects(mine)
     for rank, other in enumerate(lists):
         if other != lists[0]:
             here, there = _first_difference(lists[0], other)
@@ -33,18 +35,18 @@ def check_same_model(recipe: Recipe) -> None:
             )
 
 
-def check_written(recipe: Recipe, tracked: Sequence[Tracked], written: Set[int]) -> None:
+def check_written(spec: EngineSpec, tracked: Sequence[Tracked], written: Set[int]) -> None:
     """Raise ModelMismatch, on all ranks alike, where `written` parameters, by number, hold other
     values on other ranks: each would go on training its own. Collective.
 
     Most who write do so alike, to the same parameters: then one look is enough.
     """
     names = {tracked[number].name for number in written}
-    told = _told_values(recipe, tracked, names)
-    if any(each.keys() != told[0].keys() for each in told):
-        told = _told_values(recipe, tracked, {name for each in told for _, name in each})
+    gathered = _gathered_values(spec, tracked, names)
+    if any(each.keys() != gathered[0].keys() for each in gathered):
+        gathered = _gathered_values(spec, tracked, {name for each in gathered for _, name in each})
     first: dict[tuple[int, str], tuple[int, Any]] = {}
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(gathered):
         for key, value in each.items():
             other, expected = first.setdefault(key, (rank, value))
             if value != expected:
@@ -57,25 +59,25 @@ def check_written(recipe: Recipe, tracked: Sequence[Tracked], written: Set[int])
                 )
 
 
-def _told_values(
-    recipe: Recipe, tracked: Sequence[Tracked], names: Set[str]
+def _gathered_values(
+    spec: EngineSpec, tracked: Sequence[Tracked], names: Set[str]
 ) -> list[dict[tuple[int, str], tuple[int, int]]]:
-    """By rank what tells its values of the parameters `names` from others; of split ones by part.
+    """By rank a fingerprint of each of the parameters `names`; of tensor-parallel ones by part.
     Collective."""
     mine = {
-        (0 if each.shard is None else recipe.part, each.name): _fingerprint(each.parameter)
+        (0 if each.shard is None else spec.tensor_rank, each.name): _fingerprint(each.parameter)
         for each in tracked
         if each.name in names
     }
-    return recipe.run.gather_objects(mine)
+    return spec.world_group.gather_objects(mine)
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def _fingerprint(tensor: Tensor) -> tuple[int, int]:
-    """Two sums over the bits of a tensor, made where it is: of its words, and of them weighted by
-    their place in rows of 61."""
+    """Two sums over the bits of a tensor, computed on its device: of its words, and of them
+    weighted by their place in rows of 61."""
     words = tensor.detach().contiguous().reshape(-1).view(_WORDS[tensor.itemsize])
     whole = words[: words.numel() // 61 * 61].view(-1, 61)
     by_place = torch.cat([whole.sum(0), words[whole.numel() :].sum().reshape(1).long()])
@@ -88,18 +90,18 @@ def _hash_of(lines: Sequence[str]) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
-def _description(recipe: Recipe) -> list[str]:
+def _description(spec: EngineSpec) -> list[str]:
     lines = [
         f"{t.name} {tuple(t.whole_shape)} {t.parameter.dtype}"
         f"{'' if t.parameter.requires_grad else ' frozen'}"
-        for t in recipe.located()
+        for t in spec.located()
     ]
-    for prefix, model in zip(recipe.prefixes, recipe.models, strict=True):
+    for prefix, model in zip(spec.prefixes, spec.models, strict=True):
         lines += [
             f"buffer {prefix}{name} {tuple(buffer.shape)} {buffer.dtype}"
             for name, buffer in model.named_buffers()
         ]
-    for optimizer in recipe.optimizers:
+    for optimizer in spec.optimizers:
         for group in optimizer.param_groups:
             lines.append(f"{type(optimizer).__name__} with {len(group['params'])} parameters")
     return lines
@@ -114,16 +116,16 @@ def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, s
     return (extra, "nothing there") if longer is mine else ("nothing there", extra)
 
 
-def make_state_alike(recipe: Recipe) -> None:
+def make_state_alike(spec: EngineSpec) -> None:
     """Give every rank rank 0's optimizer state, as parameters are rank 0's. Collective."""
-    mine = [_outline(optimizer) for optimizer in recipe.optimizers]
-    told = recipe.run.gather_objects(mine)
-    if recipe.run.size == 1 or not any(any(each) for outline in told for each in outline):
+    mine = [_outline(optimizer) for optimizer in spec.optimizers]
+    gathered = spec.world_group.gather_objects(mine)
+    if spec.world_group.size == 1 or not any(any(each) for outline in gathered for each in outline):
         return
-    for optimizer, outline in zip(recipe.optimizers, told[0], strict=True):
+    for optimizer, outline in zip(spec.optimizers, gathered[0], strict=True):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter, entries in zip(parameters, outline, strict=True):
-            if recipe.run.rank and (entries or parameter in optimizer.state):
+            if spec.world_group.rank and (entries or parameter in optimizer.state):
                 old = optimizer.state[parameter]
                 optimizer.state[parameter] = {
                     key: _room(entry, old.get(key), parameter) for key, entry in entries.items()
@@ -131,13 +133,13 @@ def make_state_alike(recipe: Recipe) -> None:
             state = optimizer.state[parameter] if entries else {}
             initial_values.make_alike(
                 [state[key] for key, entry in entries.items() if isinstance(entry, _Tensor)],
-                recipe.run,
+                spec.world_group,
             )
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """What a rank says of a tensor that it has."""
+    """Shape and dtype of a tensor on another rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -170,10 +172,10 @@ def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
     return torch.zeros(entry.shape, dtype=entry.dtype, device=device)
 
 
-def everything(recipe: Recipe) -> list[Tensor]:
+def everything(spec: EngineSpec) -> list[Tensor]:
     """The parameters and buffers of all models, trained or not, that have memory."""
-    buffers = [buffer for model in recipe.models for buffer in model.buffers()]
-    found = [*(tracked.parameter for tracked in recipe.located()), *buffers]
+    buffers = [buffer for model in spec.models for buffer in model.buffers()]
+    found = [*(tracked.parameter for tracked in spec.located()), *buffers]
     return [tensor for tensor in found if not tensor.is_meta]
 
 
@@ -181,6 +183,59 @@ def agree(
     group: Collectives, failure: str | None, kind: type[CheckpointError] = CheckpointError
 ) -> None:
     """Raise `kind` on all ranks alike if one has a `failure`. Collective."""
-    for rank, told in enumerate(group.gather_objects(failure)):
-        if told is not None:
-            raise kind(told if group.size == 1 else f"Rank {rank}: {told}")
+    for rank, each in enumerate(group.gather_objects(failure)):
+        if each is not None:
+            raise kind(each if group.size == 1 else f"Rank {rank}: {each}")
+
+
+# -- options of the optimizers -----------------------------------------------------------------
+
+_PLAIN = (bool, int, float, str, complex, type(None))
+
+
+class OptionChecksum:
+    """Checks that the parameter groups of `optimizers` have the same options on all ranks.
+
+    What is not a number, a string, a sequence of such or a tensor on the CPU is left out.
+    """
+
+    def __init__(self, optimizers: Sequence[optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._values: list[Any] = []
+        self._number = 0.0
+
+    def number(self) -> float:
+        """A checksum, in microseconds: made anew when a value has changed."""
+        values = [value for _, value in self._named()]
+        if values != self._values:
+            self._values, self._number = values, float(zlib.crc32(repr(values).encode()))
+        return self._number
+
+    def difference(self, group: Collectives) -> ModelMismatch:
+        """The error for ranks whose checksums differ. Collective."""
+        gathered: list[list[tuple[str, Any]]] = group.gather_objects(list(self._named()))
+        for rank, named in enumerate(gathered):
+            for (name, here), (_, there) in zip(gathered[0], named, strict=False):
+                if repr(here) != repr(there):
+                    return ModelMismatch(
+                        f"{name} is {here!r} on rank 0 and {there!r} on rank {rank}, so ranks "
+                        "would train different models. Nothing was updated. Set it alike on all "
+                        "ranks; give a scheduler what all know, such as engine.step().loss."
+                    )
+        lengths = [len(named) for named in gathered]
+        return ModelMismatch(f"Optimizers have different options on each rank: {lengths} of them.")
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        for optimizer in self._optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                for key, value in sorted(settings_of(group).items()):
+                    if isinstance(value, Tensor) and value.device.type == "cpu":
+                        value = value.tolist()
+                    if _is_plain(value):
+                        yield f"{key} of group {number} of {type(optimizer).__name__}", value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(each) for each in value)
+    return isinstance(value, _PLAIN)

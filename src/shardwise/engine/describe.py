@@ -1,4 +1,4 @@
-"""What lies where: units, buckets, and the bytes of each state per rank and tier."""
+"""Prints the table of engine.describe(): units, buckets, bytes of each state per rank and tier."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.engine.build import States
-from shardwise.engine.engine_spec import Recipe
-from shardwise.engine.formatting import in_bytes
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.placement import STATES, Placement
-from shardwise.printable import printable
+from shardwise.printable import in_bytes, printable
 
 
 @dataclass
@@ -46,15 +45,15 @@ class _Row:
         ]
 
 
-def table_of(recipe: Recipe, states: States, transport: str) -> Table:
+def table_of(spec: EngineSpec, states: States, transport: str) -> Table:
     """A row per unit, equal neighbours in one, and the sums; bytes are this rank's."""
     rows = _rows(states)
     total = _Row(["all"])
     for row in rows:
         total.take(row)
     headings = ["unit", "parameters", "buckets"]
-    headings += [_heading(recipe.placement, state) for state in STATES]
-    table = Table(title=_title(recipe, transport), title_justify="left", show_footer=True)
+    headings += [_heading(spec.placement, state) for state in STATES]
+    table = Table(title=_title(spec, transport), title_justify="left", show_footer=True)
     for heading, sum_of in zip(headings, total.cells, strict=True):
         if heading == "unit":
             table.add_column(heading, footer=sum_of, overflow="fold")
@@ -73,10 +72,14 @@ def show(table: Table) -> None:
     console.print(table)
 
 
-def _title(recipe: Recipe, transport: str) -> str:
-    ranks = "one rank" if recipe.run.size == 1 else f"{recipe.run.size} ranks over {transport}"
-    layers = "" if recipe.line is None else f", of the layers of rank {recipe.run.rank}"
-    return f"{recipe.placement.name} on {ranks}; bytes per rank{layers}"
+def _title(spec: EngineSpec, transport: str) -> str:
+    ranks = (
+        "one rank"
+        if spec.world_group.size == 1
+        else f"{spec.world_group.size} ranks over {transport}"
+    )
+    layers = "" if spec.pipeline is None else f", of the layers of rank {spec.world_group.rank}"
+    return f"{spec.placement.name} on {ranks}; bytes per rank{layers}"
 
 
 def _heading(placement: Placement, state: str) -> str:

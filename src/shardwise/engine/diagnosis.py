@@ -1,4 +1,4 @@
-"""When a gradient is not finite: which parameter, which rank, which samples."""
+"""Finds the parameter, the rank and the samples behind a gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.collectives import Collectives
-from shardwise.engine.accumulation import Window
+from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.build import States
 from shardwise.errors import NonFiniteError
 
 SKIPS = 20
-"""Steps that are skipped in a row until it is told; a loss scale finds its value in fewer."""
+"""Steps that are skipped in a row until a line says so; a loss scale finds its value in fewer."""
 
 
 class Skips:
@@ -28,14 +28,14 @@ class Skips:
         self._count = 0 if finite else self._count + 1
         if self._count != SKIPS:
             return ""
-        told = f"{SKIPS} steps in a row were skipped, their gradients not being finite: "
+        said = f"{SKIPS} steps in a row were skipped, their gradients not being finite: "
         if self._scaled:
-            return f"{told}no loss scale helps. Look at the loss, or try --precision bf16-mixed."
-        return f"{told}nothing is learned. --nonfinite stop names the parameter and the rank."
+            return f"{said}no loss scale helps. Look at the loss, or try --precision bf16-mixed."
+        return f"{said}nothing is learned. --nonfinite stop names the parameter and the rank."
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Testimony:
+class _RankReport:
     """What one rank knows of the step."""
 
     parameters: list[str]
@@ -52,36 +52,37 @@ class _Testimony:
 
 
 def nonfinite_error(
-    step: int, states: States, window: Window, group: Collectives
+    step: int, states: States, accumulation: Accumulation, group: Collectives
 ) -> NonFiniteError:
     """The error that all ranks raise alike. Collective."""
     tracked = states.parameters.tracked
-    mine = _Testimony(
-        parameters=[tracked[index].name for index in states.gradients.norms.nonfinite()],
-        loss_is_bad=not math.isfinite(float(sum(window.losses))),
+    mine = _RankReport(
+        parameters=[tracked[index].name for index in states.gradients.norm.nonfinite()],
+        loss_is_bad=not math.isfinite(float(sum(accumulation.losses))),
         gradient_is_bad=states.gradients.suspect(),
-        samples=[index for indices in window.indices for index in indices],
+        samples=[index for indices in accumulation.indices for index in indices],
     )
-    told: list[_Testimony] = group.gather_objects(mine)
-    names = sorted({name for each in told for name in each.parameters})
+    reports: list[_RankReport] = group.gather_objects(mine)
+    names = sorted({name for each in reports for name in each.parameters})
     return NonFiniteError(
-        f"Step {step}: the gradient is not finite in {_shortened(names)}. {_origin(told)} "
+        f"Step {step}: the gradient is not finite in {_shortened(names)}. {_origin(reports)} "
         "Nothing was updated. Look at those samples, lower the learning rate or clip with "
         "engine.step(max_norm=1.0); --nonfinite skip goes on without such steps."
     )
 
 
-def _origin(told: Sequence[_Testimony]) -> str:
+def _origin(reports: Sequence[_RankReport]) -> str:
     """Where the gradient comes from, as far as there is proof."""
-    accused = [text for rank, each in enumerate(told) if (text := each.accusation(rank))]
+    accused = [text for rank, each in enumerate(reports) if (text := each.accusation(rank))]
     if accused:
         return f"It comes from {' and '.join(accused)}."
-    if len(told) == 1:
-        return f"The loss is finite; samples {_shortened(told[0].samples)}."
-    if all(each.gradient_is_bad is False for each in told):
+    if len(reports) == 1:
+        return f"The loss is finite; samples {_shortened(reports[0].samples)}."
+    if all(each.gradient_is_bad is False for each in reports):
         return "It comes from the sum over the ranks (each rank's own part is finite)."
     samples = "; ".join(
-        f"samples of rank {rank}: {_shortened(each.samples)}" for rank, each in enumerate(told[:8])
+        f"samples of rank {rank}: {_shortened(each.samples)}"
+        for rank, each in enumerate(reports[:8])
     )
     return f"Losses are finite, and from which rank it comes could not be told ({samples})."
 

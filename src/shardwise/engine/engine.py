@@ -1,51 +1,43 @@
-"""The engine: forward is the user's, backward and step are here.
+"""Engine is what users call: backward, step, whole tensors, checkpoints. Its parts do the work.
 
-    backward    seed autograd with the loss's weight; buckets reduce beside it (backwards)
-    step        reduce what is left; one small exchange; update, publish, clear (stepping)
+    EngineState     what the parts share: the user's objects, the states, the accumulation
+    BackwardRunner  weights losses, seeds autograd, collects gradients    (backward.py)
+    StepRunner      reduces, exchanges, decides, updates, clears          (step.py)
+    StateAccess     whole parameters, averages, plain optimizer state     (state_access.py)
+    Checkpoints     saves, resumes, loads, saves when asked to end        (checkpoints.py)
+    RandomState     the generators of this rank                           (random_state.py)
 
 What a step does follows from the placement's cells alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
 from typing import Any
-from weakref import WeakMethod
 
-import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
+from torch.amp import GradScaler
 
 from shardwise import config
-from shardwise.engine import (
-    describe,
-    diagnosis,
-    exact_mode,
-    pipeline_parallel,
-    start_lines,
-    tensor_parallel,
-    whole_tensors,
-)
-from shardwise.engine.accumulation import Window
-from shardwise.engine.backward import living
+from shardwise.engine import describe, start_lines
+from shardwise.engine.backward import BackwardRunner
 from shardwise.engine.build import States
 from shardwise.engine.checkpoints import Checkpoints
-from shardwise.engine.engine_spec import Recipe
-from shardwise.engine.exact_mean import Seeds
-from shardwise.engine.optimizer_options import Options
-from shardwise.engine.pipeline_runner import Pipelining
-from shardwise.engine.step import Stepping
-from shardwise.engine.step_statistics import ExactParts, Parts
-from shardwise.engine.user_objects import Takeover
-from shardwise.errors import ModelError, UsageError
-from shardwise.model import precision
+from shardwise.engine.engine_state import EngineState, build_state, spec_of
+from shardwise.engine.random_state import RandomState
+from shardwise.engine.state_access import StateAccess
+from shardwise.engine.step import StepRunner
+from shardwise.engine.step_statistics import StepStats
+from shardwise.engine.user_objects import living
 from shardwise.parallel.pipeline import LayerTimes
-from shardwise.parallel.tensor.plan import Plan
+from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.world import current as current_world
 
 
-class Engine(Stepping):
+class Engine:
     """Trains `models` with `optimizers` over all ranks, as one process would.
 
     `models` and `optimizers` are one each or sequences; the objects stay the user's own and are
@@ -57,12 +49,10 @@ class Engine(Stepping):
     `tensor_plan` says how others are, by patterns of module names: `{"blocks.*.up": "colwise",
     "blocks.*.down": "rowwise", "head": "whole"}`; docs/parallel.md has all of it.
 
-    With `--pipeline` they are shared out: each worker has some, and `forward_backward` sends a
-    batch through all of them in micro-batches; docs/parallel.md.
+    With `--pipeline` each worker has some of the layers, and `forward_backward` sends a batch
+    through all of them in micro-batches; docs/parallel.md.
 
-    Saving and resuming are `Resumable`'s: `track`, `save`, `resume`, `load`.
-
-    Attributes: `placement`, `world`, `steps` (how many were made), `settings`.
+    Attributes: `placement`, `world`, `settings`.
 
     Raises PlacementError, ModelError (nothing to train, an optimizer that cannot be sharded),
     ModelMismatch (ranks built different models).
@@ -73,90 +63,159 @@ class Engine(Stepping):
         models: nn.Module | Sequence[nn.Module],
         optimizers: optim.Optimizer | Sequence[optim.Optimizer],
         *,
-        scaler: torch.amp.GradScaler | None = None,
-        tensor_plan: Plan | None = None,
+        scaler: GradScaler | None = None,
+        tensor_plan: TensorPlan | None = None,
         **settings: Any,
     ) -> None:
-        self.world = current_world()
+        self.world = world = current_world()
         config.refuse_elsewhere(settings, "engine")
-        self.settings = self.world.settle_engine(settings)
+        self.settings = world.settle_engine(settings)
         self.placement = self.settings.placement
-        self._number = self.world.engines
-        self.world.engines += 1
-        self.world.expect_no_engine()
-        self._group = self.world.collectives
-        shards = exact_mode.shards_of(self.settings, self._group)
-        self._parts = Parts(self.world.data_rank) if shards is None else ExactParts(shards)
-        self._recipe = Recipe(
-            _several(models, nn.Module),
-            _several(optimizers, optim.Optimizer),
-            self.placement,
-            self.settings,
-            self._group,
-            self.world.data,
-            self.world.device,
-            self.world.gather_order,
-            shards,
-            tensor_parallel.begin(self.world, self.settings, tensor_plan),
-            pipeline_parallel.begin(self.world, self.settings, _several(models, nn.Module)),
-            self.world.stage,
+        number, world.engines = world.engines, world.engines + 1
+        world.expect_no_engine()
+        self._spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
+        self._state = state = build_state(world, number, self._spec, scaler, tensor_plan)
+        # The order matters: the state is collective to build, the generators wait for the first
+        # batch from here on, and a step needs all other parts.
+        self._timing = _layer_times(state)
+        self._randoms = RandomState(state)
+        self._access = StateAccess(state)
+        self._checkpoints = Checkpoints(state, self._randoms)
+        self._backward = BackwardRunner(state, self._randoms, self._timing)
+        self._stepper = StepRunner(
+            state, self._backward, self._randoms, self._checkpoints.saver, self._timing
         )
-        self._refuse_second_engine()
-        self._window = Window()
-        self.world.unstepped.watch(self._window)
-        self._options = Options(self._recipe.optimizers)
-        in_step = WeakMethod(self._is_in_step)
-        self._held = Takeover(
-            self.world, self._recipe, lambda: bool((ask := in_step()) and ask()), tensor_plan
-        )
-        scaled = precision.PRESETS[self.settings.precision].scaled
-        self._scale = precision.LossScale(scaler, active=scaled)
-        self._seeds = Seeds(self._scale, self._recipe.group, self._parts)
-        line = self._recipe.line
-        self._pipelining = None if line is None else Pipelining(line, self.settings, self._seeds)
-        self._checkpoints = Checkpoints(
-            self.world, self._held, self._scale, self._seeds, self._number
-        )
-        self._timing = self._time_layers()
-        self._announced = self._averaged = self._uneven = False
-        self._skips = diagnosis.Skips(scaled=self._scale.active)
-        self.world.feed.allow_uneven(self._while_some_sit_out)
-        self.steps = 0
-        self._totals = None
-        self._begin_draws(self._recipe.models)
-        living.add(self)
-        start_lines.announce_engine(self.world, self._recipe, self._states)
-        start_lines.announce_activations(self.world, self._recipe, self._held.activations)
+        living.add(state.objects)
+        start_lines.announce_engine(world, self._spec, self._states)
+        start_lines.announce_activations(world, self._spec, state.objects.activations)
 
-    def _time_layers(self) -> LayerTimes | None:
-        """What times the layers, where that is asked for; of several models those of the first."""
-        path = self.settings.time_layers
-        if path is None or self._number or not self.world.is_main:
-            return None
-        return LayerTimes(self._recipe.models[0], self.settings.units, path)
+    @property
+    def steps(self) -> int:
+        """How many steps were made, those before a resume included."""
+        return self._state.steps
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale; 1 where the precision needs none."""
+        return self._state.scale.value
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the training states that this rank holds now, padding included."""
+        return self._states.state_bytes
 
     @property
     def _states(self) -> States:
-        return self._held.states
+        return self._state.states
 
-    def _refuse_second_engine(self) -> None:
-        """Two engines that train the same parameter would undo each other's work."""
-        taken = {t.parameter for other in living for t in other._states.parameters.tracked}
-        for tracked in self._recipe.located():
-            if tracked.parameter in taken:
-                raise UsageError(
-                    f"{tracked.name} is already trained by another engine. Give each parameter to "
-                    "one engine, or end that one first: engine.close()."
-                )
+    # -- training ---------------------------------------------------------------------------
 
-    def _is_in_step(self) -> bool:
-        return self._window.backwards > 0
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        reduction: str = "mean",
+        same_items: bool | None = None,
+        last: bool | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Add the gradient of `loss`, a scalar that is a mean over `weight` items of this rank.
 
-    def _tell_line(self) -> None:
-        if self._recipe.line is not None:
-            self._recipe.line.loans.changed()
+        Without `weight` it is the number of samples that the Loader last gave; without a Loader,
+        1. A device tensor is fine. With `reduction="sum"` the loss is a sum over items, and those
+        of all workers and backwards are added. With `reduction="ddp"` losses are what
+        DistributedDataParallel takes them for: those of a worker add up, whatever they are means
+        over, and the sums are averaged over the workers.
 
-    # -- whole tensors --------------------------------------------------------------------
+        Several losses of one batch add up, as in plain PyTorch: its samples count once. With
+        `weight`, `same_items` says so of a further loss of the items that an earlier backward of
+        this step has counted, or that it is of others (False). `last=False` says that more
+        backwards come in this step, which saves communication and never changes a result. Touches
+        this engine's parameters only. Where gradients are sharded each backward is collective:
+        every rank makes as many.
+
+        Raises UsageError for a loss that is not a scalar of the graph, and where the weight of the
+        loss cannot be told.
+        """
+        self._backward.backward(
+            loss,
+            weight=weight,
+            reduction=reduction,
+            same_items=same_items,
+            last=last,
+            retain_graph=retain_graph,
+        )
+
+    def forward_backward(
+        self,
+        loss_of: Callable[..., Tensor],
+        *batch: Any,
+        weight: Callable[..., float | Tensor] | None = None,
+        reduction: str = "mean",
+        same_items: bool | None = None,
+    ) -> Tensor:
+        """`loss = loss_of(*batch)`, then `backward(loss)`, in micro-batches; returns the mean loss,
+        or with `reduction="sum"` or `"ddp"` the sum.
+
+        `loss_of` calls the model and returns a scalar loss that is a mean over the items of what
+        it is given: the rows of `batch`, a nest of tensors of one equal first dimension, are cut
+        into `--microbatches` parts (default: 1, with `--pipeline P` up to 4 P). What a loss is a
+        mean over, where that is not rows, `weight` tells of the same parts. With `--pipeline` this
+        is what keeps all workers busy; without, it is what the two lines do. The result, 0-dim in
+        fp64, is known on all ranks of the replica. `same_items` and what is raised are as for
+        `backward`.
+        """
+        return self._backward.forward_backward(
+            loss_of, batch, weight=weight, reduction=reduction, same_items=same_items
+        )
+
+    def step(
+        self, max_norm: float | None = None, *, closure: Callable[[], Any] | None = None
+    ) -> StepStats:
+        """Average the gradients over everything since the last step, clip, update and clear.
+
+        `max_norm` clips by the global 2-norm, as torch.nn.utils.clip_grad_norm_ does. With a
+        `closure` there is no backward before: it computes the loss and calls `engine.backward`, and
+        is called as often as the optimizer wants (L-BFGS: with replicated states, `--zero 0`; the
+        figures are those of its first call). Collective.
+
+        Raises UsageError without a backward, NonFiniteError for a NaN or infinite gradient where
+        there is no loss scale (`--nonfinite skip` skips the step instead); when the step is made,
+        CheckpointNotWritten if a save in the background has failed since the last one.
+        """
+        return self._stepper.step(max_norm, closure)
+
+    def reduce(self) -> float:
+        """Sum up the gradients of this step over all workers, and return the norm of their mean.
+
+        `engine.step()` goes on from there; no backward may come in between. Collective. Raises as
+        `step` does.
+        """
+        return self._stepper.reduce()
+
+    @contextmanager
+    def full_gradients(self) -> Iterator[None]:
+        """Between backward and step: inside the block `param.grad` of every trained parameter is
+        the whole gradient of the mean over all items of all workers, unscaled and unclipped, or
+        None where no worker had one.
+
+        What is written into it, or put in its place (None takes the parameter out of the step), is
+        what `engine.step()` updates with; rank 0's is everyone's. It is the parameter's dtype, and
+        whole on every worker. Collective: every rank enters and leaves.
+
+        Raises UsageError without a backward, and where no worker has the whole model (`--tensor`,
+        `--pipeline`).
+        """
+        with self._stepper.full_gradients():
+            yield
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of this step: the next `backward` begins it anew. Called by all
+        ranks; harmless where there are none."""
+        self._stepper.zero_grad()
+
+    # -- parameters and optimizer state, whole ------------------------------------------------
 
     @contextmanager
     def full_parameters(
@@ -168,17 +227,7 @@ class Engine(Stepping):
         backward and step the gradients stay what they are (SAM). Collective: every rank enters and
         leaves. Replicated parameters can also be read at any time.
         """
-        if write and self._window.backwards and self._recipe.line is not None:
-            raise UsageError(
-                "full_parameters(write=True) between engine.backward and engine.step with "
-                "--pipeline: write before or after."
-            )
-        if write and self._averaged:
-            raise UsageError(
-                "full_parameters(write=True) inside engine.ema(), where parameters are averages "
-                "for the time of the block: write before or after."
-            )
-        with whole_tensors.full_parameters(self._recipe, self._states, module, write=write):
+        with self._access.full_parameters(module, write=write):
             yield
 
     @contextmanager
@@ -190,32 +239,8 @@ class Engine(Stepping):
         have left. Without sharded parameters it does nothing. No training inside. Raises UsageError
         with `--pipeline`, where a forward takes all workers of a replica.
         """
-        if self._recipe.line is not None:
-            raise UsageError(
-                "engine.uneven() with --pipeline: no worker has all layers, so none can run a "
-                "forward alone. Inside with engine.full_parameters() each can."
-            )
-        shown = self._states.shown
-        with nullcontext() if shown is None else shown.residency.uneven():
-            self._uneven = True
-            try:
-                yield
-            finally:
-                self._uneven = False
-
-    def _while_some_sit_out(self) -> AbstractContextManager[None]:
-        """Around a batch of an evaluation of which some ranks have no sample: they serve the
-        gathers of the others."""
-        shown = self._states.shown
-        if self not in living or self._uneven or shown is None or not self.gathers_together:
-            return nullcontext()
-        return shown.residency.uneven()
-
-    @property
-    def gathers_together(self) -> bool:
-        """Whether a forward of this engine's models takes all ranks."""
-        shown = self._states.shown
-        return shown is not None and shown.residency.is_collective
+        with self._access.uneven():
+            yield
 
     @contextmanager
     def ema(self) -> Iterator[None]:
@@ -224,37 +249,8 @@ class Engine(Stepping):
         It is the average of what the optimizers train; a parameter that was never trained is as it
         is.
         """
-        if self._states.averages is None:
-            raise UsageError(
-                "engine.ema() without a moving average: give --ema-decay 0.999 or ema_decay=0.999."
-            )
-        if self._window.backwards:
-            raise UsageError(
-                "engine.ema() between engine.backward and engine.step: enter it after the step."
-            )
-        self._held.look_for_changes()
-        with torch.no_grad():
-            context = self._states.averages.swapped_in()
-            context.__enter__()
-        self._averaged = True
-        self._tell_line()
-        try:
+        with self._access.ema():
             yield
-        finally:
-            self._averaged = False
-            context.__exit__(None, None, None)
-            self._tell_line()
-
-    def _is_between_steps(self) -> bool:
-        return self._window.backwards == 0 and not self._averaged
-
-    def _refuse_in_step(self, call: str) -> None:
-        if self._window.backwards:
-            raise UsageError(
-                f"{call} between engine.backward and engine.step: call it after the step."
-            )
-        if self._averaged:
-            raise UsageError(f"{call} inside engine.ema(): leave the block first.")
 
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
         """Write `model` (default: the only one) as one plain file, from rank 0: as torch.save
@@ -265,8 +261,7 @@ class Engine(Stepping):
         rank calls it, and rank 0 holds the whole model while it writes. With `--trial` nothing is
         written.
         """
-        if not self.world.settings.trial:
-            whole_tensors.export(self._recipe, self._states, path, model)
+        self._access.export(path, model)
 
     def model_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
         """The state_dict of `model` (default: the only one) with whole tensors, on rank 0; on the
@@ -275,14 +270,14 @@ class Engine(Stepping):
         Its tensors are on the CPU and nobody else's; tied weights are one tensor. Collective where
         parameters are sharded, and then rank 0 holds the whole model while it is copied.
         """
-        return whole_tensors.model_state_dict(self._recipe, self._states, model)
+        return self._access.model_state_dict(model)
 
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
         """The state_dict that `optimizer` (default: the only one) would have in one process.
 
         Every rank gets the whole of it. Collective.
         """
-        return whole_tensors.optimizer_state_dict(self._recipe, self._states, optimizer)
+        return self._access.optimizer_state_dict(optimizer)
 
     def load_optimizer_state_dict(
         self, state: Mapping[str, Any] | None, optimizer: optim.Optimizer | None = None
@@ -294,63 +289,101 @@ class Engine(Stepping):
         CheckpointMismatch where it is another optimizer's, UsageError between backward and step
         and for a model in parts (`--tensor`, `--pipeline`).
         """
-        self._refuse_in_step("engine.load_optimizer_state_dict")
-        if self._recipe.split is not None or self._recipe.line is not None:
-            raise UsageError(
-                "engine.load_optimizer_state_dict with --tensor or --pipeline, where the state is "
-                "in parts: load it into the optimizer before sw.Engine(...)."
-            )
-        if not all(self._recipe.run.gather_plain(state is not None)):
-            state = self._recipe.run.gather_objects(state if self.world.is_main else None)[0]
-        if state is None:
-            raise UsageError("engine.load_optimizer_state_dict takes a state_dict on rank 0.")
-        face = whole_tensors.only(self._recipe, optimizer)
-        self._held.check_state(face, state)
-        self._held.take_state(face, state)
+        self._access.load_optimizer_state_dict(state, optimizer)
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def track(self, **objects: Any) -> None:
+        """Save and load `objects` with the engine, each under its name: engine.track(
+        loader=loader, scheduler=scheduler). Anything with `state_dict` and `load_state_dict`; a
+        generator of torch, numpy or random; a dict, list, deque or tensor, which loading fills in
+        place. Its state is alike on all ranks, and rank 0's is saved. Raises UsageError for
+        anything else.
+        """
+        self._checkpoints.track(objects)
+
+    def save(
+        self,
+        folder: str | PathLike[str],
+        keep: int | None = None,
+        *,
+        background: bool = False,
+        split_gb: float = 5.0,
+    ) -> Path | None:
+        """Write a checkpoint to `folder`/step-N, N being `steps`, and return that path.
+
+        It is there whole or not at all; docs/checkpoint_format.md has its form. Of the checkpoints
+        up to this one the newest `keep` stay (default: all). Files longer than `split_gb` (10^9
+        bytes) are split. With `background` this returns when the state is copied (what rests on a
+        disk passes through memory then); what goes wrong later is raised by the next `step`,
+        `save`, `load` or `close`. Collective.
+
+        Raises CheckpointNotWritten, on all ranks alike, where no disk takes it (with
+        `--save-failure continue` that is said, and this returns None); UsageError between backward
+        and step or inside `ema()`. With `--trial` nothing is written.
+        """
+        return self._checkpoints.save(folder, keep, background=background, split_gb=split_gb)
+
+    def resume(self, folder: str | PathLike[str]) -> int:
+        """Go on from the newest complete checkpoint in `folder`; where there is none, from here.
+
+        At the same size, row and settings what follows has the bits of a run that was never
+        interrupted: each rank draws for itself, so make models and splits of data before. One that
+        was damaged later is passed over, with a line that says so. Returns
+        `steps`. Collective. With `--trial` nothing is loaded.
+
+        Raises as `load` does, FolderInUse where another job saves there, and BrokenCheckpoint
+        rather than begin beside what only lacks its checkpoint.json.
+        """
+        return self._checkpoints.resume(Path(folder))
+
+    def load(
+        self, path: str | PathLike[str], *, strict: bool = True, model_only: bool = False
+    ) -> None:
+        """Load `path`: a checkpoint's folder (`folder`/step-N), whatever row and size wrote it; or
+        the tensors of a model from .safetensors, .pt, or a folder as Hugging Face writes them.
+
+        `model_only` leaves optimizers, steps and what is tracked as they are, as a file of another
+        library does. Without `strict` names that are missing or unexpected are passed over.
+        Pickles are read without running code. Collective.
+
+        Raises CheckpointError where there is nothing to load, BrokenCheckpoint for files that are
+        not whole, CheckpointMismatch for another model's.
+        """
+        self._checkpoints.load(Path(path), strict=strict, model_only=model_only)
+
+    def leave_folders(self) -> None:
+        """Let other jobs save where this engine has: for those who save into a folder of its own
+        each time. The next save into one of them claims it again."""
+        self._checkpoints.saver.leave()
+
+    # -- the engine itself --------------------------------------------------------------------
 
     def describe(self) -> None:
         """Print, on rank 0, a table of units and buckets with the bytes per rank and tier."""
         if self.world.is_main:
             name = self.world.collectives.name
-            describe.show(describe.table_of(self._recipe, self._states, name))
+            describe.show(describe.table_of(self._spec, self._states, name))
 
     def close(self) -> None:
         """Give models and optimizers back as plain ones, optimizer state included. Collective.
 
         Weights that were cast to 16 bit stay so; the engine cannot be used afterwards.
         """
-        self._stop_watching()
+        self._randoms.stop_waiting()
         try:
-            self._checkpoints.wait()
+            self._checkpoints.close()
         finally:
-            self._checkpoints.leave()
-            self.world.preemption.leave_out(self._save_at_the_end)
-            self._held.end()
+            self._state.objects.end()
             if self._timing is not None:
                 self._timing.close()
-            living.discard(self)
-
-    @property
-    def loss_scale(self) -> float:
-        """The present loss scale; 1 where the precision needs none."""
-        return self._scale.value
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the training states that this rank holds now, padding included."""
-        return self._states.state_bytes
+            living.discard(self._state.objects)
 
 
-def _several(given: Any, kind: type[Any]) -> tuple[Any, ...]:
-    one = isinstance(given, kind) or not isinstance(given, Iterable)
-    several = (given,) if one else tuple(given)
-    wrong = [item for item in several if not isinstance(item, kind)]
-    if wrong or not several:
-        shown = type(wrong[0]).__name__ if wrong else "nothing"
-        raise ModelError(
-            f"sw.Engine(model, optimizer) takes {_KINDS[kind]}, or several, not {shown}."
-        )
-    return several
-
-
-_KINDS = {nn.Module: "a torch.nn.Module first", optim.Optimizer: "a torch optimizer second"}
+def _layer_times(state: EngineState) -> LayerTimes | None:
+    """What times the layers, where that is asked for: the first engine's first model's, on rank
+    0."""
+    path = state.spec.settings.time_layers
+    if path is None or state.number or not state.world.is_main:
+        return None
+    return LayerTimes(state.spec.models[0], state.spec.settings.units, path)

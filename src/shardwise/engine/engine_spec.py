@@ -1,4 +1,4 @@
-"""What an engine is made from: the user's models and optimizers, and the ranks that share them."""
+"""EngineSpec is what an engine is made from: models, optimizers, settings, groups of ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise.collectives import Collectives, GatherOrder, Solo, within_hosts
+from shardwise.collectives import Collectives, GatherOrder, Solo, shard_within_hosts
 from shardwise.config import Settings
 from shardwise.errors import ConfigError
 from shardwise.model import units
 from shardwise.model.precision import PRESETS, is_cast
-from shardwise.model.unit_hooks import Doors
-from shardwise.parallel.pipeline import Line, partition
-from shardwise.parallel.tensor.parameter_uses import Uses
-from shardwise.parallel.tensor.split_model import Split
+from shardwise.model.unit_hooks import UnitHooks
+from shardwise.parallel.pipeline import PipelineGroup, partition
+from shardwise.parallel.tensor.parameter_uses import ParameterUses
+from shardwise.parallel.tensor.split_model import TensorParallelModels
 from shardwise.placement import Placement
 from shardwise.shards import Shard
 from shardwise.states.accumulator import Summation, in_tree
@@ -27,122 +27,127 @@ from shardwise.sum_tree import MicroShards
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What the states are made from; the same after a rebuild."""
+class EngineSpec:
+    """Models, optimizers, settings and groups of ranks; they stay over every rebuild of states."""
 
     models: tuple[nn.Module, ...]
     optimizers: tuple[optim.Optimizer, ...]
     placement: Placement
     settings: Settings
-    run: Collectives
+    world_group: Collectives
     """All ranks."""
-    group: Collectives
-    """The data-parallel ones: those with the same part of the model, or all."""
+    data_group: Collectives
+    """The data-parallel ranks: those with the same part of the model, or all."""
     device: torch.device
-    order: GatherOrder
-    """What those of the data-parallel ranks take turns in, inside forwards and backwards."""
-    shards: MicroShards | None = None
+    gather_order: GatherOrder
+    """The order in which the data-parallel ranks gather, inside forwards and backwards."""
+    micro_shards: MicroShards | None = None
     """How a step is cut in the exact mode."""
-    split: Split | None = None
-    """What each rank of a replica has of the models, where layers are split."""
-    line: Line | None = None
-    """Which layers each rank of a replica has, where they are shared out."""
-    stage: Collectives = field(default_factory=Solo)
-    """The ranks of all replicas that have these layers, or parts of them."""
+    tensor: TensorParallelModels | None = None
+    """Tensor parallelism: the part of each layer that this rank has. None without."""
+    pipeline: PipelineGroup | None = None
+    """Pipeline parallelism: the layers that this rank has. None without."""
+    stage_group: Collectives = field(default_factory=Solo)
+    """The ranks of all replicas with the same stage of the pipeline."""
 
     def __post_init__(self) -> None:
         _check_names(self.models, self.settings)
 
     @property
-    def part(self) -> int:
-        """Which part of split layers this rank has."""
-        return 0 if self.split is None else self.split.group.rank
+    def tensor_rank(self) -> int:
+        """This rank's place along the tensor-parallel axis."""
+        return 0 if self.tensor is None else self.tensor.group.rank
 
     def is_here(self, parameter: Tensor) -> bool:
         """Whether this rank trains `parameter`, or a part of it."""
-        return self.line is None or self.line.has(parameter)
+        return self.pipeline is None or self.pipeline.owns(parameter)
 
     def stage_of(self, parameter: Tensor) -> int:
         """The stage that trains `parameter`."""
-        return 0 if self.line is None else self.line.cut.owners.get(parameter, 0)  # type: ignore[call-overload]
+        return 0 if self.pipeline is None else self.pipeline.partition.owners.get(parameter, 0)  # type: ignore[call-overload]
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has the whole of a split model for now."""
-        split, line = self.split, self.line
+        """Whether this rank has the whole model now, inside `full_parameters` with `--tensor` or
+        `--pipeline`."""
+        split, line = self.tensor, self.pipeline
         return (split is not None and split.is_whole) or (line is not None and line.is_whole)
 
     @property
-    def is_written(self) -> bool:
-        """Whether what is written into it then is taken in."""
-        split, line = self.split, self.line
+    def takes_writes(self) -> bool:
+        """Whether values that are written inside that block are kept."""
+        split, line = self.tensor, self.pipeline
         return (split is not None and split.writes) or (line is not None and line.writes)
 
     def runs(self, module: nn.Module) -> bool:
         """Whether this rank runs `module`, or the first of what is in it."""
-        return self.line is None or self.line.stage_of_module(module) in self.line.stages
+        return (
+            self.pipeline is None or self.pipeline.stage_of_module(module) in self.pipeline.stages
+        )
 
     @property
-    def layers(self) -> int:
-        """Which of the workers that share out the layers this one is."""
-        return 0 if self.line is None else self.line.group.rank
+    def pipeline_rank(self) -> int:
+        """This rank's place along the pipeline axis."""
+        return 0 if self.pipeline is None else self.pipeline.group.rank
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
-        """Which part of a whole tensor `parameter` is, where it is one."""
-        if self.split is None or not isinstance(parameter, nn.Parameter):
+        """The part of a whole tensor that `parameter` is; None where it is whole."""
+        if self.tensor is None or not isinstance(parameter, nn.Parameter):
             return None
-        return self.split.shards.get(parameter)
+        return self.tensor.shards.get(parameter)
 
     @cached_property
     def summation(self) -> Summation:
-        """How gradients become one sum."""
-        return Summation() if self.shards is None else in_tree(self.shards)
+        """How gradients of several backwards and ranks are added: in any order, or in one tree."""
+        return Summation() if self.micro_shards is None else in_tree(self.micro_shards)
 
     @cached_property
     def prefixes(self) -> tuple[str, ...]:
-        """What stands before the names of each model: nothing when there is one."""
+        """The prefix of the names of each model: empty when there is one."""
         several = len(self.models) > 1
         return tuple(f"models[{i}]" if several else "" for i in range(len(self.models)))
 
     @cached_property
-    def sharding(self) -> Collectives:
+    def shard_group(self) -> Collectives:
         """The ranks over which states are sharded: all, or those of a host."""
         within = self.settings.shard_within == "host" and self.placement.level > 0
-        return within_hosts(self.group) if within else self.group
+        return shard_within_hosts(self.data_group) if within else self.data_group
 
     @property
     def cuts_nothing(self) -> bool:
-        """Whether an optimizer can have all tensors as they are: its state is neither shared out
-        nor on a disk, nor may the exact mode's bits depend on that."""
-        alone = self.sharding.size == 1 or not self.placement.is_sharded("optimizer")
+        """Whether an optimizer can have all tensors whole: its state is neither sharded nor on a
+        disk, and the exact mode, whose bits would depend on it, is off."""
+        alone = self.shard_group.size == 1 or not self.placement.is_sharded("optimizer")
         on_disk = any(tier.kind == "nvme" for tier in self.placement.tiers)
-        return alone and not on_disk and self.shards is None
+        return alone and not on_disk and self.micro_shards is None
 
     @cached_property
     def gather_group(self) -> Collectives:
         """The same ranks for gathers, whose order against other collectives may differ."""
-        side = self.order.group  # made here, by all ranks: not in the first forward that asks
-        return side if self.sharding is self.group else self.sharding.second_group()
+        side = (
+            self.gather_order.group
+        )  # made here, by all ranks: not in the first forward that asks
+        return side if self.shard_group is self.data_group else self.shard_group.second_group()
 
     def leave_groups(self) -> None:
         """Close the groups of ranks that were made for this engine alone. Collective."""
-        self.run.barrier()  # nobody is in one of them any more
-        gathers = vars(self).pop("gather_group", self.group)
-        sharding = vars(self).pop("sharding", self.group)
-        if sharding is not self.group:
+        self.world_group.barrier()  # nobody is in one of them any more
+        gathers = vars(self).pop("gather_group", self.data_group)
+        sharding = vars(self).pop("shard_group", self.data_group)
+        if sharding is not self.data_group:
             for group in dict.fromkeys((gathers, sharding)):
-                if group is not self.group:
+                if group is not self.data_group:
                     group.close()
 
     @cached_property
-    def uses(self) -> Uses:
-        """What follows the user's lines where they compute with parameters that are in parts."""
-        return Uses(self.split, self.line)
+    def parameter_uses(self) -> ParameterUses:
+        """Follows user code that computes with parameters of which this rank has a part."""
+        return ParameterUses(self.tensor, self.pipeline)
 
     @cached_property
-    def doors(self) -> Doors:
-        """Where forwards tell which sharded parameters they need."""
-        return Doors()
+    def unit_hooks(self) -> UnitHooks:
+        """The hooks by which forwards gather the units that they need."""
+        return UnitHooks()
 
     def located(self) -> list[Tracked]:
         """Every parameter of the models, and those that only an optimizer knows."""
@@ -160,7 +165,7 @@ class Recipe:
         return found
 
     def _foresee(self, tracked: Tracked) -> None:
-        """Say where a parameter without memory will be, and as what."""
+        """Set device and dtype that a parameter without memory will have."""
         if not tracked.parameter.is_meta:
             return
         tracked.device = self.device
@@ -173,7 +178,7 @@ class Recipe:
         return Census(self.models)
 
     def shape(self) -> Shape:
-        """What the states are laid out for."""
+        """The parameter groups and what is trained: the states are laid out for these."""
         with unguarded():
             trained = [p.requires_grad for p in self._census.parameters()]
         return Shape([len(g["params"]) for o in self.optimizers for g in o.param_groups], trained)

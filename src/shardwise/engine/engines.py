@@ -1,4 +1,4 @@
-"""Several engines of one script (GANs), saved and resumed as one.
+"""Engines saves and resumes several engines of one script (GANs) together.
 
 checkpoints/
 ├── generator/step-100/           each engine's checkpoint, as any other
@@ -60,7 +60,10 @@ class Engines:
         """
         home = Path(folder)
         kept = None if keep is None else keep + 1
-        paths = {name: each._save(home / name, kept) for name, each in self._engines.items()}
+        paths = {
+            name: each._checkpoints.save_and_stay(home / name, kept)
+            for name, each in self._engines.items()
+        }
         made = None
         if not self._world.settings.trial and None not in paths.values():
             made = self._join_or_tell(home)
@@ -87,11 +90,11 @@ class Engines:
         agree(self._world.collectives, found.wrong, BrokenCheckpoint)
         number, fields = found.number, found.fields
         for name, engine in self._engines.items():
-            engine._resume_from(home / name, found.paths.get(name))
+            engine._checkpoints.resume_from(home / name, found.paths.get(name))
         last = self._engines.get(fields.get("last", ""))
         if last is not None:
-            self._world.stepped_last = last._number
-            last._reseed()  # what is drawn next goes by the engine whose step came last
+            self._world.stepped_last = last._state.number
+            last._randoms.reseed()  # what is drawn next goes by the engine whose step came last
         self.saves, self._resumes = number, True
         self._settle_in(home)
         if fields:
@@ -123,13 +126,13 @@ class Engines:
         try:
             return self._join(home)
         except CheckpointNotWritten as error:
-            next(iter(self._engines.values()))._checkpoints.tolerate(error)
+            next(iter(self._engines.values()))._checkpoints.saver.tolerate(error)
             return None
 
     def _join(self, home: Path) -> Path:
         """Write which checkpoints in `home` belong to each other. Collective."""
         steps = {name: engine.steps for name, engine in self._engines.items()}
-        named = {engine._number: name for name, engine in self._engines.items()}
+        named = {engine._state.number: name for name, engine in self._engines.items()}
         fields = {"steps": steps, "last": named.get(self._world.stepped_last, "")}
         path, failure = home / f"together-{self.saves + 1}.json", None
         if self._world.is_main:

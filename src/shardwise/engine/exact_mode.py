@@ -1,10 +1,16 @@
-"""The exact mode: what it needs, and what cannot be had with it."""
+"""The exact mode gives the same bits on any number of workers: what it refuses, and how it adds."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from shardwise.collectives import Collectives
 from shardwise.config import Settings, flag
-from shardwise.errors import ConfigError
+from shardwise.engine.step_statistics import Aggregation, Number
+from shardwise.errors import ConfigError, UsageError
+from shardwise.randomness import seed_from
+from shardwise.states import squared_sums
 from shardwise.sum_tree import MicroShards
 
 _WITHOUT = {
@@ -40,3 +46,51 @@ def shards_of(settings: Settings, group: Collectives) -> MicroShards | None:
             "--transport gloo."
         )
     return MicroShards(settings.exact, group.size, group.rank)
+
+
+class ExactAggregation(Aggregation):
+    """Adds up in the exact mode: one backward for each micro-shard is reported by itself, and sums
+    are rounded once."""
+
+    def __init__(self, shards: MicroShards) -> None:
+        super().__init__(shards.rank)
+        self._shards = shards
+
+    def seed(self, seed: int, engine: int, step: int, backwards: int) -> int | None:
+        """By micro-shard, whichever rank runs it."""
+        number = self._shards.number(backwards)
+        return seed_from(seed, "micro-shard", engine, step, number)
+
+    def first_step(self, weights: Sequence[float]) -> tuple[float, int]:
+        """The first micro-shard is rank 0's, for any number of ranks."""
+        return weights[0] * self._shards.count, self._shards.count
+
+    def check(self, backwards: int) -> None:
+        shards = self._shards
+        if backwards != shards.turns:
+            raise UsageError(
+                f"--exact {shards.count} on {shards.workers} worker(s) takes {shards.turns} "
+                f"backward(s) per worker and step, and this step had {backwards}. Write "
+                "`for step in loader.steps():`, in it `for x, y in step: engine.backward(...)`, "
+                "then engine.step() once."
+            )
+
+    def reported(self, values: Sequence[Number]) -> list[Number]:
+        return list(values)
+
+    def total(self, rows: Sequence[Sequence[float]]) -> float:
+        values = [value for row in rows for value in row]
+        # fsum, exact in any order, raises where infinities meet; addition gives the NaN they make.
+        return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+
+    def total_of_squares(self, rows: Sequence[Sequence[float]]) -> float:
+        return squared_sums.exact_total(rows)
+
+    def refuse_late(self, names: Sequence[str]) -> None:
+        raise UsageError(
+            f"--exact {self._shards.count}: the gradient of {names[0]}"
+            f"{f' and {len(names) - 1} more' if len(names) > 1 else ''} came after the sum that it "
+            "belongs to had begun, since it had not come before, or comes twice (reentrant "
+            "checkpointing). Sums then would depend on the number of workers: --no-overlap lets "
+            "them begin when backward has ended."
+        )

@@ -1,4 +1,4 @@
-"""The one small collective of a step: what all ranks must know before they update alike."""
+"""Exchanges what ranks know of a step, in one small collective, so that all update alike."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives
-from shardwise.engine.accumulation import Message, Totals, Window
-from shardwise.engine.step_statistics import Parts
+from shardwise.engine.accumulation import Accumulation
+from shardwise.engine.step_statistics import Aggregation, StepReport, StepTotals
 from shardwise.model.buffers import Buffers
 from shardwise.states.gradients import Gradients
 
 
 def exchange(
-    window: Window,
-    parts: Parts,
+    accumulation: Accumulation,
+    aggregation: Aggregation,
     gradients: Gradients,
     buffers: Buffers,
     group: Collectives,
@@ -28,66 +28,73 @@ def exchange(
     asked: int,
     written: bool,
     counts: bool = True,
-) -> Totals:
-    """Tell what this rank has seen and hear it of all others. Collective.
+) -> StepTotals:
+    """Report what this rank has seen in the step, and return the totals of all ranks. Collective.
 
     Every part of the summed gradient is on `copies` ranks. `options` is a checksum of what must be
     alike; `unsaved` says whether a save in the background has failed here, `asked` is the signal
     that asked this rank to end, or 0, `written` whether user code has written into parameters.
-    Raises UsageError, on all ranks alike, for gradients that came too late where `parts` refuses
-    them. Of the ranks of a replica one `counts`: all have the same batches.
+    Raises UsageError, on all ranks alike, for gradients that came too late where `aggregation`
+    refuses them. Of the ranks of a replica one `counts`: all have the same batches.
 
     On the way, buffers that forward changes become their mean over the ranks, and gradients that
     came too late for their bucket on any rank are reduced by all.
     """
-    mine = Message(
-        weights=parts.told(window.weights if counts else [0.0] * window.backwards),
-        losses=parts.told(window.losses if counts else [0.0] * window.backwards),
-        squared_norm=gradients.norms.squared().double() / copies,
-        backwards=window.weighty if counts else 0,
+    nothing = [0.0] * accumulation.backwards
+    mine = StepReport(
+        weights=aggregation.reported(accumulation.weights if counts else nothing),
+        losses=aggregation.reported(accumulation.losses if counts else nothing),
+        squared_norm=gradients.norm.squared().double() / copies,
+        backwards=accumulation.weighted_backwards if counts else 0,
         options=options,
         used=gradients.used,
         late=[number in gradients.late for number in range(len(gradients.sums))],
         news=bool(buffers.news()),
-        several=window.backwards > 1,
+        several=accumulation.backwards > 1,
         unsaved=unsaved,
         asked=asked,
         written=written,
-        divisor=window.divisor,
+        divisor=accumulation.divisor,
     )
-    told = mine.row(group.small_device)
+    report = mine.row(group.small_device)
     # Looked at on the CPU: one copy from a GPU, and no more waiting for it.
-    rows = group.gather_rows(torch.cat([told, buffers.values()])).cpu()
-    everyone = mine.join(rows[:, : told.numel()].tolist(), parts)
+    rows = group.gather_rows(torch.cat([report, buffers.values()])).cpu()
+    everyone = mine.join(rows[:, : report.numel()].tolist(), aggregation)
     weights = rows[:, : len(mine.weights)]
-    _average_buffers(buffers, group, rows[:, told.numel() :], weights, news=everyone.news)
+    _average_buffers(buffers, group, rows[:, report.numel() :], weights, news=everyone.news)
     squared = everyone.squared_norm
     if any(everyone.late):
-        parts.refuse_late(gradients.names_of([i for i, late in enumerate(everyone.late) if late]))
+        aggregation.refuse_late(
+            gradients.names_of([i for i, late in enumerate(everyone.late) if late])
+        )
         gradients.reduce_late([number for number, late in enumerate(everyone.late) if late])
-        squared = squared_norm(parts, gradients, group, copies)
+        squared = squared_norm(aggregation, gradients, group, copies)
     elif not math.isfinite(squared):
-        squared = _squared_in_fp64(parts, gradients, group, copies)
+        squared = _squared_in_fp64(aggregation, gradients, group, copies)
     return replace(everyone, squared_norm=squared)
 
 
-def squared_norm(parts: Parts, gradients: Gradients, group: Collectives, copies: int) -> float:
+def squared_norm(
+    aggregation: Aggregation, gradients: Gradients, group: Collectives, copies: int
+) -> float:
     """The squared norm of the sums as they are now; `copies` is as for `exchange`. Collective."""
     # In fp64 on all: a rank without any part of the norm has a zero of its own.
-    row = (gradients.norms.squared().double() / copies).reshape(-1).to(group.small_device)
-    squared = parts.joined_squares(group.gather_rows(row).cpu().tolist())
+    row = (gradients.norm.squared().double() / copies).reshape(-1).to(group.small_device)
+    squared = aggregation.total_of_squares(group.gather_rows(row).cpu().tolist())
     if math.isfinite(squared):
         return squared
-    return _squared_in_fp64(parts, gradients, group, copies)
+    return _squared_in_fp64(aggregation, gradients, group, copies)
 
 
-def _squared_in_fp64(parts: Parts, gradients: Gradients, group: Collectives, copies: int) -> float:
-    row = (gradients.norms.squared_in_fp64().double() / copies).reshape(-1)
-    told = group.gather_rows(row.to(group.small_device))
-    return parts.joined_squares(told.tolist())
+def _squared_in_fp64(
+    aggregation: Aggregation, gradients: Gradients, group: Collectives, copies: int
+) -> float:
+    row = (gradients.norm.squared_in_fp64().double() / copies).reshape(-1)
+    report = group.gather_rows(row.to(group.small_device))
+    return aggregation.total_of_squares(report.tolist())
 
 
-def over_stages(totals: Totals, group: Collectives) -> Totals:
+def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
     """`totals` of the ranks of each stage, for all: `group` has one of each stage. Collective.
 
     Weights and losses are those of every stage, which have the same batches.
@@ -110,8 +117,8 @@ def over_stages(totals: Totals, group: Collectives) -> Totals:
 def _average_buffers(
     buffers: Buffers, group: Collectives, rows: Tensor, weights: Tensor, *, news: bool
 ) -> None:
-    """Average what is followed, and what turns out now to need it; `rows` are the ranks' values,
-    `weights` theirs."""
+    """Average the buffers that forward changes, those included that were first seen to change
+    now; `rows` are the ranks' values, `weights` theirs."""
     if buffers.alone:
         return
     if not float(weights.sum()):

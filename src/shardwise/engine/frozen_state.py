@@ -1,5 +1,6 @@
-"""Optimizer state of parameters that are frozen for now: it stays with the user's optimizer, whole
-on every rank, until they are trained again."""
+"""Gives a checkpoint the optimizer state of parameters that are frozen for now.
+
+It stays with the user's optimizer, whole on every rank, until they are trained again."""
 
 from __future__ import annotations
 
@@ -11,26 +12,26 @@ from typing import Any
 from torch import Tensor, nn, optim
 
 from shardwise.engine.build import States
-from shardwise.engine.engine_spec import Recipe
-from shardwise.states.optimizer_kind import Kind, placed
+from shardwise.engine.engine_spec import EngineSpec
+from shardwise.states.optimizer_kind import OptimizerKind, placed
 from shardwise.states.optimizer_trial import examine
 
 
 class _Group:
     """A parameter group of an optimizer; what kind it is costs a trial, made once when asked."""
 
-    def __init__(self, face: optim.Optimizer, options: dict[str, Any]) -> None:
-        self.face = face
+    def __init__(self, optimizer: optim.Optimizer, options: dict[str, Any]) -> None:
+        self.optimizer = optimizer
         self.options = options
 
     @cached_property
-    def kind(self) -> Kind:
+    def kind(self) -> OptimizerKind:
         """As the group's first parameter is updated."""
-        return examine(self.face, self.options, self.options["params"][0].device)
+        return examine(self.optimizer, self.options, self.options["params"][0].device)
 
 
 @dataclass(frozen=True)
-class Idle:
+class FrozenState:
     """A parameter that a group of an optimizer has, and that is not trained now."""
 
     name: str
@@ -54,25 +55,25 @@ class Idle:
 
     @property
     def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.group.face.state.get(self.parameter, {})
+        state: dict[str, Any] = self.group.optimizer.state.get(self.parameter, {})
         return state
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Have `state` in place of what there is."""
-        self.group.face.state.pop(self.parameter, None)
+        self.group.optimizer.state.pop(self.parameter, None)
         if state:
             device = self.parameter.device
-            self.group.face.state[self.parameter] = {
+            self.group.optimizer.state[self.parameter] = {
                 key: placed(key, value, device, self.group.options) for key, value in state.items()
             }
 
 
-def idle(recipe: Recipe, states: States) -> Iterator[Idle]:
+def idle(spec: EngineSpec, states: States) -> Iterator[FrozenState]:
     """All of them, in the order of the optimizers' groups."""
     trained = {tracked.parameter for tracked in states.parameters.tracked}
-    names = {tracked.parameter: tracked.name for tracked in recipe.located()}
-    for face in recipe.optimizers:
-        for group in (_Group(face, options) for options in face.param_groups):
+    names = {tracked.parameter: tracked.name for tracked in spec.located()}
+    for optimizer in spec.optimizers:
+        for group in (_Group(optimizer, options) for options in optimizer.param_groups):
             for parameter in group.options["params"]:
-                if parameter not in trained and recipe.is_here(parameter):
-                    yield Idle(names[parameter], parameter, group)
+                if parameter not in trained and spec.is_here(parameter):
+                    yield FrozenState(names[parameter], parameter, group)

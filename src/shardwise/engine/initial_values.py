@@ -1,4 +1,4 @@
-"""The values that training starts from: rank 0's, on all ranks, also of what has no memory yet."""
+"""Gives all ranks rank 0's initial values, and memory to what was built without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a loss was summed over the rows of its batch, read off its autograd graph.
+"""Tells from its autograd graph whether a loss was summed over the rows of its batch.
 
 The way down from the loss goes through what adds, negates or scales scalars by numbers that are
 not small, to the operations that made scalars of tensors. One of these is a sum over the batch if

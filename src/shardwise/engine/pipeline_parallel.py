@@ -1,4 +1,4 @@
-"""Layers shared out over workers: what is cut where, what it cannot be had with."""
+"""Applies pipeline parallelism to the engine's model, and checks what it excludes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardwise.config import Settings
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import ConfigError, ModelError
 from shardwise.model import units
-from shardwise.parallel.pipeline import Cut, Line, partition
+from shardwise.parallel.pipeline import Partition, PipelineGroup
+from shardwise.parallel.pipeline import partition as partitions
 from shardwise.world import World
 
 
-def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> Line | None:
-    """A line that has no layers yet; None where every rank has all.
+def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> PipelineGroup | None:
+    """A pipeline that has no layers yet; None where every rank has all layers.
 
-    Raises ConfigError for settings that cannot be had with it.
+    Raises ConfigError for settings that exclude it.
     """
     if settings.exact is not None and (settings.microbatches or 1) > 1:
         raise ConfigError(
@@ -53,12 +54,12 @@ def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> Line
             f"--schedule {settings.schedule} takes one stage per worker, and --stages makes "
             f"{several}: write --schedule interleaved, or name {size - 1} modules."
         )
-    return Line(world.pipeline, world.device)
+    return PipelineGroup(world.pipeline, world.device)
 
 
 def stages_of(settings: Settings) -> int:
-    """How many stages a replica has. Raises ConfigError where workers would have unequal numbers
-    of them."""
+    """The number of stages of a replica. Raises ConfigError where workers would have unequal
+    numbers."""
     size = settings.pipeline
     if settings.stages is None:
         return 2 * size if settings.schedule == "interleaved" else size
@@ -72,10 +73,12 @@ def stages_of(settings: Settings) -> int:
     return count
 
 
-def share_out(recipe: Recipe, line: Line) -> None:
-    """Let every rank know which layers are its own. Raises ModelError, ConfigError on all alike."""
+def assign_layers(recipe: EngineSpec, pipeline: PipelineGroup) -> None:
+    """Assign layers to stages, alike on all ranks. Raises ModelError, ConfigError on all alike."""
     settings = recipe.settings
-    made = partition.cut(recipe.models[0], stages_of(settings), settings.units, settings.stages)
+    made = partitions.partition_model(
+        recipe.models[0], stages_of(settings), settings.units, settings.stages
+    )
     optimized = {p for o in recipe.optimizers for group in o.param_groups for p in group["params"]}
     if outside := [t.name for t in recipe.located() if not t.places]:
         raise ModelError(
@@ -86,19 +89,19 @@ def share_out(recipe: Recipe, line: Line) -> None:
         own = {p for p, owner in made.owners.items() if owner == stage and p.requires_grad}
         if not own & optimized:
             raise ModelError(
-                f"Stage {stage} ({made.in_words(stage)}) has nothing to train: cut the model "
+                f"Stage {stage} ({made.describe_stage(stage)}) has nothing to train: cut the model "
                 "elsewhere with --stages, or start fewer with --pipeline."
             )
     _check_recomputed(recipe, made)
-    line.share(made)
+    pipeline.assign(made)
 
 
-def _check_recomputed(recipe: Recipe, cut: Cut) -> None:
-    """Raise ConfigError where what is recomputed as one holds several layers, between which values
-    would be sent again."""
+def _check_recomputed(recipe: EngineSpec, partition: Partition) -> None:
+    """Raise ConfigError where a recomputed unit contains several layers, between which values would
+    be sent again."""
     if recipe.settings.activations != "recomputed":
         return
-    model, layers = recipe.models[0], {atom.module for atom in cut.atoms}
+    model, layers = recipe.models[0], {layer.module for layer in partition.layers}
     for name, unit in units.find_units(model) or [("", model)]:
         if any(inner in layers for inner in unit.modules() if inner is not unit):
             what = name or f"{type(model).__name__}, which has no repeated blocks,"
@@ -108,6 +111,8 @@ def _check_recomputed(recipe: Recipe, cut: Cut) -> None:
             )
 
 
-def in_words(cut: Cut) -> str:
-    """What each stage has: "0: embed to blocks.1; 1: blocks.2 to head"."""
-    return "; ".join(f"{stage}: {cut.in_words(stage)}" for stage in range(cut.stages))
+def describe_stages(partition: Partition) -> str:
+    """The layers of each stage: "0: embed to blocks.1; 1: blocks.2 to head"."""
+    return "; ".join(
+        f"{stage}: {partition.describe_stage(stage)}" for stage in range(partition.stages)
+    )

@@ -1,4 +1,4 @@
-"""The lines at the start of a run that say what is on."""
+"""Prints the lines at the start of a run: what is on, and what depends on the number of workers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from shardwise.engine import pipeline_parallel, tensor_parallel
 from shardwise.engine.build import States
-from shardwise.engine.engine_spec import Recipe
-from shardwise.engine.formatting import in_bytes, in_short, many
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.loss_shape import is_sum
 from shardwise.model import units
 from shardwise.model.activations import Activations
 from shardwise.model.precision import NARROW
 from shardwise.model.sync_batch_norm import is_out_of_reach
 from shardwise.placement import DEVICE, Placement, Tier
+from shardwise.printable import in_bytes, in_short, many
 from shardwise.sum_tree import MicroShards, node_sizes
 from shardwise.world import World
 
@@ -24,24 +24,25 @@ _NAMES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "op
 """What the states are called, by name of the placement's table."""
 
 
-def announce_engine(world: World, recipe: Recipe, states: States) -> None:
+def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
     """Two lines: the workers, transport, row and precision; the model, the bytes of its states,
     and which of them rest on another tier. A third where layers are split, or the exact mode is
     on. A trial is told of in any case."""
     if world.settings.trial:
         world.print("shardwise: trial: nothing is resumed, saved or exported")
-    if recipe.settings.quiet:
+    if spec.settings.quiet:
         return
-    world.print(_run_line(world, recipe))
-    world.print(_model_line(recipe, states))
-    if recipe.split is not None:
-        world.print(f"  split over {world.tensor_size}: {tensor_parallel.in_words(recipe.split)}")
-        for words in tensor_parallel.left_in_words(recipe.split):
+    world.print(_run_line(world, spec))
+    world.print(_model_line(spec, states))
+    if spec.tensor is not None:
+        split = tensor_parallel.describe_split(spec.tensor)
+        world.print(f"  tensor parallel over {world.tensor_size}: {split}")
+        for words in tensor_parallel.describe_unsplit(spec.tensor):
             world.print(f"  whole, not split: {words}")
-    if recipe.line is not None:
-        world.print(_stages_line(recipe))
-    if recipe.shards is not None:
-        world.print(_exact_line(recipe.shards))
+    if spec.pipeline is not None:
+        world.print(_stages_line(spec))
+    if spec.micro_shards is not None:
+        world.print(_exact_line(spec.micro_shards))
     for name in sorted(_tried(states)):
         world.print(
             f"  {name}: its state is cut within tensors, since a trial found each element updated "
@@ -49,41 +50,41 @@ def announce_engine(world: World, recipe: Recipe, states: States) -> None:
         )
 
 
-def announce_activations(world: World, recipe: Recipe, activations: Activations) -> None:
+def announce_activations(world: World, spec: EngineSpec, activations: Activations) -> None:
     """A line on what is recomputed and where activations rest, when it is not the usual."""
     line = activations.describe()
-    if line and not recipe.settings.quiet:
+    if line and not spec.settings.quiet:
         world.print(f"  activations: {line}")
 
 
 def announce_batch(
-    world: World, recipe: Recipe, parts: int | None, *, averaged: bool = False
+    world: World, spec: EngineSpec, parts: int | None, *, averaged: bool = False
 ) -> None:
     """The last lines, at the first backward: the batch, whether losses are `averaged` over the
     workers, in how many `parts` it goes through the stages (None: whole, from one to the next), and
     what promise 1 does not cover."""
-    if recipe.line is None and parts is None and recipe.settings.microbatches is not None:
+    if spec.pipeline is None and parts is None and spec.settings.microbatches is not None:
         world.say_once(
-            f"--microbatches {recipe.settings.microbatches} does nothing, since engine.backward "
+            f"--microbatches {spec.settings.microbatches} does nothing, since engine.backward "
             "takes a batch as it is: write engine.forward_backward, or leave it out"
         )
-    if recipe.settings.quiet:
+    if spec.settings.quiet:
         return
     world.print(_batch_line(world, averaged=averaged))
-    if recipe.line is not None and parts is not None:
+    if spec.pipeline is not None and parts is not None:
         world.print(f"  it goes through the stages in {many(parts, 'part')}")
-    elif recipe.line is not None and recipe.line.cut.stages == recipe.line.group.size:
-        world.print(_in_turn_line(recipe))
-    outside = outside_promise(recipe) if recipe.shards is None else []
+    elif spec.pipeline is not None and spec.pipeline.partition.stages == spec.pipeline.group.size:
+        world.print(_in_turn_line(spec))
+    outside = outside_promise(spec) if spec.micro_shards is None else []
     if outside:
         world.print(f"  not the same on every number of workers: {'; '.join(outside)}")
 
 
-def announce_sum(world: World, recipe: Recipe, loss: Tensor, rows: int) -> None:
+def announce_sum(world: World, spec: EngineSpec, loss: Tensor, rows: int) -> None:
     """A line where the first loss looks like a sum over the `rows` of its batch, and is taken for
     a mean: on several workers, and in micro-batches, that is another gradient."""
-    settings = recipe.settings
-    look = settings.activations == "kept" and not recipe.placement.is_sharded("parameters")
+    settings = spec.settings
+    look = settings.activations == "kept" and not spec.placement.is_sharded("parameters")
     if not settings.quiet and is_sum(loss, rows, look=look and not settings.offload_activations):
         world.print(
             "  this loss looks like a sum over the batch, and engine.backward takes it for a mean, "
@@ -94,26 +95,26 @@ def announce_sum(world: World, recipe: Recipe, loss: Tensor, rows: int) -> None:
 def _tried(states: States) -> set[str]:
     """The optimizers whose tensors are cut because of a trial."""
     groups = states.optimizer.groups
-    return {type(g.face).__name__ for g in groups if not g.whole and not g.kind.known}
+    return {type(g.optimizer).__name__ for g in groups if not g.whole and not g.kind.known}
 
 
-def _run_line(world: World, recipe: Recipe) -> str:
+def _run_line(world: World, spec: EngineSpec) -> str:
     some = "" if world.local_size == world.size else f", {world.local_size} of them"
     mesh = "" if world.mesh.is_flat else f" = {world.mesh.in_words()}"
     workers = f"{many(world.size, 'worker')}{mesh}{some} on {world.host} ({world.device.type})"
     transport = f"over {world.collectives.name}, " if world.size > 1 else ""
-    row = f"{recipe.placement.name} ({sharded_states(recipe.placement)})"
+    row = f"{spec.placement.name} ({sharded_states(spec.placement)})"
     seed = f"seed {world.seed} ({world.seed_source})"
     if not world.settings.reseed:
         seed = "generators as the script seeds them"
-    return f"shardwise: {workers}, {transport}{row}, {precision_in_words(recipe)}, {seed}"
+    return f"shardwise: {workers}, {transport}{row}, {precision_in_words(spec)}, {seed}"
 
 
-def precision_in_words(recipe: Recipe) -> str:
+def precision_in_words(spec: EngineSpec) -> str:
     """The preset; where that leaves a model in the dtypes that it has, those of what is trained."""
-    if recipe.settings.precision != "fp32":
-        return recipe.settings.precision
-    dtypes = dict.fromkeys(t.dtype for t in recipe.located() if t.parameter.requires_grad)
+    if spec.settings.precision != "fp32":
+        return spec.settings.precision
+    dtypes = dict.fromkeys(t.dtype for t in spec.located() if t.parameter.requires_grad)
     return " and ".join(_DTYPES.get(dtype, str(dtype)) for dtype in dtypes)
 
 
@@ -126,11 +127,11 @@ _DTYPES = {
 """What is said of parameters that are trained as they are."""
 
 
-def _stages_line(recipe: Recipe) -> str:
-    assert recipe.line is not None
-    cut = recipe.line.cut
+def _stages_line(spec: EngineSpec) -> str:
+    assert spec.pipeline is not None
+    cut = spec.pipeline.partition
     stages = many(cut.stages, "stage")
-    return f"  {stages} ({recipe.settings.schedule}): {pipeline_parallel.in_words(cut)}"
+    return f"  {stages} ({spec.settings.schedule}): {pipeline_parallel.describe_stages(cut)}"
 
 
 def _exact_line(shards: MicroShards) -> str:
@@ -145,53 +146,53 @@ def sharded_states(placement: Placement) -> str:
     return (", ".join(sharded) + " sharded") if sharded else "all replicated"
 
 
-def _model_line(recipe: Recipe, states: States) -> str:
+def _model_line(spec: EngineSpec, states: States) -> str:
     trained = states.parameters.tracked
-    if recipe.line is not None:
-        trained = [t for t in recipe.located() if t.parameter.requires_grad]
+    if spec.pipeline is not None:
+        trained = [t for t in spec.located() if t.parameter.requires_grad]
     count = sum(tracked.whole_shape.numel() for tracked in trained)
-    line = f"  model: {in_short(count)} parameters in {many(_unit_count(recipe, states), 'unit')}"
+    line = f"  model: {in_short(count)} parameters in {many(_unit_count(spec, states), 'unit')}"
     line += f", state {in_bytes(states.expected_bytes())} per worker"
-    if recipe.placement.level and recipe.group.size > 1:
-        line += f" (replicated: {in_bytes(_replicated_bytes(recipe, states))})"
-    elsewhere = _elsewhere(recipe, states)
+    if spec.placement.level and spec.data_group.size > 1:
+        line += f" (replicated: {in_bytes(_replicated_bytes(spec, states))})"
+    elsewhere = _elsewhere(spec, states)
     return f"{line}, of it {elsewhere}" if elsewhere else line
 
 
-def _unit_count(recipe: Recipe, states: States) -> int:
+def _unit_count(spec: EngineSpec, states: States) -> int:
     """How many units there are, the rest of each model among them where it has parameters."""
     if states.shown is not None:
-        return sum(bool(unit.slabs) for unit in states.shown.residency.units)
+        return sum(bool(unit.buckets) for unit in states.shown.residency.units)
     count = 0
-    for model in recipe.models:
-        found = units.find_units(model, recipe.settings.units)
+    for model in spec.models:
+        found = units.find_units(model, spec.settings.units)
         inside = {parameter for _, unit in found for parameter in unit.parameters()}
         count += len(found) + any(parameter not in inside for parameter in model.parameters())
     return count
 
 
-def _elsewhere(recipe: Recipe, states: States) -> str:
+def _elsewhere(spec: EngineSpec, states: States) -> str:
     """Which states rest on another tier than the device, in words; empty when none does."""
     resting: dict[Tier, list[str]] = {}
     for state, nbytes in states.bytes_by_state().items():
-        tier = recipe.placement.tier(state)
+        tier = spec.placement.tier(state)
         if tier != DEVICE:
             resting.setdefault(tier, []).append(f"{_NAMES[state]} {in_bytes(nbytes)}")
     here = "where these workers compute, so that nothing moves"
     return "; ".join(
-        f"on {tier}{f' ({here})' if tier.kind == recipe.device.type else ''}: {', '.join(parts)}"
+        f"on {tier}{f' ({here})' if tier.kind == spec.device.type else ''}: {', '.join(parts)}"
         for tier, parts in resting.items()
     )
 
 
-def _replicated_bytes(recipe: Recipe, states: States) -> int:
+def _replicated_bytes(spec: EngineSpec, states: States) -> int:
     """Bytes of the same states if every rank held them whole, without padding."""
     total = 0
     for index, bucket in enumerate(states.parameters.buckets):
         dtype, _ = states.parameters.kind(index)
         is_narrow = dtype in NARROW
         moments = len(states.optimizer.groups[index].kind.tensor_keys)
-        kept = moments + is_narrow + (recipe.settings.ema_decay is not None)
+        kept = moments + is_narrow + (spec.settings.ema_decay is not None)
         each = 2 * dtype.itemsize + kept * (4 if is_narrow else dtype.itemsize)
         total += sum(slot.numel for slot in bucket.slots) * each
     for tracked, _ in states.parameters.frozen_bytes():
@@ -199,8 +200,8 @@ def _replicated_bytes(recipe: Recipe, states: States) -> int:
     return total
 
 
-def _in_turn_line(recipe: Recipe) -> str:
-    unused = "" if recipe.settings.microbatches is None else ", and --microbatches does nothing"
+def _in_turn_line(spec: EngineSpec) -> str:
+    unused = "" if spec.settings.microbatches is None else ", and --microbatches does nothing"
     return (
         f"  engine.backward goes from stage to stage, one worker at a time{unused}: "
         "engine.forward_backward keeps all busy"
@@ -210,7 +211,7 @@ def _in_turn_line(recipe: Recipe) -> str:
 def _batch_line(world: World, *, averaged: bool) -> str:
     if averaged:
         return "  batch: as the script gives it to each worker, whose losses are averaged"
-    streams = world.feed.training_streams()
+    streams = world.current_batch.training_streams()
     plan = streams[-1].plan if streams else None
     if plan is None or plan.batch_size is None:
         return _unknown_batch(world)
@@ -226,7 +227,7 @@ def _batch_line(world: World, *, averaged: bool) -> str:
 
 def _unknown_batch(world: World) -> str:
     line = "  batch: as the script gives it to each worker"
-    if world.size == 1 or world.feed.streams:
+    if world.size == 1 or world.current_batch.streams:
         return line
     return (
         f"{line}; no sw.Loader is in use, and a plain DataLoader gives every worker the whole "
@@ -234,11 +235,11 @@ def _unknown_batch(world: World) -> str:
     )
 
 
-def outside_promise(recipe: Recipe) -> list[str]:
+def outside_promise(spec: EngineSpec) -> list[str]:
     """What a model does that makes results depend on the number of workers."""
     found: dict[str, int] = {}
-    for module in (m for model in recipe.models for m in model.modules()):
-        reason = _reason(module, synchronised=recipe.settings.sync_batch_norm)
+    for module in (m for model in spec.models for m in model.modules()):
+        reason = _reason(module, synchronised=spec.settings.sync_batch_norm)
         if reason is not None:
             found[reason] = found.get(reason, 0) + 1
     return [f"{reason} ({many(count, 'module')})" for reason, count in found.items()]

@@ -1,270 +1,231 @@
-"""The part of an engine that makes a step of the gradients that backward has left.
+"""Makes a step: reduces gradients, exchanges totals, clips, updates, publishes, clears.
 
-reduce      the sums that are still on their way; one small exchange: weights, norm, what was
-            used
+reduce      wait for the sums that are still being made
+exchange    one small collective: weights, losses, norm, what was used
 (between)   whole gradients for the user: read, changed
-step        clip; update each bucket (states/optimizer_state) and publish it; clear
+decide      skip the step, stop the run, or compute the factor that clips and averages
+update      each bucket (states/optimizer_state), then its all-gather where one is needed
+clear       the gradients; seed what is drawn next
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from shardwise.collectives import Collectives, Handle
-from shardwise.engine import closures, diagnosis, usage_checks
-from shardwise.engine.accumulation import StepStats, Totals
-from shardwise.engine.backward import Backwards
+from shardwise.collectives import Handle
+from shardwise.engine import closures, consistency, diagnosis, usage_checks
+from shardwise.engine.backward import BackwardRunner
+from shardwise.engine.checkpoint_saver import CheckpointSaver
+from shardwise.engine.engine_state import EngineState
 from shardwise.engine.exchange import exchange, over_stages, squared_norm
-from shardwise.engine.optimizer_options import Options
-from shardwise.errors import CollectiveError, ShardwiseError, UsageError
-from shardwise.model.precision import LossScale
-from shardwise.placement import Placement
+from shardwise.engine.random_state import RandomState
+from shardwise.engine.step_statistics import StepStats, StepTotals
+from shardwise.errors import ShardwiseError, UsageError
+from shardwise.parallel.pipeline import LayerTimes
+from shardwise.states.gradient_norm import clip_coefficient
 from shardwise.states.whole_gradients import WholeGradients
 from shardwise.timeline import recorder, span
 
 
-class Stepping(Backwards):
-    """What makes steps; an engine is one."""
+class StepRunner:
+    """Makes the steps of an engine; `timing` measures layers where that is asked for."""
 
-    placement: Placement
-    _group: Collectives
-    _options: Options
-    _scale: LossScale
-    _skips: diagnosis.Skips
+    def __init__(
+        self,
+        state: EngineState,
+        backward: BackwardRunner,
+        randoms: RandomState,
+        saver: CheckpointSaver,
+        timing: LayerTimes | None = None,
+    ) -> None:
+        self._state = state
+        self._world = state.world
+        self._spec = state.spec
+        self._objects = state.objects
+        self._accumulation = state.accumulation
+        self._backward = backward
+        self._randoms = randoms
+        self._saver = saver
+        self._timing = timing
+        self._options = consistency.OptionChecksum(state.spec.optimizers)
+        self._skips = diagnosis.Skips(scaled=state.scale.active)
 
-    @abstractmethod
-    def _tell_line(self) -> None:
-        """Parameters have changed: other stages may have some of them."""
+    # -- what the engine calls --------------------------------------------------------------
 
-    def step(
-        self, max_norm: float | None = None, *, closure: Callable[[], Any] | None = None
-    ) -> StepStats:
-        """Average the gradients over everything since the last step, clip, update and clear.
-
-        `max_norm` clips by the global 2-norm, as torch.nn.utils.clip_grad_norm_ does. With a
-        `closure` there is no backward before: it computes the loss and calls `engine.backward`, and
-        is called as often as the optimizer wants (L-BFGS: with replicated states, `--zero 0`; the
-        figures are those of its first call). Collective.
-
-        Raises UsageError without a backward, NonFiniteError for a NaN or infinite gradient where
-        there is no loss scale (`--nonfinite skip` skips the step instead); when the step is made,
-        CheckpointNotWritten if a save in the background has failed since the last one.
-        """
+    def step(self, max_norm: float | None, closure: Callable[[], Any] | None) -> StepStats:
+        """See Engine.step."""
+        states = self._objects.states
         if closure is None:
             self._check_begun("engine.step()")
-        self._window.stepping = self._window.backwards > 0
+        self._accumulation.stepping = self._accumulation.backwards > 0
         if max_norm is not None and not max_norm > 0:
             raise UsageError(f"max_norm takes a number above 0, not {max_norm}.")
         if closure is not None:
-            scaled = self._scale.active
-            closures.check(self._recipe, self._states, self._window, scaled=scaled)
-            if closures.asks_often(self._states):
+            scaled = self._state.scale.active
+            closures.check(self._spec, states, self._accumulation, scaled=scaled)
+            if closures.asks_often(states):
                 return self._step_often(closure, max_norm)
             with torch.enable_grad():
                 closure()
-        closures.check_given(self._states, given=closure is not None)
+        closures.check_given(self._objects.states, given=closure is not None)
+        # From the exchange on all ranks have the same totals, so that they decide alike: to skip,
+        # to raise, or to update, whose gathers take all of them.
         totals = self._reduced("engine.step()")
         stats = self._decide(totals)
         if not stats.skipped:
             self._call_before_step()
             self._update(totals, stats, max_norm)
-            usage_checks.call_after_step(self._recipe.optimizers)
-        self._finish_step(totals, stats)
+            usage_checks.call_after_step(self._spec.optimizers)
+        self._finish(totals, stats)
         return stats
 
-    def _step_often(self, closure: Callable[[], Any], max_norm: float | None) -> StepStats:
-        """A step of an optimizer that calls the closure by itself."""
-        (inner,), parts = self._states.optimizer.inners, self._states.gradients
-        seen: list[tuple[Totals, StepStats]] = []
-
-        def evaluate() -> float:
-            self.zero_grad()
-            self._states.parameters.remember()  # what has changed is the update's doing
-            with torch.enable_grad():
-                closure()
-            totals = self._reduced("engine.step(closure=...)")
-            stats = self._decide(totals)
-            seen.append((totals, stats))
-            inner.offer_again(parts.sums, totals.used, self._factor(totals, stats, max_norm))
-            return stats.loss
-
-        self._window.stepping = True
-        self._call_before_step()
-        try:
-            with span("update"), torch.no_grad():
-                inner.step_often(evaluate, parts.sums)
-            self._states.optimizer.tell_faces()
-            if self._states.averages is not None:
-                self._states.averages.update()
-        except BaseException:
-            with suppress(CollectiveError):  # the first error is the one to show
-                self._abandon()
-            raise
-        self._states.parameters.settle()
-        usage_checks.call_after_step(self._recipe.optimizers)
-        self._finish_step(seen[-1][0], seen[0][1])
-        return seen[0][1]
-
-    def _finish_step(self, totals: Totals, stats: StepStats) -> None:
-        self._end_step(totals)
-        if totals.unsaved:
-            self._checkpoints.wait()  # raises on all ranks alike, the step made
-        if self._timing is not None:
-            self._timing.stepped()
-        self.world.step_log.stepped(self._number, self.steps, stats)
-
-    # -- between backward and step ----------------------------------------------------------
-
     def reduce(self) -> float:
-        """Sum up the gradients of this step over all workers, and return the norm of their mean.
-
-        `engine.step()` goes on from there; no backward may come in between. Collective. Raises as
-        `step` does.
-        """
+        """See Engine.reduce."""
         totals = self._reduced("engine.reduce()")
         return math.sqrt(totals.squared_norm) * self._scale_of(totals)
 
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
-        """Between backward and step: inside the block `param.grad` of every trained parameter is
-        the whole gradient of the mean over all items of all workers, unscaled and unclipped, or
-        None where no worker had one.
-
-        What is written into it, or put in its place (None takes the parameter out of the step), is
-        what `engine.step()` updates with; rank 0's is everyone's. It is the parameter's dtype, and
-        whole on every worker. Collective: every rank enters and leaves.
-
-        Raises UsageError without a backward, and where no worker has the whole model (`--tensor`,
-        `--pipeline`).
-        """
+        """See Engine.full_gradients."""
         self._refuse_parts("engine.full_gradients()")
         totals = self._reduced("engine.full_gradients()")
-        shown = WholeGradients(
-            self._states.parameters,
-            self._states.gradients,
-            self._recipe.sharding,
-            self._recipe.run,
+        states, spec = self._objects.states, self._spec
+        whole = WholeGradients(
+            states.parameters,
+            states.gradients,
+            spec.shard_group,
+            spec.world_group,
             totals.used,
             self._scale_of(totals) or 1.0,
-            scattered=self.placement.is_sharded("optimizer"),
+            scattered=spec.placement.is_sharded("optimizer"),
         )
-        shown.show()
-        try:
+        whole.show()
+        with self._backward.abandoning():
             yield
-            used = shown.take()
-        except BaseException:
-            with suppress(CollectiveError):  # the first error is the one to show
-                self._abandon()
-            raise
-        self._states.gradients.guard()
-        copies = self._recipe.sharding.copies
-        squared = squared_norm(self._parts, self._states.gradients, self._group, copies)
-        self._totals = replace(totals, used=used, squared_norm=squared)
+            used = whole.take()
+        states.gradients.guard()
+        squared = squared_norm(
+            self._state.aggregation, states.gradients, spec.world_group, spec.shard_group.copies
+        )
+        self._state.totals = replace(totals, used=used, squared_norm=squared)
 
     def zero_grad(self) -> None:
-        """Forget the gradients of this step: the next `backward` begins it anew. Called by all
-        ranks; harmless where there are none."""
-        if self._window.backwards:
-            self._abandon()
-            if self._recipe.shards is not None:
-                self._reseed()  # what is drawn depends on the micro-shard, and the first is next
+        """See Engine.zero_grad."""
+        if self._accumulation.backwards:
+            self._backward.abandon()
+            if self._spec.micro_shards is not None:
+                # What is drawn depends on the micro-shard, and the first is next.
+                self._randoms.reseed()
+
+    # -- checks -----------------------------------------------------------------------------
+
+    def _check_begun(self, call: str) -> None:
+        """Raise UsageError where there is nothing that `call` could sum up."""
+        if not self._accumulation.backwards:
+            raise UsageError(
+                f"{call} without engine.backward(loss) since the last step: call backward first."
+            )
 
     def _refuse_parts(self, call: str) -> None:
         """Raise UsageError for a `call` that takes whole models where ranks have parts."""
-        for name, apart in (("tensor", self._recipe.split), ("pipeline", self._recipe.line)):
+        for name, apart in (("tensor", self._spec.tensor), ("pipeline", self._spec.pipeline)):
             if apart is not None:
-                size = getattr(self.world.settings, name)
+                size = getattr(self._world.settings, name)
                 raise UsageError(
                     f"{call} with --{name} {size}: no worker has the whole of a gradient. "
                     f"engine.reduce() returns the norm of all; for more, start without --{name}."
                 )
 
-    # -- the step, piece by piece -----------------------------------------------------------
-
-    def _reduced(self, call: str) -> Totals:
-        """What all ranks know of this step, its sums made."""
-        self._check_begun(call)
-        self._parts.check(self._window.backwards)
-        self._states.parameters.check()
-        self._held.take_in_writes()
-        self._check_gradients()
-        if self._totals is None:
-            with span("reduce"):
-                self._states.gradients.reduce()
-            with span("exchange"):
-                totals = self._exchange()
-            self._check_alike(totals)
-            self._totals = totals
-        return self._totals
-
-    def _check_begun(self, call: str) -> None:
-        """Raise UsageError where there is nothing that `call` could sum up."""
-        if not self._window.backwards:
-            raise UsageError(
-                f"{call} without engine.backward(loss) since the last step: call backward first."
-            )
-
-    def _check_alike(self, totals: Totals) -> None:
-        """Raise, on all ranks, where they go on from what is not alike; the step is forgotten."""
+    def _check_consistent(self, totals: StepTotals) -> None:
+        """Raise, on all ranks, where their options, losses or parameters differ; the step is
+        forgotten then."""
         try:
             if not totals.alike:
-                raise self._options.difference(self._group)
+                raise self._options.difference(self._spec.world_group)
             if math.isnan(totals.divisor):
                 raise UsageError(
                     'Losses of this step are sums on some ranks (reduction="sum" or "ddp") and '
                     "means, or the other kind of sums, on others: write them in one way."
                 )
             if totals.written:
-                self._held.check_written()
+                self._objects.check_written()
         except ShardwiseError:
-            self._abandon()
+            self._backward.abandon()
             raise
 
-    def _exchange(self) -> Totals:
-        """What all ranks know of the step, alike."""
+    # -- reduce and exchange ----------------------------------------------------------------
+
+    def _reduced(self, call: str) -> StepTotals:
+        """What all ranks know of this step, its sums made."""
+        state, states = self._state, self._objects.states
+        self._check_begun(call)
+        state.aggregation.check(self._accumulation.backwards)
+        states.parameters.check()
+        self._objects.take_in_writes()
+        self._backward.check_gradients()
+        if state.totals is None:
+            with span("reduce"):
+                states.gradients.reduce()
+            with span("exchange"):
+                totals = self._exchange()
+            self._check_consistent(totals)
+            state.totals = totals
+        return state.totals
+
+    def _exchange(self) -> StepTotals:
+        """Report this rank's part of the step, and return the totals, which all ranks have."""
         try:
             totals = exchange(
-                self._window,
-                self._parts,
-                self._states.gradients,
-                self._held.buffers,
-                self._recipe.stage,
-                self._recipe.sharding.copies,
+                self._accumulation,
+                self._state.aggregation,
+                self._objects.states.gradients,
+                self._objects.buffers,
+                self._spec.stage_group,
+                self._spec.shard_group.copies,
                 self._options.number(),
-                unsaved=self._checkpoints.has_failed,
-                asked=self.world.preemption.asked,
-                written=self._held.has_written,
-                counts=self._recipe.part == 0,
+                unsaved=self._saver.has_failed,
+                asked=self._world.preemption.asked,
+                written=self._objects.has_written,
+                counts=self._spec.tensor_rank == 0,
             )
-            line = self._recipe.line
+            line = self._spec.pipeline
             return totals if line is None else over_stages(totals, line.group)
         except UsageError:
-            self._abandon()
+            self._backward.abandon()
             raise
 
-    def _scale_of(self, totals: Totals) -> float:
-        """What makes the summed gradients their mean; 0 where nothing weighs anything."""
-        return 1.0 / self._seeds.divisor(totals.denominator) if totals.weight else 0.0
+    # -- decide -----------------------------------------------------------------------------
 
-    def _decide(self, totals: Totals) -> StepStats:
+    def _scale_of(self, totals: StepTotals) -> float:
+        """What makes the summed gradients their mean; 0 where nothing weighs anything."""
+        return 1.0 / self._state.weighting.divisor(totals.denominator) if totals.weight else 0.0
+
+    def _factor(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> float:
+        """What the update multiplies the summed gradients by: they are averaged, and clipped by
+        their global norm as torch.nn.utils.clip_grad_norm_ does."""
+        return self._scale_of(totals) * clip_coefficient(stats.grad_norm, max_norm)
+
+    def _decide(self, totals: StepTotals) -> StepStats:
         """The step's figures, and whether it updates anything."""
+        state = self._state
         if totals.weight == 0:
             return StepStats(loss=math.nan, grad_norm=0.0, weight=0.0, skipped=True)
-        norm = math.sqrt(totals.squared_norm) / self._seeds.divisor(totals.denominator)
+        norm = math.sqrt(totals.squared_norm) / state.weighting.divisor(totals.denominator)
         finite = math.isfinite(norm)
-        if not finite and not self._scale.active and self.settings.nonfinite == "stop":
-            error = diagnosis.nonfinite_error(self.steps, self._states, self._window, self._group)
-            self._abandon()
+        if not finite and not state.scale.active and self._spec.settings.nonfinite == "stop":
+            error = diagnosis.nonfinite_error(
+                state.steps, state.states, self._accumulation, self._spec.world_group
+            )
+            self._backward.abandon()
             raise error
         if words := self._skips.words(finite=finite):
-            self.world.print(f"shardwise: {words}")
+            self._world.print(f"shardwise: {words}")
         return StepStats(
             loss=totals.loss / totals.denominator,
             grad_norm=norm,
@@ -272,62 +233,113 @@ class Stepping(Backwards):
             skipped=not finite,
         )
 
+    # -- update -----------------------------------------------------------------------------
+
     def _call_before_step(self) -> None:
         try:
-            usage_checks.call_before_step(self._recipe.optimizers)
+            usage_checks.call_before_step(self._spec.optimizers)
         except BaseException:
-            self._abandon()
+            self._backward.abandon()
             raise
 
-    def _factor(self, totals: Totals, stats: StepStats, max_norm: float | None) -> float:
-        """What the summed gradients are multiplied by for the update."""
-        factor = self._scale_of(totals)
-        if max_norm is not None:
-            factor *= min(1.0, max_norm / (stats.grad_norm + 1e-6))
-        return factor
-
-    def _update(self, totals: Totals, stats: StepStats, max_norm: float | None) -> None:
-        """Update bucket by bucket; each is on its way to the others while the next is updated."""
+    def _update(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> None:
+        """Update bucket by bucket; each is gathered while the next is updated."""
         factor = self._factor(totals, stats, max_norm)
-        states = self._states
-        sent: list[Handle] = []
+        states = self._objects.states
+        gathers: list[Handle] = []
         sums = states.gradients.sums
         with span("update"), torch.no_grad():
             for inner in states.optimizer.inners:
                 states.optimizer.step(inner, sums, totals.used, factor)
-                if self.placement.is_sharded("optimizer"):
-                    sent += [
+                if self._spec.placement.is_sharded("optimizer"):
+                    gathers += [
                         states.parameters.publish(i) for i in states.optimizer.buckets_of(inner)
                     ]
-            states.optimizer.tell_faces()
+            states.optimizer.write_back_options()
             if states.averages is not None:
                 states.averages.update()
         with span("publish"):
-            for handle in sent:
+            for handle in gathers:
                 handle.wait()
-            for handle in sent:
-                handle.reusable()  # user code may write parameters as soon as the step has returned
+            # User code may write parameters as soon as the step has returned, so nobody may still
+            # be reading them.
+            for handle in gathers:
+                handle.reusable()
             states.parameters.settle()
 
-    def _end_step(self, totals: Totals) -> None:
-        if totals.weight:
-            self._scale.update(overflow=not math.isfinite(totals.squared_norm))
-            factors = totals.backwards if totals.divisor else totals.weight
-            self._seeds.follow(factors, totals.backwards)
-        self._states.gradients.clear()
-        if totals.several and self.settings.reduce_dtype == "fp32":
-            self._states.gradients.widen()
-        self._window.clear()
-        self._totals = None
-        self._tell_line()
-        usage_checks.tell_schedulers(self._recipe.optimizers)
-        self.steps += 1
-        self.world.stepped_last = self._number
-        self.world.steps_made += 1
-        self.world.telling.stepped(self._number, self.steps)
-        self._group.lookout.step = self.steps
-        self._reseed()
-        if (recording := recorder.active) is not None:
-            recording.stepped(self._number, self.steps)
+    def _step_often(self, closure: Callable[[], Any], max_norm: float | None) -> StepStats:
+        """A step of an optimizer that calls the closure by itself."""
+        objects = self._objects
+        (inner,), gradients = objects.states.optimizer.inners, objects.states.gradients
+        seen: list[tuple[StepTotals, StepStats]] = []
+
+        def evaluate() -> float:
+            self.zero_grad()
+            objects.states.parameters.remember()  # what has changed is the update's doing
+            with torch.enable_grad():
+                closure()
+            totals = self._reduced("engine.step(closure=...)")
+            stats = self._decide(totals)
+            seen.append((totals, stats))
+            inner.offer_again(gradients.sums, totals.used, self._factor(totals, stats, max_norm))
+            return stats.loss
+
+        self._accumulation.stepping = True
+        self._call_before_step()
+        with self._backward.abandoning():
+            with span("update"), torch.no_grad():
+                inner.step_often(evaluate, gradients.sums)
+            objects.states.optimizer.write_back_options()
+            if objects.states.averages is not None:
+                objects.states.averages.update()
+        objects.states.parameters.settle()
+        usage_checks.call_after_step(self._spec.optimizers)
+        self._finish(seen[-1][0], seen[0][1])
+        return seen[0][1]
+
+    # -- clear ------------------------------------------------------------------------------
+
+    def _finish(self, totals: StepTotals, stats: StepStats) -> None:
+        self._clear(totals)
+        self._count()
         if totals.asked:
             self._agree_to_end(totals.asked)
+        # Only now: the step is made on all ranks, and all know of the failure by the exchange.
+        if totals.unsaved:
+            self._saver.wait()  # raises on all ranks alike
+        if self._timing is not None:
+            self._timing.stepped()
+        self._world.step_log.stepped(self._state.number, self._state.steps, stats)
+
+    def _clear(self, totals: StepTotals) -> None:
+        """Leave this step behind: what is accumulated from here on is of the next."""
+        state, gradients = self._state, self._objects.states.gradients
+        if totals.weight:
+            state.scale.update(overflow=not math.isfinite(totals.squared_norm))
+            factors = totals.backwards if totals.divisor else totals.weight
+            state.weighting.follow(factors, totals.backwards)
+        gradients.clear()
+        if totals.several and self._spec.settings.reduce_dtype == "fp32":
+            gradients.widen()
+        self._accumulation.clear()
+        state.totals = None
+        state.parameters_changed()
+
+    def _count(self) -> None:
+        """Let all who follow the run know that a step was made."""
+        state, world = self._state, self._world
+        usage_checks.mark_schedulers(self._spec.optimizers)
+        state.steps += 1
+        world.stepped_last = state.number
+        world.steps_made += 1
+        world.progress.stepped(state.number, state.steps)
+        world.collectives.status_server.step = state.steps
+        self._randoms.reseed()
+        if (recording := recorder.active) is not None:
+            recording.stepped(state.number, state.steps)
+
+    def _agree_to_end(self, asked: int) -> None:
+        """All ranks know by now that a signal asks them to end."""
+        self._world.preemption.agreed = asked
+        self._state.asked_to_end = True
+        self._saver.mark_boundary()

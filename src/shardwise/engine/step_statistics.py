@@ -1,22 +1,39 @@
-"""A step and the backwards that it is made of: how what ranks tell of them becomes one."""
+"""Aggregates the statistics that ranks report of their backwards into the totals of a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 
+import torch
 from torch import Tensor
 
-from shardwise.errors import UsageError
 from shardwise.randomness import seed_from
-from shardwise.states import exact_squares
-from shardwise.sum_tree import MicroShards
+from shardwise.tiers.copy_stream import to_device
 
 Number = float | Tensor
 
 
-class Parts:
-    """As many backwards as the script makes, each rank's added up before they are told.
+@dataclass(frozen=True)
+class StepStats:
+    """What a step did, over all workers. Plain numbers, alike on all ranks.
+
+    `loss` is the mean over all items of all workers and micro-batches, or their sum where the
+    losses were sums (with reduction="ddp" the mean of the workers' sums); `weight` is the number of
+    items, `grad_norm` the global 2-norm of the gradient before clipping. `skipped` when nothing was
+    updated: the total weight was zero, or a gradient overflowed under a loss scale.
+    """
+
+    loss: float
+    grad_norm: float
+    weight: float
+    skipped: bool
+
+
+class Aggregation:
+    """Adds up what ranks report; each rank adds up its own backwards, of any number, before.
 
     `row` lengths are in numbers; `rows` have one row of each rank.
     """
@@ -29,71 +46,183 @@ class Parts:
         return None if backwards else seed_from(seed, "step", engine, step, self._rank)
 
     def first_step(self, weights: Sequence[float]) -> tuple[float, int]:
-        """About the weight of a whole step and the number of its backwards, from the weight of the
-        first one on each rank."""
+        """Estimate the weight of a whole step and the number of its backwards, from the weight of
+        the first one on each rank."""
         return sum(weights), sum(weight > 0 for weight in weights)
 
     def check(self, backwards: int) -> None:
         """Raise UsageError where a step cannot have that many."""
 
-    def told(self, values: Sequence[Number]) -> list[Number]:
-        """What a rank tells of a number that it has of each backward."""
+    def reported(self, values: Sequence[Number]) -> list[Number]:
+        """What a rank reports of `values`, one of each backward."""
         return [sum(values)]
 
-    def joined(self, rows: Sequence[Sequence[float]]) -> float:
-        """The sum of what all ranks told."""
+    def total(self, rows: Sequence[Sequence[float]]) -> float:
+        """The sum of what all ranks reported."""
         return sum(row[0] for row in rows)
 
-    def joined_squares(self, rows: Sequence[Sequence[float]]) -> float:
+    def total_of_squares(self, rows: Sequence[Sequence[float]]) -> float:
         """The same of sums of squares."""
-        return self.joined(rows)
+        return self.total(rows)
 
     def refuse_late(self, names: Sequence[str]) -> None:
         """Gradients of the parameters `names` came after their bucket's sum had begun."""
 
 
-class ExactParts(Parts):
-    """The exact mode: one backward for each micro-shard, told one by one; sums are rounded once."""
+_BITS = 48
+"""Flags per fp64 number, which holds whole numbers up to 2**53."""
 
-    def __init__(self, shards: MicroShards) -> None:
-        super().__init__(shards.rank)
-        self._shards = shards
 
-    def seed(self, seed: int, engine: int, step: int, backwards: int) -> int | None:
-        """By micro-shard, whichever rank runs it."""
-        number = self._shards.number(backwards)
-        return seed_from(seed, "micro-shard", engine, step, number)
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What a rank reports to all others at a step, as one fp64 vector.
 
-    def first_step(self, weights: Sequence[float]) -> tuple[float, int]:
-        """The first micro-shard is rank 0's, for any number of ranks."""
-        return weights[0] * self._shards.count, self._shards.count
+    | weights | losses x factor | squared norm | backwards | options | used, packed | late,
+    packed | news | several | unsaved | asked | written | divisor |
 
-    def check(self, backwards: int) -> None:
-        shards = self._shards
-        if backwards != shards.turns:
-            raise UsageError(
-                f"--exact {shards.count} on {shards.workers} worker(s) takes {shards.turns} "
-                f"backward(s) per worker and step, and this step had {backwards}. Write "
-                "`for step in loader.steps():`, in it `for x, y in step: engine.backward(...)`, "
-                "then engine.step() once."
-            )
+    How many numbers the first three are is a matter of the step's parts. `backwards` leaves out
+    those of weight 0. `options` is a checksum of the optimizers' options; joined it is NaN where
+    ranks differ. `used` is by parameter: it had a gradient. `late` is by bucket: a gradient came
+    after the bucket had started. `news`: a buffer was seen to change for the first time. `several`:
+    there was more than one backward. `unsaved`: a save in the background has failed. `asked`: the
+    signal that asked this rank to end, or 0; of all ranks the highest. `written`: user code has
+    written into parameters. `divisor`: what the added losses are divided by, 0 for means.
+    """
 
-    def told(self, values: Sequence[Number]) -> list[Number]:
-        return list(values)
+    weights: list[Number]
+    losses: list[Number]
+    squared_norm: Tensor
+    backwards: int
+    options: float
+    used: list[bool]
+    late: list[bool]
+    news: bool
+    several: bool
+    unsaved: bool
+    asked: int
+    written: bool
+    divisor: float
 
-    def joined(self, rows: Sequence[Sequence[float]]) -> float:
-        values = [value for row in rows for value in row]
-        # fsum, exact in any order, raises where infinities meet; addition gives the NaN they make.
-        return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+    def row(self, device: torch.device) -> Tensor:
+        """The vector, on `device`. Numbers of an accelerator move together, or stay there."""
+        flags = self.news, self.several, self.unsaved, self.asked, self.written, self.divisor
+        numbers = [*_packed(self.used), *_packed(self.late), *map(float, flags)]
+        known = [float(self.backwards), self.options, *numbers]
+        return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
-    def joined_squares(self, rows: Sequence[Sequence[float]]) -> float:
-        return exact_squares.total(rows)
-
-    def refuse_late(self, names: Sequence[str]) -> None:
-        raise UsageError(
-            f"--exact {self._shards.count}: the gradient of {names[0]}"
-            f"{f' and {len(names) - 1} more' if len(names) > 1 else ''} came after the sum that it "
-            "belongs to had begun, since it had not come before, or comes twice (reentrant "
-            "checkpointing). Sums then would depend on the number of workers: --no-overlap lets "
-            "them begin when backward has ended."
+    def join(self, table: list[list[float]], aggregation: Aggregation) -> StepTotals:
+        """The sums, and the flags that any rank set; `table` has one row of each rank."""
+        lengths = (
+            len(self.weights),
+            len(self.losses),
+            self.squared_norm.numel(),
+            2,
+            _words(self.used),
+            _words(self.late),
+            6,
         )
+        ends = list(accumulate(lengths))
+        weights, losses, squares, known, used, late, flags = (
+            [row[end - length : end] for row in table]
+            for length, end in zip(lengths, ends, strict=True)
+        )
+        return StepTotals(
+            weight=aggregation.total(weights),
+            loss=aggregation.total(losses),
+            squared_norm=aggregation.total_of_squares(squares),
+            backwards=int(sum(backwards for backwards, _ in known)),
+            options=known[0][1] if len({options for _, options in known}) == 1 else math.nan,
+            used=_any_of(used, len(self.used)),
+            late=_any_of(late, len(self.late)),
+            news=any(row[0] for row in flags),
+            several=any(row[1] for row in flags),
+            unsaved=any(row[2] for row in flags),
+            asked=int(max(row[3] for row in flags)),
+            written=any(row[4] for row in flags),
+            divisor=flags[0][5] if len({row[5] for row in flags}) == 1 else math.nan,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """What all ranks know of a step after its exchange, alike.
+
+    `weight` and `loss` (x weight) are sums over the ranks, `squared_norm` that of the summed
+    gradients. `backwards` is the number of those that had a weight, `options` the checksum of the
+    optimizers' options, NaN where ranks differ. `used` says by parameter whether any rank had a
+    gradient for it, `late` by bucket whether any came after it had started; `news` whether a buffer
+    was seen to change for the first time, `several` whether any rank made more than one backward,
+    `unsaved` whether a save in the background has failed. `asked` is the signal that asked any to
+    end, or 0. `written` says whether user code has written into parameters of any rank, `divisor`
+    what the added losses are divided by, 0 for means: NaN where ranks differ.
+    """
+
+    weight: float
+    loss: float
+    squared_norm: float
+    backwards: int
+    options: float
+    used: list[bool]
+    late: list[bool]
+    news: bool
+    several: bool
+    unsaved: bool
+    asked: int
+    written: bool
+    divisor: float
+
+    @property
+    def denominator(self) -> float:
+        """What the added losses and gradients are divided by."""
+        return self.divisor or self.weight
+
+    @property
+    def alike(self) -> bool:
+        """Whether the optimizers' options are."""
+        return not math.isnan(self.options)
+
+
+def _row(numbers: list[Number], device: torch.device) -> Tensor:
+    """One fp64 vector on `device`, by one copy of what is elsewhere, for which the host does not
+    wait where it goes to an accelerator."""
+    near = [x for number in numbers if not _is_far(number) for x in _values(number)]
+    sent = to_device(torch.tensor(near, dtype=torch.float64), device)
+    far = [n.double().reshape(-1) for n in numbers if isinstance(n, Tensor) and _is_far(n)]
+    if not far:
+        return sent
+    sources, ends, parts = {True: torch.cat(far).to(device), False: sent}, [0, 0], []
+    for is_far, run in groupby(numbers, key=_is_far):
+        first = ends[is_far]
+        ends[is_far] += sum(n.numel() if isinstance(n, Tensor) else 1 for n in run)
+        parts.append(sources[is_far][first : ends[is_far]])
+    return torch.cat(parts)
+
+
+def _is_far(number: Number) -> bool:
+    """Whether the host would have to wait for it."""
+    return isinstance(number, Tensor) and number.device.type != "cpu"
+
+
+def _values(number: Number) -> list[float]:
+    return number.double().reshape(-1).tolist() if isinstance(number, Tensor) else [number]
+
+
+def _words(flags: list[bool]) -> int:
+    return -(-len(flags) // _BITS)
+
+
+def _packed(flags: list[bool]) -> list[float]:
+    """Flags as few numbers."""
+    return [
+        float(sum(1 << bit for bit, flag in enumerate(flags[start : start + _BITS]) if flag))
+        for start in range(0, len(flags), _BITS)
+    ]
+
+
+def _any_of(rows: list[list[float]], count: int) -> list[bool]:
+    """The `count` flags that are set in any of `rows`, each made by `_packed`."""
+    words = [0] * -(-count // _BITS)
+    for row in rows:
+        for index, number in enumerate(row):
+            words[index] |= int(number)
+    return [bool(words[bit // _BITS] >> (bit % _BITS) & 1) for bit in range(count)]

@@ -1,4 +1,4 @@
-"""What `engine.track` takes beside objects with a state_dict: generators, and plain containers."""
+"""Gives generators and plain containers a state_dict, so that `engine.track` takes them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from shardwise.errors import UsageError
 
 
 @dataclass(frozen=True)
-class _Adapted:
-    """An object whose state is had by `told`, and given by `give`."""
+class _StateAdapter:
+    """Gives an object a `state_dict` and a `load_state_dict`."""
 
-    told: Callable[[], Any]
-    give: Callable[[Any], Any]
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
 
     def state_dict(self) -> Any:
-        return self.told()
+        return self.get()
 
     def load_state_dict(self, state: Any) -> None:
-        self.give(state)
+        self.set(state)
 
 
 def trackable(name: str, each: Any) -> Any:
@@ -38,18 +38,20 @@ def trackable(name: str, each: Any) -> Any:
     if all(callable(getattr(each, m, None)) for m in ("state_dict", "load_state_dict")):
         return each
     if isinstance(each, torch.Generator):
-        return _Adapted(each.get_state, each.set_state)
+        return _StateAdapter(each.get_state, each.set_state)
     if isinstance(each, random.Random):
-        return _Adapted(lambda: list(each.getstate()), lambda state: each.setstate(_tuple(state)))
+        return _StateAdapter(
+            lambda: list(each.getstate()), lambda state: each.setstate(_tuple(state))
+        )
     if hasattr(each, "bit_generator"):  # numpy's, which may not be loaded
         bits = each.bit_generator
-        return _Adapted(lambda: bits.state, lambda state: setattr(bits, "state", state))
+        return _StateAdapter(lambda: bits.state, lambda state: setattr(bits, "state", state))
     if isinstance(each, dict):
-        return _Adapted(lambda: dict(each), partial(_refill, each, each.update))
+        return _StateAdapter(lambda: dict(each), partial(_refill, each, each.update))
     if isinstance(each, list | deque):
-        return _Adapted(lambda: list(each), partial(_refill, each, each.extend))
+        return _StateAdapter(lambda: list(each), partial(_refill, each, each.extend))
     if isinstance(each, Tensor):
-        return _Adapted(each.detach, each.detach().copy_)
+        return _StateAdapter(each.detach, each.detach().copy_)
     raise UsageError(
         f"engine.track({name}=...) takes an object with state_dict() and load_state_dict(), a "
         f"generator, a dict, a list or a tensor, not {type(each).__name__}, which nothing can be "

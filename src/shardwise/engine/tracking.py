@@ -1,4 +1,4 @@
-"""What `engine.track` was given: saved and loaded with the engine, each under its name."""
+"""Saves and loads the objects that `engine.track` was given, each under its name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import optim
 
 from shardwise.checkpoint import json_values
 from shardwise.checkpoint.document import crc_of
-from shardwise.checkpoint.regular_files import read_whole
+from shardwise.checkpoint.file_system import read_whole
 from shardwise.checkpoint.schema import plain_name
-from shardwise.current_batch import Stream
+from shardwise.current_batch import LoaderStream
 from shardwise.engine.trackable import trackable
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch, UsageError
 
@@ -63,16 +63,17 @@ class Tracking:
         return fields, files
 
     def lacks(
-        self, optimizers: Iterable[optim.Optimizer], streams: Iterable[Stream]
+        self, optimizers: Iterable[optim.Optimizer], streams: Iterable[LoaderStream]
     ) -> Iterator[str]:
         """In words, what a resume from a save of now would start anew."""
         known = list(self._tracked.values())
-        for face in optimizers:
-            scheduled = any("initial_lr" in group for group in face.param_groups)
-            if scheduled and not any(_schedules(each, face) for each in known):
+        for optimizer in optimizers:
+            scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+            if scheduled and not any(_schedules(each, optimizer) for each in known):
                 yield (
-                    f"a learning-rate scheduler acts on {type(face).__name__} and is not tracked: "
-                    "a resume would start it anew. Write engine.track(scheduler=scheduler)."
+                    f"a learning-rate scheduler acts on {type(optimizer).__name__} and is not "
+                    "tracked: a resume would start it anew. Write "
+                    "engine.track(scheduler=scheduler)."
                 )
         everyones = [each for tracking in _all for each in tracking._tracked.values()]
         names = {getattr(each, "name", None) for each in everyones}
@@ -96,19 +97,19 @@ class Tracking:
         Raises BrokenCheckpoint for one that is not whole, CheckpointMismatch where an object that
         is tracked here has none.
         """
-        told, sums = fields["tracked"], fields["files"]
-        missing = sorted(set(self._tracked) - set(told))
+        saved, sums = fields["tracked"], fields["files"]
+        missing = sorted(set(self._tracked) - set(saved))
         if missing:
             raise CheckpointMismatch(
                 f"{path} has no state of {', '.join(missing)}, which engine.track was given: it "
-                f"has {', '.join(sorted(told)) or 'nothing tracked'}. Load the model alone "
+                f"has {', '.join(sorted(saved)) or 'nothing tracked'}. Load the model alone "
                 "(engine.load(path, model_only=True)), or track the same objects."
             )
         return {
             name: _unpickled(path, value["$file"], sums)
             if _is_file(value)
             else json_values.decode(value)
-            for name, value in told.items()
+            for name, value in saved.items()
         }
 
     def give(self, states: Mapping[str, Any]) -> None:
@@ -133,10 +134,10 @@ def _give(name: str, each: Any, state: Any) -> None:
         ) from error
 
 
-def _schedules(each: Any, face: optim.Optimizer) -> bool:
-    """Whether `each` is, or may wrap, a scheduler of `face`."""
+def _schedules(each: Any, optimizer: optim.Optimizer) -> bool:
+    """Whether `each` is, or may wrap, a scheduler of `optimizer`."""
     if hasattr(each, "get_last_lr"):
-        return getattr(each, "optimizer", face) is face or hasattr(each, "_schedulers")
+        return getattr(each, "optimizer", optimizer) is optimizer or hasattr(each, "_schedulers")
     return False
 
 

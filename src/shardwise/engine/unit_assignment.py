@@ -1,4 +1,4 @@
-"""Which unit each parameter belongs to, where parameters are sharded.
+"""Assigns each parameter to the unit that it is gathered with, where parameters are sharded.
 
 Each model is its units, the smallest blocks that all ranks execute, and its rest, which is a unit
 of its own. A parameter that two units share belongs to the rest. What no module of the models
@@ -18,9 +18,10 @@ from shardwise.collectives import Collectives, GatherOrder
 from shardwise.engine import usage_checks
 from shardwise.model import module_hooks, unit_hooks
 from shardwise.model.units import find_units
-from shardwise.states.residency import Residency, Unit
+from shardwise.states.residency import Residency
 from shardwise.states.sharded_parameters import ShardedParameters
 from shardwise.states.tracked import Tracked
+from shardwise.states.whole_units import Unit
 
 
 @dataclass
@@ -106,7 +107,11 @@ def make_residency(
     units = [
         Unit(
             section.name,
-            [s for s in parameters.slabs if found.unit_of[s.tracked[0].parameter] == number],
+            [
+                s
+                for s in parameters.sharded_buckets
+                if found.unit_of[s.tracked[0].parameter] == number
+            ],
             lasting=section.is_rest,
             always=section.module is None,
         )
@@ -117,18 +122,18 @@ def make_residency(
 
 def _filled_units_in(found: Sections, units: Sequence[Unit], module: nn.Module) -> list[int]:
     """The numbers of the units that hold sharded parameters of `module`, in order."""
-    return [n for n in units_in(found, module) if units[n].slabs and not units[n].always]
+    return [n for n in units_in(found, module) if units[n].buckets and not units[n].always]
 
 
-def open_doors(found: Sections, residency: Residency, doors: unit_hooks.Doors) -> None:
-    """Let the models' forwards show the units that they need."""
-    doors.keeper = residency
+def open_doors(found: Sections, residency: Residency, doors: unit_hooks.UnitHooks) -> None:
+    """Let the models' forwards gather the units that they need."""
+    doors.manager = residency
     doors.attach(
         [
             (module, number)
             for model in found.models
-            for module, number in unit_hooks.places(model, found.unit_of, found.modules)
-            if residency.units[number].slabs
+            for module, number in unit_hooks.hooked_modules(model, found.unit_of, found.modules)
+            if residency.units[number].buckets
         ]
     )
 

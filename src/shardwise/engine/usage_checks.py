@@ -1,4 +1,4 @@
-"""Habits of a plain training loop that would be silently wrong here: each says what to write."""
+"""Refuses lines of a plain training loop that would be silently wrong, with the line to write."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def check_block(*, averaged: bool, uneven: bool, whole: bool = False) -> None:
 def check_reachable(loss: Tensor, *, several: bool) -> None:
     """After a backward that brought nothing: raise where reentrant checkpointing hid it.
 
-    With several engines, backward is told which parameters it is for, and torch then does not
+    With several engines, backward is given which parameters it is for, and torch then does not
     look inside segments of reentrant checkpointing.
     """
     nodes, seen = [loss.grad_fn] if several else [], set()
@@ -129,34 +129,33 @@ _HOOKS = "_shardwise_hooks"
 
 
 @dataclass(frozen=True)
-class Keeper:
-    """What stands behind an optimizer that an engine has: bound methods, held weakly.
+class OptimizerCallbacks:
+    """What the hooks on a user's optimizer call in its engine: bound methods, held weakly.
 
-    `welcome` is called with each parameter group that is added to it. On one worker, `told` has
-    its state_dict, `check` refuses another, before anything is changed, and `take` has it take
-    that; on several these are the engine's own calls.
+    `welcome` gets each parameter group that is added to it. On one worker, `state_dict` makes its
+    state_dict, `check` refuses another before anything is changed, and `take` lets the optimizer
+    go on from that; on several these are the engine's own calls.
     """
 
     welcome: WeakMethod[Callable[[dict[str, Any]], None]]
-    told: WeakMethod[Callable[[optim.Optimizer], dict[str, Any]]]
+    state_dict: WeakMethod[Callable[[optim.Optimizer], dict[str, Any]]]
     check: WeakMethod[Callable[[optim.Optimizer, dict[str, Any]], None]]
     take: WeakMethod[Callable[[optim.Optimizer, dict[str, Any]], None]]
     alone: bool
 
 
-def forbid(optimizer: optim.Optimizer, keeper: Keeper) -> None:
-    """Let `step` of the user's optimizer raise from now on, and what it has of state be the
-    engine's."""
+def forbid(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> None:
+    """Let `step` of the user's optimizer raise from now on, and its state be the engine's."""
     allow(optimizer)
     add = optimizer.add_param_group
 
     def add_param_group(param_group: dict[str, Any]) -> None:
         add(param_group)
-        if (greet := keeper.welcome()) is not None:
+        if (greet := callbacks.welcome()) is not None:
             greet(optimizer.param_groups[-1])
 
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-    state = _lent(optimizer, keeper) if keeper.alone else _refused(optimizer)
+    state = _lent(optimizer, callbacks) if callbacks.alone else _refused(optimizer)
     setattr(optimizer, _HOOKS, [optimizer.register_step_pre_hook(_refuse_step), *state])
 
 
@@ -167,25 +166,25 @@ def _refused(optimizer: optim.Optimizer) -> list[RemovableHandle]:
     ]
 
 
-def _lent(optimizer: optim.Optimizer, keeper: Keeper) -> list[RemovableHandle]:
+def _lent(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> list[RemovableHandle]:
     """Let `state_dict` and `load_state_dict` be what they are without an engine."""
     given: list[dict[str, Any]] = []
 
-    def tell(face: optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        told = keeper.told()
-        return None if told is None else state | told(face)
+    def complete(optimizer: optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        make = callbacks.state_dict()
+        return None if make is None else state | make(optimizer)
 
-    def keep(face: optim.Optimizer, state: dict[str, Any]) -> None:
-        if (check := keeper.check()) is not None:
-            check(face, state)
+    def keep(optimizer: optim.Optimizer, state: dict[str, Any]) -> None:
+        if (check := callbacks.check()) is not None:
+            check(optimizer, state)
         given[:] = [state]
 
-    def take(face: optim.Optimizer) -> None:
-        if (taken := keeper.take()) is not None:
-            taken(face, given.pop())
+    def take(optimizer: optim.Optimizer) -> None:
+        if (taken := callbacks.take()) is not None:
+            taken(optimizer, given.pop())
 
     return [
-        optimizer.register_state_dict_post_hook(tell),
+        optimizer.register_state_dict_post_hook(complete),
         optimizer.register_load_state_dict_pre_hook(keep),
         optimizer.register_load_state_dict_post_hook(take),
     ]
@@ -220,7 +219,7 @@ def call_after_step(optimizers: Sequence[optim.Optimizer]) -> None:
             hook(optimizer, (), {})
 
 
-def tell_schedulers(optimizers: Sequence[optim.Optimizer]) -> None:
+def mark_schedulers(optimizers: Sequence[optim.Optimizer]) -> None:
     """Leave the mark by which torch's schedulers know that a step came before their own."""
     for optimizer in optimizers:
         optimizer._opt_called = True  # type: ignore[attr-defined]

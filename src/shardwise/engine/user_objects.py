@@ -1,10 +1,10 @@
-"""The user's models and optimizers while an engine has them: made ready, laid out, given back."""
+"""UserObjects prepares the user's models and optimizers, follows their changes, gives them back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor, nn, optim
@@ -13,222 +13,238 @@ from shardwise.engine import (
     build,
     consistency,
     initial_values,
-    optimizer_states,
     pipeline_parallel,
+    plain_state_dict,
     tensor_parallel,
     usage_checks,
-    whole_tensors,
 )
-from shardwise.engine.engine_spec import Recipe
+from shardwise.engine.accumulation import Accumulation
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import CheckpointMismatch, ConfigError, ModelError, UsageError
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.activations import Activations
 from shardwise.model.buffers import Buffers
-from shardwise.model.forward_events import Forwards
+from shardwise.model.forward_events import ForwardEvents
 from shardwise.model.micro_shard_buffers import MicroShardBuffers
 from shardwise.model.module_hooks import Hooked
 from shardwise.parallel.pipeline import install
-from shardwise.parallel.tensor.plan import Plan
+from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.world import World
 
+living: WeakSet[UserObjects] = WeakSet()
+"""Those of all engines of this process that are not closed."""
 
-class Takeover:
-    """What an engine holds: `states`, laid over what `recipe` names, `buffers`, `activations`.
 
-    States are laid out anew when parameter groups or requires_grad change between steps;
-    `in_step` tells whether a step is under way; `plan` is the user's for what is to be split.
-    Making it is collective.
+class UserObjects:
+    """The models and optimizers of `spec` in an engine: `states`, `buffers`, `activations`.
+
+    States are laid out anew when parameter groups or requires_grad change between steps, of which
+    `accumulation` knows; `plan` is the user's for tensor parallelism. Making it is collective.
     """
 
     def __init__(
-        self, world: World, recipe: Recipe, in_step: Callable[[], bool], plan: Plan | None = None
+        self,
+        world: World,
+        spec: EngineSpec,
+        accumulation: Accumulation,
+        plan: TensorPlan | None = None,
     ) -> None:
-        self.recipe = recipe
+        self.spec = spec
         self._world = world
-        self._in_step = in_step
+        self._accumulation = accumulation
         self._fresh: dict[nn.Parameter, Tensor] = {}
         self._written: set[int] = set()
-        usage_checks.check_embeddings(recipe.models, recipe.placement, workers=world.data_size)
-        consistency.check_same_model(recipe)
-        if recipe.line is not None:
-            pipeline_parallel.share_out(recipe, recipe.line)
-        self._give_memory()
-        consistency.make_state_alike(recipe)
-        if recipe.split is not None:
-            tensor_parallel.split(recipe, recipe.split, plan)
-        if recipe.line is not None:
-            recipe.line.split = recipe.split
+        usage_checks.check_embeddings(spec.models, spec.placement, workers=world.data_size)
+        # Before anything else is collective: ranks with different models would wait for each
+        # other in different places.
+        consistency.check_same_model(spec)
+        self._distribute(plan)
         try:
             self._prepare_modules()
             self.buffers = self._all_buffers()
-            self._let_go()
-            recipe.uses.watch()
-            self._lay({}, None)
+            self._release_other_stages()
+            spec.parameter_uses.watch()
+            self._build_states({}, None)
         except (ConfigError, ModelError):  # raised by all ranks alike: the model stays plain
-            self._put_together()
+            self._reassemble_models()
             raise
         self._handles = self._enter_precision()
-        if recipe.settings.compile and recipe.settings.activations == "kept":
+        if spec.settings.compile and spec.settings.activations == "kept":
             self._compile_units()
-        self.activations = Activations(
-            recipe.models, recipe.settings, world.device, rank=world.rank
-        )
-        self._forwards = Forwards(recipe.models, recipe.settings.units)
-        if recipe.line is not None:
-            install(recipe.line, recipe.models[0])
-        keeper = usage_checks.Keeper(
-            WeakMethod(self._welcome),
-            WeakMethod(self.told_state),
+        self.activations = Activations(spec.models, spec.settings, world.device, rank=world.rank)
+        self._forwards = ForwardEvents(spec.models, spec.settings.units)
+        if spec.pipeline is not None:
+            install(spec.pipeline, spec.models[0])
+        self._hook_optimizers()
+
+    def _distribute(self, plan: TensorPlan | None) -> None:
+        """Give every rank the values of rank 0, of the layers and parts of layers that it has."""
+        spec = self.spec
+        if spec.pipeline is not None:
+            pipeline_parallel.assign_layers(spec, spec.pipeline)
+        self._give_memory()
+        # While tensors are whole: afterwards ranks have different parts of them.
+        consistency.make_state_alike(spec)
+        if spec.tensor is not None:
+            tensor_parallel.find_and_split(spec, spec.tensor, plan)
+        if spec.pipeline is not None:
+            spec.pipeline.tensor_parallel = spec.tensor
+
+    def _hook_optimizers(self) -> None:
+        """Refuse what the user's optimizers cannot do by themselves any more."""
+        callbacks = usage_checks.OptimizerCallbacks(
+            WeakMethod(self._prepare_added_group),
+            WeakMethod(self.plain_state),
             WeakMethod(self.check_state),
             WeakMethod(self.take_state),
-            alone=world.size == 1,
+            alone=self._world.size == 1,
         )
-        for optimizer in recipe.optimizers:
-            usage_checks.forbid(optimizer, keeper)
+        for optimizer in self.spec.optimizers:
+            usage_checks.forbid(optimizer, callbacks)
 
-    def _lay(
+    def _build_states(
         self,
         masters: Mapping[nn.Parameter, Tensor],
         averages: Mapping[nn.Parameter, Tensor] | None,
     ) -> None:
-        """Lay the three states over the models.
+        """Lay the three states over the models and optimizers.
 
         `masters` and `averages` are those of an earlier layout, by parameter.
         """
-        self.states = build.assemble(self.recipe, self._fresh | dict(masters), averages)
+        self.states = build.build(self.spec, self._fresh | dict(masters), averages)
         self._fresh, self._written = {}, set()
-        self._shape = self.recipe.shape()
+        self._shape = self.spec.shape()
         follow = WeakMethod(self.follow_changes)
-        self.recipe.doors.before = lambda: (call := follow()) and call()
+        self.spec.unit_hooks.before = lambda: (call := follow()) and call()
 
-    def _lay_anew(
+    def _rebuild_states(
         self,
         masters: Mapping[nn.Parameter, Tensor],
         averages: Mapping[nn.Parameter, Tensor] | None,
     ) -> None:
-        """Lay them again; gradients that had become wide stay so."""
+        """Lay the states out again; gradients that are collected in fp32 stay so."""
         wide = self.states.gradients.wide
-        self._lay(masters, averages)
+        self._build_states(masters, averages)
         if wide:
             self.states.gradients.widen()
 
     # -- making ready ---------------------------------------------------------------------
 
     def _give_memory(self) -> None:
-        """Fill what was built without memory, where it will be whole; then all are alike."""
-        by_reset = initial_values.fill_unrecorded(self.recipe.models)
+        """Give memory and values to what was built without; then rank 0's values to all ranks."""
+        by_reset = initial_values.fill_unrecorded(self.spec.models)
         if by_reset:
             self._world.print(
                 f"shardwise: {len(by_reset)} parameters had no memory and no record "
                 f"({by_reset[0]} ...): they start from reset_parameters, not from the values of "
                 "a plain build. Build the model inside with sw.on_meta() for those."
             )
-        recipe, located = self.recipe, self.recipe.located()
-        real, line = consistency.everything(recipe), recipe.line
-        if line is not None and recipe.split is None:
-            line.custody.leave_unbuilt()
-            here = [tracked for tracked in located if line.has(tracked.parameter)]
+        spec, located = self.spec, self.spec.located()
+        real, line = consistency.everything(spec), spec.pipeline
+        if line is not None and spec.tensor is None:
+            line.ownership.replace_meta()
+            here = [tracked for tracked in located if line.owns(tracked.parameter)]
             fresh = [tracked.parameter for tracked in here if tracked.parameter.is_meta]
-            initial_values.make_all_real(here, recipe.device)
-            initial_values.make_alike(fresh, recipe.stage)
-        elif recipe.split is not None or not recipe.placement.is_sharded("parameters"):
-            initial_values.make_all_real(located, recipe.device)
-            real = consistency.everything(recipe)
-        initial_values.make_alike(real, recipe.run)
+            initial_values.make_all_real(here, spec.device)
+            initial_values.make_alike(fresh, spec.stage_group)
+        elif spec.tensor is not None or not spec.placement.is_sharded("parameters"):
+            initial_values.make_all_real(located, spec.device)
+            real = consistency.everything(spec)
+        initial_values.make_alike(real, spec.world_group)
 
     def _prepare_modules(self) -> None:
-        """Cast what is not cast yet, keeping its values for the masters; synchronise BatchNorm."""
-        models, settings = self.recipe.models, self.recipe.settings
+        """Cast parameters, keeping their values for the masters; synchronise BatchNorm."""
+        models, settings = self.spec.models, self.spec.settings
         cast = precision.PRESETS[settings.precision].cast
         if cast is not None:
             self._fresh |= precision.cast_models(models, cast)
         if settings.sync_batch_norm and self._world.data_size > 1:
-            sync_batch_norm.convert(models, self._world.gather_order, self._world.feed)
+            sync_batch_norm.convert(models, self._world.gather_order, self._world.current_batch)
 
     def _all_buffers(self) -> Buffers:
-        """The models' buffers, over every layout of the states."""
-        models, group, shards = self.recipe.models, self.recipe.stage, self.recipe.shards
+        """The models' buffers, which are followed over every rebuild of the states."""
+        models, group, shards = self.spec.models, self.spec.stage_group, self.spec.micro_shards
         found = (
             Buffers(models, group, self._synchronised)
             if shards is None
             else MicroShardBuffers(models, group, shards)
         )
-        self._world.feed.watch(found.before_batch)
+        self._world.current_batch.watch(found.before_batch)
         return found
 
-    def _let_go(self) -> None:
-        """Let go of what other ranks of the replica have: layers, and the state of these."""
-        if (line := self.recipe.line) is None:
+    def _release_other_stages(self) -> None:
+        """Free the layers of other pipeline ranks, and the optimizer state of these."""
+        if (line := self.spec.pipeline) is None:
             return
-        line.custody.let_go()
-        self._fresh = {p: value for p, value in self._fresh.items() if line.has(p)}
-        for optimizer in self.recipe.optimizers:
-            for parameter in [p for p in optimizer.state if not line.has(p)]:
+        line.ownership.free_others()
+        self._fresh = {p: value for p, value in self._fresh.items() if line.owns(p)}
+        for optimizer in self.spec.optimizers:
+            for parameter in [p for p in optimizer.state if not line.owns(p)]:
                 del optimizer.state[parameter]
 
-    def _put_together(self) -> None:
+    def _reassemble_models(self) -> None:
         """Give every rank the whole model and all of the optimizers' state. Collective."""
-        recipe = self.recipe
-        recipe.uses.forget()
+        spec = self.spec
+        spec.parameter_uses.unwatch()
         shapes: dict[nn.Parameter, tuple[int, ...]] = {}
-        if recipe.line is not None:
-            recipe.line.close()
-        if recipe.split is not None:
-            shapes = {p: shard.shape for p, shard in recipe.split.shards.items()}
-            recipe.split.undo(recipe.optimizers, recipe.is_here)
-        if recipe.line is not None:
-            recipe.line.custody.undo(recipe.models[0], recipe.optimizers, shapes)
+        if spec.pipeline is not None:
+            spec.pipeline.close()
+        if spec.tensor is not None:
+            shapes = {p: shard.shape for p, shard in spec.tensor.shards.items()}
+            spec.tensor.undo(spec.optimizers, spec.is_here)
+        if spec.pipeline is not None:
+            spec.pipeline.ownership.undo(spec.models[0], spec.optimizers, shapes)
 
     @property
     def _synchronised(self) -> set[nn.Module]:
         """The modules that keep their buffers in step themselves."""
-        return set(sync_batch_norm.converted(self.recipe.models))
+        return set(sync_batch_norm.converted(self.spec.models))
 
     def _enter_precision(self) -> list[Hooked]:
-        preset = precision.PRESETS[self.recipe.settings.precision]
+        preset = precision.PRESETS[self.spec.settings.precision]
         if preset.cast is None and preset.autocast is None:
             return []
-        kind = self.recipe.device.type
-        models = self.recipe.models
+        kind = self.spec.device.type
+        models = self.spec.models
         return [h for m in models for h in precision.ForwardPrecision(preset, kind).attach(m)]
 
     def _compile_units(self) -> None:
-        for model in self.recipe.models:
-            for _, unit in units.find_units(model, self.recipe.settings.units) or [("", model)]:
+        for model in self.spec.models:
+            for _, unit in units.find_units(model, self.spec.settings.units) or [("", model)]:
                 unit.compile()
 
     # -- changes on the way ---------------------------------------------------------------
 
-    def _welcome(self, group: dict[str, Any]) -> None:
-        """The user's optimizer was given a parameter group: make ready for its first forward.
+    def _prepare_added_group(self, group: dict[str, Any]) -> None:
+        """Prepare a parameter group that was added to the user's optimizer for its first forward.
 
-        Raises UsageError where layers are shared out: nobody knows whose the new ones are.
+        Raises UsageError with `--pipeline`: which worker has the new layers is not known.
         """
-        if self.recipe.line is not None:
+        if self.spec.pipeline is not None:
             raise UsageError(
                 f"add_param_group after sw.Engine(...) with --pipeline "
-                f"{self.recipe.line.group.size}: which worker has these layers was decided when "
+                f"{self.spec.pipeline.group.size}: which worker has these layers was decided when "
                 "the engine was made. Add the group before, or start without --pipeline."
             )
         shown = self.states.shown
         resting = [] if shown is None else shown.residency.resting()
         new = [p for p in group["params"] if not any(p is known for known in resting)]
         # Of what is split each rank of a replica has another part: its twins' values, not rank 0's.
-        split = [p for p in new if self.recipe.shard_of(p) is not None]
+        split = [p for p in new if self.spec.shard_of(p) is not None]
         initial_values.make_alike(
-            [p for p in new if self.recipe.shard_of(p) is None], self.recipe.run
+            [p for p in new if self.spec.shard_of(p) is None], self.spec.world_group
         )
-        initial_values.make_alike(split, self.recipe.group)
+        initial_values.make_alike(split, self.spec.data_group)
         self._prepare_modules()
         self.buffers.meet(self._synchronised)
 
     def look_for_changes(self) -> None:
-        """Notice what user code did since the last call: broke, wrote, or added parameters."""
+        """Follow what user code did since the last call: replace, write or add parameters."""
         states = self.states
         states.parameters.check()
         self.take_in_writes()
         is_awaited = states.shown is not None and states.shown.residency.is_awaited
-        if is_awaited and not self._shape.fits(self.recipe.shape()):
+        if is_awaited and not self._shape.fits(self.spec.shape()):
             raise UsageError(
                 "Parameter groups or requires_grad changed between a forward and "
                 "engine.backward. Change them right after engine.step()."
@@ -236,7 +252,7 @@ class Takeover:
         self.follow_changes()
 
     def take_in_writes(self) -> None:
-        """Let the masters have what user code has written into parameters, before these change."""
+        """Copy what user code has written into parameters to the masters, before an update."""
         states = self.states
         alone = states.shown is not None or self._world.size == 1
         if alone and not states.optimizer.has_masters:
@@ -256,71 +272,71 @@ class Takeover:
     def check_written(self) -> None:
         """Raise ModelMismatch unless all ranks have written the same. Collective."""
         written, self._written = self._written, set()
-        consistency.check_written(self.recipe, self.states.parameters.tracked, written)
+        consistency.check_written(self.spec, self.states.parameters.tracked, written)
 
     def follow_changes(self) -> None:
-        """Lay out anew if parameter groups or requires_grad changed. Collective then."""
-        if self._shape.fits(self.recipe.shape()):
+        """Rebuild the states if parameter groups or requires_grad changed. Collective then."""
+        if self._shape.fits(self.spec.shape()):
             return
-        if self._in_step():
+        if self._accumulation.backwards:
             raise UsageError(
                 "Parameter groups or requires_grad changed between engine.backward and "
                 "engine.step. Change them right after engine.step()."
             )
-        consistency.check_same_model(self.recipe)
+        consistency.check_same_model(self.spec)
         self.buffers.meet(self._synchronised)
-        self._lay_anew(*build.disassemble(self.recipe, self.states))
+        self._rebuild_states(*build.take_apart(self.spec, self.states))
 
-    def told_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
+    def plain_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """The state_dict that `optimizer` would have in one process. Collective."""
-        return whole_tensors.optimizer_state_dict(self.recipe, self.states, optimizer)
+        return plain_state_dict.make(self.spec, self.states, optimizer)
 
     def check_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Raise, on all ranks alike, unless `optimizer` can go on from `state` now. Collective."""
-        if self._in_step():
+        if self._accumulation.backwards:
             raise UsageError(
                 f"{type(optimizer).__name__}.load_state_dict between engine.backward and "
                 "engine.step: load it after the step."
             )
         self.look_for_changes()
-        failure = optimizer_states.misfit(optimizer, state)
-        consistency.agree(self.recipe.run, failure, CheckpointMismatch)
+        failure = plain_state_dict.misfit(optimizer, state)
+        consistency.agree(self.spec.world_group, failure, CheckpointMismatch)
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""
-        masters, averages = build.disassemble(self.recipe, self.states)
-        optimizer_states.give(optimizer, state)
-        self._lay_anew(masters, averages)
+        masters, averages = build.take_apart(self.spec, self.states)
+        plain_state_dict.give(optimizer, state)
+        self._rebuild_states(masters, averages)
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
-        """Lay out anew where one of the parameters `names` is frozen and has no average, though
-        averages are kept; whether that was so. Collective."""
+        """Rebuild the states with averages for those of the parameters `names` that are frozen and
+        have none, where averages are kept; returns whether there were any. Collective."""
         if self.states.averages is None:
             return False
-        groups = [group for o in self.recipe.optimizers for group in o.param_groups]
+        groups = [group for o in self.spec.optimizers for group in o.param_groups]
         resting = {parameter for group in groups for parameter in group["params"]}
         resting -= {tracked.parameter for tracked in self.states.parameters.tracked}
         lacking = {
             t.parameter: torch.zeros(()).expand(t.shape)
-            for t in self.recipe.located()
-            if t.parameter in resting and t.name in names and self.recipe.is_here(t.parameter)
+            for t in self.spec.located()
+            if t.parameter in resting and t.name in names and self.spec.is_here(t.parameter)
         }
-        if not any(self.recipe.run.gather_objects(bool(lacking))):
+        if not any(self.spec.world_group.gather_objects(bool(lacking))):
             return False
-        masters, averages = build.disassemble(self.recipe, self.states)
-        self._lay_anew(masters, (averages or {}) | lacking)
+        masters, averages = build.take_apart(self.spec, self.states)
+        self._rebuild_states(masters, (averages or {}) | lacking)
         return True
 
     def end(self) -> None:
         """Give everything back as it was, trained. Collective."""
-        build.disassemble(self.recipe, self.states)
-        self._put_together()
-        self.recipe.leave_groups()
+        build.take_apart(self.spec, self.states)
+        self._reassemble_models()
+        self.spec.leave_groups()
         self.activations.close()
-        self.recipe.doors.remove()
+        self.spec.unit_hooks.remove()
         self._forwards.close()
         for handle in self._handles:
             handle.remove()
-        sync_batch_norm.restore(self.recipe.models)
-        for optimizer in self.recipe.optimizers:
+        sync_batch_norm.restore(self.spec.models)
+        for optimizer in self.spec.optimizers:
             usage_checks.allow(optimizer)

@@ -1,24 +1,22 @@
 """A drop-in for `import horovod.torch as hvd`: write `import shardwise.horovod as hvd`.
 
-requests.py      what ranks ask for by name, and whether it is the same
-coordinator.py   who has asked for what, and what all do next
-links.py         the connections over which they say so
-background.py    the thread that negotiates and communicates
-operations.py    how each operation is done with a transport's verbs; adasum.py
-handles.py       operations on their way; streams.py on an accelerator; stall.py waits too long
+coordinator.py      matches requests on rank 0: what every rank executes next
+links.py            carries requests and responses; background.py  the thread that negotiates
+execution.py        executes agreed operations on a transport; streams.py  orders CUDA work
 
-joining.py       init, shutdown; context.py  what there is between them
-queries.py       who a rank is; process_sets.py
-timelines.py     started and stopped by a script; samples.py  counted for `shardwise scale`
-asking.py        from a call to a handle
-allreduce.py allgather.py broadcast.py alltoall.py reducescatter.py waiting.py objects.py
-sparse_allreduce.py optimizer_states.py
+basics.py           init, shutdown, rank, size, join, barrier; context.py  the state between
+process_sets.py     groups of ranks
+operations.py       requests an operation, and waits on its handle
+allreduce.py        dense tensors; sparse_allreduce.py  sparse COO tensors
+gather_scatter.py   allgather, alltoall, broadcast, reducescatter
 
-mpi_ops.py functions.py   what scripts import from Horovod's modules of these names
-standing_in.py            `import horovod` in code that is not to be changed
+optimizer.py        DistributedOptimizer; gradient_hooks.py and buckets.py reduce its gradients
+script_checks.py    warns of left-out steps and of stalls
+functions.py compression.py elastic.py mpi_ops.py sync_batch_norm.py   Horovod's own module names
 """
 
 from shardwise.horovod import elastic, mpi_ops
+from shardwise.horovod.basics import install_as_horovod
 from shardwise.horovod.functions import (
     allgather_object,
     broadcast_object,
@@ -28,7 +26,6 @@ from shardwise.horovod.functions import (
 )
 from shardwise.horovod.mpi_ops import *  # noqa: F403 (its __all__ is what it gives)
 from shardwise.horovod.optimizer import DistributedOptimizer
-from shardwise.horovod.standing_in import install_as_horovod
 from shardwise.horovod.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

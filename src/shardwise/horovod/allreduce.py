@@ -1,6 +1,6 @@
-"""allreduce: every rank's tensors become one, alike on all.
+"""allreduce: reduces every rank's tensors to one, equal on all ranks.
 
-allreduce        a new tensor; gradients flow         allreduce_async     a handle to it
+allreduce        a new tensor; differentiable         allreduce_async     a handle to it
 allreduce_       in place                             allreduce_async_    a handle to it
 grouped_...      several tensors in one operation: all are ready, or none is
 """
@@ -15,26 +15,34 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardwise.errors import BadCall
-from shardwise.horovod.asking import ReduceOp, ask, check_numbers, chosen, several, single, wait
 from shardwise.horovod.compression import Compression, Compressor, compressed
 from shardwise.horovod.context import current
-from shardwise.horovod.handles import Handle
+from shardwise.horovod.operations import (
+    OperationHandle,
+    ReduceOp,
+    as_group,
+    check_numbers,
+    only_result,
+    resolve_op,
+    submit,
+    wait,
+)
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 
 
-def _asked(
+def _submit_allreduce(
     tensors: Sequence[Tensor],
     name: str | None,
     op: ReduceOp,
     scale: tuple[float, float],
     process_set: ProcessSet,
     **more: Any,
-) -> Handle:
+) -> OperationHandle:
     check_numbers("allreduce", tensors)
     if op == ReduceOp.Adasum:
         _check_adasum(tensors, process_set)
     current().reduces = True
-    return ask("allreduce", tensors, name, process_set, op=op.name, scale=scale, **more)
+    return submit("allreduce", tensors, name, process_set, op=op.name, scale=scale, **more)
 
 
 def _check_adasum(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
@@ -53,14 +61,16 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """A handle to the reduction of every rank's `tensor` of the same shape and dtype, a new tensor.
+) -> OperationHandle:
+    """Handle to the reduction of every rank's `tensor` of one shape and dtype, a new tensor.
 
     `op` is hvd.Average without any; `average` is its older form. Values are multiplied by
-    `prescale_factor` before and `postscale_factor` after. Whole numbers are cut off towards zero.
+    `prescale_factor` before and `postscale_factor` after. Integers are truncated towards zero.
     """
     scale = prescale_factor, postscale_factor
-    return _asked([tensor], name, chosen(op, average), scale, process_set, finish=single)
+    return _submit_allreduce(
+        [tensor], name, resolve_op(op, average), scale, process_set, finish=only_result
+    )
 
 
 def allreduce_async_(
@@ -71,10 +81,12 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> OperationHandle:
     """`allreduce_async` in place: the result is in `tensor`."""
-    scale, op = (prescale_factor, postscale_factor), chosen(op, average)
-    return _asked([tensor], name, op, scale, process_set, in_place=True, finish=lambda _: tensor)
+    scale, op = (prescale_factor, postscale_factor), resolve_op(op, average)
+    return _submit_allreduce(
+        [tensor], name, op, scale, process_set, in_place=True, finish=lambda _: tensor
+    )
 
 
 def allreduce_(
@@ -86,7 +98,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """`allreduce_async_`, waited for."""
+    """Reduce in place, and wait."""
     scale = prescale_factor, postscale_factor
     return wait(allreduce_async_(tensor, average, name, op, *scale, process_set))  # type: ignore[no-any-return]
 
@@ -99,10 +111,10 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """`allreduce_async` of several tensors in one operation; a list of new ones comes of it."""
-    tensors, scale = several("allreduce", tensors), (prescale_factor, postscale_factor)
-    return _asked(tensors, name, chosen(op, average), scale, process_set)
+) -> OperationHandle:
+    """`allreduce_async` of several tensors in one operation; the result is a list of new ones."""
+    tensors, scale = as_group("allreduce", tensors), (prescale_factor, postscale_factor)
+    return _submit_allreduce(tensors, name, resolve_op(op, average), scale, process_set)
 
 
 def grouped_allreduce_async_(
@@ -113,11 +125,13 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> OperationHandle:
     """`grouped_allreduce_async` in place."""
-    given, scale = several("allreduce", tensors), (prescale_factor, postscale_factor)
-    op = chosen(op, average)
-    return _asked(given, name, op, scale, process_set, in_place=True, finish=lambda _: given)
+    given, scale = as_group("allreduce", tensors), (prescale_factor, postscale_factor)
+    op = resolve_op(op, average)
+    return _submit_allreduce(
+        given, name, op, scale, process_set, in_place=True, finish=lambda _: given
+    )
 
 
 def grouped_allreduce_(
@@ -129,13 +143,13 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`grouped_allreduce_async_`, waited for."""
+    """Reduce several tensors in place, and wait."""
     scale = prescale_factor, postscale_factor
     return wait(grouped_allreduce_async_(tensors, average, name, op, *scale, process_set))  # type: ignore[no-any-return]
 
 
 class _Allreduce(Function):
-    """The gradient of a reduction is the same reduction of the gradients."""
+    """Differentiable allreduce; its gradient is the same reduction of the gradients."""
 
     @staticmethod
     def forward(
@@ -147,11 +161,11 @@ class _Allreduce(Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.how = op, scale, process_set
-        return tuple(wait(_asked(tensors, name, op, scale, process_set)))
+        return tuple(wait(_submit_allreduce(tensors, name, op, scale, process_set)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, None, *wait(_asked(grads, None, *ctx.how))
+        return None, None, None, None, *wait(_submit_allreduce(grads, None, *ctx.how))
 
 
 def allreduce(
@@ -164,7 +178,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """The reduction of every rank's `tensor`, a new one, through which gradients flow."""
+    """Reduce every rank's `tensor` to a new one; differentiable."""
     scale = prescale_factor, postscale_factor
     return grouped_allreduce([tensor], average, name, compression, op, *scale, process_set)[0]
 
@@ -181,5 +195,5 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """`allreduce` of several tensors in one operation."""
     scale = prescale_factor, postscale_factor
-    reduce = partial(_Allreduce.apply, name, chosen(op, average), scale, process_set)
-    return compressed(compression, several("allreduce", tensors), reduce)
+    reduce = partial(_Allreduce.apply, name, resolve_op(op, average), scale, process_set)
+    return compressed(compression, as_group("allreduce", tensors), reduce)

@@ -1,10 +1,10 @@
-"""The thread that negotiates and communicates, so that the others need not.
+"""The communication thread of a rank: negotiates operations with rank 0 and executes them.
 
-    any thread            this thread                                rank 0
-    submit ─▶ queue, bell ─▶ ask ─────────────────────────────────▶ coordinator
-    wait   ◀───── done ◀──── do, with the verbs of a transport ◀─── verdicts, in one order for all
+    any thread              this thread                               rank 0
+    submit ─▶ queue, eventfd ─▶ request ──────────────────────────▶ coordinator
+    wait   ◀───── done ◀── execute, on the transport ◀── responses, in one order for all ranks
 
-Between operations it sleeps. Every rank has one, which is the only one to use its transport.
+It sleeps between operations. Every rank has one such thread, and no other uses its transport.
 """
 
 from __future__ import annotations
@@ -24,30 +24,37 @@ import torch
 
 from shardwise.collectives import Collectives
 from shardwise.errors import BadCall, HorovodInternalError
-from shardwise.horovod import stall
-from shardwise.horovod.coordinator import ADD, REMOVE, Coordinator, Verdict
-from shardwise.horovod.habits import Comparison, warn
-from shardwise.horovod.handles import Handle
-from shardwise.horovod.links import Link, Message, send_up_to
-from shardwise.horovod.operations import Job, perform, zeros_of
-from shardwise.horovod.requests import JOIN, JOINED, Key, Request
-from shardwise.horovod.streams import Moment, Side
+from shardwise.horovod.coordinator import (
+    ADD_PROCESS_SET,
+    JOIN,
+    JOIN_KEY,
+    REMOVE_PROCESS_SET,
+    Coordinator,
+    OperationKey,
+    OperationRequest,
+    Response,
+)
+from shardwise.horovod.execution import AgreedOperation, execute, joined_zeros
+from shardwise.horovod.links import Link, NegotiationMessage, send_up_to
+from shardwise.horovod.operations import OperationHandle
+from shardwise.horovod.script_checks import ScriptComparison, warn_stalled, write_warning
+from shardwise.horovod.streams import CommunicationStream, StreamEvent
 from shardwise.timeline import Row, span
 
 T = TypeVar("T")
 
-Due = tuple["Verdict | str", dict[int, int]]
-"""What to do, or why there is no more to come; and, by rank, how much must be sent before."""
+DueResponse = tuple["Response | str", dict[int, int]]
+"""A response to execute, or why no more will come; and the bytes to send before, by rank."""
 
-LEAVING = 10.0
-"""Seconds that the thread has to end."""
+SHUTDOWN_SECONDS = 10.0
+"""Seconds that `close` waits for the thread to end."""
 
 
-class Background:
-    """The thread of one rank. `links` lead to rank 0, or from it to all others.
+class BackgroundThread:
+    """Runs the communication thread of one rank. `links` lead to rank 0, or from it to all others.
 
-    `group` are all ranks, over channels that nobody else uses; `timeout` and `warn_after` in
-    seconds bound how long an operation waits for ranks that do not ask for it.
+    `group` has all ranks, over channels that nobody else uses; `timeout` and `warn_after` in
+    seconds bound how long an operation waits for ranks that do not request it.
     """
 
     def __init__(
@@ -61,53 +68,54 @@ class Background:
         self.timeout = timeout
         self._warn_after = min(warn_after, timeout)
         self._device = device
-        self._side = Side(device)
+        self._stream = CommunicationStream(device)
         self._groups = {0: group}
         self._members: dict[int, tuple[int, ...]] = {0: tuple(range(group.size))}
         self._links = links
         self._coordinator = Coordinator(group.size) if group.rank == 0 else None
-        self._habits = Comparison()
+        self._script_comparison = ScriptComparison()
         self._lock = threading.Lock()
-        self._handles: dict[Key, Handle] = {}
+        self._handles: dict[OperationKey, OperationHandle] = {}
         self._calls: set[Future[Any]] = set()
         self._failure: str | None = None
-        self._due: deque[Due] = deque()
-        self._told: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._ends = False
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._responses: deque[DueResponse] = deque()
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._ended = False
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
         for rank, link in links.items():
             self._selector.register(link.socket, link.events, rank)
         # A daemon, since the end of a process must not wait for ranks that never come.
         self._thread = threading.Thread(target=self._run, name="shardwise-horovod", daemon=True)
         for rank, link in links.items():
-            self._told.put(partial(self._hear, rank, link))  # what has come with the hello
-        self._tell(lambda: None)
+            self._inbox.put(partial(self._receive, rank, link))  # requests read with the hello
+        self._post(lambda: None)
         self._thread.start()
 
     # -- for other threads ----------------------------------------------------------------
 
-    def submit(self, handle: Handle) -> Handle:
-        """Ask for an operation. Raises BadCall for a name that is on its way, HorovodInternalError
-        where there can be no more of them."""
+    def submit(self, handle: OperationHandle) -> OperationHandle:
+        """Queue an operation for the thread. Raises BadCall if one of this name is in flight,
+        HorovodInternalError if the thread has ended."""
         key = handle.request.key
         with self._lock:
             if self._failure is not None:
                 raise HorovodInternalError(self._failure)
             if key in self._handles:
                 raise BadCall(
-                    f"{handle.request.kind} {handle.request.name!r} was asked for while another "
-                    "operation of this name is on its way: wait for that one first, or give "
+                    f"{handle.request.kind} {handle.request.name!r} was requested while another "
+                    "operation of this name is in flight: wait for that one first, or give "
                     "another name."
                 )
             self._handles[key] = handle
-        self._tell(partial(self._ask, handle.request))
+        self._post(partial(self._request, handle.request))
         return handle
 
     def call(self, function: Callable[[], T]) -> T:
-        """What `function` returns, called by the thread: the transport is its own. Raises
-        HorovodInternalError where the thread has ended, or does before it comes to it."""
+        """Run `function` on the thread, which alone may use the transport; returns its result.
+        Raises HorovodInternalError where the thread has ended, or ends before it runs
+        `function`."""
         future: Future[T] = Future()
 
         def answer() -> None:
@@ -115,7 +123,7 @@ class Background:
                 return
             try:
                 future.set_result(function())
-            except Exception as error:  # raised again where it was asked for
+            except Exception as error:  # raised again in the caller
                 future.set_exception(error)
 
         with self._lock:
@@ -123,7 +131,7 @@ class Background:
                 raise HorovodInternalError(self._failure)
             self._calls.add(future)
         try:
-            self._tell(answer)
+            self._post(answer)
             return future.result(self.timeout)
         finally:
             with self._lock:
@@ -137,175 +145,183 @@ class Background:
         """The transport of a process set, for `call`."""
         return self._groups[number]
 
-    def see(self, what: list[str]) -> None:
-        """Tell rank 0 of something that this rank does, to be compared with what others do."""
+    def report_save(self, what: list[str]) -> None:
+        """Report a file that this rank saves to rank 0, which compares it with the other ranks'."""
         if self._coordinator is not None:
-            self._tell(partial(self._see, 0, what))
+            self._post(partial(self._compare_save, 0, what))
         else:
-            self._tell(partial(self._links[0].send, {"seen": what}))
+            self._post(partial(self._links[0].send, {"saved": what}))
 
     def close(self) -> None:
-        """Leave: what is on its way fails, here and where it waits for this rank."""
-        self._tell(self._leave)
-        self._thread.join(LEAVING)
+        """End the thread: operations in flight fail, here and on ranks that wait for this one."""
+        self._post(self._leave)
+        self._thread.join(SHUTDOWN_SECONDS)
         for link in self._links.values():
             link.close()
         if not self._thread.is_alive():
             self._selector.close()
-            os.close(self._bell)
+            os.close(self._wakeup)
             for number in sorted(self._groups, reverse=True):
                 self._groups[number].close()
 
-    def _tell(self, what: Callable[[], None]) -> None:
-        self._told.put(what)
-        if not self._ends:
-            os.eventfd_write(self._bell, 1)
+    def _post(self, what: Callable[[], None]) -> None:
+        self._inbox.put(what)
+        if not self._ended:
+            os.eventfd_write(self._wakeup, 1)
 
     # -- the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        with torch.no_grad(), self._groups[0].lookout.waits.beside():
+        with torch.no_grad(), self._groups[0].status_server.waits.beside():
             try:
-                while not self._ends:
-                    self._look()
-                    self._mind_time()
-                    self._do_all()
+                while not self._ended:
+                    self._wait_for_events()
+                    self._check_stalls()
+                    self._execute_all()
             except Exception as error:  # shown by every wait, here and on the other ranks
-                self._break(str(error) or type(error).__name__)
+                self._abort(str(error) or type(error).__name__)
 
-    def _look(self) -> None:
-        """Wait until somebody says something, here or on another rank."""
+    def _wait_for_events(self) -> None:
+        """Wait for messages of other ranks or for calls of other threads, and handle them."""
         for link in self._links.values():
             if link.is_open:
                 rank = self._selector.get_key(link.socket).data
                 self._selector.modify(link.socket, link.events, rank)
-        for key, events in self._selector.select(self._patience()):
-            if key.fd == self._bell:
-                os.eventfd_read(self._bell)
+        for key, events in self._selector.select(self._select_timeout()):
+            if key.fd == self._wakeup:
+                os.eventfd_read(self._wakeup)
                 continue
             link = self._links[key.data]
             if events & selectors.EVENT_WRITE:
                 link.flush()
             if events & selectors.EVENT_READ:
-                self._hear(key.data, link)
+                self._receive(key.data, link)
         while True:
             try:
-                self._told.get_nowait()()
+                self._inbox.get_nowait()()
             except Empty:
                 return
 
-    def _hear(self, rank: int, link: Link) -> None:
+    def _receive(self, rank: int, link: Link) -> None:
         if not link.is_open:
             return
         for message in link.read():
-            self._mind(rank, message)
+            self._handle_message(rank, message)
         if not link.is_open:
             self._selector.unregister(link.socket)
-            self._lose(rank, f"rank {rank} is gone. The cause is there; see its own output.")
+            self._remove_rank(rank, f"rank {rank} is gone. The cause is there; see its own output.")
 
-    def _mind(self, rank: int, message: Message) -> None:
-        if "ask" in message:
+    def _handle_message(self, rank: int, message: NegotiationMessage) -> None:
+        if "request" in message:
             assert self._coordinator is not None
-            request = Request.from_json(message["ask"])
-            self._decide(self._coordinator.ask(rank, request, time.monotonic()))
-        elif "do" in message:
-            self._due.append((Verdict.from_json(message["do"]), {}))
-        elif "seen" in message:
-            self._see(rank, message["seen"])
+            request = OperationRequest.from_json(message["request"])
+            self._send_responses(self._coordinator.add_request(rank, request, time.monotonic()))
+        elif "response" in message:
+            self._responses.append((Response.from_json(message["response"]), {}))
+        elif "saved" in message:
+            self._compare_save(rank, message["saved"])
         else:
-            self._lose(rank, message["leave"])
+            self._remove_rank(rank, message["leave"])
 
-    def _lose(self, rank: int, why: str) -> None:
-        """A rank has left, by itself or not."""
+    def _remove_rank(self, rank: int, why: str) -> None:
+        """Handle the end of a rank, whether it shut down or died."""
         if self._coordinator is not None:
-            self._decide(self._coordinator.leave(rank, why))
+            self._send_responses(self._coordinator.remove_rank(rank, why))
         else:
-            self._due.append((why, {}))
+            self._responses.append((why, {}))
 
-    def _ask(self, request: Request) -> None:
+    def _request(self, request: OperationRequest) -> None:
         if self._coordinator is not None:
-            self._decide(self._coordinator.ask(0, request, time.monotonic()))
+            self._send_responses(self._coordinator.add_request(0, request, time.monotonic()))
         else:
             try:
-                self._links[0].send({"ask": request.as_json()})
-            except (TypeError, ValueError) as error:  # not JSON: nobody else need know of it
+                self._links[0].send({"request": request.as_json()})
+            except (TypeError, ValueError) as error:  # not JSON: fails here alone
                 with self._lock:
                     handle = self._handles.pop(request.key)
-                handle.fail(f"{request.kind} {request.name!r} cannot be asked for: {error}")
+                handle.fail(f"{request.kind} {request.name!r} cannot be requested: {error}")
 
-    def _see(self, rank: int, what: list[str]) -> None:
-        for line in self._habits.see(rank, what):
-            warn(line)
+    def _compare_save(self, rank: int, what: list[str]) -> None:
+        for line in self._script_comparison.compare_save(rank, what):
+            write_warning(line)
 
-    def _decide(self, verdicts: list[Verdict]) -> None:
-        """Tell all whom they concern, in one order."""
-        for verdict in verdicts:
-            for line in self._habits.compare(verdict.notes):
-                warn(line)
-            others = [rank for rank in verdict.to if rank != 0 and self._links[rank].is_open]
+    def _send_responses(self, responses: list[Response]) -> None:
+        """Send responses to the ranks that they are for, in one order."""
+        for response in responses:
+            for line in self._script_comparison.compare(response.notes):
+                write_warning(line)
+            others = [rank for rank in response.ranks if rank != 0 and self._links[rank].is_open]
             for rank in others:
-                self._links[rank].send({"do": verdict.as_json()})
-            if 0 in verdict.to:
-                self._due.append((verdict, {rank: self._links[rank].given for rank in others}))
+                self._links[rank].send({"response": response.as_json()})
+            if 0 in response.ranks:
+                self._responses.append(
+                    (response, {rank: self._links[rank].queued_bytes for rank in others})
+                )
 
-    # -- doing it -------------------------------------------------------------------------
+    # -- execution ------------------------------------------------------------------------
 
-    def _do_all(self) -> None:
-        while self._due:
-            what, upto = self._due.popleft()
+    def _execute_all(self) -> None:
+        while self._responses:
+            what, upto = self._responses.popleft()
+            # The other members must have this response before rank 0 enters the collective: inside
+            # it this thread sends nothing, and they would never come.
             send_up_to(upto, self._links)
-            self._do(what)
+            self._execute(what)
 
-    def _do(self, verdict: Verdict | str) -> None:
-        if isinstance(verdict, str):
-            self._fail_all(verdict)
+    def _execute(self, response: Response | str) -> None:
+        if isinstance(response, str):
+            self._fail_all(response)
             return
         with self._lock:
-            handle = self._handles.pop(verdict.request.key, None)
-            has_joined = JOINED in self._handles
-        if verdict.error:
+            handle = self._handles.pop(response.request.key, None)
+            has_joined = JOIN_KEY in self._handles
+        if response.error:
             assert handle is not None
-            handle.fail(verdict.error, BadCall if verdict.mistake else HorovodInternalError)
-        elif verdict.request.kind == JOIN:
+            handle.fail(response.error, BadCall if response.is_bad_call else HorovodInternalError)
+        elif response.request.kind == JOIN:
             assert handle is not None
-            handle.succeed(verdict.number, Moment())
-        elif verdict.request.kind in (ADD, REMOVE):
+            handle.succeed(response.number, StreamEvent())
+        elif response.request.kind in (ADD_PROCESS_SET, REMOVE_PROCESS_SET):
             assert handle is not None
-            self._change_sets(verdict)
-            handle.succeed(verdict.number, Moment())
+            self._change_process_sets(response)
+            handle.succeed(response.number, StreamEvent())
         else:
-            assert handle is not None or has_joined  # zeros are for those alone
-            self._communicate(verdict, handle)
+            assert handle is not None or has_joined  # only ranks that joined take part unasked
+            self._communicate(response, handle)
 
-    def _communicate(self, verdict: Verdict, handle: Handle | None) -> None:
-        request, number = verdict.request, verdict.request.members
-        tensors = zeros_of(request, self._device) if handle is None else handle.tensors
+    def _communicate(self, response: Response, handle: OperationHandle | None) -> None:
+        request, number = response.request, response.request.process_set
+        tensors = joined_zeros(request, self._device) if handle is None else handle.tensors
         try:
-            noted = span(f"{request.kind} {request.name}", Row.COMMUNICATION, _about(tensors))
-            with noted, self._side.after(Moment() if handle is None else handle.ready):
-                self._side.lend(tensors)
-                job = Job(
+            noted = span(
+                f"{request.kind} {request.name}", Row.COMMUNICATION, _span_details(tensors)
+            )
+            with noted, self._stream.after(StreamEvent() if handle is None else handle.ready):
+                self._stream.record_use(tensors)
+                operation = AgreedOperation(
                     request,
                     tensors,
                     self._groups[number],
                     self._members[number],
-                    verdict.rows,
+                    response.rows,
                     in_place=handle is None or handle.in_place,
                 )
-                results = perform(job)
-                for sent in job.sent:  # who waits may write to what was given, or has come
+                results = execute(operation)
+                # The caller may write to inputs and results once its wait returns: not before the
+                # other ranks have read them.
+                for sent in operation.sent:
                     sent.reusable()
                 if handle is not None:
-                    handle.succeed(results, Moment.now(results))
+                    handle.succeed(results, StreamEvent.record(results))
         except Exception as error:
             if handle is not None:
                 handle.fail(f"{request.kind} {request.name!r} failed: {error}")
             raise
 
-    def _change_sets(self, verdict: Verdict) -> None:
-        number = verdict.number
-        if verdict.request.kind == ADD:
-            ranks = verdict.request.splits
+    def _change_process_sets(self, response: Response) -> None:
+        number = response.number
+        if response.request.kind == ADD_PROCESS_SET:
+            ranks = response.request.splits
             self._groups[number] = self._groups[0].split([list(ranks)])
             self._members[number] = ranks
         else:
@@ -314,41 +330,41 @@ class Background:
 
     # -- time and ends --------------------------------------------------------------------
 
-    def _patience(self) -> float | None:
-        """Seconds until something may have waited too long."""
-        if self._told.empty() is False or self._due:
+    def _select_timeout(self) -> float | None:
+        """Seconds to wait for events before stalls are checked; None for as long as it takes."""
+        if self._inbox.empty() is False or self._responses:
             return 0.0
-        oldest = self._coordinator.oldest if self._coordinator is not None else None
+        oldest = self._coordinator.waiting_since if self._coordinator is not None else None
         if oldest is None:
             return None
         return max(0.05, min(self._warn_after, 1.0))
 
-    def _mind_time(self) -> None:
-        """Warn of what waits for long, and end what has waited for too long."""
+    def _check_stalls(self) -> None:
+        """Warn of operations that wait for long, and fail those that waited too long."""
         if self._coordinator is None:
             return
         now = time.monotonic()
         for request, missing in self._coordinator.stalled(now, self._warn_after):
-            lookout = self._groups[0].lookout
-            stall.warn(request, missing, self._warn_after, self.timeout, lookout)
-        self._decide(self._coordinator.overdue(now, self.timeout))
+            status_server = self._groups[0].status_server
+            warn_stalled(request, missing, self._warn_after, self.timeout, status_server)
+        self._send_responses(self._coordinator.time_out(now, self.timeout))
 
     def _leave(self) -> None:
-        """Do what has been agreed on, in which the others count on this rank; then tell them that
-        it takes part in nothing any more."""
-        self._do_all()
+        """Execute what was agreed on, since other ranks count on this one; then report that this
+        rank leaves."""
+        self._execute_all()
         rank = self._groups[0].rank
         said = f"rank {rank} has shut down, or come to the end of its script"
         for link in self._links.values():
             if link.is_open:
                 link.send({"leave": said})
         self._fail_all("hvd.shutdown() was called, or the script has come to its end")
-        self._ends = True
+        self._ended = True
 
-    def _break(self, why: str) -> None:
-        """The transport has failed, or we have: nothing can be done any more."""
+    def _abort(self, why: str) -> None:
+        """End the thread after a failure of the transport or of this code."""
         self._fail_all(why)
-        self._ends = True
+        self._ended = True
         for link in self._links.values():
             link.close()
 
@@ -365,7 +381,7 @@ class Background:
             handle.fail(f"{request.kind} {request.name!r} cannot be done: {why}")
 
 
-def _about(tensors: Sequence[torch.Tensor]) -> dict[str, int | str]:
-    """What a timeline shows beside an operation."""
+def _span_details(tensors: Sequence[torch.Tensor]) -> dict[str, int | str]:
+    """What the timeline shows beside an operation."""
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
     return {"bytes": sum(tensor.nbytes for tensor in tensors), "dtype": ", ".join(dtypes)}

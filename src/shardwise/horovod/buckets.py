@@ -1,8 +1,8 @@
-"""Gradients that travel together: the engine's flat buckets, negotiated by name.
+"""Buckets of gradients, each reduced in one negotiated operation.
 
-    arrive ─▶ move into the flat buffer ─▶ the last one is here: ask for its allreduce ─▶ finish
+    gradient ─▶ copied into the flat buffer ─▶ bucket full: request its allreduce ─▶ finish
 
-After `finish` each `param.grad` is its part of the buffer, where the reduction has been made.
+After `finish` each `param.grad` is a view of the buffer that was reduced.
 """
 
 from __future__ import annotations
@@ -17,281 +17,291 @@ from torch import Tensor
 
 from shardwise import layout
 from shardwise.errors import BadCall
-from shardwise.horovod.asking import ReduceOp, ask, wait
 from shardwise.horovod.compression import Compression, Compressor
 from shardwise.horovod.context import current
-from shardwise.horovod.handles import Handle
+from shardwise.horovod.operations import OperationHandle, ReduceOp, submit, wait
 from shardwise.horovod.process_sets import ProcessSet
-from shardwise.horovod.sparse_allreduce import no_rows, sparse_allreduce_async
-from shardwise.horovod.streams import Moment, used_here
+from shardwise.horovod.sparse_allreduce import empty_sparse_gradient, sparse_allreduce_async
+from shardwise.horovod.streams import StreamEvent, record_use
 from shardwise.states.tracked import Tracked
 
 SMALL = 1 << 14
-"""Elements up to which gradients wait for their bucket and move together; a larger one moves as it
-arrives, while it is in the processor's cache."""
+"""Elements up to which gradients are copied together when their bucket is full; a larger one is
+copied at once, while it is in the processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """How gradients travel: what is made of them, and among whom."""
+class ReductionOptions:
+    """How gradients are reduced, and over which ranks."""
 
     op: ReduceOp
     scale: tuple[float, float]
     process_set: ProcessSet
     compression: type[Compressor]
     narrow: bool
-    """Whether floating gradients travel as fp16."""
+    """Whether floating gradients are sent as fp16."""
     sparse_as_dense: bool
 
 
-class Parcel(ABC):
-    """Gradients that are reduced in one operation; `indices` are their parameters'."""
+class GradientBucket(ABC):
+    """Gradients that are reduced in one operation; `indices` are those of their parameters."""
 
     indices: Sequence[int]
 
-    def __init__(self, name: str, forms: Sequence[Tracked], way: Way) -> None:
+    def __init__(self, name: str, tracked: Sequence[Tracked], options: ReductionOptions) -> None:
         self.name = name
-        self.forms = forms
-        self.way = way
-        self.missing = len(forms)
+        self.tracked = tracked
+        self.options = options
+        self.missing = len(tracked)
         self.launched = False
-        self.handle: Handle | None = None
+        self.handle: OperationHandle | None = None
         self.sparse: set[int] = set()
-        """Places of parameters that have a sparse gradient, though it travels dense."""
+        """Positions of parameters that have a sparse gradient, though it is sent dense."""
 
-    def arrived(self, place: int) -> bool:
-        """The gradient of a parameter is complete; whether all are."""
-        self.take(place)
+    def arrived(self, position: int) -> bool:
+        """Take a complete gradient; returns whether the bucket is full."""
+        self.take(position)
         self.missing -= 1
         return self.missing == 0
 
     @abstractmethod
-    def take(self, place: int) -> None:
-        """Mind a gradient while it is in the processor's cache."""
+    def take(self, position: int) -> None:
+        """Copy a gradient into the buffer, if that is better done at once."""
 
     @abstractmethod
     def launch(self, note: Mapping[str, str]) -> None:
-        """Ask for the reduction; gradients that have not come are zeros."""
+        """Request the reduction; gradients that were not computed are zeros."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Return when the reduced gradients are in `param.grad`."""
+        """Wait until the reduced gradients are in `param.grad`."""
 
     def reset(self) -> None:
-        """Make ready for the next gradients."""
-        self.missing, self.launched = len(self.forms), False
+        """Prepare for the next step."""
+        self.missing, self.launched = len(self.tracked), False
 
-    def ask(self, tensor: Tensor, note: Mapping[str, str]) -> None:
-        """Ask for the reduction of a tensor, in place."""
+    def start(self, tensor: Tensor, note: Mapping[str, str]) -> None:
+        """Request the reduction of `tensor`, in place."""
         current().reduces = True
         self.launched = True
-        self.handle = ask(
+        self.handle = submit(
             "allreduce",
             [tensor],
             self.name,
-            self.way.process_set,
+            self.options.process_set,
             in_place=True,
             note=note,
-            op=self.way.op.name,
-            scale=self.way.scale,
+            op=self.options.op.name,
+            scale=self.options.scale,
             layout=f"parameters laid out as {self.digest}",
         )
 
     @property
     def digest(self) -> str:
-        """What of its parameters must be the same on all ranks."""
-        said = "\n".join(f"{f.name} {tuple(f.shape)} {f.strides} {f.dtype}" for f in self.forms)
+        """A digest of names, shapes and dtypes, which must be equal on all ranks."""
+        said = "\n".join(f"{f.name} {tuple(f.shape)} {f.strides} {f.dtype}" for f in self.tracked)
         return hashlib.sha256(said.encode()).hexdigest()[:8]
 
-    def gradient(self, place: int) -> Tensor:
-        """That of a parameter, dense; zeros where it has none."""
-        form = self.forms[place]
-        grad = form.parameter.grad
+    def gradient(self, position: int) -> Tensor:
+        """The gradient of a parameter, dense; zeros where it has none."""
+        entry = self.tracked[position]
+        grad = entry.parameter.grad
         if grad is None:
-            return torch.zeros_like(form.parameter, requires_grad=False)
+            return torch.zeros_like(entry.parameter, requires_grad=False)
         if grad.layout == torch.strided:
             return grad
-        if not self.way.sparse_as_dense:
+        if not self.options.sparse_as_dense:
             raise BadCall(
-                f"The gradient of {form.name} is sparse, and no nn.Embedding(sparse=True) has it, "
+                f"The gradient of {entry.name} is sparse, and no nn.Embedding(sparse=True) has it, "
                 "by which all ranks would know: write hvd.DistributedOptimizer(..., "
                 "sparse_as_dense=True)."
             )
-        self.sparse.add(place)
+        self.sparse.add(position)
         return grad.to_dense()
 
-    def show(self, place: int, reduced: Tensor) -> None:
-        """Let a parameter have its reduced gradient, in the layout that its optimizer expects."""
-        form = self.forms[place]
-        form.parameter.grad = reduced.to_sparse(1) if place in self.sparse else reduced
+    def show(self, position: int, reduced: Tensor) -> None:
+        """Set `param.grad` to the reduced gradient, in the layout that its optimizer expects."""
+        entry = self.tracked[position]
+        entry.parameter.grad = reduced.to_sparse(1) if position in self.sparse else reduced
 
 
-class Bucket(Parcel):
-    """Parameters of one dtype, laid end to end in one buffer for good."""
+class FlatBucket(GradientBucket):
+    """Parameters of one dtype, whose gradients lie end to end in one permanent buffer."""
 
-    def __init__(self, name: str, forms: Sequence[Tracked], way: Way, found: layout.Bucket) -> None:
-        super().__init__(name, forms, way)
-        first = forms[0]
-        dtype = torch.float16 if way.narrow and first.dtype.is_floating_point else first.dtype
+    def __init__(
+        self, name: str, tracked: Sequence[Tracked], options: ReductionOptions, found: layout.Bucket
+    ) -> None:
+        super().__init__(name, tracked, options)
+        first = tracked[0]
+        dtype = torch.float16 if options.narrow and first.dtype.is_floating_point else first.dtype
         background = current().background
-        group = background.group(way.process_set.number())
+        group = background.group(options.process_set.number())
 
-        def made() -> tuple[Tensor, Moment]:
+        def made() -> tuple[Tensor, StreamEvent]:
             buffer = group.allocate(found.numel, dtype, first.device)
-            return buffer, Moment.now([buffer])
+            return buffer, StreamEvent.record([buffer])
 
         self._buffer, zeroed = background.call(made)
-        zeroed.before_now()  # on another stream than the one that gradients are moved on
-        used_here([self._buffer])
+        zeroed.wait()  # zeroed on the thread's stream, filled on this one
+        record_use([self._buffer])
         starts = [slot.start for slot in found.slots]
-        pairs = list(zip(forms, starts, strict=True))
-        self._views = [form.view(self._buffer, start) for form, start in pairs]
+        pairs = list(zip(tracked, starts, strict=True))
+        self._views = [entry.view(self._buffer, start) for entry, start in pairs]
         self._wide: Tensor | None = None
         self._shown = self._views
         if dtype != first.dtype:
             self._wide = torch.empty_like(self._buffer, dtype=first.dtype)
-            self._shown = [form.view(self._wide, start) for form, start in pairs]
-        self._taken = [False] * len(forms)
+            self._shown = [entry.view(self._wide, start) for entry, start in pairs]
+        self._taken = [False] * len(tracked)
 
-    def take(self, place: int) -> None:
-        if self.forms[place].parameter.numel() > SMALL:
-            self._move([place])
+    def take(self, position: int) -> None:
+        if self.tracked[position].parameter.numel() > SMALL:
+            self._move([position])
 
     def launch(self, note: Mapping[str, str]) -> None:
-        self._move([place for place, taken in enumerate(self._taken) if not taken])
-        self.ask(self._buffer, note)
+        self._move([position for position, taken in enumerate(self._taken) if not taken])
+        self.start(self._buffer, note)
 
     def finish(self) -> None:
         assert self.handle is not None
         wait(self.handle)
         if self._wide is not None:
             self._wide.copy_(self._buffer)
-        for form, shown in zip(self.forms, self._shown, strict=True):
-            form.parameter.grad = shown
-        for place in self.sparse:
-            self.show(place, self._shown[place])
+        for entry, shown in zip(self.tracked, self._shown, strict=True):
+            entry.parameter.grad = shown
+        for position in self.sparse:
+            self.show(position, self._shown[position])
 
     def reset(self) -> None:
         super().reset()
-        self._taken = [False] * len(self.forms)
+        self._taken = [False] * len(self.tracked)
 
-    def _move(self, places: Sequence[int]) -> None:
-        """Move gradients into the buffer, but for those that backward has put there."""
-        grads = {place: self.gradient(place) for place in places}
-        moved = [p for p in places if grads[p].data_ptr() != self._views[p].data_ptr()]
+    def _move(self, positions: Sequence[int]) -> None:
+        """Copy gradients into the buffer, but for those that backward has written there."""
+        grads = {position: self.gradient(position) for position in positions}
+        moved = [p for p in positions if grads[p].data_ptr() != self._views[p].data_ptr()]
         if moved:
             torch._foreach_copy_([self._views[p] for p in moved], [grads[p] for p in moved])
-        for place in places:
-            self._taken[place] = True
+        for position in positions:
+            self._taken[position] = True
             if self._wide is None:
-                self.forms[place].parameter.grad = self._views[place]
+                self.tracked[position].parameter.grad = self._views[position]
 
 
-class Single(Parcel):
-    """One parameter, whose gradient a compressor of the user's own turns into what travels."""
+class CompressedBucket(GradientBucket):
+    """One parameter, whose gradient the user's own compressor turns into the tensor that is
+    sent."""
 
-    def take(self, place: int) -> None:
-        """It stays where it is."""
+    def take(self, position: int) -> None:
+        """Leave the gradient where it is; `launch` compresses it."""
 
     def launch(self, note: Mapping[str, str]) -> None:
-        packed, self._context = self.way.compression.compress(self.gradient(0))
-        self.ask(packed, note)
+        packed, self._context = self.options.compression.compress(self.gradient(0))
+        self.start(packed, note)
 
     def finish(self) -> None:
         assert self.handle is not None
-        self.show(0, self.way.compression.decompress(wait(self.handle)[0], self._context))
+        self.show(0, self.options.compression.decompress(wait(self.handle)[0], self._context))
 
 
-class Rows(Parcel):
-    """One parameter whose gradient is sparse, and travels as it is: rows that were used. A rank
-    that used none gives none."""
+class SparseBucket(GradientBucket):
+    """One parameter with a sparse gradient, of which the used rows are sent. A rank that used none
+    sends none."""
 
-    def take(self, place: int) -> None:
-        """It stays where it is."""
+    def take(self, position: int) -> None:
+        """Leave the gradient where it is; `launch` sends its rows."""
 
     def launch(self, note: Mapping[str, str]) -> None:
-        grad = self.forms[0].parameter.grad
+        grad = self.tracked[0].parameter.grad
         self._came_dense = grad is not None and grad.layout == torch.strided
         if grad is None:
-            grad = no_rows(self.forms[0].parameter)
+            grad = empty_sparse_gradient(self.tracked[0].parameter)
         elif self._came_dense:  # the weight is used by a layer that is dense, too
             grad = grad.to_sparse(1)
-        op, process_set = self.way.op, self.way.process_set
+        op, process_set = self.options.op, self.options.process_set
         self.launched = True
         self.handle = sparse_allreduce_async(grad, self.name, op, process_set, note=note)
 
     def finish(self) -> None:
         assert self.handle is not None
         reduced = wait(self.handle)
-        self.forms[0].parameter.grad = reduced.to_dense() if self._came_dense else reduced
+        self.tracked[0].parameter.grad = reduced.to_dense() if self._came_dense else reduced
 
 
-def parcels(
-    forms: Sequence[Tracked],
+def make_buckets(
+    tracked: Sequence[Tracked],
     groups: Sequence[int],
     sparse: Set[Tensor],
     capacity: int,
-    way: Way,
+    options: ReductionOptions,
     name: str,
-) -> list[Parcel]:
-    """The parcels of parameters `forms`; `sparse` are those whose gradients are.
+) -> list[GradientBucket]:
+    """The buckets of parameters `tracked`; `sparse` are the parameters with sparse gradients.
 
-    `groups` says by parameter which may share a parcel. A group of the user's own, above 0, is in
-    one whatever its size; `capacity` in bytes bounds the others.
+    `groups` has a number for each parameter; equal ones may share a bucket. A group of the user's
+    own, above 0, is in one bucket whatever its size; `capacity` in bytes bounds the others.
     """
-    apart = [i for i, form in enumerate(forms) if form.parameter in sparse]
-    if way.sparse_as_dense:
+    apart = [i for i, entry in enumerate(tracked) if entry.parameter in sparse]
+    if options.sparse_as_dense:
         apart = []
-    rest = [index for index in range(len(forms)) if index not in set(apart)]
-    found = _one_by_one(Rows, forms, apart, way, name)
-    if way.compression in (Compression.none, Compression.fp16):
-        found += _laid_out(forms, rest, groups, capacity, way, name)
+    rest = [index for index in range(len(tracked)) if index not in set(apart)]
+    found = _one_by_one(SparseBucket, tracked, apart, options, name)
+    if options.compression in (Compression.none, Compression.fp16):
+        found += _laid_out(tracked, rest, groups, capacity, options, name)
     else:
-        found += _one_by_one(Single, forms, rest, way, name)
-    if way.sparse_as_dense:
-        for parcel in found:
-            places = enumerate(parcel.forms)
-            parcel.sparse = {place for place, form in places if form.parameter in sparse}
+        found += _one_by_one(CompressedBucket, tracked, rest, options, name)
+    if options.sparse_as_dense:
+        for bucket in found:
+            positions = enumerate(bucket.tracked)
+            bucket.sparse = {position for position, entry in positions if entry.parameter in sparse}
     return found
 
 
 def _laid_out(
-    forms: Sequence[Tracked],
+    tracked: Sequence[Tracked],
     indices: Sequence[int],
     groups: Sequence[int],
     capacity: int,
-    way: Way,
+    options: ReductionOptions,
     name: str,
-) -> list[Parcel]:
-    """Buckets of the parameters at `indices`."""
-    found: list[Parcel] = []
-    largest = sum(form.shape.numel() * form.dtype.itemsize + 64 for form in forms)
+) -> list[GradientBucket]:
+    """Flat buckets of the parameters at `indices`."""
+    found: list[GradientBucket] = []
+    largest = sum(entry.shape.numel() * entry.dtype.itemsize + 64 for entry in tracked)
     for number in sorted({groups[index] for index in indices}, reverse=True):
-        chosen = [index for index in indices if groups[index] == number]
+        members = [index for index in indices if groups[index] == number]
         specs = [
             layout.Spec(
-                name=forms[index].name,
-                numel=forms[index].shape.numel(),
-                itemsize=forms[index].dtype.itemsize,
-                key=(forms[index].dtype, forms[index].device),
+                name=tracked[index].name,
+                numel=tracked[index].shape.numel(),
+                itemsize=tracked[index].dtype.itemsize,
+                key=(tracked[index].dtype, tracked[index].device),
             )
-            for index in chosen
+            for index in members
         ]
-        for bucket in layout.lay_out(specs, ranks=1, capacity=largest if number else capacity):
-            held = [chosen[slot.parameter] for slot in bucket.slots]
-            parcel = Bucket(f"{name}.{len(found)}", [forms[i] for i in held], way, bucket)
-            parcel.indices = held
-            found.append(parcel)
+        for found_layout in layout.lay_out(
+            specs, ranks=1, capacity=largest if number else capacity
+        ):
+            held = [members[slot.parameter] for slot in found_layout.slots]
+            bucket = FlatBucket(
+                f"{name}.{len(found)}", [tracked[i] for i in held], options, found_layout
+            )
+            bucket.indices = held
+            found.append(bucket)
     return found
 
 
 def _one_by_one(
-    kind: type[Parcel], forms: Sequence[Tracked], indices: Sequence[int], way: Way, name: str
-) -> list[Parcel]:
-    """A parcel for each parameter at `indices`."""
-    found: list[Parcel] = []
+    kind: type[GradientBucket],
+    tracked: Sequence[Tracked],
+    indices: Sequence[int],
+    options: ReductionOptions,
+    name: str,
+) -> list[GradientBucket]:
+    """A bucket for each parameter at `indices`."""
+    found: list[GradientBucket] = []
     for index in indices:
-        parcel = kind(f"{name}.{forms[index].name}", [forms[index]], way)
-        parcel.indices = [index]
-        found.append(parcel)
+        bucket = kind(f"{name}.{tracked[index].name}", [tracked[index]], options)
+        bucket.indices = [index]
+        found.append(bucket)
     return found

@@ -1,4 +1,4 @@
-"""What gradients are turned into for their way."""
+"""Compresses tensors for communication (Horovod's module of this name)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 
 class Compressor(ABC):
-    """Turns a tensor into one that travels, and back; subclass it for your own."""
+    """Turns a tensor into the one that is sent, and back; subclass it for your own."""
 
     @staticmethod
     @abstractmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What travels, and what `decompress` needs to know."""
+        """The tensor to send, and a context for `decompress`."""
 
     @staticmethod
     @abstractmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """The tensor again."""
+        """The tensor restored from what was sent."""
 
 
 class NoneCompressor(Compressor):
-    """As it is."""
+    """Sends tensors as they are."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -37,7 +37,7 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Floating tensors as fp16; sums are made in fp32 and rounded once."""
+    """Sends floating tensors as fp16; sums are made in fp32 and rounded once."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -49,7 +49,7 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The compressors that there are; `compression=` takes any of them, or your own."""
+    """The built-in compressors; `compression=` takes any of them, or your own."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -60,7 +60,7 @@ def compressed(
     tensors: Sequence[Tensor],
     travel: Callable[..., Sequence[Tensor]],
 ) -> list[Tensor]:
-    """What comes of `tensors` when `travel` is given, one by one, what they are turned into."""
+    """Compress `tensors`, pass them to `travel` as arguments, and decompress its results."""
     packed = [compressor.compress(tensor) for tensor in tensors]
     found = travel(*(tensor for tensor, _ in packed))
     return [

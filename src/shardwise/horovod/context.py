@@ -1,98 +1,90 @@
-"""What there is from `hvd.init` to `hvd.shutdown`: who this rank is, its thread, its counts."""
+"""The state of this rank between `hvd.init` and `hvd.shutdown`: world, thread, counters."""
 
 from __future__ import annotations
 
-import os
+import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from shardwise import collectives, launch
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
 from shardwise.errors import BadCall
-from shardwise.horovod import habits, links
-from shardwise.horovod.background import Background
-from shardwise.horovod.samples import Samples
+from shardwise.horovod.script_checks import ScriptWatcher
+from shardwise.step_log import StepLog
 from shardwise.timeline import recorder
 from shardwise.world import World
+
+if TYPE_CHECKING:
+    from shardwise.horovod.background import BackgroundThread
 
 _current: Context | None = None
 
 
 class Context:
-    """This rank between init and shutdown. `hosts` are the ranks of each host."""
+    """State of this rank between `hvd.init` and `hvd.shutdown`.
 
-    def __init__(self, world: World) -> None:
+    `hosts` has the ranks of each host, `background` is this rank's communication thread.
+    """
+
+    def __init__(
+        self, world: World, hosts: Sequence[Sequence[int]], background: BackgroundThread
+    ) -> None:
         self.world = world
-        self.hosts = _hosts(world)
-        timeout = world.settings.timeout
-        group = collectives.for_thread(world.collectives, timeout)
-        found = _meet(world, timeout) if world.size > 1 else {}
-        device, warn_after = world.device, world.settings.warn_after
-        self.background = Background(group, found, device, timeout, warn_after)
-        self.numbers: Counter[str] = Counter()
-        """By kind of operation, how many had no name."""
+        self.hosts = hosts
+        self.background = background
+        self.counters: Counter[str] = Counter()
+        """The number of operations without a name, by kind, and of optimizers, by process set."""
         self.steps = self.commits = 0
         self.asked_size = False
         self.reduces = False
-        """Whether this rank has ever asked for a reduction."""
-        self.eyes: habits.Eyes | None = None
+        """Whether this rank has ever requested a reduction."""
+        self.watcher: ScriptWatcher | None = None
         if world.size > 1:
-            self.eyes = habits.Eyes(world.rank, self.background.see, lambda: self.reduces)
-        self.samples = Samples(world.step_log) if world.step_log.is_on else None
+            self.watcher = ScriptWatcher(
+                world.rank, self.background.report_save, lambda: self.reduces
+            )
+        self.sample_counter = SampleCounter(world.step_log) if world.step_log.is_on else None
 
     def stepped(self) -> None:
-        """A DistributedOptimizer has made a step: what a restart may lose."""
+        """Record a step of a DistributedOptimizer, which a restart would lose."""
         self.steps += 1
         if self.steps == 1:
-            self.world.telling.kept(0, 0)  # commits were counted before
-        self.world.telling.stepped(0, self.steps)
+            self.world.progress.kept(0, 0)  # commits were counted before
+        self.world.progress.stepped(0, self.steps)
         if (recording := recorder.active) is not None:
             recording.stepped(0, self.steps)
-        if self.samples is not None:
-            self.samples.stepped(self.steps)
+        if self.sample_counter is not None:
+            self.sample_counter.stepped(self.steps)
 
     def kept(self) -> None:
-        """A restart goes on from here. Where no steps are counted, as with optimizers of the user's
-        own, commits are: the launcher gives up a run that gets no further."""
+        """Record that a restart would resume from here. Where no steps are counted, as with the
+        user's own optimizers, commits are: the launcher gives up a run that gets no further."""
         if not self.steps:
-            self.world.telling.stepped(0, self.commits)
-        self.world.telling.kept(0, self.steps or self.commits)
+            self.world.progress.stepped(0, self.commits)
+        self.world.progress.kept(0, self.steps or self.commits)
 
     def close(self) -> None:
-        """End the thread, and look no longer."""
-        if self.eyes is not None:
-            self.eyes.close()
-        if self.samples is not None:
-            self.samples.close()
+        """Stop the watchers and end the communication thread."""
+        if self.watcher is not None:
+            self.watcher.close()
+        if self.sample_counter is not None:
+            self.sample_counter.close()
         self.background.close()
 
 
-def _hosts(world: World) -> list[list[int]]:
-    """The ranks of each host, in the order of their first."""
-    mine = world.host, collectives.host_key()
-    names = [tuple(each) for each in world.collectives.gather_plain(mine)]
-    return [[r for r, n in enumerate(names) if n == name] for name in dict.fromkeys(names)]
-
-
-def _meet(world: World, timeout: float) -> dict[int, links.Link]:
-    """Connect to rank 0, which tells all where it is over the channels that they have. Collective;
-    on rank 0 the others by rank."""
-    group, secret = world.collectives, world.collectives.lookout.secret
-    if world.rank != 0:
-        address, port = group.gather_plain(None)[0]
-        return {0: links.connect(address, port, secret, world.rank, timeout)}
-    address = collectives.address_of(launch.detect(os.environ))
-    with links.listen(address) as listener:
-        group.gather_plain((address, listener.getsockname()[1]))
-        return links.accept(listener, secret, world.size, timeout)
-
-
-def enter(world: World) -> None:
-    """Make this rank's, of which there is one. Collective."""
+def enter(context: Context) -> None:
+    """Make `context` the one that `current` returns; a process has one at most."""
     global _current
-    _current = Context(world)
+    _current = context
 
 
 def leave() -> None:
-    """Close it, if there is one: operations that are on their way fail."""
+    """Close the context, if there is one: operations in flight fail."""
     global _current
     context, _current = _current, None
     if context is not None:
@@ -105,7 +97,56 @@ def is_initialized() -> bool:
 
 
 def current() -> Context:
-    """This rank's. Raises BadCall before `init`."""
+    """The context of this rank. Raises BadCall before `init`."""
     if _current is None:
         raise BadCall("Horovod has not been initialized; call hvd.init() first.")
     return _current
+
+
+@dataclass(frozen=True)
+class UnknownLoss:
+    """The outcome of a step for the step log; only the script knows its loss."""
+
+    loss: float = math.nan
+    weight: float = 0.0
+
+
+class SampleCounter:
+    """Counts the samples of torch's DataLoaders for `shardwise scale`, while it is open. Batches
+    read under torch.no_grad() are for evaluation, and do not count."""
+
+    def __init__(self, log: StepLog) -> None:
+        self._log = log
+        self._plain: Any = DataLoader.__iter__
+        self._counting: Any = lambda loader: self._counted(self._plain(loader))
+        DataLoader.__iter__ = self._counting  # type: ignore[method-assign, assignment]
+
+    def close(self) -> None:
+        """Stop counting."""
+        if DataLoader.__iter__ is self._counting:
+            DataLoader.__iter__ = self._plain  # type: ignore[method-assign]
+
+    def stepped(self, steps: int) -> None:
+        """Log step number `steps`. Raises SystemExit when the run is to end."""
+        self._log.stepped(0, steps, UnknownLoss())
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        in_hand = False
+        try:
+            if torch.is_grad_enabled():
+                self._log.began()
+            for batch in batches:
+                if in_hand := torch.is_grad_enabled():
+                    self._log.given(_rows(batch))
+                yield batch
+                in_hand = False
+                if torch.is_grad_enabled():
+                    self._log.asked()
+        finally:
+            self._log.closed(in_hand=in_hand)
+
+
+def _rows(batch: Any) -> int:
+    """The length of the first tensor in a batch."""
+    tensors = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
+    return next((len(tensor) for tensor in tensors), 0)

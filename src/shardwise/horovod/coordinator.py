@@ -1,105 +1,222 @@
-"""Who has asked for what, and what all ranks do next: Horovod's negotiation, on rank 0. Pure.
+"""Negotiates operations on rank 0: matches the requests of all ranks, and decides what runs next.
 
-Ranks ask for operations by name, in any order. One is done as soon as every member of its process
-set has asked for it, in the order in which that comes about, which is the order on all ranks:
+Ranks request operations by name, in any order. An operation is ready once every member of its
+process set has requested it; responses are in the order in which operations become ready, which is
+the order on all ranks:
 
     rank 1   b, a ─┐
-    rank 2   a, b ─┼─▶ coordinator ─▶ verdicts: b, a ─▶ all ranks
+    rank 2   a, b ─┼─▶ coordinator ─▶ responses: b, a ─▶ all ranks
     rank 0   b, a ─┘
 
-A rank that has joined takes part in every allreduce without asking, with zeros.
+A rank that has joined takes part in every allreduce without a request, with zeros. Nothing here
+communicates or reads the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shardwise.horovod.requests import JOIN, JOINED, Key, Request, difference
 from shardwise.watch.wait_graph import named
 
-ADD = "process set to add"
-REMOVE = "process set to remove"
+OperationKey = tuple[int, str, str]
+"""Identity of an operation: process set, kind (only where there are no tensors) and name."""
+
+JOIN = "join"
+"""The kind, and the name, of the request by which a rank reports that it has no more data."""
+
+JOIN_KEY: OperationKey = (0, JOIN, JOIN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationRequest:
+    """One operation as a rank requests it.
+
+    `kind` names the operation on tensors of `shapes` and `dtypes`, one or a group; `process_set` is
+    a number. `op` says how values are reduced, times `scale`: before, and after. `root` is a rank
+    of the run. `splits` has the rows for each member, or the ranks of a new process set. `layout`
+    is anything else that must be equal on all ranks, `note` what rank 0 compares.
+    """
+
+    name: str
+    kind: str
+    process_set: int = 0
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    device: str = "cpu"
+    op: str = ""
+    scale: tuple[float, float] = (1.0, 1.0)
+    root: int = 0
+    splits: tuple[int, ...] = ()
+    layout: str = ""
+    note: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> OperationKey:
+        """The identity of the operation; one with tensors needs no kind, for a tensor may have any
+        name."""
+        return self.process_set, "" if self.shapes else self.kind, self.name
+
+    def rows(self) -> list[int]:
+        """The numbers of rows that may differ between ranks: of each tensor, or sent to each
+        member."""
+        if self.kind == "alltoall":
+            return list(self.splits)
+        return [shape[0] if shape else 1 for shape in self.shapes]
+
+    def as_json(self) -> dict[str, Any]:
+        """The request as plain values, for a message."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> OperationRequest:
+        """The request that `as_json` wrote."""
+        shapes = tuple(tuple(shape) for shape in said["shapes"])
+        lists = {name: tuple(said[name]) for name in ("dtypes", "scale", "splits")}
+        return cls(**{**said, **lists, "shapes": shapes})
+
+
+UNEVEN_ROWS = ("allgather", "alltoall", "sparse_allreduce")
+"""Kinds for which ranks may have different numbers of rows."""
+
+
+def difference(requests: Mapping[int, OperationRequest]) -> str:
+    """The error for requests of one name that do not match; "" where they do."""
+    for words in (_kind, _tensors, _op, _root, _splits, _layout):
+        said = {rank: words(requests[rank]) for rank in sorted(requests)}
+        if len(set(said.values())) > 1:
+            name = next(iter(requests.values())).name
+            return f"{name!r} is {_by_rank(said)}: it must be the same on all ranks."
+    return ""
+
+
+def _by_rank(said: Mapping[int, str]) -> str:
+    texts = dict.fromkeys(said.values())
+    parts = [f"{text} on {named([r for r, t in said.items() if t == text])}" for text in texts]
+    return " and ".join(parts)
+
+
+def _kind(request: OperationRequest) -> str:
+    count = len(request.shapes)
+    return f"{request.kind} of {count} tensors" if count > 1 else request.kind
+
+
+def _tensors(request: OperationRequest) -> str:
+    free = request.kind in UNEVEN_ROWS
+    tensors = zip(request.shapes, request.dtypes, strict=True)
+    said = ", ".join(f"{dtype} of shape {_shape(shape, free)}" for shape, dtype in tensors)
+    return f"{request.kind} of {said} on {request.device}"
+
+
+def _shape(shape: tuple[int, ...], free: bool) -> str:
+    sizes = ["*" if free and place == 0 else str(size) for place, size in enumerate(shape)]
+    return f"({', '.join(sizes)})"
+
+
+def _op(request: OperationRequest) -> str:
+    before, after = request.scale
+    if (before, after) == (1.0, 1.0):
+        return f"{request.kind} with op {request.op}"
+    return f"{request.kind} with op {request.op}, scaled by {before:g} before and {after:g} after"
+
+
+def _root(request: OperationRequest) -> str:
+    return f"{request.kind} from rank {request.root}"
+
+
+def _splits(request: OperationRequest) -> str:
+    return "" if request.kind == "alltoall" else f"{request.kind} {list(request.splits)}"
+
+
+def _layout(request: OperationRequest) -> str:
+    return f"{request.kind} of {request.layout}"
+
+
+ADD_PROCESS_SET = "process set to add"
+REMOVE_PROCESS_SET = "process set to remove"
 
 REDUCTIONS = ("allreduce", "sparse_allreduce")
 """Kinds in which a rank that has joined takes part, with zeros."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What members of a process set do next: `request`, as one of them asked for it; or why not.
+class Response:
+    """What members of a process set execute next: `request`, as one of them made it; or an `error`.
 
-    `to` are the ranks it is for. `rows` has by member what `Request.rows` says (zeros where one has
-    joined). `number` is the new process set's, or the rank that joined last. `mistake` says
-    that what is refused can never be. `notes` are those of the ranks that asked; they stay with
-    rank 0.
+    `ranks` are those it is sent to. `rows` has `OperationRequest.rows()` of each member (zeros for
+    ranks that joined). `number` is the new process set's, or the rank that joined last.
+    `is_bad_call` marks errors that no retry can mend. `notes` are those of the requesting ranks;
+    they stay with rank 0.
     """
 
-    to: tuple[int, ...]
-    request: Request
+    ranks: tuple[int, ...]
+    request: OperationRequest
     rows: Sequence[Sequence[int]] = ()
     number: int = 0
     error: str = ""
-    mistake: bool = False
+    is_bad_call: bool = False
     notes: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, for a message."""
-        rest = {name: getattr(self, name) for name in ("to", "rows", "number", "error", "mistake")}
+        """The response as plain values, for a message."""
+        rest = {
+            name: getattr(self, name)
+            for name in ("ranks", "rows", "number", "error", "is_bad_call")
+        }
         return {**rest, "request": self.request.as_json()}
 
     @classmethod
-    def from_json(cls, said: dict[str, Any]) -> Verdict:
-        """The way back."""
-        request = Request.from_json(said["request"])
-        return cls(**{**said, "request": request, "to": tuple(said["to"])})
+    def from_json(cls, said: dict[str, Any]) -> Response:
+        """The response that `as_json` wrote."""
+        request = OperationRequest.from_json(said["request"])
+        return cls(**{**said, "request": request, "ranks": tuple(said["ranks"])})
 
 
 @dataclass
 class _Pending:
-    """An operation that some ranks have `asked` for, the first of them at `since` (seconds)."""
+    """An operation with the requests so far, the first of them at time `since` (seconds)."""
 
     since: float
-    asked: dict[int, Request] = field(default_factory=dict)
+    requests: dict[int, OperationRequest] = field(default_factory=dict)
     warned: bool = False
 
 
 class Coordinator:
-    """Keeps the table of what `size` ranks ask for."""
+    """Keeps the table of pending requests of `size` ranks."""
 
     def __init__(self, size: int) -> None:
         self.members: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
         """The ranks of each process set; number 0 has all."""
-        self._next = 1
-        self._pending: dict[Key, _Pending] = {}
+        self._next_number = 1
+        self._pending: dict[OperationKey, _Pending] = {}
         self._joined: list[int] = []
-        self._left: dict[int, str] = {}
+        self._gone: dict[int, str] = {}
 
-    def ask(self, rank: int, request: Request, now: float) -> list[Verdict]:
-        """Mind that `rank` asks for an operation; what can be done now."""
-        if request.members not in self.members:
-            why = f"there is no process set {request.members}: it was removed."
+    def add_request(self, rank: int, request: OperationRequest, now: float) -> list[Response]:
+        """Record a request of `rank`; returns the responses that it makes ready."""
+        if request.process_set not in self.members:
+            why = f"there is no process set {request.process_set}: it was removed."
             text = f"{request.kind} {request.name!r} cannot be done: {why}"
-            return [Verdict(to=(rank,), request=request, error=text)]
+            return [Response(ranks=(rank,), request=request, error=text)]
         pending = self._pending.setdefault(request.key, _Pending(now))
-        pending.asked[rank] = request
+        pending.requests[rank] = request
         if request.kind == JOIN:
             self._joined.append(rank)
             others = [key for key in self._pending if key != request.key]
             return list(self._ready([*others, request.key]))
         return list(self._ready([request.key]))
 
-    def leave(self, rank: int, why: str) -> list[Verdict]:
-        """Mind that `rank` takes part in nothing any more; what has become impossible."""
-        self._left.setdefault(rank, why)
+    def remove_rank(self, rank: int, why: str) -> list[Response]:
+        """Record that `rank` has ended; returns errors for operations that wait for it."""
+        self._gone.setdefault(rank, why)
         return list(self._ready(list(self._pending)))
 
-    def overdue(self, now: float, patience: float) -> list[Verdict]:
-        """What has waited for longer than `patience` seconds is given up."""
+    def time_out(self, now: float, patience: float) -> list[Response]:
+        """Errors for operations that have waited for longer than `patience` seconds."""
         late = [key for key, since in self._waits() if now - since > patience]
         return [
-            self._refuse(
+            self._fail(
                 key,
                 f"waited {patience:g} s for {named(self._missing(key))}. Every rank must ask for "
                 "the same operations; --timeout sets how long to wait.",
@@ -107,103 +224,115 @@ class Coordinator:
             for key in late
         ]
 
-    def stalled(self, now: float, after: float) -> list[tuple[Request, list[int]]]:
-        """What has waited for longer than `after` seconds, and for whom; each is told once."""
+    def stalled(self, now: float, after: float) -> list[tuple[OperationRequest, list[int]]]:
+        """Operations that have waited for longer than `after` seconds, with the missing ranks; each
+        once."""
         found = []
         for key, since in self._waits():
             pending = self._pending[key]
             if not pending.warned and now - since > after:
                 pending.warned = True
-                found.append((next(iter(pending.asked.values())), self._missing(key)))
+                found.append((next(iter(pending.requests.values())), self._missing(key)))
         return found
 
     @property
-    def oldest(self) -> float | None:
-        """Since when the longest wait lasts; None where nobody waits."""
+    def waiting_since(self) -> float | None:
+        """The time since which the oldest operation waits; None where none waits."""
         return min((since for _, since in self._waits()), default=None)
 
-    def _waits(self) -> list[tuple[Key, float]]:
-        """What waits, and since when. Who has joined may wait for as long as others have data."""
-        return [(key, pending.since) for key, pending in self._pending.items() if key != JOINED]
+    def _waits(self) -> list[tuple[OperationKey, float]]:
+        """Pending operations and since when. Not join: it may wait for as long as others have
+        data."""
+        return [(key, pending.since) for key, pending in self._pending.items() if key != JOIN_KEY]
 
-    def _missing(self, key: Key) -> list[int]:
-        asked = self._pending[key].asked
-        return [r for r in self.members[key[0]] if r not in asked and not self._is_joined(key, r)]
+    def _missing(self, key: OperationKey) -> list[int]:
+        requests = self._pending[key].requests
+        return [
+            r for r in self.members[key[0]] if r not in requests and not self._is_joined(key, r)
+        ]
 
-    def _is_joined(self, key: Key, rank: int) -> bool:
-        """Whether `rank` need not ask; only operations of all ranks know of that."""
+    def _is_joined(self, key: OperationKey, rank: int) -> bool:
+        """Whether `rank` has joined, so that it need not request; holds for operations of all ranks
+        only."""
         return key[0] == 0 and rank in self._joined
 
-    def _ready(self, keys: Sequence[Key]) -> Iterator[Verdict]:
+    def _ready(self, keys: Sequence[OperationKey]) -> Iterator[Response]:
         for key in keys:
-            asked = self._pending[key].asked
-            request = next(iter(asked.values()))
-            gone = [r for r in self.members[key[0]] if r in self._left and r not in asked]
+            requests = self._pending[key].requests
+            request = next(iter(requests.values()))
+            gone = [r for r in self.members[key[0]] if r in self._gone and r not in requests]
             if gone:
-                yield self._refuse(key, f"cannot be done: {self._left[gone[0]]}")
+                yield self._fail(key, f"cannot be done: {self._gone[gone[0]]}")
             elif request.kind == JOIN:
-                if len(asked) == len(self.members[0]):
+                if len(requests) == len(self.members[0]):
                     yield self._join(key)
             elif not self._missing(key):
-                verdict = self._decide(key)
-                if request.kind == REMOVE and not verdict.error:
-                    yield from self._abandon(verdict.number)
-                yield verdict
+                response = self._respond(key)
+                if request.kind == REMOVE_PROCESS_SET and not response.error:
+                    yield from self._fail_process_set(response.number)
+                yield response
 
-    def _decide(self, key: Key) -> Verdict:
-        asked = self._pending[key].asked
+    def _respond(self, key: OperationKey) -> Response:
+        requests = self._pending[key].requests
         members = self.members[key[0]]
-        joined = [rank for rank in members if rank not in asked]
-        request = asked[min(asked)]
-        if found := difference(asked):
-            return self._refuse(key, found, whole=True)
+        joined = [rank for rank in members if rank not in requests]
+        request = requests[min(requests)]
+        if found := difference(requests):
+            return self._fail(key, found, names_it=True)
         if joined and (request.kind not in REDUCTIONS or request.op == "Adasum"):
             what = "Adasum" if request.op == "Adasum" else request.kind
-            return self._refuse(
+            return self._fail(
                 key, f"cannot be done while {named(joined)} has joined: {what} needs all ranks."
             )
-        if request.kind in (ADD, REMOVE) and (fault := self._fault(request)):
-            return self._refuse(key, fault, whole=True, mistake=True)
-        number = self._change(request)
+        if request.kind in (ADD_PROCESS_SET, REMOVE_PROCESS_SET) and (
+            fault := self._why_refused(request)
+        ):
+            return self._fail(key, fault, names_it=True, is_bad_call=True)
+        number = self._change_process_sets(request)
         del self._pending[key]
         nothing = [0] * len(request.rows())
-        rows = [asked[rank].rows() if rank in asked else nothing for rank in members]
-        notes = {rank: one.note for rank, one in asked.items() if one.note}
-        return Verdict(to=members, request=request, rows=rows, number=number, notes=notes)
+        rows = [requests[rank].rows() if rank in requests else nothing for rank in members]
+        notes = {rank: one.note for rank, one in requests.items() if one.note}
+        return Response(ranks=members, request=request, rows=rows, number=number, notes=notes)
 
-    def _abandon(self, number: int) -> Iterator[Verdict]:
-        """What waits in a process set that is no more."""
+    def _fail_process_set(self, number: int) -> Iterator[Response]:
+        """Errors for operations that are pending in a process set that was removed."""
         for key in [key for key in self._pending if key[0] == number]:
-            yield self._refuse(key, f"cannot be done: process set {number} was removed.")
+            yield self._fail(key, f"cannot be done: process set {number} was removed.")
 
-    def _change(self, request: Request) -> int:
-        """Add or remove a process set; its number."""
-        if request.kind == REMOVE:
+    def _change_process_sets(self, request: OperationRequest) -> int:
+        """Add or remove a process set; returns its number."""
+        if request.kind == REMOVE_PROCESS_SET:
             del self.members[request.root]
             return request.root
-        if request.kind == ADD:
-            self.members[self._next] = request.splits
-            self._next += 1
-            return self._next - 1
+        if request.kind == ADD_PROCESS_SET:
+            self.members[self._next_number] = request.splits
+            self._next_number += 1
+            return self._next_number - 1
         return 0
 
-    def _fault(self, request: Request) -> str:
-        if request.kind == REMOVE and request.root not in self.members:
+    def _why_refused(self, request: OperationRequest) -> str:
+        if request.kind == REMOVE_PROCESS_SET and request.root not in self.members:
             return f"there is no process set {request.root}."
         same = [number for number, ranks in self.members.items() if ranks == request.splits]
-        if request.kind == ADD and same:
+        if request.kind == ADD_PROCESS_SET and same:
             return f"process set {same[0]} has the ranks {list(request.splits)} already."
         return ""
 
-    def _join(self, key: Key) -> Verdict:
+    def _join(self, key: OperationKey) -> Response:
         last = self._joined[-1]
         self._joined.clear()
-        asked = self._pending.pop(key).asked
-        return Verdict(to=self.members[0], request=asked[last], number=last)
+        requests = self._pending.pop(key).requests
+        return Response(ranks=self.members[0], request=requests[last], number=last)
 
-    def _refuse(self, key: Key, why: str, *, whole: bool = False, mistake: bool = False) -> Verdict:
-        """The end of an operation for those that asked; `whole` where `why` names it itself."""
-        asked = self._pending.pop(key).asked
-        request = asked[min(asked)]
-        text = why if whole else f"{request.kind} {request.name!r} {why}"
-        return Verdict(to=tuple(sorted(asked)), request=request, error=text, mistake=mistake)
+    def _fail(
+        self, key: OperationKey, why: str, *, names_it: bool = False, is_bad_call: bool = False
+    ) -> Response:
+        """The error response to all ranks that requested `key`; `names_it` if `why` names the
+        operation."""
+        requests = self._pending.pop(key).requests
+        request = requests[min(requests)]
+        text = why if names_it else f"{request.kind} {request.name!r} {why}"
+        return Response(
+            ranks=tuple(sorted(requests)), request=request, error=text, is_bad_call=is_bad_call
+        )

@@ -1,7 +1,7 @@
-"""The connections over which ranks negotiate: from every rank to rank 0, and lines of JSON.
+"""Connections from every rank to rank 0 that carry negotiation messages as lines of JSON.
 
-Nothing is said while nobody asks for anything. A rank that ends, however it does, is seen as the
-end of its connection.
+Nothing is sent while no rank requests an operation. A rank that ends, however it does, closes its
+connection, which the other end reads as the end of the stream.
 """
 
 from __future__ import annotations
@@ -20,63 +20,63 @@ from shardwise import authentication
 from shardwise.errors import LaunchError
 from shardwise.watch import questions
 
-Message = dict[str, Any]
+NegotiationMessage = dict[str, Any]
 
-HELLO = 5.0
-"""Seconds that who has proved to be of the run has to say which rank it is."""
+HELLO_SECONDS = 5.0
+"""Seconds within which an authenticated peer must send its rank."""
 
-AGAIN = 0.05
-"""Seconds until who was turned away tries again."""
+RETRY_SECONDS = 0.05
+"""Seconds until a refused rank connects again."""
 
-_living: WeakSet[Link] = WeakSet()
+_open_links: WeakSet[Link] = WeakSet()
 
 
 class Link:
-    """One end of a connection; what cannot be sent yet is kept. `received` has come already."""
+    """One end of a connection, with a buffer of unsent bytes. `received` was read before."""
 
     def __init__(self, connection: socket.socket, received: bytes = b"") -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.is_open = True
-        self.given = self.sent = 0
-        """Bytes that it was given to send, and those of them that are on their way."""
+        self.queued_bytes = self.sent_bytes = 0
+        """Bytes ever passed to `send`, and those of them that the socket has taken."""
         self._unsent = bytearray()
         self._received = bytearray(received)
-        _living.add(self)
+        _open_links.add(self)
 
     @property
-    def is_full(self) -> bool:
-        """Whether there is more to send than there was room for."""
+    def has_unsent(self) -> bool:
+        """Whether some bytes do not fit into the socket yet."""
         return bool(self._unsent)
 
     @property
     def events(self) -> int:
-        """What to look for on its socket."""
+        """The selector events to wait for on the socket."""
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
 
-    def send(self, message: Message) -> None:
-        """Send, now or as soon as there is room; to a rank that is gone, nothing."""
+    def send(self, message: NegotiationMessage) -> None:
+        """Send a message, now or once the socket has room. Does nothing if the peer is gone."""
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
         self._unsent += line
-        self.given += len(line)
+        self.queued_bytes += len(line)
         self.flush()
 
     def flush(self) -> None:
-        """Send what there is room for."""
+        """Send as many unsent bytes as the socket takes."""
         try:
             while self._unsent:
                 count = self.socket.send(self._unsent)
-                self.sent += count
+                self.sent_bytes += count
                 del self._unsent[:count]
         except BlockingIOError:
             return
         except OSError:  # its end is found by reading, after all that it said before
             self._unsent.clear()
-            self.sent = self.given
+            self.sent_bytes = self.queued_bytes
 
-    def read(self) -> Iterator[Message]:
-        """The messages that have come; `is_open` is False once there will be none."""
+    def read(self) -> Iterator[NegotiationMessage]:
+        """Yield the messages received so far; clears `is_open` at the end of the stream."""
         try:
             while data := self.socket.recv(1 << 16):
                 self._received += data
@@ -91,13 +91,13 @@ class Link:
             yield json.loads(line)
 
     def close(self) -> None:
-        """Close it, which the other end sees."""
+        """Close the connection."""
         self.is_open = False
         self.socket.close()
 
 
 def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) -> dict[int, Link]:
-    """Rank 0's side: the link of every other rank. Raises LaunchError when one does not come."""
+    """Accept the links of all other ranks, on rank 0. Raises LaunchError when one does not come."""
     found: dict[int, Link] = {}
     until = time.monotonic() + timeout
     with authentication.Acceptor(listener, secret) as acceptor:
@@ -108,7 +108,7 @@ def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) ->
                 raise LaunchError(
                     f"hvd.init: rank(s) {missing} did not connect to rank 0 within {timeout:g} s."
                 ).blaming(missing)
-            connection.settimeout(HELLO)
+            connection.settimeout(HELLO_SECONDS)
             with suppress(OSError, ValueError):
                 hello, more = _hello(connection)
                 found[int(hello)] = Link(connection, more)
@@ -118,7 +118,7 @@ def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) ->
 
 
 def connect(address: str, port: int, secret: bytes, rank: int, timeout: float) -> Link:
-    """The others' side. Raises LaunchError where rank 0 cannot be reached."""
+    """Connect to rank 0. Raises LaunchError where it cannot be reached."""
     until = time.monotonic() + timeout
     while True:
         try:
@@ -126,11 +126,11 @@ def connect(address: str, port: int, secret: bytes, rank: int, timeout: float) -
             authentication.prove(connection, secret, until)
             connection.sendall(f"{rank}\n".encode())
         except OSError as error:
-            # Where many strangers crowd in, rank 0 turns away who was not quick enough.
+            # While many strangers connect, rank 0 drops peers that were too slow to authenticate.
             if isinstance(error, authentication.Unproven):
                 connection.close()
                 if time.monotonic() < until:
-                    time.sleep(AGAIN)
+                    time.sleep(RETRY_SECONDS)
                     continue
             raise LaunchError(
                 f"hvd.init: rank {rank} cannot connect to rank 0 at {address}:{port}: {error}."
@@ -139,17 +139,20 @@ def connect(address: str, port: int, secret: bytes, rank: int, timeout: float) -
 
 
 def listen(address: str) -> socket.socket:
-    """Where rank 0 is connected to."""
+    """The listening socket of rank 0."""
     return questions.listen(address)
 
 
 def send_up_to(upto: Mapping[int, int], links: Mapping[int, Link]) -> None:
-    """Return when `upto` bytes by rank are sent. More may have to wait: a rank that does not read
-    may be in an operation that waits for this one."""
+    """Wait until `upto[rank]` bytes are sent to each rank, and no longer.
+
+    Waiting for more could deadlock: a rank that does not read may be inside a collective that
+    waits for this one.
+    """
     while True:
-        full = [link for link in links.values() if link.is_open and link.is_full]
+        full = [link for link in links.values() if link.is_open and link.has_unsent]
         if not any(
-            links[rank] in full and links[rank].sent < count for rank, count in upto.items()
+            links[rank] in full and links[rank].sent_bytes < count for rank, count in upto.items()
         ):
             return
         with selectors.DefaultSelector() as selector:
@@ -161,7 +164,7 @@ def send_up_to(upto: Mapping[int, int], links: Mapping[int, Link]) -> None:
 
 
 def _hello(connection: socket.socket) -> tuple[bytes, bytes]:
-    """The first line, and what has come after it: a rank asks as soon as it has connected."""
+    """The first line, and the bytes after it: a rank may send requests right behind its hello."""
     data = b""
     while b"\n" not in data:
         more = connection.recv(256)
@@ -173,9 +176,9 @@ def _hello(connection: socket.socket) -> tuple[bytes, bytes]:
 
 
 def _in_forked_child() -> None:
-    """A forked DataLoader worker must not hold our sockets open: the end of its rank would not be
-    seen."""
-    for link in list(_living):
+    """Close inherited sockets. A forked DataLoader worker that kept them open would hide the end of
+    its rank from the peer."""
+    for link in list(_open_links):
         link.close()
 
 

@@ -1,15 +1,6 @@
-"""What scripts import from `horovod.torch.mpi_ops`: the operations, and who a rank is.
-
-There is no MPI in them; the name is Horovod's.
-"""
+"""All operations and queries, under Horovod's module name; no MPI is used."""
 
 from shardwise.errors import HorovodInternalError
-from shardwise.horovod.allgather import (
-    allgather,
-    allgather_async,
-    grouped_allgather,
-    grouped_allgather_async,
-)
 from shardwise.horovod.allreduce import (
     allreduce,
     allreduce_,
@@ -20,21 +11,8 @@ from shardwise.horovod.allreduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from shardwise.horovod.alltoall import alltoall, alltoall_async
-from shardwise.horovod.asking import ReduceOp
-from shardwise.horovod.asking import wait as synchronize
-from shardwise.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-from shardwise.horovod.compression import Compression
-from shardwise.horovod.context import is_initialized
-from shardwise.horovod.handles import poll
-from shardwise.horovod.joining import init, shutdown
-from shardwise.horovod.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from shardwise.horovod.queries import (
+from shardwise.horovod.basics import (
+    barrier,
     ccl_built,
     cross_rank,
     cross_size,
@@ -42,7 +20,9 @@ from shardwise.horovod.queries import (
     ddl_built,
     gloo_built,
     gloo_enabled,
+    init,
     is_homogeneous,
+    join,
     local_rank,
     local_size,
     mpi_built,
@@ -51,17 +31,38 @@ from shardwise.horovod.queries import (
     nccl_built,
     rank,
     rocm_built,
+    shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
-from shardwise.horovod.reducescatter import (
+from shardwise.horovod.compression import Compression
+from shardwise.horovod.context import is_initialized
+from shardwise.horovod.gather_scatter import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
+from shardwise.horovod.operations import ReduceOp, poll
+from shardwise.horovod.operations import wait as synchronize
+from shardwise.horovod.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from shardwise.horovod.sparse_allreduce import sparse_allreduce_async
-from shardwise.horovod.timelines import start_timeline, stop_timeline
-from shardwise.horovod.waiting import barrier, join
 
 __all__ = [
     "Adasum",

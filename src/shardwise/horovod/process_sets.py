@@ -1,4 +1,4 @@
-"""Process sets: some of the ranks, among which an operation is done."""
+"""Process sets: groups of ranks that an operation is limited to."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from weakref import ref
 
 from shardwise.errors import BadCall
 from shardwise.horovod.context import Context, current, is_initialized
-from shardwise.horovod.coordinator import ADD, REMOVE
-from shardwise.horovod.handles import Handle
-from shardwise.horovod.requests import Request
+from shardwise.horovod.coordinator import ADD_PROCESS_SET, REMOVE_PROCESS_SET, OperationRequest
+from shardwise.horovod.operations import OperationHandle
 
 
 class ProcessSet:
-    """Some of the ranks, from `hvd.add_process_set` on; `ranks` in ascending order."""
+    """A group of ranks, usable after `hvd.add_process_set`; `ranks` in ascending order."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._ranks = sorted({int(rank) for rank in ranks})
@@ -22,13 +21,14 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """Its number; None before it is added, once it is removed, and after `hvd.shutdown`."""
+        """The number of the set; None before it is added, once it is removed, and after
+        `hvd.shutdown`."""
         if self._known_to is None or not is_initialized() or self._known_to() is not current():
             return None
         return self._number
 
     def known_as(self, number: int | None) -> None:
-        """Mind its number, until `hvd.shutdown`; None where it is removed."""
+        """Set the number, valid until `hvd.shutdown`; None once the set is removed."""
         self._number, self._known_to = number, ref(current())
 
     @property
@@ -37,23 +37,23 @@ class ProcessSet:
         return self._ranks
 
     def number(self) -> int:
-        """Its number. Raises BadCall where it was not added, or removed since."""
+        """The number of the set. Raises BadCall where it was not added, or removed since."""
         number = self.process_set_id
         if number is None:
             raise BadCall(f"{self} is not known yet: hvd.add_process_set(it) first, on all ranks.")
         return number
 
     def included(self) -> bool:
-        """Whether this rank is in it."""
+        """Whether this rank is in the set."""
         return current().world.rank in self.ranks
 
     def size(self) -> int:
-        """The number of ranks in it."""
+        """The number of ranks in the set."""
         self.number()
         return len(self.ranks)
 
     def rank(self) -> int:
-        """The place of this rank among them; -1 where it is not in it."""
+        """This rank's index in the set; -1 where it is not in it."""
         self.number()
         return self.ranks.index(current().world.rank) if self.included() else -1
 
@@ -64,7 +64,7 @@ class ProcessSet:
 
 
 class _Global(ProcessSet):
-    """All ranks."""
+    """The process set of all ranks, number 0."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -89,7 +89,7 @@ global_process_set = _Global()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Make a process set known, on all ranks alike; the ranks alone will do. Collective.
+    """Register a process set, or its ranks, on all ranks alike. Collective.
 
     Raises BadCall for ranks that do not exist or are those of a set that there is,
     HorovodInternalError where ranks give different ones.
@@ -100,20 +100,28 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     size = current().world.size
     if not made.ranks or made.ranks[0] < 0 or made.ranks[-1] >= size:
         raise BadCall(f"{made}: a process set has ranks from 0 to {size - 1}, one at least.")
-    made.known_as(_change(Request(name=ADD, kind=ADD, splits=tuple(made.ranks))))
+    made.known_as(
+        _change(
+            OperationRequest(name=ADD_PROCESS_SET, kind=ADD_PROCESS_SET, splits=tuple(made.ranks))
+        )
+    )
     return made
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set, on all ranks alike; whether it was known. Collective."""
+    """Remove a process set on all ranks alike; returns whether it was registered. Collective."""
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
-    _change(Request(name=REMOVE, kind=REMOVE, root=process_set.process_set_id))
+    _change(
+        OperationRequest(
+            name=REMOVE_PROCESS_SET, kind=REMOVE_PROCESS_SET, root=process_set.process_set_id
+        )
+    )
     process_set.known_as(None)
     return True
 
 
-def _change(request: Request) -> int:
+def _change(request: OperationRequest) -> int:
     background = current().background
-    handle = background.submit(Handle(request))
+    handle = background.submit(OperationHandle(request))
     return int(handle.wait(background.timeout))

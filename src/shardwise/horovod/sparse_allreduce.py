@@ -1,4 +1,4 @@
-"""Sparse tensors, reduced: the rows of all ranks, put together; and which gradients are sparse.
+"""Reduces sparse COO tensors by gathering their rows, and finds parameters with sparse gradients.
 
 rank 0   rows 1 4        ─┐
                           ├─ allgather ─▶ 1 4 4 7 ─▶ rows 1 4 7, alike on all ranks
@@ -16,18 +16,17 @@ import torch
 from torch import Tensor, nn, optim
 
 from shardwise.errors import BadCall
-from shardwise.horovod.asking import ReduceOp, ask, wait
 from shardwise.horovod.context import current
-from shardwise.horovod.handles import Handle
-from shardwise.horovod.operations import NARROW
+from shardwise.horovod.execution import NARROW
+from shardwise.horovod.operations import OperationHandle, ReduceOp, submit, wait
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 
 
-class SparseHandle(Handle):
-    """To call, as Horovod's, which is a function; `synchronize` and `poll` take it as well."""
+class SparseHandle(OperationHandle):
+    """A handle that is also called, as Horovod's is; `synchronize` and `poll` take it as well."""
 
     def __call__(self) -> Tensor:
-        """The result, once it has come."""
+        """Wait for the result and return it."""
         return wait(self)  # type: ignore[no-any-return]
 
 
@@ -39,10 +38,10 @@ def sparse_allreduce_async(
     *,
     note: Mapping[str, str] | None = None,
 ) -> SparseHandle:
-    """A handle to the mean, or the sum, of every rank's sparse COO `tensor` of one shape; call it.
+    """Handle to the mean, or the sum, of every rank's sparse COO `tensor` of one shape; call it.
 
-    Ranks may have different numbers of elements, also none. What comes is coalesced: every place
-    that any rank has, once. `note` goes with the request. Raises BadCall for other tensors and ops.
+    Ranks may have different numbers of elements, also none. The result is coalesced: it has each
+    index of any rank once. `note` goes with the request. Raises BadCall for other tensors and ops.
     """
     if tensor.layout != torch.sparse_coo:
         raise BadCall(f"sparse_allreduce of a tensor of layout {tensor.layout}: use hvd.allreduce.")
@@ -52,12 +51,12 @@ def sparse_allreduce_async(
         raise BadCall("sparse_allreduce of truth values, which have no sum: convert them first.")
     current().reduces = True
     given = tensor.detach()
-    handle = ask(
+    handle = submit(
         "sparse_allreduce",
         [given._indices().t().contiguous(), given._values().contiguous()],
         name,
         process_set,
-        made=SparseHandle,
+        handle_type=SparseHandle,
         finish=partial(_put_together, tensor.shape, op, process_set.size()),
         note=note,
         op=ReduceOp(op).name,
@@ -68,8 +67,8 @@ def sparse_allreduce_async(
 
 
 def _put_together(shape: torch.Size, op: ReduceOp, size: int, gathered: Sequence[Tensor]) -> Tensor:
-    """The reduction, of the places (count, sparse dims) and the values (count, ...) of all ranks.
-    Sums of 16-bit numbers are made in fp32, and rounded once."""
+    """Reduce the gathered indices (count, sparse dims) and values (count, ...) of all ranks. 16-bit
+    values are summed in fp32, and rounded once."""
     places, values = gathered
     wide = values.float() if values.dtype in NARROW else values
     total = torch.sparse_coo_tensor(places.t(), wide, shape, check_invariants=False).coalesce()
@@ -83,8 +82,8 @@ def _put_together(shape: torch.Size, op: ReduceOp, size: int, gathered: Sequence
     )
 
 
-def no_rows(like: Tensor) -> Tensor:
-    """A sparse gradient of a parameter, as an embedding would have it that was not used."""
+def empty_sparse_gradient(like: Tensor) -> Tensor:
+    """The sparse gradient without rows that an embedding has when it was not used."""
     return torch.sparse_coo_tensor(
         torch.empty((1, 0), dtype=torch.int64, device=like.device),
         torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device),
@@ -93,7 +92,7 @@ def no_rows(like: Tensor) -> Tensor:
     )
 
 
-def known_sparse(optimizer: optim.Optimizer) -> set[Tensor]:
+def sparse_parameters(optimizer: optim.Optimizer) -> set[Tensor]:
     """Parameters of `optimizer` whose gradients are sparse: all of a SparseAdam, and those that an
     nn.Embedding(sparse=True) or EmbeddingBag has.
 

@@ -1,4 +1,5 @@
-"""`hvd.SyncBatchNorm`: BatchNorm over the micro-batches of all ranks."""
+"""`hvd.SyncBatchNorm`: BatchNorm with the statistics of all ranks (Horovod's module of this
+name)."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from shardwise.current_batch import Feed
-from shardwise.horovod.allgather import allgather_async
-from shardwise.horovod.asking import wait
+from shardwise.current_batch import CurrentBatch
+from shardwise.horovod.gather_scatter import allgather_async
+from shardwise.horovod.operations import wait
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.model import sync_batch_norm
 
@@ -20,11 +21,11 @@ class _Rows:
         self._process_set = process_set
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
-        """(k,) on every rank becomes (size, k); all forwards have one number."""
+        """Gather (k,) of every rank into (size, k); every forward has call number 0."""
         return self.of_backward(row, 0), 0
 
     def of_backward(self, row: Tensor, call: int) -> Tensor:
-        """The same; all ranks run the same calls in one order."""
+        """Gather (k,) of every rank into (size, k); all ranks run the same calls in one order."""
         del call
         return wait(allgather_async(row.unsqueeze(0), None, self._process_set))  # type: ignore[no-any-return]
 
@@ -44,12 +45,12 @@ class SyncBatchNorm(sync_batch_norm._SyncBatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self._ranks = _Rows(process_set)
-        self._feed = Feed()
+        self._feed = CurrentBatch()
 
     def _check_input_dim(self, input: Tensor) -> None:  # torch's name
         if input.ndim < 2:
             raise ValueError(f"SyncBatchNorm takes (N, C, ...), not {input.ndim} dimension(s).")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As any module: a copy of it is one too."""
+        """Pickle as any module: a copy is a SyncBatchNorm too."""
         return nn.Module.__reduce_ex__(self, cast(Any, protocol))

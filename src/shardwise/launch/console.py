@@ -1,11 +1,18 @@
-"""The launcher's own standard output and error as screens for its ranks."""
+"""Gives the launcher's standard output and error to its ranks as screens.
+
+Also opens standard streams that were closed when the command was started.
+"""
+
+from __future__ import annotations
 
 import errno
 import os
 import select
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
-from shardwise.launch.output import Live, Screen, prefix, prefix_width
+from shardwise.launch.screen import LiveRows, Screen, prefix, prefix_width
 
 STDOUT, STDERR = 1, 2
 
@@ -64,7 +71,7 @@ class Console:
             self.err.close()
 
     def _screen(self, fd: int) -> Screen:
-        live = Live(self.prefix(0, fd)) if fd == self.terminal else None
+        live = LiveRows(self.prefix(0, fd)) if fd == self.terminal else None
         return Screen(lambda data: self._write(fd, data), live)
 
     def _write(self, fd: int, data: bytes) -> None:
@@ -82,3 +89,44 @@ class Console:
                     if gone
                     else f"the output cannot be written ({error.strerror})"
                 )
+
+
+def open_standard_streams() -> str:
+    """Open standard streams that are closed, so that nothing else is opened in their place.
+
+    A closed input becomes an empty one, and what goes to closed errors is lost.
+
+    Returns, as a sentence, that the output is closed; "" where it is not.
+    """
+    closed = [fd for fd in (0, 1, 2) if not _is_open(fd)]
+    for fd in closed:
+        flags = os.O_RDONLY if fd == 0 else os.O_WRONLY
+        opened = os.open(os.devnull, flags)
+        if opened != fd:
+            os.dup2(opened, fd)
+            os.close(opened)
+        os.set_inheritable(fd, True)
+    if 2 in closed:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+    if 1 not in closed:
+        return ""
+    return (
+        "standard output is closed, where ranks are to be heard: lead it to a file, or to "
+        "/dev/null."
+    )
+
+
+def forget_unwritten() -> None:
+    """Drop what standard output did not take, so that Python does not try again at its end."""
+    with suppress(OSError, ValueError, AttributeError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Runs that are started on each host by itself, by torch's elastic agent, as torchrun does.
+"""Runs torch's elastic agent, for runs that are started on each host by itself, like torchrun's.
 
     on each:   shardwise run --nnodes 2 --nproc-per-node 4 --rdzv-endpoint node1:29500 train.py
 
@@ -17,11 +17,11 @@ from typing import NoReturn
 
 from shardwise.config import FLAGS_VARIABLE, values
 from shardwise.errors import LaunchError
-from shardwise.launch import interface, secret
+from shardwise.launch import environment, network
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class ElasticRendezvous:
     """How `fewest` to `most` hosts find each other: at `host` and `port`, None for one host alone.
 
     With `node_rank` they are numbered beforehand, else in the order of their coming.
@@ -35,7 +35,9 @@ class Meeting:
     name: str
 
     @classmethod
-    def of(cls, nnodes: str, endpoint: str | None, node_rank: int | None, name: str) -> "Meeting":
+    def of(
+        cls, nnodes: str, endpoint: str | None, node_rank: int | None, name: str
+    ) -> "ElasticRendezvous":
         """The meeting that flags describe. Raises LaunchError where they cannot be."""
         count = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", nnodes, re.ASCII)
         fewest, most = (int(count[1]), int(count[2] or count[1])) if count else (0, 0)
@@ -57,8 +59,8 @@ class Meeting:
         return cls(fewest=fewest, most=most, host=host, port=port, node_rank=node_rank, name=name)
 
 
-def words(
-    meeting: Meeting,
+def agent_command(
+    meeting: ElasticRendezvous,
     command: Sequence[str],
     *,
     per_host: int,
@@ -83,21 +85,21 @@ def words(
     return [*found, "--no-python", *command]
 
 
-def own_address(meeting: Meeting, name: str | None) -> str | None:
+def own_address(meeting: ElasticRendezvous, name: str | None) -> str | None:
     """The address of this host for the others: of interface `name`, else of the way to them.
 
-    None where the way does not tell: on the host where they meet, by a name that is local to it.
+    None where the route does not say: on the host where they meet, by a name that is local to it.
     """
     if name is not None:
-        return interface.address_of(name)
+        return network.address_of_interface(name)
     if meeting.host is None:
         return None
-    found = interface.towards(meeting.host)
+    found = network.address_towards(meeting.host)
     local = ipaddress.ip_address(found.partition("%")[0]).is_loopback
     return None if local and meeting.most > 1 else found
 
 
-def environment(
+def agent_environment(
     base: Mapping[str, str], settings: Mapping[str, str], leads: str | None
 ) -> dict[str, str]:
     """The variables that the agent passes on; `leads` is the interface to the others."""
@@ -105,21 +107,21 @@ def environment(
     defaults = {"PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if leads is not None:
         defaults |= {"GLOO_SOCKET_IFNAME": leads, "NCCL_SOCKET_IFNAME": leads}
-    told = {"PYTHONUNBUFFERED": "1", FLAGS_VARIABLE: json.dumps(dict(settings))}
-    return defaults | dict(base) | told
+    given = {"PYTHONUNBUFFERED": "1", FLAGS_VARIABLE: json.dumps(dict(settings))}
+    return defaults | dict(base) | given
 
 
-def exposed(meeting: Meeting, environ: Mapping[str, str]) -> str:
+def exposed(meeting: ElasticRendezvous, environ: Mapping[str, str]) -> str:
     """What torch's agent leaves open, for who starts it. Pure."""
     said = (
         "torch's elastic agent, which --nnodes uses, listens on all interfaces and believes who "
         "connects: whoever reaches it can run code as this user. docs/security.md says how to shut "
         "its ports."
     )
-    if meeting.most > 1 and secret.VARIABLE not in environ:
+    if meeting.most > 1 and environment.SECRET_VARIABLE not in environ:
         said += (
-            f" For the ranks themselves, start every host with the same {secret.VARIABLE}, such as "
-            "openssl rand -hex 32 prints."
+            f" For the ranks themselves, start every host with the same "
+            f"{environment.SECRET_VARIABLE}, such as openssl rand -hex 32 prints."
         )
     return said
 

@@ -1,12 +1,26 @@
-"""The flags of `shardwise run` that are the launcher's own; settings make theirs themselves."""
+"""Defines the launcher's own flags of `shardwise run`, and refuses those that have no effect.
 
-from collections.abc import Iterable, Iterator
+Flags of settings are made by cli.py from the settings themselves."""
+
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import click
 
+from shardwise.config import flag as flag_of
 from shardwise.config import values
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, LaunchError
+
+GROUPS = {
+    "scale": "Scale",
+    "plan": "Pipeline plan",
+    "where": "Where",
+    "spread": "Spread",
+    "precision": "Precision",
+    "recover": "Recover",
+    "watch": "Watch",
+}
+"""The headings of the help; every setting and every flag of the launcher belongs to one."""
 
 
 class Flag(click.Option):
@@ -65,11 +79,46 @@ def refuse_twice(order: Iterable[click.Parameter]) -> None:
     Of other flags the last one holds, so that `shardwise run --zero 2 "$@"` can be overridden.
     """
     seen: set[click.Parameter] = set()
-    for flag in order:
-        if isinstance(flag, Flag) and flag in seen and flag.listed:
-            name = flag.shown.split()[0]
+    for each in order:
+        if isinstance(each, Flag) and each in seen and each.listed:
+            name = each.shown.split()[0]
             raise ConfigError(f"{name} is given twice: give one list, with commas.")
-        seen.add(flag)
+        seen.add(each)
+
+
+class Command(click.Command):
+    """A command whose help fits on one screen: examples in `top`, then its flags in groups."""
+
+    def __init__(self, name: str, *, top: str, **options: Any) -> None:
+        super().__init__(name, **options)
+        self.top = top
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the arguments apart. Raises LaunchError for a list that is given twice."""
+        _, _, order = self.make_parser(ctx).parse_args(list(args))
+        refuse_twice(order)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what `--help` shows: the flags that are not rare."""
+        self.write_help(formatter, all_flags=False)
+        formatter.write(f"\nRare flags too:   shardwise {self.name} --help-all\n")
+
+    def write_help(self, formatter: click.HelpFormatter, *, all_flags: bool) -> None:
+        """Write the examples and the flags."""
+        formatter.write(self.top)
+        flags = [
+            flag for flag in self.params if isinstance(flag, Flag) and (all_flags or not flag.rare)
+        ]
+        width = max(len(flag.shown) for flag in flags)
+        groups = {flag.group for flag in flags}
+        for group, title in GROUPS.items():
+            if group not in groups:
+                continue
+            formatter.write(f"\n{title}\n")
+            for flag in flags:
+                if flag.group == group:
+                    formatter.write(f"  {flag.shown:<{width}}  {flag.help}\n")
 
 
 def own() -> Iterator[Flag]:
@@ -264,3 +313,34 @@ def _watch_flags() -> Iterator[Flag]:
         type=Typed(values.number(0, values.LONGEST)),
         help="between asking ranks to end and killing them (default 5)",
     )
+
+
+_OF_HOSTS = ("ssh", "ssh_port", "python", "host_timeout")
+_OF_OURS = ("grace", "port", *_OF_HOSTS)
+
+ON_THIS_HOST = "a run on this host alone"
+BY_SRUN = "the hosts of a Slurm job, which are srun's"
+BY_TORCH = "a run with --nnodes, whose ranks torch's elastic agent starts"
+
+NO_EFFECT = {
+    ON_THIS_HOST: {
+        **dict.fromkeys(_OF_HOSTS, "give hosts with -H or --hostfile"),
+        "rdzv_id": "give --nnodes, the number of hosts",
+        "rendezvous": "start ranks by mpirun or srun, which it is for",
+    },
+    BY_SRUN: dict.fromkeys(("grace", "rdzv_id", *_OF_HOSTS), "give hosts with -H or --hostfile"),
+    BY_TORCH: {
+        **dict.fromkeys(_OF_OURS, "give hosts with -H instead of --nnodes"),
+        "rendezvous": "start ranks by mpirun or srun, which it is for",
+    },
+}
+"""By way a run starts: what has no effect there, and what to do instead of leaving it out."""
+
+
+def refuse_without_effect(way: str, given: Mapping[str, Any]) -> None:
+    """Raise LaunchError for a flag in `given` (None where it was not) that has no effect."""
+    for name, instead in NO_EFFECT[way].items():
+        if given.get(name) is not None:
+            raise LaunchError(
+                f"{flag_of(name)} {given[name]} has no effect in {way}: leave it out, or {instead}."
+            )

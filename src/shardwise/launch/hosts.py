@@ -1,4 +1,4 @@
-"""Which hosts, and how many ranks on each: `-H`, hostfiles, and how ranks spread. Pure.
+"""Reads which hosts a run has (`-H`, hostfiles), and spreads the ranks over them. Pure.
 
 All of these give the same map:
 
@@ -20,7 +20,7 @@ from string import hexdigits
 from shardwise.config.values import MOST_ON_A_HOST, MOST_RANKS
 from shardwise.errors import LaunchError
 
-HERE = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 """The address by which the ranks of one host meet."""
 
 

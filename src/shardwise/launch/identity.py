@@ -1,4 +1,4 @@
-"""Who this process is among the others, as its launcher tells it."""
+"""Describes who a process is: its rank, the number of ranks, and how to find rank 0."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from shardwise.errors import LaunchError
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Rank and size as a launcher gave them, and what it told of where the first rank listens.
+    """Rank and size as a launcher gave them, and what it says of where rank 0 listens.
 
     `node` is the index of this host, None where the launcher tells none. With `port` set, rank 0
     listens at `address`; without it the launcher only started processes, and ranks find each
@@ -58,12 +58,14 @@ class Identity:
         return f" ({', '.join(known)})" if known else ""
 
 
-def read(environ: Mapping[str, str], names: Mapping[str, str], launcher: str) -> dict[str, Any]:
+def read_integers(
+    environ: Mapping[str, str], names: Mapping[str, str], launcher: str
+) -> dict[str, Any]:
     """The whole numbers in the variables `names`; raises LaunchError for one that is missing."""
-    return {name: integer(environ, variable, launcher) for name, variable in names.items()}
+    return {name: read_integer(environ, variable, launcher) for name, variable in names.items()}
 
 
-def integer(environ: Mapping[str, str], variable: str, launcher: str) -> int:
+def read_integer(environ: Mapping[str, str], variable: str, launcher: str) -> int:
     """The whole number in `variable`; raises LaunchError that names it and its launcher."""
     text = environ.get(variable)
     if text is None:
@@ -77,8 +79,25 @@ def integer(environ: Mapping[str, str], variable: str, launcher: str) -> int:
         ) from None
 
 
-def text(environ: Mapping[str, str], variable: str, launcher: str) -> str:
+def read_text(environ: Mapping[str, str], variable: str, launcher: str) -> str:
     """What `variable` says; raises LaunchError that names it and its launcher."""
     if variable not in environ:
         raise LaunchError(f"This looks like a start by {launcher}, but {variable} is not set.")
     return environ[variable]
+
+
+def described(identity: Identity, environ: Mapping[str, str]) -> str:
+    """A line for each number of `identity`, with the variable that it was read from."""
+    lines = [f"started by {identity.launcher}"]
+    for name in ("rank", "size", "local_rank", "local_size", "node"):
+        value, variable = getattr(identity, name), identity.variables.get(name)
+        if value is not None:
+            source = f"{variable}={environ[variable]}" if variable else "not given"
+            lines.append(f"  {name.replace('_', ' '):<12}{value:<6}{source}")
+    if identity.port is not None:
+        meet = f"rank 0 listens at {identity.address}, port {identity.port}"
+    elif identity.size == 1:
+        meet = "there are no others"
+    else:
+        meet = "rank 0 writes a rendezvous file: its address is not given"
+    return "\n".join([*lines, f"  {'meeting':<12}{meet}"])

@@ -1,15 +1,18 @@
-"""A run as it was asked for, and how it is shown."""
+"""Describes a run as it was asked for: what runs where, and how it is shown."""
 
 import secrets
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardwise.launch import program, secret
-from shardwise.launch.child import Outlet
+from shardwise.launch import environment, program
 from shardwise.launch.console import Console
-from shardwise.launch.crew import Task
 from shardwise.launch.hosts import Share
-from shardwise.launch.voice import Voice, logs
+from shardwise.launch.local_workers import HostTask
+from shardwise.launch.ssh import command
+from shardwise.launch.ssh.command import SshOptions
+from shardwise.launch.worker import WorkerStreams
+from shardwise.launch.worker_output import WorkerOutput, open_logs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class Job:
     shown: frozenset[int] | None = None
     log_dir: str | None = None
     run: str = field(default_factory=lambda: secrets.token_hex(8))
-    secret: str = field(default_factory=secret.drawn, repr=False)
+    secret: str = field(default_factory=environment.draw_secret, repr=False)
 
     @property
     def size(self) -> int:
@@ -50,7 +53,7 @@ class Job:
     @property
     def joins(self) -> bool:
         """Whether its ranks are expected to call sw.init: Python that is not asked for its help,
-        nor has another way to join them."""
+        nor has another options to join them."""
         asks = "--help" in self.words[1:] or self.words[1:] == ("-h",)
         return self.is_python and not asks and not program.joins_itself(self.words[0])
 
@@ -59,11 +62,11 @@ class Job:
         piped = self.log_dir is not None or self.shown is not None or len(self.shares) > 1
         return Console(self.size, environ, piped=piped)
 
-    def voices(self, console: Console) -> list[Voice]:
-        """A voice for each rank. Raises LaunchError where logs cannot be written."""
-        kept = logs(self.log_dir, self.size, self.words)
+    def outputs(self, console: Console) -> list[WorkerOutput]:
+        """Make the output of each rank. Raises LaunchError where logs cannot be written."""
+        kept = open_logs(self.log_dir, self.size, self.words)
         return [
-            Voice(rank, console, shown=self.shown is None or rank in self.shown, log=log)
+            WorkerOutput(rank, console, shown=self.shown is None or rank in self.shown, log=log)
             for rank, log in enumerate(kept)
         ]
 
@@ -77,16 +80,16 @@ class Job:
         port: int,
         master_port: int,
         reads: bool = False,
-    ) -> Task:
+    ) -> HostTask:
         """What the host of `share` is to run; with `reads`, rank 0 has our standard input."""
         shown = self.shown is None or 0 in self.shown
-        outlet = Outlet(
+        outlet = WorkerStreams(
             piped=console.piped,
             drawn=console.drawn if shown else (),
             window=console.window(),
             reads=reads,
         )
-        return Task(
+        return HostTask(
             command=command,
             flags=self.flags,
             size=self.size,
@@ -100,3 +103,41 @@ class Job:
             secret=self.secret,
             outlet=outlet,
         )
+
+
+def dry_run_words(job: Job, options: SshOptions, here: Sequence[Share]) -> str:
+    """Say for `--dry-run` which ranks would run where, by which commands.
+
+    `here` are the shares of this host. Pure.
+    """
+    hosts = len(job.shares)
+    rows = [
+        (
+            share.host.name,
+            share.ranks,
+            "here" if share in here else shlex.join(command.ssh_command(options, share.host)),
+        )
+        for share in job.shares
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    listens = f"port {job.port}" if job.port else "a port that is free"
+    by = f" of interface {job.interface}" if job.interface else ""
+    lines = [
+        f"{job.size} rank{'s' * (job.size > 1)} on {hosts} host{'s' * (hosts > 1)}; "
+        f"rank 0 listens on {job.shares[0].host.name}, on {listens}{by}",
+        *(f"  {name:<{widths[0]}}  {ranks:<{widths[1]}}  {how}" for name, ranks, how in rows),
+        f"each rank: {shlex.join(_program_words(job, options))}",
+        f"in folder: {options.folder}",
+        f"settings: {shlex.join(f'{name}={value}' for name, value in job.flags.items()) or 'none'}",
+    ]
+    if job.passed:
+        lines.append(f"variables passed on: {', '.join(sorted(job.passed))}")
+    if job.log_dir:
+        lines.append(f"a log of each rank in: {job.log_dir}")
+    return "\n".join(lines)
+
+
+def _program_words(job: Job, options: SshOptions) -> list[str]:
+    if job.module:
+        return [options.python, "-m", *job.words]
+    return [options.python, *job.words] if job.is_python else list(job.words)

@@ -1,4 +1,4 @@
-"""A run on this host alone: its ranks meet on the loopback interface and read our input."""
+"""Runs a job on this host alone: its ranks meet on loopback, rank 0 reads our input."""
 
 import os
 import tempfile
@@ -6,15 +6,15 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from shardwise.launch import interface, own, private, program, rendezvous, restarts
+from shardwise.launch import network, private_files, program, restarts
 from shardwise.launch.console import Console
-from shardwise.launch.crew import Crew
-from shardwise.launch.hosts import HERE
+from shardwise.launch.hosts import LOOPBACK
 from shardwise.launch.job import Job
+from shardwise.launch.local_workers import LocalWorkers
+from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.restarts import Ending
 from shardwise.launch.signals import Signals
 from shardwise.launch.supervisor import Supervisor
-from shardwise.launch.warden import Warden
 
 
 def run(job: Job) -> int:
@@ -26,25 +26,27 @@ def run(job: Job) -> int:
         try:
             return restarts.repeated(job.restarts, once, console.say)
         finally:
-            (private.path() / own.commit_file(job.run)).unlink(missing_ok=True)
-            private.tidy()
+            (private_files.folder_path() / private_files.commit_file(job.run)).unlink(
+                missing_ok=True
+            )
+            private_files.tidy()
 
 
 def _once(job: Job, command: tuple[str, ...], console: Console, signals: Signals) -> Ending:
     """Start all ranks, and watch them to their end."""
-    address = HERE if job.interface is None else interface.address_of(job.interface)
-    with rendezvous.listen(address, job.port) as meeting, rendezvous.reserve(address) as spare:
+    address = LOOPBACK if job.interface is None else network.address_of_interface(job.interface)
+    with network.listen(address, job.port) as meeting, network.reserve_port(address) as spare:
         where = {"port": meeting.getsockname()[1], "master_port": spare.getsockname()[1]}
         task = job.task(job.shares[0], command, console, address=address, **where, reads=True)
-        voices = job.voices(console)
+        outputs = job.outputs(console)
         folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
-        with Warden(folder) as warden:
-            supervisor = Supervisor(console, voices, signals, grace=job.grace, joins=job.joins)
-            told = supervisor.hear, supervisor.left, supervisor.saves_first
-            crew = Crew(task, folder, warden, supervisor.selector, *told)
+        with OrphanReaper(folder) as reaper:
+            supervisor = Supervisor(console, outputs, signals, grace=job.grace, joins=job.joins)
+            sinks = supervisor.hear, supervisor.left, supervisor.saves_first
+            workers = LocalWorkers(task, folder, reaper, supervisor.selector, *sinks)
             with closing(supervisor):
-                crew.start(meeting)
+                workers.start(meeting)
                 meeting.close()
-                ending = supervisor.watch([crew])
-            crew.release()
+                ending = supervisor.watch([workers])
+            workers.release()
             return ending

@@ -1,4 +1,4 @@
-"""What every rank is to run: a Python file, a module or any program; found before the start."""
+"""Finds the program that every rank is to run, before the start: a file, a module, a command."""
 
 import difflib
 import importlib.util

@@ -1,23 +1,24 @@
-"""How far a rank has come: numbers in a file that it and its launcher map.
+"""Records how far a rank has come, in numbers of a file that it and its launcher map.
 
-    heeds | ended | resumes | steps, kept of engine 0 | steps, kept of engine 1 | ...
+    saves_when_asked | ended | resumes | steps, kept of engine 0 | steps, kept of engine 1 | ...
 
-Telling one costs a store into memory, so a rank tells every step, and what it told is there
-however it ends.
+Recording one costs a store into memory, so a rank records every step, and the record is there
+however the rank ends.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.launch.report import DIRECTORY_VARIABLE, RANK_VARIABLE
+from shardwise.launch.environment import RANK_VARIABLE, REPORTS_VARIABLE
 
 ENGINES = 60
-"""Of how many engines of a process the steps are told; those made later are not."""
+"""Of so many engines of a process steps are recorded; not of those made later."""
 
 _HEEDS, _ENDED, _RESUMES, _FIRST = range(4)
 _NUMBERS = _FIRST + 2 * ENGINES
@@ -25,29 +26,29 @@ _NUMBERS = _FIRST + 2 * ENGINES
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a rank has told, of the engine that has most to lose.
+    """The progress that a rank has recorded, of the engine that has most to lose.
 
     `step` is how many steps it made, `kept` how many of them a restart has not to make again.
-    `heeds`: asked to end, it saves first; `ended`: it has done so. `resumes`: it asks for the
-    newest checkpoint when it starts.
+    `saves_when_asked`: asked to end, it saves first; `ended`: it has done so. `resumes`: it asks
+    for the newest checkpoint when it starts.
     """
 
     step: int
     kept: int
-    heeds: bool = False
+    saves_when_asked: bool = False
     ended: bool = False
     resumes: bool = False
 
 
-class Telling:
-    """The end of a rank; where nobody listens, it tells nobody."""
+class ProgressWriter:
+    """The rank's side; without a launcher it records into memory of its own."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._launcher = os.getppid() if DIRECTORY_VARIABLE in environ else None
-        if DIRECTORY_VARIABLE not in environ:
+        self._launcher = os.getppid() if REPORTS_VARIABLE in environ else None
+        if REPORTS_VARIABLE not in environ:
             self._numbers = memoryview(bytearray(8 * _NUMBERS)).cast("q")
             return
-        path = _path(Path(environ[DIRECTORY_VARIABLE]), int(environ[RANK_VARIABLE]))
+        path = _path(Path(environ[REPORTS_VARIABLE]), int(environ[RANK_VARIABLE]))
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, 8 * _NUMBERS)
@@ -57,10 +58,10 @@ class Telling:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether the launcher that listened is gone."""
+        """Whether the launcher is gone."""
         return self._launcher is not None and os.getppid() != self._launcher
 
-    def heeds(self, *, saves: bool) -> None:
+    def saves_when_asked(self, *, saves: bool) -> None:
         """From now on this rank saves before it ends, when asked to end; or no longer."""
         self._numbers[_HEEDS] = saves
 
@@ -84,7 +85,7 @@ class Telling:
 
 
 def read(folder: Path, rank: int) -> Progress | None:
-    """What `rank` has told in `folder`; None where it never began to."""
+    """Read the progress of `rank` in `folder`; None where it never began to record."""
     try:
         data = _path(folder, rank).read_bytes()
     except FileNotFoundError:
@@ -97,7 +98,7 @@ def read(folder: Path, rank: int) -> Progress | None:
     return Progress(
         step=step,
         kept=kept,
-        heeds=bool(numbers[_HEEDS]),
+        saves_when_asked=bool(numbers[_HEEDS]),
         ended=bool(numbers[_ENDED]),
         resumes=bool(numbers[_RESUMES]),
     )
@@ -105,3 +106,25 @@ def read(folder: Path, rank: int) -> Progress | None:
 
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.progress"
+
+
+# -- ranks that have ended before the others met ----------------------------------------------
+
+
+def mark_ended_early(folder: Path, rank: int) -> None:
+    """Let the ranks of this host, whose error files lie in `folder`, know that `rank` ended well.
+
+    For a rank of which no process is left: what goes on in the background may still come.
+    """
+    with suppress(OSError):  # a full disk: they wait until --timeout then
+        _ended_mark(folder, rank).touch()
+
+
+def ended_early(ranks: Iterable[int]) -> list[int]:
+    """Those of `ranks` that have ended with code 0, as far as this process's launcher knows."""
+    folder = os.environ.get(REPORTS_VARIABLE)
+    return [] if folder is None else [r for r in ranks if _ended_mark(Path(folder), r).exists()]
+
+
+def _ended_mark(folder: Path, rank: int) -> Path:
+    return folder / f"ended-{rank}"

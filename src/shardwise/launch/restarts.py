@@ -1,4 +1,4 @@
-"""Whether a run that failed starts again, and the line about it."""
+"""Decides whether a run that failed starts again, and says so in a line."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ SAVED = 75
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """A failure that is not of the user's asking: `what` happened to whom, and `why`, in words;
-    `progress` is what the ranks had told by then."""
+    `progress` is what the ranks had made by then."""
 
     what: str
     why: str
@@ -41,22 +41,22 @@ class Restarts:
 
     def after(self, failure: Failure) -> tuple[bool, str]:
         """Whether to start again, and what to say of it, a line or nothing."""
-        told = failure.progress or Progress(step=0, kept=0)
-        self._failures.append((told.step, told.kept))
+        progress = failure.progress or Progress(step=0, kept=0)
+        self._failures.append((progress.step, progress.kept))
         number = len(self._failures)
         if self._allowed == 0:
             return False, ""
         if self._failures[-STUCK:] == [self._failures[-1]] * STUCK:
             return False, (
-                f"\nshardwise: {STUCK} failures in a row {_where(told)}, and no newer checkpoint "
-                "in between: not starting again.\n"
+                f"\nshardwise: {STUCK} failures in a row {_where(progress)}, and no newer "
+                "checkpoint in between: not starting again.\n"
             )
         if number > self._allowed:
             times = "once" if self._allowed == 1 else f"{self._allowed} times"
             return False, f"\nshardwise: it was started again {times}, and no more.\n"
         return True, (
-            f"shardwise: {failure.what} {_where(told)} ({failure.why}). Starting again, "
-            f"{number} of {self._allowed}, {_from(told)}.\n"
+            f"shardwise: {failure.what} {_where(progress)} ({failure.why}). Starting again, "
+            f"{number} of {self._allowed}, {_from(progress)}.\n"
         )
 
 
@@ -78,18 +78,18 @@ def repeated(allowed: int, once: Callable[[], Ending], say: Callable[[str], None
     return ending.code
 
 
-def _where(told: Progress) -> str:
-    return f"at step {told.step}" if told.step else "before the first step"
+def _where(progress: Progress) -> str:
+    return f"at step {progress.step}" if progress.step else "before the first step"
 
 
-def _from(told: Progress) -> str:
+def _from(progress: Progress) -> str:
     """Where it goes on, and what is lost."""
-    lost = told.step - (told.kept if told.resumes else 0)
+    lost = progress.step - (progress.kept if progress.resumes else 0)
     steps = f"{lost} step{'s' * (lost != 1)} {'is' if lost == 1 else 'are'} lost"
-    if told.kept and told.resumes:
-        return f"from the checkpoint of step {told.kept}: {steps}"
-    if not told.step:
+    if progress.kept and progress.resumes:
+        return f"from the checkpoint of step {progress.kept}: {steps}"
+    if not progress.step:
         return "from the beginning: nothing is lost"
-    if told.resumes:
+    if progress.resumes:
         return f"from the beginning: there is no checkpoint yet, and {steps}"
     return f"from the beginning, for the script calls no engine.resume(folder): {steps}"

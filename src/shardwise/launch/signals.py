@@ -1,4 +1,4 @@
-"""Signals as events to wait for, and the signals still to be sent."""
+"""Turns signals into events to wait for, and schedules the signals still to be sent."""
 
 import os
 import signal
@@ -58,7 +58,7 @@ def _noted(number: int, frame: FrameType | None) -> None:
     """Its arrival was written to the wakeup descriptor; nothing else is to be done here."""
 
 
-class Plan:
+class SignalSchedule:
     """Signals to send to the ranks, each at its time; a new plan replaces the old."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

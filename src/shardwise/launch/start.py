@@ -1,8 +1,8 @@
-"""From the command line to a run: on which hosts, and by whom its ranks are started.
+"""Starts what the command line asks for: chooses the hosts, and who starts the ranks.
 
 nothing, or -n N            this host                     one_host.py
--H, --hostfile              ssh to each                   many_hosts.py
-a Slurm allocation          srun                          srun.py
+-H, --hostfile              ssh to each                   ssh/many_hosts.py
+a Slurm allocation          srun                          slurm.py
 --nnodes                    torch's elastic agent         elastic.py
 """
 
@@ -16,21 +16,19 @@ from pathlib import Path
 from shardwise.errors import LaunchError
 from shardwise.launch import (
     elastic,
-    gpus,
+    environment,
+    flags,
     hosts,
-    interface,
-    many_hosts,
-    misplaced,
+    network,
     one_host,
-    passing,
-    preview,
     program,
-    secret,
-    srun,
+    resources,
+    slurm,
 )
 from shardwise.launch.hosts import Host, Share
-from shardwise.launch.job import Job
-from shardwise.launch.ssh import Way
+from shardwise.launch.job import Job, dry_run_words
+from shardwise.launch.ssh import many_hosts
+from shardwise.launch.ssh.command import SshOptions
 
 GRACE = 5.0
 """Seconds between asking ranks to end and killing them, where the user does not say."""
@@ -40,7 +38,7 @@ HOST_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RunRequest:
     """The launcher's own flags (see flags.py) and what to run with which `settings`."""
 
     words: tuple[str, ...]
@@ -68,12 +66,12 @@ class Asked:
     dry_run: bool
 
 
-def run(asked: Asked) -> int:
+def run(asked: RunRequest) -> int:
     """Run what was asked for and return its exit code. Raises LaunchError when it cannot start."""
     named = asked.hosts is not None or asked.hostfile is not None
-    by_srun = asked.nnodes is None and not named and srun.is_wanted(os.environ)
-    heeded = passing.MASTER if by_srun and not asked.port else ()
-    passed = passing.variables(os.environ, asked.pass_on, asked.interface, heeded)
+    by_srun = asked.nnodes is None and not named and slurm.needs_srun(os.environ)
+    heeded = environment.MASTER if by_srun and not asked.port else ()
+    passed = environment.passed_variables(os.environ, asked.pass_on, asked.interface, heeded)
     if asked.nnodes is not None:
         return _by_torch(asked, passed)
     for flag in ("node_rank", "rdzv_endpoint"):
@@ -84,13 +82,13 @@ def run(asked: Asked) -> int:
     return _by_ourselves(asked, passed)
 
 
-def _by_ourselves(asked: Asked, passed: Mapping[str, str]) -> int:
+def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
     """Start the ranks here, and over ssh."""
     shares = _shares(asked)
-    here = [share for share in shares if interface.is_here(share.host)]
+    here = [share for share in shares if network.is_here(share.host)]
     is_alone = list(shares) == here[:1]
     if asked.hosts is None and asked.hostfile is None:
-        misplaced.refuse(misplaced.HERE, {**vars(asked), **asked.settings})
+        flags.refuse_without_effect(flags.ON_THIS_HOST, {**vars(asked), **asked.settings})
     size = sum(share.count for share in shares)
     job = Job(
         words=asked.words,
@@ -105,8 +103,8 @@ def _by_ourselves(asked: Asked, passed: Mapping[str, str]) -> int:
         interface=asked.interface,
         log_dir=asked.log_dir,
     )
-    way = Way(
-        folder=passing.folder(os.environ),
+    options = SshOptions(
+        folder=environment.working_folder(os.environ),
         python=asked.python or sys.executable,
         ssh=_ssh(asked.ssh),
         port=asked.ssh_port,
@@ -114,14 +112,14 @@ def _by_ourselves(asked: Asked, passed: Mapping[str, str]) -> int:
         patience=asked.host_timeout or HOST_TIMEOUT,
     )
     if asked.dry_run:
-        print(preview.words(job, way, here))
+        print(dry_run_words(job, options, here))
         return 0
-    return one_host.run(job) if is_alone else many_hosts.run(job, way)
+    return one_host.run(job) if is_alone else many_hosts.run(job, options)
 
 
-def _by_srun(asked: Asked, passed: Mapping[str, str]) -> int:
+def _by_srun(asked: RunRequest, passed: Mapping[str, str]) -> int:
     """Leave the hosts of a Slurm allocation to srun; returns only from a dry run."""
-    misplaced.refuse(misplaced.SRUN, vars(asked))
+    flags.refuse_without_effect(flags.BY_SRUN, vars(asked))
     if asked.shown is not None or asked.log_dir is not None:
         raise LaunchError(
             "--show and --log-dir are of our own launcher, but the hosts of this Slurm job "
@@ -133,17 +131,17 @@ def _by_srun(asked: Asked, passed: Mapping[str, str]) -> int:
             "--restarts is of our own launcher, but the hosts of this Slurm job are srun's. Leave "
             "it out, and let Slurm start the job again: sbatch --requeue."
         )
-    environ = srun.environment(
+    environ = slurm.srun_environment(
         _with_secret({**os.environ, **passed}), asked.settings, asked.port or 0
     )
-    words = srun.words(environ, command, size=asked.size, per_host=asked.per_host)
+    words = slurm.srun_command(environ, command, size=asked.size, per_host=asked.per_host)
     if not asked.dry_run:
-        srun.run(words, environ)
+        slurm.become_srun(words, environ)
     print(shlex.join(words))
     return 0
 
 
-def _by_torch(asked: Asked, passed: Mapping[str, str]) -> int:
+def _by_torch(asked: RunRequest, passed: Mapping[str, str]) -> int:
     """Let torch's elastic agent start the ranks of this host; returns only from a dry run."""
     assert asked.nnodes is not None
     if asked.hosts is not None or asked.hostfile is not None or asked.shown is not None:
@@ -151,17 +149,17 @@ def _by_torch(asked: Asked, passed: Mapping[str, str]) -> int:
             "--nnodes is for a command that is started on each host by itself; -H, --hostfile and "
             "--show are for one that starts all. Give the one or the other."
         )
-    misplaced.refuse(misplaced.TORCH, {**vars(asked), **asked.settings})
+    flags.refuse_without_effect(flags.BY_TORCH, {**vars(asked), **asked.settings})
     if asked.size is not None:
         raise LaunchError(
             f"-n {asked.size} counts all ranks, which --nnodes leaves open: say how many each "
             "host has, with --nproc-per-node."
         )
     name = asked.rdzv_id or "shardwise"
-    meeting = elastic.Meeting.of(asked.nnodes, asked.rdzv_endpoint, asked.node_rank, name)
+    meeting = elastic.ElasticRendezvous.of(asked.nnodes, asked.rdzv_endpoint, asked.node_rank, name)
     command = program.command(asked.words[0], asked.words[1:], module=asked.module)
     address = elastic.own_address(meeting, asked.interface)
-    words = elastic.words(
+    words = elastic.agent_command(
         meeting,
         command,
         per_host=asked.per_host or _ranks_of_a_host(asked),
@@ -170,19 +168,19 @@ def _by_torch(asked: Asked, passed: Mapping[str, str]) -> int:
         log_dir=asked.log_dir,
     )
     if not asked.dry_run:
-        leads = None if address is None else interface.holding(address)
+        leads = None if address is None else network.interface_of(address)
         base = {**os.environ, **passed}
         print(f"shardwise: {elastic.exposed(meeting, base)}", file=sys.stderr)
         if meeting.most == 1:
             base = _with_secret(base)
-        elastic.run(words, elastic.environment(base, asked.settings, leads))
+        elastic.run(words, elastic.agent_environment(base, asked.settings, leads))
     print(shlex.join(words))
     return 0
 
 
 def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:
     """With a secret for the ranks, where the user has given none."""
-    return {secret.VARIABLE: secret.drawn()} | dict(environ)
+    return {environment.SECRET_VARIABLE: environment.draw_secret()} | dict(environ)
 
 
 def _ssh(text: str | None) -> tuple[str, ...]:
@@ -199,7 +197,7 @@ def _ssh(text: str | None) -> tuple[str, ...]:
     return words
 
 
-def _shares(asked: Asked) -> tuple[Share, ...]:
+def _shares(asked: RunRequest) -> tuple[Share, ...]:
     """Which ranks run on which host."""
     size, each = asked.size, asked.per_host
     if asked.hosts is not None and asked.hostfile is not None:
@@ -211,11 +209,11 @@ def _shares(asked: Asked) -> tuple[Share, ...]:
     if None not in (size, each) and size != each:
         raise LaunchError(f"-n {size} and --nproc-per-node {each} are of one host: give one.")
     if size is None and each is None:
-        size = srun.tasks_here(os.environ) or _ranks_of_a_host(asked)
+        size = slurm.tasks_here(os.environ) or _ranks_of_a_host(asked)
     return tuple(hosts.spread([Host("localhost", each or size)], total=size))
 
 
-def _ranks_of_a_host(asked: Asked) -> int:
+def _ranks_of_a_host(asked: RunRequest) -> int:
     """How many ranks this host has where nobody says: one for each visible GPU, else 1."""
     on_cpu = asked.settings.get("device") == "cpu"
-    return 1 if on_cpu else max(1, gpus.count(os.environ))
+    return 1 if on_cpu else max(1, resources.gpu_count(os.environ))

@@ -1,11 +1,11 @@
-"""Watches over the ranks of a run, wherever they are, and ends them together.
+"""Watches the ranks of a run, wherever they are, and ends them together when one fails.
 
     [ output | end of a rank | Ctrl-C | time to send a signal ] ... -> closing words
 
 Everything happens in one thread that sleeps until one of these comes. When a rank fails, the
 others get a moment to fail too, so that the first cause can be told from its consequences; then
 they are ended. Asked to end, ranks that have a folder for it save first, and are waited for.
-Process groups that outlive all this are the warden's.
+The orphan reaper ends process groups that outlive all this.
 """
 
 import selectors
@@ -13,17 +13,17 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from shardwise.launch import cause, closing, verdict
+from shardwise.launch import failure_report
 from shardwise.launch.console import STDERR, Console
-from shardwise.launch.crew import Departure
+from shardwise.launch.error_file import ErrorReport
+from shardwise.launch.local_workers import RankExit
 from shardwise.launch.progress import Progress
-from shardwise.launch.report import Report
 from shardwise.launch.restarts import SAVED, Ending, Failure
-from shardwise.launch.signals import Plan, Signals
-from shardwise.launch.voice import Voice
+from shardwise.launch.signals import Signals, SignalSchedule
+from shardwise.launch.worker_output import WorkerOutput
 
 SETTLE = 0.4
-"""Seconds after the first failure in which others may tell that they failed too."""
+"""Seconds after the first failure in which others may report that they failed too."""
 
 UNEXPLAINED = 3.0
 """The same while every failed rank has only lost another one, which must be about to end."""
@@ -33,33 +33,33 @@ LAST_GRACE = 2.0
 
 
 class Site(Protocol):
-    """The ranks of one host: a crew here, or what stands for one elsewhere."""
+    """The ranks of one host: LocalWorkers here, RemoteHost elsewhere."""
 
     def reap(self) -> None:
         """See which processes have ended."""
 
-    def send(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to all ranks there."""
 
-    def ask(self, number: signal.Signals) -> None:
-        """The same, but to the rank alone where it saves first; the supervisor is told then."""
+    def ask_to_end(self, number: signal.Signals) -> None:
+        """Pass on that someone wants the ranks to end; those that save first report it."""
 
     def resize(self, window: tuple[int, int]) -> None:
-        """Tell of the new rows and columns of the terminal."""
+        """Pass on the new rows and columns of the terminal."""
 
 
 class Supervisor:
     """The ranks of one run, from their start to the closing words.
 
-    `voices` are those of all ranks, `hosts` the names of their hosts where there are several.
-    `grace` is the seconds between asking and killing. `joins`: the ranks are expected to call
-    sw.init.
+    `outputs` take what each rank writes, `hosts` are the names of their hosts where there are
+    several. `grace` is the seconds between asking and killing. `joins`: the ranks are expected
+    to call sw.init.
     """
 
     def __init__(
         self,
         console: Console,
-        voices: Sequence[Voice],
+        outputs: Sequence[WorkerOutput],
         signals: Signals,
         *,
         grace: float,
@@ -68,15 +68,15 @@ class Supervisor:
     ) -> None:
         self.selector = selectors.DefaultSelector()
         self._console = console
-        self._voices = voices
+        self._outputs = outputs
         self._signals = signals
         self._grace = grace
         self._joins = joins
         self._hosts = hosts or {}
         self._sites: Sequence[Site] = ()
-        self._plan = Plan()
-        self._running = set(range(len(voices)))
-        self._departures: dict[int, Departure] = {}
+        self._plan = SignalSchedule()
+        self._running = set(range(len(outputs)))
+        self._exits: dict[int, RankExit] = {}
         self._losses: list[str] = []
         self._asked: signal.Signals | None = None
         self._stopping = False
@@ -93,10 +93,10 @@ class Supervisor:
         return self._conclude()
 
     def close(self) -> None:
-        """Let go of what was waited on, and of the logs."""
+        """Close what was waited on, and the logs."""
         self.selector.close()
-        for voice in self._voices:
-            voice.close()
+        for output in self._outputs:
+            output.close()
 
     def turn(self, limit: float | None = None) -> None:
         """Wait for something to happen, `limit` seconds at most, and deal with it."""
@@ -115,32 +115,32 @@ class Supervisor:
 
     def hear(self, rank: int, stream: int, data: bytes) -> None:
         """Take what `rank` has written."""
-        self._voices[rank].hear(stream, data)
+        self._outputs[rank].hear(stream, data)
 
-    def left(self, departure: Departure) -> None:
-        """Take notice that a rank has ended."""
-        self._running.discard(departure.end.rank)
-        self._departures[departure.end.rank] = departure
+    def left(self, rank_exit: RankExit) -> None:
+        """Note that a rank has ended."""
+        self._running.discard(rank_exit.end.rank)
+        self._exits[rank_exit.end.rank] = rank_exit
         if self._is_patient:
             self._settle()
 
     def lost(self, ranks: Sequence[int], why: str) -> None:
-        """Take notice that these ranks are out of reach, and end the others."""
+        """Note that these ranks are out of reach, and end the others."""
         self._running.difference_update(ranks)
         self._losses.append(why)
         if self._is_patient:
             self._plan.make([(0, signal.SIGTERM), (self._grace, signal.SIGKILL)])
 
     def saves_first(self, asked: signal.Signals) -> None:
-        """Take notice that a rank which was asked to end saves before: wait for it."""
+        """Note that a rank which was asked to end saves first: wait for it."""
         if not self._saving and not self._stopping:
             self._saving, self._asked = True, self._asked or asked
             self._plan.make([])
-            self.say(closing.saving(asked))
+            self.say(failure_report.saving_line(asked))
 
     @property
     def _is_patient(self) -> bool:
-        """Whether ranks are let end by themselves."""
+        """Whether ranks may still end by themselves."""
         return (self._asked is None or self._saving) and not self._stopping
 
     def _on_signals(self) -> None:
@@ -168,7 +168,7 @@ class Supervisor:
         ends = self._ends()
         if all(end.code == 0 for end in ends):
             return
-        explained = verdict.is_explained(ends, self._reports())
+        explained = failure_report.is_explained(ends, self._reports())
         if self._plan and explained == self._explained:
             return
         self._explained = explained
@@ -176,20 +176,20 @@ class Supervisor:
         self._plan.make([(wait, signal.SIGTERM), (wait + self._grace, signal.SIGKILL)])
 
     def _stop(self, asked: signal.Signals) -> None:
-        """Someone wants the run to end; a second time, at once."""
+        """End the run, as someone wants it; a second time, at once."""
         if self._asked is not None:
             self._plan.make([(0, signal.SIGKILL)])
         elif asked == signal.SIGINT:
             kill = (self._grace + LAST_GRACE, signal.SIGKILL)
             self._plan.make([(0, asked), (self._grace, signal.SIGTERM), kill])
-            for voice in self._voices:
-                voice.hush()
+            for output in self._outputs:
+                output.hide_interrupt()
         elif asked == signal.SIGTERM:
             self._plan.make([(self._grace, signal.SIGKILL)])
         else:
             self._plan.make([(0, signal.SIGTERM), (self._grace, signal.SIGKILL)])
-        again, size = self._asked is not None, len(self._voices)
-        words = closing.stopping(asked, size, again=again, broken=self._console.broken)
+        again, size = self._asked is not None, len(self._outputs)
+        words = failure_report.stopping_line(asked, size, again=again, broken=self._console.broken)
         first, self._asked = self._asked is None, self._asked or asked
         self.say(words)
         if first and asked == signal.SIGTERM:
@@ -198,90 +198,94 @@ class Supervisor:
     def _ask(self, number: signal.Signals) -> None:
         """Pass on to the ranks that someone wants them to end; some save first."""
         for site in self._sites:
-            site.ask(number)
+            site.ask_to_end(number)
 
     def _send(self, number: signal.Signals) -> None:
         self._stopping = True
         for site in self._sites:
-            site.send(number)
+            site.send_signal(number)
 
     def _conclude(self) -> Ending:
-        reports, lost = self._reports(), closing.lost(self._losses)
-        refused = "" if self._asked else verdict.refused(self._ends(), reports)
-        self._show_what_was_left_to_us(reports, alike=bool(refused))
-        judged = verdict.judge(self._ends(), reports)
-        saved = any(departure.saved for departure in self._departures.values())
+        reports, lost = self._reports(), failure_report.lost_hosts(self._losses)
+        refused = "" if self._asked else failure_report.common_refusal(self._ends(), reports)
+        self._show_refusals(reports, alike=bool(refused))
+        judged = failure_report.judge(self._ends(), reports)
+        saved = any(rank_exit.saved for rank_exit in self._exits.values())
         if judged is None and not lost and (saved or self._saving):
             return Ending(code=SAVED if saved else 0)
         if self._asked is not None:
             return Ending(code=128 + self._asked, words=lost)
-        if lost and (judged is None or verdict.is_consequence(judged, reports)):
+        if lost and (judged is None or failure_report.is_consequence(judged, reports)):
             failure = Failure(what="a host", why=self._losses[0], progress=self._progress())
             return Ending(code=1, words=lost, failure=failure)
         if judged is not None:
             return self._blame(judged, reports, refused)
-        return Ending(code=0, words=closing.copies(len(self._voices)) if self._apart else "")
+        return Ending(
+            code=0, words=failure_report.unjoined_copies(len(self._outputs)) if self._apart else ""
+        )
 
     @property
     def _apart(self) -> bool:
         """Whether ranks that should have been one run have not heard of each other."""
-        return self._joins and len(self._voices) > 1 and self._progress() is None
+        return self._joins and len(self._outputs) > 1 and self._progress() is None
 
-    def _show_what_was_left_to_us(self, reports: Mapping[int, Report], *, alike: bool) -> None:
-        """Let each rank say what it was refused, in its log alone where it is the same for all."""
+    def _show_refusals(self, reports: Mapping[int, ErrorReport], *, alike: bool) -> None:
+        """Show what each rank was refused; only in its log where it is the same for all."""
         for rank, found in reports.items():
             if found.refusal and alike:
-                self._voices[rank].keep(STDERR, found.text.encode())
+                self._outputs[rank].keep(STDERR, found.text.encode())
             elif found.refusal:
-                self._voices[rank].hear(STDERR, found.text.encode())
+                self._outputs[rank].hear(STDERR, found.text.encode())
 
     def _blame(
-        self, judged: verdict.Verdict, reports: Mapping[int, Report], refused: str
+        self, judged: failure_report.Verdict, reports: Mapping[int, ErrorReport], refused: str
     ) -> Ending:
         """Which rank failed and why, or that all were `refused` the same."""
         rank = judged.rank if judged.waiting is None else judged.waiting
         found = reports.get(rank)
-        departure = self._departures[judged.rank]
-        # Who was ended by us is to blame only where an error of its own came before.
-        how = cause.UNCAUGHT if departure.end.stopped else departure.how
-        trace = verdict.last_words(found.text if found else self._voices[rank].tail.text())
+        rank_exit = self._exits[judged.rank]
+        # A rank that we ended is to blame only where an error of its own came before.
+        how = failure_report.UNCAUGHT if rank_exit.end.stopped else rank_exit.how
+        trace = failure_report.last_traceback(
+            found.text if found else self._outputs[rank].tail.text()
+        )
         if judged.late and found is not None:  # our frames do not say more of who is at fault
             trace = f"{found.message} [{found.where}]"
-        words = closing.words(
+        words = failure_report.closing_words(
             judged,
             how,
             trace,
-            size=len(self._voices),
+            size=len(self._outputs),
             where=found.where if found else "",
             host=self._hosts.get(judged.rank, ""),
         )
         if refused:
-            words = closing.refusal(refused, list(reports), len(self._voices))
-        what, why = closing.short(judged, how, len(self._voices), found)
+            words = failure_report.refusal_words(refused, list(reports), len(self._outputs))
+        what, why = failure_report.in_few_words(judged, how, len(self._outputs), found)
         return Ending(
             code=judged.exit_code,
-            words=closing.lost(self._losses) + words,
+            words=failure_report.lost_hosts(self._losses) + words,
             failure=Failure(what=what, why=why, progress=self._progress()),
         )
 
     def _progress(self) -> Progress | None:
-        """What all ranks have told, as one."""
-        told = [d.progress for d in self._departures.values() if d.progress is not None]
-        if not told:
+        """The progress of all ranks, as one."""
+        reported = [d.progress for d in self._exits.values() if d.progress is not None]
+        if not reported:
             return None
         return Progress(
-            step=max(each.step for each in told),
-            kept=max(each.kept for each in told),
-            resumes=any(each.resumes for each in told),
+            step=max(each.step for each in reported),
+            kept=max(each.kept for each in reported),
+            resumes=any(each.resumes for each in reported),
         )
 
     def say(self, words: str) -> None:
         """Show whole lines of our own."""
         self._console.say(words)
 
-    def _ends(self) -> list[verdict.End]:
-        return [departure.end for departure in self._departures.values() if not departure.saved]
+    def _ends(self) -> list[failure_report.ExitStatus]:
+        return [rank_exit.end for rank_exit in self._exits.values() if not rank_exit.saved]
 
-    def _reports(self) -> dict[int, Report]:
-        found = self._departures.items()
-        return {rank: departure.report for rank, departure in found if departure.report}
+    def _reports(self) -> dict[int, ErrorReport]:
+        found = self._exits.items()
+        return {rank: rank_exit.report for rank, rank_exit in found if rank_exit.report}

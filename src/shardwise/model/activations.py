@@ -1,4 +1,4 @@
-"""The fourth state: what forward keeps for backward. *Kept* or *recomputed*, resting on a tier.
+"""Activations, the fourth state: keeps, recomputes or offloads what forward saves for backward.
 
 Recomputation is per unit (units.py; a model without any is one). Moving takes what autograd saves
 inside the forward of a model; with recomputation, that is what goes into the units.
@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardwise.config import Settings
 from shardwise.model import units
 from shardwise.model.module_hooks import Hooked, attach
-from shardwise.model.offloaded_tensor import Disk, DiskBehindHost, Host, Place
+from shardwise.model.offloaded_tensor import DiskTarget, HostTarget, OffloadTarget, StagedDiskTarget
 from shardwise.model.recomputation import RecomputedForward
 from shardwise.model.saved_tensors import SavedTensors
 from shardwise.placement import Tier
@@ -25,7 +25,7 @@ from shardwise.tiers.spool import Spool
 
 
 class Activations:
-    """Has `models` do with their activations what `settings` say, until `close`.
+    """Lets `models` keep, recompute or offload their activations as `settings` say, until `close`.
 
     `rank` stands in the messages of a tier.
 
@@ -44,15 +44,15 @@ class Activations:
         self._device = device
         self._forwards: list[RecomputedForward] = []
         self._handles: list[Hooked] = []
-        place = _place(settings.offload_activations, device, rank)
+        target = _target(settings.offload_activations, device, rank)
         if settings.activations == "recomputed":
             found = [units.find_units(model) or [("", model)] for model in models]
             self._forwards = [
                 RecomputedForward(unit, compiled=settings.compile)
                 for unit in dict.fromkeys(unit for several in found for _, unit in several)
             ]
-        if place is not None:
-            scope = Scope(models, SavedTensors(place, device.type))
+        if target is not None:
+            scope = OffloadScope(models, SavedTensors(target, device.type))
             self._handles = [handle for model in models for handle in scope.attach(model)]
 
     def describe(self) -> str:
@@ -75,8 +75,8 @@ class Activations:
             handle.remove()
 
 
-class Scope:
-    """Hooks on models inside whose forward `saved` is on. Copies of a model have it off."""
+class OffloadScope:
+    """Hooks on models that offload what autograd saves in their forward. Copies do not."""
 
     def __init__(self, models: Sequence[nn.Module] = (), saved: SavedTensors | None = None) -> None:
         self._models = models
@@ -112,13 +112,13 @@ class Scope:
                 self._saved.end()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Scope, ()
+        return OffloadScope, ()
 
 
-def _place(tier: Tier, device: torch.device, rank: int) -> Place | None:
+def _target(tier: Tier, device: torch.device, rank: int) -> OffloadTarget | None:
     """Where activations go; None where they stay."""
     on_cpu = device.type == "cpu"
     if tier.kind == "nvme":
         spool = Spool(Path(tier.folder), "activations", rank=rank)
-        return Disk(spool) if on_cpu else DiskBehindHost(Host(device), spool)
-    return None if tier.kind == "device" or on_cpu else Host(device)
+        return DiskTarget(spool) if on_cpu else StagedDiskTarget(HostTarget(device), spool)
+    return None if tier.kind == "device" or on_cpu else HostTarget(device)

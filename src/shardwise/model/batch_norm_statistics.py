@@ -1,4 +1,4 @@
-"""The exchange of a BatchNorm's statistics between ranks, in its turn of the gather order.
+"""Exchanges a BatchNorm's statistics between ranks, in its turn of the gather order.
 
 Where ranks gather units together, one that waits for the statistics would wait for ranks that wait
 for it in a gather. So an exchange takes a turn as a unit does: a rank that skips it takes part with
@@ -20,11 +20,11 @@ from shardwise.collectives import GatherOrder
 from shardwise.errors import ModelError, OrderError
 
 FORWARD = 0
-"""The call of every forward; those of its backward are told apart by a number."""
+"""The call of every forward; those of its backward differ by a number."""
 
 
-class Rows(Protocol):
-    """What a BatchNorm needs of the other ranks."""
+class StatisticsRows(Protocol):
+    """Gathers a BatchNorm's statistics from all ranks."""
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
         """`row` (k,) of every rank as (ranks, k), and the number of this forward."""
@@ -43,10 +43,12 @@ class Skippable(Protocol):
         """Take the running statistics on by `rows`, those of a forward that this rank skips."""
 
 
-class Exchange:
+class StatisticsExchange:
     """The exchanges of one BatchNorm, in turn `number` of `turns`."""
 
-    def __init__(self, turns: Exchanges, number: int, name: str, module: Skippable) -> None:
+    def __init__(
+        self, turns: StatisticsExchanges, number: int, name: str, module: Skippable
+    ) -> None:
         self.turns = turns
         self._number = number
         self._name = name
@@ -95,17 +97,17 @@ class Exchange:
                 "which synchronised BatchNorm cannot have: build it for those that it gets."
             )
 
-    def _check(self, told: list[list[float]]) -> int | None:
+    def _check(self, rows: list[list[float]]) -> int | None:
         """Which call rows have met in, if any rank is here; raises OrderError, on all ranks alike,
         where they are of different uses."""
-        calls = {int(call) for here, call, _ in told if here}
+        calls = {int(call) for here, call, _ in rows if here}
         if not calls:
             return None
         call = calls.pop()
         apart = bool(calls) or call in self._done
         if call == FORWARD:
             self._forwards += 1
-            apart |= any(used != (self._uses if here else 0) for here, _, used in told)
+            apart |= any(used != (self._uses if here else 0) for here, _, used in rows)
             self._uses += 1
         elif is_backward(call):
             self._done.add(call)
@@ -120,8 +122,8 @@ class Exchange:
         return call
 
 
-class Exchanges:
-    """The turns of some BatchNorms in an order, one for each."""
+class StatisticsExchanges:
+    """Gives each of some BatchNorms its turn in a gather order."""
 
     def __init__(self, order: GatherOrder, modules: Mapping[str, Skippable]) -> None:
         self.order = order
@@ -129,7 +131,7 @@ class Exchanges:
         self._pending: tuple[Tensor, int] | None = None
         self._rows: Tensor | None = None
         self.each = [
-            Exchange(self, number, name, module)
+            StatisticsExchange(self, number, name, module)
             for number, (name, module) in enumerate(modules.items())
         ]
         self._first = order.join(self, list(modules), exchanges=True)
@@ -155,7 +157,7 @@ class Exchanges:
 
     # -- as a member of the order ---------------------------------------------------------
 
-    def take_turn(self, number: int, *, wanted: bool) -> None:
+    def run_entry(self, number: int, *, wanted: bool) -> None:
         """Exchange rows; what this rank has `wanted` is kept for `exchange`."""
         if not wanted:
             self.each[number].meet(None, FORWARD)

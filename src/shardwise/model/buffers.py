@@ -1,4 +1,4 @@
-"""Buffers: alike at the start, and kept in step.
+"""Keeps buffers alike on all ranks: broadcast at the start, averaged at each step.
 
 Buffers are not trained, but forward may change them (running statistics). At the start all ranks
 take rank 0's. After that, those that forward is seen to change are averaged over the ranks at
@@ -41,7 +41,7 @@ class _Followed:
 
 
 class Buffers:
-    """The buffers of the models, each known by the module and key that hold it."""
+    """Keeps the buffers of the models alike; each is known by the module and key that hold it."""
 
     def __init__(
         self, models: Sequence[nn.Module], group: Collectives, left_out: set[nn.Module]
@@ -91,7 +91,7 @@ class Buffers:
         return self._group.size == 1
 
     def remember(self) -> None:
-        """Take the present values as those of which changes are told."""
+        """Take the present values as those that changes are looked for against."""
         self._seen = [self._mark(index) for index in range(len(self._places))]
 
     def news(self) -> list[tuple[int, tuple[int, ...]]]:
@@ -116,6 +116,7 @@ class Buffers:
     def follow_agreed(self) -> None:
         """Follow what any rank has news of and all ranks hold in one shape. Collective."""
         found = self._group.gather_objects(self.news())
+        # The union, in one order: each rank lists the same buffers in what follows.
         wanted = sorted({index for each in found for index, _ in each})
         mine = {index: self._shape(index) for index in wanted}
         all_shapes = self._group.gather_objects(mine)

@@ -1,4 +1,4 @@
-"""Forwards in the timeline: those of models, and inside them those of their repeated blocks."""
+"""Records forwards in the timeline: those of models, and inside them those of repeated blocks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch import nn
 
 from shardwise.model.module_hooks import Hooked, attach
 from shardwise.model.units import find_units
-from shardwise.timeline import recorder
-from shardwise.timeline.recorder import Note
-from shardwise.timeline.tracks import Row
+from shardwise.timeline import Row, recorder
+from shardwise.timeline.recorder import TimelineEvent
 
 FORWARD = "forward"
 
 
-class Forwards:
-    """Hooks on `models` and on their blocks (`patterns` as for `find_units`), which are there while
-    a timeline is recorded and none else. What is compiled is left as it is."""
+class ForwardEvents:
+    """Hooks on `models` and their blocks (`patterns` as for `find_units`) while a timeline is
+    recorded. What is compiled is left as it is."""
 
     def __init__(self, models: Sequence[nn.Module], patterns: Sequence[str] | None) -> None:
         self._models = models
@@ -31,7 +30,7 @@ class Forwards:
         recorder.watch(self)
 
     def attach(self) -> None:
-        """Note forwards from now on."""
+        """Record forwards from now on."""
         self.detach()
         for model in self._models:
             for name, module in self._noted(model):
@@ -49,12 +48,12 @@ class Forwards:
             yield f"{FORWARD} {name}", unit
 
     def close(self) -> None:
-        """Never again."""
+        """Stop recording for good."""
         recorder.unwatch(self)
         self.detach()
 
     def detach(self) -> None:
-        """Note no more."""
+        """Stop recording forwards."""
         _remove(self._handles)
 
 
@@ -64,7 +63,7 @@ def _remove(handles: list[Hooked]) -> None:
 
 
 class _Noted:
-    """The hooks on one module. Those of a copy note as well, until recording ends."""
+    """The hooks on one module. Those of a copy record as well, until recording ends."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -81,7 +80,7 @@ class _Noted:
         recording = recorder.active
         began = self._open.pop() if self._open else None  # hooked on inside a forward
         if recording is not None and began is not None:
-            note = Note(Row.COMPUTE, self._name, began, time.monotonic_ns())
+            note = TimelineEvent(Row.COMPUTE, self._name, began, time.monotonic_ns())
             recording.notes.append(note)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Noted:

@@ -1,4 +1,4 @@
-"""What an engine hangs on the modules of a user's model: hooks, and forwards in place of theirs.
+"""Attaches hooks and replaces forwards on a user's modules, so that copies and pickles are plain.
 
 All of it is the engine's. Copies and pickles of a module are the plain one, without any object of
 ours, so that a file which torch.save has written is read where Shardwise is not installed. What a

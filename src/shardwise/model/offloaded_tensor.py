@@ -1,4 +1,4 @@
-"""How the bytes of one saved tensor leave the device and come back: to memory, to a file, or both.
+"""Offloads one saved tensor and brings it back: to the host's memory, to a file, or by both.
 
 accelerator, cpu      device -> pinned memory, and back, on a stream beside the work
 accelerator, nvme     device -> pinned memory -> file; pinned memory is read ahead of need
@@ -13,12 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.tiers.copy_stream import Beside
+from shardwise.tiers.copy_stream import CopyStream
 from shardwise.tiers.spool import Spool
 
 
-class Parcel(Protocol):
-    """Bytes on their way out, away, or on their way back. What it holds is freed with it."""
+class Offload(Protocol):
+    """The offload of one tensor: its bytes leave, are away, or come back.
+
+    The memory that it takes is freed with it.
+    """
 
     def settle(self) -> None:
         """Wait until the source may be freed. Raises TierError where it cannot be."""
@@ -36,24 +39,24 @@ class Parcel(Protocol):
         """Forget what `fetch` brought; it can be fetched again."""
 
 
-class Place(Protocol):
-    """Where parcels go."""
+class OffloadTarget(Protocol):
+    """Where saved tensors are offloaded to."""
 
-    def send(self, data: Tensor) -> Parcel:
-        """Start moving `data` (1-D, uint8) off; it stays as it is until the parcel has settled."""
+    def send(self, data: Tensor) -> Offload:
+        """Start to offload `data` (1-D, uint8), which must stay as it is until that has settled."""
 
 
-class Disk:
-    """A spool, for tensors of the CPU."""
+class DiskTarget:
+    """Offloads tensors of the CPU to a spool on a disk."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
 
-    def send(self, data: Tensor) -> Parcel:
-        return _OnDisk(self._spool, data)
+    def send(self, data: Tensor) -> Offload:
+        return _DiskOffload(self._spool, data)
 
 
-class _OnDisk:
+class _DiskOffload:
     def __init__(self, spool: Spool, data: Tensor) -> None:
         self._spool = spool
         self._record = spool.write(data)
@@ -77,23 +80,23 @@ class _OnDisk:
         self._memory = None
 
 
-class Host:
-    """Pinned memory, for tensors of an accelerator; copies run on a stream beside the work."""
+class HostTarget:
+    """Offloads tensors of an accelerator to pinned memory, on a copy stream beside the work."""
 
     def __init__(self, device: torch.device) -> None:
-        self.beside = Beside(device)
+        self.copy_stream = CopyStream(device)
 
-    def send(self, data: Tensor) -> Parcel:
-        return _OnHost(self, data)
+    def send(self, data: Tensor) -> Offload:
+        return _HostOffload(self, data)
 
     def down(self, data: Tensor) -> tuple[Tensor, Any]:
         """Copy `data` to the host; the copy, and the event of its end."""
-        memory = self.beside.memory(data.numel(), data.dtype)
-        return memory, self.beside.down(data, memory)
+        memory = self.copy_stream.memory(data.numel(), data.dtype)
+        return memory, self.copy_stream.down(data, memory)
 
 
-class _OnHost:
-    def __init__(self, host: Host, data: Tensor) -> None:
+class _HostOffload:
+    def __init__(self, host: HostTarget, data: Tensor) -> None:
         self._host = host
         self._memory, self._left = host.down(data)
         self._back: tuple[Tensor, Any] | None = None
@@ -105,31 +108,31 @@ class _OnHost:
         return bool(self._left.query())
 
     def fetch(self) -> None:
-        self._back = self._host.beside.up(self._memory)
+        self._back = self._host.copy_stream.up(self._memory)
 
     def arrived(self) -> Tensor:
         assert self._back is not None
         data, event = self._back
-        self._host.beside.await_(event)
+        self._host.copy_stream.await_(event)
         return data
 
     def drop(self) -> None:
         self._back = None
 
 
-class DiskBehindHost:
-    """A spool, for tensors of an accelerator."""
+class StagedDiskTarget:
+    """Offloads tensors of an accelerator to a spool on a disk, by way of pinned memory."""
 
-    def __init__(self, host: Host, spool: Spool) -> None:
+    def __init__(self, host: HostTarget, spool: Spool) -> None:
         self._host = host
         self._spool = spool
 
-    def send(self, data: Tensor) -> Parcel:
-        return _BehindHost(self._host, self._spool, data)
+    def send(self, data: Tensor) -> Offload:
+        return _StagedDiskOffload(self._host, self._spool, data)
 
 
-class _BehindHost(_OnDisk):
-    def __init__(self, host: Host, spool: Spool, data: Tensor) -> None:
+class _StagedDiskOffload(_DiskOffload):
+    def __init__(self, host: HostTarget, spool: Spool, data: Tensor) -> None:
         self._host = host
         self._spool = spool
         self._memory = None
@@ -138,6 +141,6 @@ class _BehindHost(_OnDisk):
         self._record = spool.write(memory, ready=left.synchronize)
 
     def arrived(self) -> Tensor:
-        data, event = self._host.beside.up(super().arrived())
-        self._host.beside.await_(event)
+        data, event = self._host.copy_stream.up(super().arrived())
+        self._host.copy_stream.await_(event)
         return data

@@ -1,4 +1,4 @@
-"""The precision presets, and the loss scale that fp16 needs.
+"""Runs forwards in a precision preset, and keeps the loss scale that fp16 needs.
 
     preset       parameters   forward          masters   loss scale
     fp32         as built     as built         -         -
@@ -29,7 +29,7 @@ NARROW = ordered_sums.NARROW
 
 @dataclass(frozen=True)
 class Preset:
-    """What a name of `--precision` means."""
+    """A precision preset: what a name of `--precision` means."""
 
     autocast: torch.dtype | None = None
     cast: torch.dtype | None = None

@@ -1,4 +1,4 @@
-"""A unit's forward, run again in backward instead of being kept (Chen et al., 2016).
+"""Recomputes a unit's forward in backward, instead of keeping activations (Chen et al., 2016).
 
 torch.utils.checkpoint reproduces dropout and autocast. What it leaves to others is here: buffers
 that forward changes (BatchNorm's running statistics) are changed once, and so are attributes
@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.model import module_hooks, unit_attributes
-from shardwise.model.recompute_replay import Tape
 
 
 class RecomputedForward:
@@ -46,7 +46,7 @@ class RecomputedForward:
             return self.plain(*args, **kwargs)
         if torch.compiler.is_compiling():  # the user compiles the whole: torch traces checkpoints
             return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
-        call = _Call(self, args, kwargs)
+        call = _RecomputedCall(self, args, kwargs)
         return checkpoint(call, *call.tensors(), use_reentrant=False)
 
     def undo(self) -> None:
@@ -63,19 +63,19 @@ class RecomputedForward:
 
 
 class StandsForPart(Tensor):
-    """A tensor that computes nothing itself: what it is made of, graph and all, is its `part`."""
+    """A tensor that stands for a whole: this rank's part, with its graph, is its `local`."""
 
     @property
-    def part(self) -> Tensor:
-        """What it is made of."""
+    def local(self) -> Tensor:
+        """This rank's part."""
         raise NotImplementedError
 
-    def form(self) -> Callable[[Tensor], Tensor]:
-        """What makes such a tensor of another part, and holds none."""
+    def constructor(self) -> Callable[[Tensor], Tensor]:
+        """A function from another part to such a tensor; it holds no part."""
         raise NotImplementedError
 
 
-class _Call:
+class _RecomputedCall:
     """One forward of a unit, which can be run again.
 
     Tensors among the arguments, in containers too, are handed to torch's checkpoint, which saves
@@ -102,7 +102,7 @@ class _Call:
             _form_of(leaf, places[id(leaf)]) if isinstance(leaf, Tensor) else leaf
             for leaf in self._leaves
         ]
-        return [leaf.part if isinstance(leaf, StandsForPart) else leaf for leaf in found.values()]
+        return [leaf.local if isinstance(leaf, StandsForPart) else leaf for leaf in found.values()]
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self._given is None:
@@ -121,9 +121,11 @@ class _Call:
     def _again(self, tensors: tuple[Tensor, ...]) -> Any:
         made: dict[int, Tensor] = {}
         for leaf in self._leaves:
-            if isinstance(leaf, _Form) and leaf.place not in made:
+            if isinstance(leaf, _SavedForm) and leaf.place not in made:
                 made[leaf.place] = leaf.make(tensors[leaf.place])
-        leaves = [made[leaf.place] if isinstance(leaf, _Form) else leaf for leaf in self._leaves]
+        leaves = [
+            made[leaf.place] if isinstance(leaf, _SavedForm) else leaf for leaf in self._leaves
+        ]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         as_before = unit_attributes.stand_ins(self._attributes)
         with self._tape.replaying(), stand_ins(self._before), as_before:
@@ -131,21 +133,23 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _SavedForm:
     """Stands in for a tensor among the leaves; `make` makes it of what was saved at `place`."""
 
     place: int
     make: Callable[[Tensor], Tensor]
 
 
-def _form_of(leaf: Tensor, place: int) -> _Form:
-    return _Form(place, leaf.form() if isinstance(leaf, StandsForPart) else lambda saved: saved)
+def _form_of(leaf: Tensor, place: int) -> _SavedForm:
+    return _SavedForm(
+        place, leaf.constructor() if isinstance(leaf, StandsForPart) else lambda saved: saved
+    )
 
 
 class UnitBuffers:
-    """Which buffers of a unit its forward changes, as its forwards show.
+    """Learns which buffers of a unit its forward changes.
 
-    Told by module and mode: torch's batch_norm writes running statistics without raising their
+    Known by module and mode: torch's batch_norm writes running statistics without raising their
     version, as it does that of the count beside them.
     """
 
@@ -204,3 +208,51 @@ def stand_ins(values: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
     finally:
         for module, key, buffer in held:
             module._buffers[key] = buffer
+
+
+T = TypeVar("T")
+
+
+class Tape:
+    """Records results of one forward that its recomputation must not make again, in order.
+
+    Statistics that came from other ranks are such: nobody answers a second time. Recomputation runs
+    in the thread of backward.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside the block `once` makes its value, which is put on this tape."""
+
+        def put(make: Callable[[], T]) -> T:
+            value = make()
+            self._values.append(value)
+            return value
+
+        yield from _with(put)
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Inside the block `once` gives the values of this tape, from the first one on."""
+        values = iter(self._values)
+        yield from _with(lambda make: next(values))
+
+
+_once: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("once", default=None)
+
+
+def _with(rule: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    token = _once.set(rule)
+    try:
+        yield
+    finally:
+        _once.reset(token)
+
+
+def once(make: Callable[[], T]) -> T:
+    """`make()`; in a recomputation, what it gave in the forward that is recomputed."""
+    rule = _once.get()
+    return make() if rule is None else rule(make)

@@ -1,4 +1,4 @@
-"""What forward saves for backward, moved away beside forward and fetched ahead beside backward.
+"""Offloads what autograd saves for backward, beside forward, and fetches it ahead of backward.
 
 `pack` and `unpack` are for torch.autograd.graph.saved_tensors_hooks. What is moved is memory, not
 tensors: views of one storage (query, key and value) travel once. Backward goes through what was
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.errors import UsageError
-from shardwise.model.offloaded_tensor import Parcel, Place
-from shardwise.tiers import heap
+from shardwise.model.offloaded_tensor import Offload, OffloadTarget
+from shardwise.tiers import host_memory
 
 _StorageWeakRef: Any = StorageWeakRef  # torch gives it no types
 
@@ -62,13 +62,13 @@ class Kept:
 class _Piece:
     """A range of a storage: it leaves, is away, or is back. Freed when nothing saved needs it."""
 
-    def __init__(self, number: int, key: _Key, source: Tensor, parcel: Parcel) -> None:
+    def __init__(self, number: int, key: _Key, source: Tensor, offload: Offload) -> None:
         self.number = number
         self.storage = _StorageWeakRef(source.untyped_storage())  # its address is not used anew
         self.version, self.first, self.nbytes = key[1:]
         self.source: Tensor | None = source
-        """Keeps the memory until the parcel has settled."""
-        self.parcel = parcel
+        """Keeps the memory until the offload has settled."""
+        self.offload = offload
         self.is_back = self.was_used = self.was_changed = False
 
     def settle(self) -> None:
@@ -76,7 +76,7 @@ class _Piece:
         backward only: in another one, a change in place could be under way unseen."""
         if self.source is None:
             return
-        self.parcel.settle()
+        self.offload.settle()
         self.was_changed = self.source._version != self.version
         self.source = None
 
@@ -101,14 +101,14 @@ class _Moved:
 
 
 class SavedTensors:
-    """Moves what is saved for backward to `place`; `pack` and `unpack` are the pair of hooks.
+    """Offloads what is saved for backward to `target`; `pack` and `unpack` are the pair of hooks.
 
     Only memory on devices of `device_type` moves, in tensors of at least LEAST bytes that do not
     lie in the memory of the models.
     """
 
-    def __init__(self, place: Place, device_type: str) -> None:
-        self._place = place
+    def __init__(self, target: OffloadTarget, device_type: str) -> None:
+        self._target = target
         self._device_type = device_type
         self._staying: Collection[int] = frozenset()
         self._numbers = 0
@@ -159,7 +159,7 @@ class SavedTensors:
         _, _, first, nbytes = key
         data = torch.empty(0, dtype=torch.uint8, device=source.device)
         data.set_(source.untyped_storage(), first, (nbytes,), (1,))
-        piece = _Piece(self._numbers, key, source, self._place.send(data))
+        piece = _Piece(self._numbers, key, source, self._target.send(data))
         self._numbers += 1
         self._by_key[key] = self._by_number[piece.number] = piece
         self._leaving.append((ref(piece), nbytes))
@@ -171,7 +171,7 @@ class SavedTensors:
         while self._leaving:
             piece = self._leaving[0][0]()
             too_many = self._leaving_bytes > limit
-            if piece is not None and not too_many and not piece.parcel.settled():
+            if piece is not None and not too_many and not piece.offload.settled():
                 return
             nbytes = self._leaving.popleft()[1]
             self._leaving_bytes -= nbytes
@@ -180,11 +180,11 @@ class SavedTensors:
                 self._give_back(nbytes)
 
     def _give_back(self, nbytes: int) -> None:
-        """So much memory was freed: now and then the system gets it, which is slow in bits."""
+        """Count freed memory; return it to the system now and then, since doing so costs time."""
         self._freed += nbytes
         if self._device_type == "cpu" and self._freed > LEAVING:
             self._freed = 0
-            heap.trim()
+            host_memory.trim()
 
     def end(self) -> None:
         """A forward has ended: free what has left by now."""
@@ -212,11 +212,11 @@ class SavedTensors:
         if not piece.is_back:
             self._fetch(piece)
         piece.was_used = True
-        return piece.parcel.arrived()
+        return piece.offload.arrived()
 
     def _fetch(self, piece: _Piece) -> None:
         self._give_back(piece.nbytes)  # what backward has done with
-        piece.parcel.fetch()
+        piece.offload.fetch()
         piece.is_back = True
         self._back[piece.number] = ref(piece)
 
@@ -241,7 +241,7 @@ class SavedTensors:
             if total <= AHEAD // 2:
                 break
             if piece.was_used and piece is not current:
-                piece.parcel.drop()
+                piece.offload.drop()
                 piece.is_back = piece.was_used = False
                 del self._back[piece.number]
                 total -= piece.nbytes

@@ -1,4 +1,4 @@
-"""BatchNorm over the micro-batches of all ranks, with weighted counts, on CPU and CUDA.
+"""Synchronises BatchNorm over all ranks, with weighted counts, on CPU and accelerators.
 
 Each rank sends the count, mean and sum of squared deviations of its rows; the pairwise formula of
 Chan, Golub and LeVeque (1983) joins them in fp64. A rank that was given a stand-in counts nothing.
@@ -18,10 +18,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.collectives import GatherOrder
-from shardwise.current_batch import Feed
-from shardwise.model import recompute_replay
-from shardwise.model.batch_norm_statistics import Exchange, Exchanges, Rows
+from shardwise.current_batch import CurrentBatch
+from shardwise.model.batch_norm_statistics import (
+    StatisticsExchange,
+    StatisticsExchanges,
+    StatisticsRows,
+)
 from shardwise.model.precision import NARROW
+from shardwise.model.recomputation import once
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        ranks: Rows,
+        ranks: StatisticsRows,
         of_all: _Statistics,
     ) -> Tensor:
         wide = _wide(x)
@@ -93,7 +97,7 @@ class _Summed(torch.autograd.Function):
     the same way."""
 
     @staticmethod
-    def forward(ctx: Any, row: Tensor, ranks: Rows, call: int) -> Tensor:
+    def forward(ctx: Any, row: Tensor, ranks: StatisticsRows, call: int) -> Tensor:
         ctx.ranks, ctx.call = ranks, call
         return ranks.of_backward(row, call).sum(0)
 
@@ -129,7 +133,7 @@ def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
 
 
 @torch.no_grad()
-def _joined(x: Tensor, ranks: Rows, counts: bool) -> _Statistics:
+def _joined(x: Tensor, ranks: StatisticsRows, counts: bool) -> _Statistics:
     """The statistics over all ranks; collective."""
     x, dims = _wide(x), _dims(x)
     variance, mean = torch.var_mean(x, dims, correction=0)
@@ -169,8 +173,8 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """
 
     _plain: type[nn.Module]
-    _ranks: Rows
-    _feed: Feed
+    _ranks: StatisticsRows
+    _feed: CurrentBatch
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (N, C, ...). In eval mode as the plain class; in training over all ranks."""
@@ -181,7 +185,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         batch = self._feed.batch_of_forward(training=torch.is_grad_enabled())
         counts = batch is None or batch.samples > 0
         # A recomputation neither speaks with the other ranks nor asks what the batch is by then.
-        of_all = recompute_replay.once(lambda: _joined(x, self._ranks, counts))
+        of_all = once(lambda: _joined(x, self._ranks, counts))
         out = _Normalise.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, self.eps, self._ranks, of_all
         )
@@ -263,7 +267,7 @@ def _run_eagerly() -> None:
         _SyncBatchNorm.forward = _eager  # type: ignore[method-assign]
 
 
-def convert(models: Sequence[nn.Module], order: GatherOrder, feed: Feed) -> int:
+def convert(models: Sequence[nn.Module], order: GatherOrder, feed: CurrentBatch) -> int:
     """Let every BatchNorm of `models` use the statistics of all ranks of `order`; returns how many.
 
     Subclasses too, but for those that normalise in a forward of their own (see `out_of_reach`).
@@ -274,7 +278,7 @@ def convert(models: Sequence[nn.Module], order: GatherOrder, feed: Feed) -> int:
     _run_eagerly()
     for module in found.values():
         module.__class__ = _synchronised(_class_of(module))  # type: ignore[assignment]
-    exchanges = Exchanges(order, cast(dict[str, _SyncBatchNorm], found))
+    exchanges = StatisticsExchanges(order, cast(dict[str, _SyncBatchNorm], found))
     for module, exchange in zip(found.values(), exchanges.each, strict=True):
         module.__dict__.update({"_ranks": exchange, "_feed": feed})
     return len(found)
@@ -306,7 +310,7 @@ def is_out_of_reach(module: nn.Module) -> bool:
 def restore(models: Iterable[nn.Module]) -> None:
     """Undo `convert`."""
     modules = converted(models)
-    for turns in {m._ranks.turns for m in modules if isinstance(m._ranks, Exchange)}:
+    for turns in {m._ranks.turns for m in modules if isinstance(m._ranks, StatisticsExchange)}:
         turns.leave()
     for module in modules:
         module.__class__ = module._plain  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Attributes of modules that forward changes: a counter, a cache, a list of losses.
+"""Restores attributes that a forward changes (a counter, a cache, a list) for its recomputation.
 
 Buffers are not all that a forward leaves behind. When it runs again it must read the attributes
 that it has read, and what it writes to them then must not count twice. So those that a forward has

@@ -1,8 +1,8 @@
-"""Hooks that say when forward and backward need the parameters of a unit.
+"""Unit hooks: report when forward and backward need the parameters of a unit.
 
-Each unit's modules are *doors*: a forward that enters one needs the unit until it leaves. For
-backward, a hook on the outputs says that it comes to the unit, and what autograd saves of the
-unit's parameters is replaced by a note of where they are.
+A forward that enters a hooked module needs its unit until it leaves. For backward, a hook on the
+outputs reports that it comes to the unit, and what autograd saves of the unit's parameters is
+replaced by a reference to where they are.
 """
 
 from __future__ import annotations
@@ -34,67 +34,67 @@ def _untraced(function: Any) -> Any:
     return function
 
 
-class Note:
-    """What stands in for a saved tensor."""
+class SavedReference:
+    """Stands in for a saved tensor."""
 
     __slots__ = ()
 
 
-class Keeper(Protocol):
-    """Who shows units; see states/residency.py."""
+class UnitManager(Protocol):
+    """What unit hooks report to; see states/residency.py."""
 
     @property
     def is_idle(self) -> bool:
         """Whether no forward and no backward is under way."""
 
-    def enter(self, number: int, door: int, module: nn.Module) -> None:
+    def enter(self, number: int, hook: int, module: nn.Module) -> None:
         """Unit `number` is needed from now on, by `module`."""
 
     def leave(self, number: int, *, failed: bool) -> None:
-        """It is needed no longer."""
+        """Unit `number` is needed no longer."""
 
     def touch(self, number: int) -> None:
-        """It is needed in a backward."""
+        """Unit `number` is needed in a backward."""
 
     @property
-    def note_of(self) -> Callable[[Tensor], Note | None]:
-        """What makes a note of where the memory of a tensor is, if it is a unit's."""
+    def reference_of(self) -> Callable[[Tensor], SavedReference | None]:
+        """Makes the reference to save instead of a tensor, if its memory is a unit's."""
 
-    def fetch(self, note: Any) -> Tensor:
-        """The tensor that a note was made of, its unit shown."""
+    def fetch(self, reference: Any) -> Tensor:
+        """The tensor that a reference was made of, its unit shown."""
 
 
-class Doors:
-    """The doors of some models. They stay when units are laid out anew; `keeper` is replaced.
+class UnitHooks:
+    """The hooks of some models. They stay when units are laid out anew; `manager` is replaced.
 
     `before` is called before a forward that may be trained from begins.
     """
 
     def __init__(self) -> None:
-        self.keeper: Keeper | None = None
+        self.manager: UnitManager | None = None
         self.before: Callable[[], None] | None = None
         self._handles: dict[tuple[nn.Module, int], list[Hooked]] = {}
         self._made = 0
 
     def attach(self, wanted: Sequence[tuple[nn.Module, int]]) -> None:
-        """Let the doors be `wanted`, modules with the number of the unit that they need."""
+        """Hook the `wanted`, modules with the number of the unit that they need."""
         for place in [place for place in self._handles if place not in wanted]:
             for handle in self._handles.pop(place):
                 handle.remove()
         for place in wanted:
             if place not in self._handles:
-                door = Door(self, place[1], self._made)
+                hook = ModuleHook(self, place[1], self._made)
                 self._made += 1
-                self._handles[place] = door.attach(place[0])
+                self._handles[place] = hook.attach(place[0])
 
     def remove(self) -> None:
-        """Take all doors off."""
+        """Take all hooks off."""
         self.attach([])
-        self.keeper = None
+        self.manager = None
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _OpenForward:
     """A forward under way: whether it records, what it pushed for that, and the error that was
     being handled around it."""
 
@@ -103,18 +103,18 @@ class _Opened:
     before: BaseException | None
 
 
-class Door:
-    """The hooks on one module. A copy of the model has doors that do nothing."""
+class ModuleHook:
+    """The hooks on one module for one unit. A copy of the model has some that do nothing."""
 
-    def __init__(self, doors: Doors | None, number: int, index: int) -> None:
-        self._doors = doors
+    def __init__(self, hooks: UnitHooks | None, number: int, index: int) -> None:
+        self._hooks = hooks
         self._number = number
         self._index = index
-        self._open: list[_Opened] = []
+        self._open: list[_OpenForward] = []
 
     @property
-    def _keeper(self) -> Keeper | None:
-        return None if self._doors is None else self._doors.keeper
+    def _manager(self) -> UnitManager | None:
+        return None if self._hooks is None else self._hooks.manager
 
     def attach(self, module: nn.Module) -> list[Hooked]:
         """Watch every forward of `module` until the handles are removed."""
@@ -127,22 +127,22 @@ class Door:
     def enter(self, module: nn.Module, args: Any) -> None:
         """Before forward."""
         del args
-        if self._doors is None or self._keeper is None:
+        if self._hooks is None or self._manager is None:
             return
-        if torch.is_grad_enabled() and self._doors.before is not None and self._keeper.is_idle:
-            self._doors.before()
-        saving = _saving(self._keeper) if torch.is_grad_enabled() else None
-        self._open.append(_Opened(torch.is_grad_enabled(), saving, sys.exc_info()[1]))
+        if torch.is_grad_enabled() and self._hooks.before is not None and self._manager.is_idle:
+            self._hooks.before()
+        saving = _saving(self._manager) if torch.is_grad_enabled() else None
+        self._open.append(_OpenForward(torch.is_grad_enabled(), saving, sys.exc_info()[1]))
         if saving is not None:
             saving.__enter__()
         with torch._C.DisableTorchFunction():  # whoever follows the user's operations
-            self._keeper.enter(self._number, self._index, module)
+            self._manager.enter(self._number, self._index, module)
 
     @_untraced
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """After forward, also after one that failed."""
         del module, args
-        if self._keeper is None or not self._open:
+        if self._manager is None or not self._open:
             return
         opened = self._open.pop()
         error = sys.exc_info()[1]
@@ -155,60 +155,60 @@ class Door:
                     tensor.register_hook(self._reached)  # type: ignore[no-untyped-call]
         ignored = suppress(CollectiveError) if failed else nullcontext()  # the first error is shown
         with ignored, torch._C.DisableTorchFunction():
-            self._keeper.leave(self._number, failed=failed)
+            self._manager.leave(self._number, failed=failed)
 
     @_untraced
     def _reached(self, grad: Tensor) -> None:
         del grad
-        if self._keeper is not None:
-            self._keeper.touch(self._number)
+        if self._manager is not None:
+            self._manager.touch(self._number)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Door:
-        return Door(None, self._number, self._index)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return ModuleHook(None, self._number, self._index)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_doors": None, "_open": []}
 
 
-class _Notes:
-    """Saves notes instead of what `keeper` shows; other tensors as hooks further out say."""
+class _ReferenceHooks:
+    """Saves references instead of what `manager` shows; other tensors as hooks further out say."""
 
-    def __init__(self, keeper: Keeper, outer: Any) -> None:
-        self.keeper = keeper
+    def __init__(self, manager: UnitManager, outer: Any) -> None:
+        self.manager = manager
         self.outer = outer
         """The hooks further out, a pair; None where there are none."""
-        self._note_of = keeper.note_of
+        self._reference_of = manager.reference_of
 
     @_untraced
     def pack(self, tensor: Tensor) -> Any:
         """What to keep of `tensor`."""
         with torch._C.DisableTorchFunction():
-            note = self._note_of(tensor)
-            if note is not None:
+            reference = self._reference_of(tensor)
+            if reference is not None:
                 if not (tensor.is_conj() or tensor.is_neg()):
-                    return note
+                    return reference
                 tensor = tensor.clone()
         return tensor if self.outer is None else self.outer[0](tensor)
 
     @_untraced
     def unpack(self, saved: Any) -> Any:
         """The tensor that `saved` was kept of."""
-        if isinstance(saved, Note):
-            return self.keeper.fetch(saved)
+        if isinstance(saved, SavedReference):
+            return self.manager.fetch(saved)
         return saved if self.outer is None else self.outer[1](saved)
 
 
-def _saving(keeper: Keeper) -> saved_tensors_hooks | None:
-    """The hooks that save notes; None inside a door of the same `keeper`, whose hooks do."""
+def _saving(manager: UnitManager) -> saved_tensors_hooks | None:
+    """The hooks that save references; None where those of the same `manager` are on already."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     around = getattr(outer[0], "__self__", None) if outer is not None else None
-    if isinstance(around, _Notes) and around.keeper is keeper:
+    if isinstance(around, _ReferenceHooks) and around.manager is manager:
         return None
-    notes = _Notes(keeper, outer)
-    return saved_tensors_hooks(notes.pack, notes.unpack)
+    hooks = _ReferenceHooks(manager, outer)
+    return saved_tensors_hooks(hooks.pack, hooks.unpack)
 
 
-def places(
+def hooked_modules(
     model: nn.Module, unit_of: Mapping[nn.Parameter, int], units: Mapping[nn.Module, int]
 ) -> list[tuple[nn.Module, int]]:
     """The modules of `model` whose forwards need a unit, with its number.

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, which are compiled (and later sharded) one by one."""
+"""Finds the repeated blocks of a model, which are compiled, sharded and recomputed one by one."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`shardwise split`: where to cut a model into stages, from what its layers take."""
+"""`shardwise pipeline-plan`: times layers, and shows where to cut a model into pipeline stages."""

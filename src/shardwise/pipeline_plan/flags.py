@@ -1,4 +1,4 @@
-"""The flags of `shardwise split` that are its own."""
+"""Flags and help of `shardwise pipeline-plan`; needs neither torch nor rich to start."""
 
 from collections.abc import Iterator
 
@@ -7,38 +7,46 @@ import click
 from shardwise.config import values
 from shardwise.launch.flags import Flag, Typed
 
+TOP = """\
+Where to cut a model into stages:   shardwise pipeline-plan --pipeline 4 train.py --epochs 3
+
+shardwise pipeline-plan [flags] SCRIPT.py [its arguments]     runs a few steps on one worker
+"""
+EMPTY = "Which model? For example: shardwise pipeline-plan --pipeline 2 train.py"
+"""The error without a script."""
+
 STEPS = 8
-"""Steps that are timed, where the user does not say."""
+"""Default number of steps that are timed."""
 
 
 def own() -> Iterator[Flag]:
-    """Into how many stages, and by what."""
+    """Yield the flags that set the number of stages, and what they are balanced by."""
     yield Flag(
-        ["parts", "--pipeline"],
-        group="split",
+        ["stages", "--pipeline"],
+        group="plan",
         shown="--pipeline P",
         type=Typed(values.whole(2, values.MOST_RANKS)),
         default=2,
-        help="workers that share out the layers (default 2)",
+        help="pipeline stages, one for each worker (default 2)",
     )
     yield Flag(
         ["micros", "--microbatches"],
-        group="split",
+        group="plan",
         shown="--microbatches M",
         type=Typed(values.whole(1)),
-        help="parts of a batch (default 4 P)",
+        help="micro-batches of a batch (default 4 P)",
     )
     yield Flag(
         ["--by"],
-        group="split",
+        group="plan",
         shown="--by time|parameters",
         type=click.Choice(["time", "parameters"]),
         default="time",
-        help="what the stages are to be alike in",
+        help="what the stages are balanced by",
     )
     yield Flag(
         ["--steps"],
-        group="split",
+        group="plan",
         shown="--steps S",
         type=Typed(values.whole(1)),
         default=STEPS,

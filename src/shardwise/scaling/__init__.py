@@ -1,1 +1,1 @@
-"""`shardwise scale`: a script at several numbers of workers, measured and drawn."""
+"""`shardwise scale`: measures a script on several numbers of workers, and draws the results."""

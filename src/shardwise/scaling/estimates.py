@@ -1,4 +1,4 @@
-"""A rate and how sure it is: pure arithmetic."""
+"""Estimates a rate and its confidence interval; arithmetic only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ MOST_GROUPS = 20
 
 @dataclass(frozen=True)
 class Rate:
-    """Samples a second, and the interval that holds the true rate with 95 % confidence; NaN where
-    nothing can be said about it."""
+    """Samples a second, with the 95 % confidence interval; NaN where nothing can be estimated."""
 
     value: float
     low: float
@@ -46,8 +45,8 @@ def rate(samples: Sequence[float], seconds: Sequence[float]) -> Rate:
 
 
 def student(p: float, degrees: int) -> float:
-    """The quantile `p` of Student's t (Abramowitz and Stegun 1964, 26.7.5), to 5e-3 from 3 degrees
-    of freedom on; exact for 1 and 2."""
+    """The quantile `p` of Student's t distribution (Abramowitz and Stegun 1964, 26.7.5), to 5e-3
+    from 3 degrees of freedom on; exact for 1 and 2."""
     if degrees == 1:
         return math.tan(math.pi * (p - 0.5))
     if degrees == 2:

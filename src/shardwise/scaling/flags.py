@@ -1,4 +1,4 @@
-"""The flags of `shardwise scale` that are its own."""
+"""Flags and help of `shardwise scale`; the command line starts without importing what runs it."""
 
 from collections.abc import Iterator
 
@@ -7,12 +7,20 @@ import click
 from shardwise.config import values
 from shardwise.launch.flags import Flag, Typed
 
+TOP = """\
+What more workers bring:   shardwise scale -n 1,2,4,8 train.py --epochs 3
+
+shardwise scale [flags] SCRIPT.py [its arguments]     the script needs no change
+"""
+EMPTY = "What shall be measured? For example: shardwise scale -n 1,2 train.py"
+"""The error without a script."""
+
 WARMUP = 5
-"""Steps at the start of a run that do not count, where the user does not say."""
+"""Default number of steps at the start of a run that are dropped."""
 
 
 def own() -> Iterator[Flag]:
-    """Which runs, how long, and where what was measured goes."""
+    """Yield the flags that select runs, their length, and the folder of the results."""
     yield Flag(
         ["sizes", "-n", "-np"],
         group="scale",

@@ -1,4 +1,4 @@
-"""All sizes of a measurement, with what is shown meanwhile, and what is left behind."""
+"""Measures a script at all sizes, shows progress, and writes the results."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from shardwise.errors import LaunchError
 from shardwise.scaling import report as reports
 from shardwise.scaling import runs
-from shardwise.scaling.report import Report
-from shardwise.scaling.runs import Plan, Run
+from shardwise.scaling.report import ScalingReport
+from shardwise.scaling.runs import MeasuredRun, ScalingPlan
 
 NEEDS = ("matplotlib", "jinja2")
 
 
-def measure(plan: Plan) -> int:
+def measure(plan: ScalingPlan) -> int:
     """Run everything, write it to `plan.out`, and return the exit code: 1 where a run failed.
 
     Interrupted, it writes what has been measured by then.
@@ -34,28 +34,28 @@ def measure(plan: Plan) -> int:
         )
     console = Console(highlight=False, markup=False)
     plan.out.mkdir(parents=True, exist_ok=True)
-    made: list[Run] = []
+    made: list[MeasuredRun] = []
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         made.extend(_all(plan, console))
     except (KeyboardInterrupt, SystemExit):
         if made:
-            _tell(Report(plan=plan, runs=made), console)
+            _tell(ScalingReport(plan=plan, runs=made), console)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
-    _tell(Report(plan=plan, runs=made), console)
+    _tell(ScalingReport(plan=plan, runs=made), console)
     return 1 if any(run.error for run in made) else 0
 
 
-def _tell(report: Report, console: Console) -> None:
-    """Write what was measured, and show the table."""
+def _tell(report: ScalingReport, console: Console) -> None:
+    """Write the results, and show the table."""
     plan = report.plan
     reports.write(report, plan.out)
-    from shardwise.scaling import page, plots  # half a second, which nobody waits for before
+    from shardwise.scaling import plots  # half a second, which nobody waits for before
 
     pictures = plots.draw(report, plan.out)
-    (plan.out / "scaling.html").write_text(page.render(report, pictures))
+    (plan.out / "scaling.html").write_text(plots.render_page(report, pictures))
     console.print(reports.table(report))
     for note in report.notes():
         console.print(note, style="dim")
@@ -63,14 +63,14 @@ def _tell(report: Report, console: Console) -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """Asked to end: the run that is under way ends first."""
+    """Handle a request to end: the present run ends first."""
     raise SystemExit(128 + number)
 
 
-def _all(plan: Plan, console: Console) -> Iterator[Run]:
-    """The runs, one after the other; a failure is said at once, and the others go on."""
+def _all(plan: ScalingPlan, console: Console) -> Iterator[MeasuredRun]:
+    """Yield the runs, one after the other; a failure is printed at once, and the others go on."""
     asked = [(kind, size) for kind in plan.kinds for size in plan.sizes]
-    alone: Run | None = None
+    alone: MeasuredRun | None = None
     with _bar(console) as bar:
         task = bar.add_task("", total=len(asked), what="")
         for kind, size in asked:
@@ -85,7 +85,7 @@ def _all(plan: Plan, console: Console) -> Iterator[Run]:
             yield run
 
 
-def _one(plan: Plan, kind: str, size: int, bar: Progress, task: object) -> Run:
+def _one(plan: ScalingPlan, kind: str, size: int, bar: Progress, task: object) -> MeasuredRun:
     name = f"{kind}, {size} worker{'s' * (size > 1)}"
     of = "" if plan.limit is None else f" of {plan.limit}"
 
@@ -96,8 +96,8 @@ def _one(plan: Plan, kind: str, size: int, bar: Progress, task: object) -> Run:
     return runs.run(plan, kind, size, show)
 
 
-def _say(run: Run, console: Console) -> None:
-    """A line about a run that has ended."""
+def _say(run: MeasuredRun, console: Console) -> None:
+    """Print a line about a run that has ended."""
     name = f"{run.kind:>6} · {run.workers} worker{'s' * (run.workers > 1)} · {run.wall:.0f} s"
     measured = run.measured
     if measured is None:

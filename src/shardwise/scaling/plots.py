@@ -1,18 +1,17 @@
-"""The pictures of a measurement: throughput, efficiency, and curves by epoch.
-
-Each is saved as PDF and PNG, and given as SVG whose colors are those of the page around it.
-"""
+"""Draws the plots of a measurement (throughput, efficiency, curves by epoch) and its HTML page."""
 
 from __future__ import annotations
 
 import io
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from jinja2 import Environment
 
 matplotlib.use("Agg")
 
@@ -20,7 +19,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from shardwise.scaling.records import Curve, Measured
-from shardwise.scaling.report import Report, accuracy
+from shardwise.scaling.report import BATCH_GROWS, COLUMNS, ScalingReport, accuracy, lines
 from shardwise.scaling.runs import STRONG
 
 INK, GREY, FAINT = "#22272e", "#6b7480", "#d5dae1"
@@ -52,11 +51,11 @@ SIZE = (5.6, 3.7)
 MARKED = 40
 """Points of a line, at most, of which each is marked."""
 
-Draw = Callable[[Any, Report], None]
+Draw = Callable[[Any, ScalingReport], None]
 
 
-def draw(report: Report, folder: Path) -> dict[str, str]:
-    """Save every plot that there is something for in `folder`; their SVG, by name."""
+def draw(report: ScalingReport, folder: Path) -> dict[str, str]:
+    """Save the plots that have data in `folder`; returns their SVG, by name."""
     found = {}
     for name, on in _plots(report):
         with plt.rc_context(STYLE | {"svg.hashsalt": name}):
@@ -71,7 +70,7 @@ def draw(report: Report, folder: Path) -> dict[str, str]:
     return found
 
 
-def _plots(report: Report) -> Iterator[tuple[str, Draw]]:
+def _plots(report: ScalingReport) -> Iterator[tuple[str, Draw]]:
     measured = [run.measured for run in report.runs if run.measured]
     if not measured:
         return
@@ -83,8 +82,8 @@ def _plots(report: Report) -> Iterator[tuple[str, Draw]]:
         yield "accuracy", _accuracy
 
 
-def _throughput(axes: Any, report: Report) -> None:
-    """Samples a second with their intervals, and the line of the first size times N."""
+def _throughput(axes: Any, report: ScalingReport) -> None:
+    """Plot samples a second with their intervals, and the line of the first size times N."""
     for kind in report.plan.kinds:
         rows = report.rows(kind)
         if not rows:
@@ -115,8 +114,8 @@ def _throughput(axes: Any, report: Report) -> None:
     axes.legend(frameon=False, fontsize=9, loc="best")
 
 
-def _efficiency(axes: Any, report: Report) -> None:
-    """The rate of a worker, against that of one at the smallest size."""
+def _efficiency(axes: Any, report: ScalingReport) -> None:
+    """Plot the rate of a worker, against that of one at the smallest size."""
     for kind in report.plan.kinds:
         rows = report.rows(kind)
         counts = [row.run.workers for row in rows]
@@ -130,24 +129,24 @@ def _efficiency(axes: Any, report: Report) -> None:
     axes.legend(frameon=False, fontsize=9, loc="lower left")
 
 
-def _loss(axes: Any, report: Report) -> None:
-    """By epoch; by step where no run has come to a second epoch."""
+def _loss(axes: Any, report: ScalingReport) -> None:
+    """Plot losses by epoch; by step where no run has reached a second epoch."""
     if any(run.measured and len(run.measured.loss) > 1 for run in report.runs):
         _curves(axes, report, lambda measured: measured.loss, "training loss", "epoch")
     else:
         _curves(axes, report, lambda measured: measured.losses, "training loss", "step")
 
 
-def _accuracy(axes: Any, report: Report) -> None:
+def _accuracy(axes: Any, report: ScalingReport) -> None:
     _curves(axes, report, accuracy, "accuracy", "epoch")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
 def _curves(
-    axes: Any, report: Report, of: Callable[[Measured], Curve], label: str, unit: str
+    axes: Any, report: ScalingReport, of: Callable[[Measured], Curve], label: str, unit: str
 ) -> None:
-    """A line for each size, by epoch or step, the `unit`; the first is the widest, since the others
-    may well lie on it."""
+    """Plot a line for each size, by epoch or step, the `unit`; the first is the widest, since
+    others may lie on it."""
     sizes = sorted(report.plan.sizes)
     wider = min(1.6, 6 / len(sizes))
     for style, kind in zip(STYLES, report.plan.kinds, strict=False):
@@ -175,18 +174,45 @@ def _curves(
     axes.legend(frameon=False, fontsize=9, title="workers", title_fontsize=9, handlelength=3)
 
 
-def _workers(axes: Any, report: Report) -> None:
-    """The axis of the numbers of workers, on which what is ideal is straight."""
+def _workers(axes: Any, report: ScalingReport) -> None:
+    """Scale the axis of the numbers of workers, on which ideal scaling is straight."""
     axes.set_xlim(left=0)
     axes.set_xticks(sorted(report.plan.sizes))
     axes.set_xlabel("workers")
 
 
 def _themed(svg: str, name: str) -> str:
-    """An SVG to stand in a page: ids of its own, colors by name, as wide as its place."""
+    """An SVG for a page: with ids of its own, named colors, and the width of its place."""
     svg = svg[svg.index("<svg") :]
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, f"var(--{variable})")
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(xlink:href="|url\()#', rf"\g<1>#{name}-", svg)
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"|height="[\d.]+pt"', "", svg, count=1)
+
+
+CAPTIONS = {
+    "throughput": "Samples a second of all workers together; dotted, the smallest size times N.",
+    "efficiency": "The rate of a worker, against that of one at the smallest size.",
+    "loss": "Mean training loss of each epoch; of each step, where there was but one epoch.",
+    "accuracy": "The last {accuracies} of each epoch.",
+}
+
+
+def render_page(report: ScalingReport, pictures: Mapping[str, str]) -> str:
+    """One HTML page with all of a measurement, which loads nothing; `pictures` are SVG plots by
+    name."""
+    text = resources.files("shardwise.scaling").joinpath("page.html.jinja").read_text()
+    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
+    return page.render(
+        report=report,
+        machine=report.machine(),
+        notes=report.notes(),
+        columns=list(COLUMNS),
+        kinds=[(kind, BATCH_GROWS[kind], lines(report, kind)) for kind in report.plan.kinds],
+        failed=[run for run in report.runs if run.error],
+        pictures=[
+            (name, CAPTIONS[name].format(accuracies=report.accuracies), svg)
+            for name, svg in pictures.items()
+        ],
+    )

@@ -1,4 +1,4 @@
-"""What the ranks of a run recorded (step_log.py), put together."""
+"""Reads what the ranks of a run recorded (step_log.py), and computes its rate and curves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Curve = dict[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Of a run: `steps` were made, of which the first `dropped` do not count for the rate.
+    """The result of a run of `steps` steps, of which the first `dropped` do not count for the rate.
 
     `batch` is the total batch of a usual step, `seconds` the length of one. `loss` is the mean of
     each epoch, `losses` that of each step, `means` what Metrics computed last in an epoch, by name.
@@ -35,11 +35,11 @@ class Measured:
 
 
 class TooFew(Exception):
-    """A run without enough steps to measure."""
+    """Raised for a run without enough steps to measure."""
 
 
 def read(folder: Path, ranks: int, warmup: int) -> Measured:
-    """What `ranks` ranks recorded in `folder`. Raises TooFew."""
+    """Read the records of `ranks` ranks in `folder`. Raises TooFew."""
     paths = [folder / f"rank-{rank}.jsonl" for rank in range(ranks)]
     if missing := [str(rank) for rank, path in enumerate(paths) if not path.exists()]:
         raise TooFew(
@@ -81,7 +81,7 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
 
 
 def steps_made(folder: Path) -> int:
-    """How many steps rank 0 of a run has recorded so far."""
+    """The number of steps that rank 0 of a run has recorded so far."""
     try:
         return (folder / "rank-0.jsonl").read_bytes().count(b'{"step"')
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def _seconds(step: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines; one that a crash has cut is left out."""
+    """The complete lines of a record; one that a crash has cut is left out."""
     for line in path.read_text().splitlines():
         try:
             yield json.loads(line)
@@ -126,7 +126,7 @@ def _is_loss(row: Mapping[str, Any]) -> bool:
 
 
 def _means(rows: Iterator[dict[str, Any]]) -> dict[str, Curve]:
-    """By name, with what it is of: training, or an evaluation."""
+    """The means by name, of training or of an evaluation."""
     found: dict[str, Curve] = {}
     for row in rows:
         of = "training" if row["training"] else "evaluation"

@@ -1,4 +1,4 @@
-"""What was measured at all sizes: as numbers, a table, JSON and CSV."""
+"""Reports a measurement as numbers, a table, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -18,41 +18,42 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from shardwise.launch.environment import usable_cores
+from shardwise.launch.resources import usable_cores
 from shardwise.scaling.records import Curve, Measured
-from shardwise.scaling.runs import WEAK, Plan, Run
+from shardwise.scaling.runs import WEAK, MeasuredRun, ScalingPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """A size: `speedup` and `efficiency` are against the smallest one of its kind that ran."""
+class ScalingRow:
+    """The result at one size; `speedup` and `efficiency` are against the smallest size of its
+    kind."""
 
-    run: Run
+    run: MeasuredRun
     measured: Measured
     speedup: float
     efficiency: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """All runs of a measurement, and where it was made."""
+class ScalingReport:
+    """All runs of a measurement, and the machine that made them."""
 
-    plan: Plan
-    runs: Sequence[Run]
+    plan: ScalingPlan
+    runs: Sequence[MeasuredRun]
 
     @property
     def command(self) -> str:
         """The script and its arguments, as they were given."""
         return " ".join(self.plan.words)
 
-    def rows(self, kind: str) -> list[Row]:
+    def rows(self, kind: str) -> list[ScalingRow]:
         """The runs of a kind that were measured, smallest first."""
         found = [(run, run.measured) for run in self.runs if run.kind == kind and run.measured]
         if not found:
             return []
         base = found[0][1].rate.value / found[0][0].workers
         return [
-            Row(
+            ScalingRow(
                 run=run,
                 measured=measured,
                 speedup=measured.rate.value / base,
@@ -63,12 +64,13 @@ class Report:
 
     @property
     def accuracies(self) -> str:
-        """What is shown as accuracy, such as "evaluation accuracy"; "" where nothing is."""
+        """The name of the mean that is shown as accuracy, such as "evaluation accuracy"; "" without
+        one."""
         made = [run.measured for run in self.runs if run.measured]
         return " or ".join(sorted({name for each in made if (name := accuracy_name(each))}))
 
     def machine(self) -> dict[str, str]:
-        """Where it was measured."""
+        """The machine of the measurement."""
         threads = os.environ.get("OMP_NUM_THREADS", str(self.plan.threads))
         return {
             "machine": f"{platform.node()}, {_processor()}",
@@ -80,7 +82,7 @@ class Report:
         }
 
     def notes(self) -> list[str]:
-        """What a reader of the figures should know."""
+        """Notes for the reader of the figures."""
         cores, most = usable_cores(), max(self.plan.sizes)
         found = [
             "engine.resume, save and export do nothing meanwhile (--trial): every size begins with "
@@ -113,8 +115,8 @@ class Report:
         return found
 
 
-def table(report: Report) -> Table:
-    """For the terminal, without the columns that have nothing."""
+def table(report: ScalingReport) -> Table:
+    """The table for the terminal, without empty columns."""
     rows = {kind: lines(report, kind) for kind in report.plan.kinds}
     filled = [any(column) for column in zip(*chain(*rows.values()), strict=True)]
     made = Table(
@@ -147,8 +149,8 @@ COLUMNS = {
 }
 
 
-def lines(report: Report, kind: str) -> list[list[str]]:
-    """The cells of the rows of a kind, for people; a run that failed has its row too."""
+def lines(report: ScalingReport, kind: str) -> list[list[str]]:
+    """The cells of the rows of a kind, as text; a run that failed has its row too."""
     made = {row.run.workers: row for row in report.rows(kind)}
     return [
         _cells(kind, made[run.workers])
@@ -159,7 +161,7 @@ def lines(report: Report, kind: str) -> list[list[str]]:
     ]
 
 
-def _cells(kind: str, row: Row) -> list[str]:
+def _cells(kind: str, row: ScalingRow) -> list[str]:
     rate = row.measured.rate
     half = (rate.high - rate.low) / 2
     return [
@@ -176,18 +178,18 @@ def _cells(kind: str, row: Row) -> list[str]:
 
 
 def figure(value: float) -> str:
-    """A rate with as many digits as are of use."""
+    """A rate with as many digits as are significant."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def accuracy_name(measured: Measured) -> str:
-    """Which of the means is called accuracy: one of evaluations, if there are any; "" if none."""
+    """The mean that is called accuracy: one of evaluations, if there are any; "" if none."""
     named = [name for name in measured.means if "acc" in name.split(" ", 1)[1].lower()]
     return min(named, default="")  # "evaluation ..." before "training ..."
 
 
 def accuracy(measured: Measured) -> Curve:
-    """The curve of what is called accuracy."""
+    """The curve of the mean that is called accuracy."""
     name = accuracy_name(measured)
     return dict(measured.means[name]) if name else {}
 
@@ -196,8 +198,8 @@ def _last(curve: Curve, form: str) -> str:
     return form.format(curve[max(curve)]) if curve else ""
 
 
-def write(report: Report, folder: Path) -> None:
-    """scaling.json and scaling.csv in `folder`."""
+def write(report: ScalingReport, folder: Path) -> None:
+    """Write scaling.json and scaling.csv to `folder`."""
     (folder / "scaling.json").write_text(json.dumps(as_json(report), indent=2) + "\n")
     with (folder / "scaling.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(_FLAT))
@@ -226,8 +228,8 @@ _FLAT = (
 )
 
 
-def as_json(report: Report) -> dict[str, Any]:
-    """Everything, for programs; what is not known is null."""
+def as_json(report: ScalingReport) -> dict[str, Any]:
+    """All results, for programs; unknown ones are null."""
     return {
         "command": report.command,
         "flags": list(report.plan.flags),
@@ -237,7 +239,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _result(report: Report, run: Run) -> dict[str, Any]:
+def _result(report: ScalingReport, run: MeasuredRun) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(_FLAT)
     found |= {"kind": run.kind, "workers": run.workers, "wall_seconds": run.wall}
     if run.measured is None:

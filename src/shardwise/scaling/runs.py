@@ -1,4 +1,4 @@
-"""The runs of a measurement, one after the other, each with a record and a log of its own."""
+"""Runs a script at one size after the other, each run with a record and a log of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.launch.environment import usable_cores
+from shardwise.launch.resources import usable_cores
 from shardwise.scaling import records
 from shardwise.scaling.records import Measured, TooFew
 
@@ -20,8 +20,8 @@ STRONG, WEAK = "strong", "weak"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What to run: `words` are the script and its arguments, `flags` those of `shardwise run`.
+class ScalingPlan:
+    """The runs to make: `words` are the script and its arguments, `flags` those of `shardwise run`.
 
     At each size in `sizes`, and of each kind: "strong" with the same total batch, "weak" with the
     same batch per worker. The first `warmup` steps of a run are dropped, and it ends after `steps`
@@ -38,19 +38,19 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        """Threads of a rank where the user does not say: alike at every size, so that a worker is
-        the same everywhere."""
+        """Threads of a rank where the user does not say: equal at every size, so that workers
+        compare."""
         return max(1, usable_cores() // max(self.sizes))
 
     @property
     def limit(self) -> int | None:
-        """After how many steps a run ends."""
+        """The number of steps after which a run ends."""
         return None if self.steps is None else self.steps + self.warmup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run that has ended; `measured`, or else `error` says why not."""
+class MeasuredRun:
+    """A run that has ended, with its result `measured`, or the `error` that ended it."""
 
     kind: str
     workers: int
@@ -61,11 +61,11 @@ class Run:
 
 
 OnStep = Callable[[int], None]
-"""Told, now and then, how many steps the run has made."""
+"""Called now and then with the number of steps that the run has made."""
 
 
-def run(plan: Plan, kind: str, workers: int, on_step: OnStep) -> Run:
-    """Run the script once. Raises KeyboardInterrupt when that is pressed, the run ended."""
+def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> MeasuredRun:
+    """Run the script once. Raises KeyboardInterrupt after ending the run, if that is pressed."""
     folder = plan.out / "runs" / f"{kind}-{workers}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -80,7 +80,7 @@ def run(plan: Plan, kind: str, workers: int, on_step: OnStep) -> Run:
             env=_environment(os.environ, plan.threads),
         )
         code = _wait(process, lambda: on_step(records.steps_made(folder)))
-    ended = Run(kind=kind, workers=workers, log=log, wall=time.monotonic() - start)
+    ended = MeasuredRun(kind=kind, workers=workers, log=log, wall=time.monotonic() - start)
     if code:
         return replace(ended, error=f"exit code {code}: {_last_words(log)}")
     try:
@@ -89,7 +89,7 @@ def run(plan: Plan, kind: str, workers: int, on_step: OnStep) -> Run:
         return replace(ended, error=str(error))
 
 
-def _command(plan: Plan, kind: str, workers: int, folder: Path) -> list[str]:
+def _command(plan: ScalingPlan, kind: str, workers: int, folder: Path) -> list[str]:
     flags = ["-n", str(workers), *plan.flags, "--record", str(folder.resolve())]
     flags += ["--batch", "worker" if kind == WEAK else "total"]  # whatever else is set
     flags += ["--trial"]  # else a size would begin where the one before it has saved
@@ -116,6 +116,6 @@ def _wait(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> int:
 
 
 def _last_words(log: Path) -> str:
-    """The last line of a log: the launcher shows the error that ended a run last."""
+    """The last line of a log, which is the error that ended the run."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     return next((line for line in reversed(lines) if line), "it said nothing")

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, on the intervals that a rank updates."""
+"""Keeps an exponential moving average of the weights (EMA) on the intervals that a rank updates."""
 
 from __future__ import annotations
 
@@ -8,90 +8,98 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shardwise.states.inner_optimizer import Part
-from shardwise.states.optimizer_state import OptimizerState, in_spans
+from shardwise.states.optimizer_state import OptimizerState
 from shardwise.states.parameters import Parameters
-from shardwise.states.storage import Held
-from shardwise.states.storage_factory import Shelf
+from shardwise.states.storage import Storage, in_spans
+from shardwise.states.storage_factory import StorageFactory
+from shardwise.states.update_intervals import UpdateInterval
 
 
 class Averages:
-    """average = decay x average + (1 - decay) x weight after each step, in the master dtype."""
+    """Averages of the weights: decay x average + (1 - decay) x weight after each step, in the
+    master dtype."""
 
     def __init__(
         self,
         parameters: Parameters,
         optimizer: OptimizerState,
         decay: float,
-        shelf: Shelf,
+        factory: StorageFactory,
         *,
         scattered: bool,
         start: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        """They rest on `shelf`, by spans as the optimizer's state. `start` gives averages to go on
-        with, by parameter; without it they are the weights."""
+        """`factory` makes their storage, by spans as the optimizer's state. `start` gives averages
+        to go on with, by parameter; without it they are the weights."""
         self._parameters = parameters
         self._optimizer = optimizer
         self._decay = decay
         self._scattered = scattered
-        self._shelf = shelf
-        self.held = self._room()
+        self._shelf = factory
+        self.storages = self._room()
         """By bucket, the average over this rank's interval."""
-        for part, average in self._each():
-            for index, (first, _) in enumerate(part.spans):
-                value = average.take(index, fresh=True).copy_(part.master.take(index))
-                part.master.put(index, changed=False)
-                self._fill(part, part.own[0] + first, value, start or {})
+        for interval, average in self._each():
+            for index, (first, _) in enumerate(interval.spans):
+                value = average.take(index, fresh=True).copy_(interval.master.take(index))
+                interval.master.put(index, changed=False)
+                self._fill(interval, interval.own[0] + first, value, start or {})
                 average.put(index, changed=True)
 
-    def _room(self) -> list[Held]:
-        parts = self._optimizer.parts
+    def _room(self) -> list[Storage]:
+        parts = self._optimizer.intervals
         rooms = self._shelf.make(
             "averages",
-            [part.master.numel for part in parts],
-            [(part.master.dtype, self._parameters.kind(i)[1]) for i, part in enumerate(parts)],
+            [interval.master.numel for interval in parts],
+            [
+                (interval.master.dtype, self._parameters.kind(i)[1])
+                for i, interval in enumerate(parts)
+            ],
         )
-        return [in_spans(room, part.spans) for room, part in zip(rooms, parts, strict=True)]
+        return [in_spans(room, interval.spans) for room, interval in zip(rooms, parts, strict=True)]
 
     def _fill(
-        self, part: Part, first: int, value: Tensor, start: Mapping[nn.Parameter, Tensor]
+        self,
+        interval: UpdateInterval,
+        first: int,
+        value: Tensor,
+        start: Mapping[nn.Parameter, Tensor],
     ) -> None:
         """Let `value`, the elements of the bucket from `first` on, go on with those of `start`."""
-        for piece in part.bucket.pieces(first, first + value.numel()):
+        for piece in interval.bucket.pieces(first, first + value.numel()):
             tracked = self._parameters.tracked[piece.parameter]
             if tracked.parameter in start:
                 flat = tracked.flattened(start[tracked.parameter])[piece.offset :]
                 length = piece.end - piece.start
                 value[piece.start - first :][:length] = flat[:length]
 
-    def _each(self) -> Iterator[tuple[Part, Held]]:
-        return zip(self._optimizer.parts, self.held, strict=True)
+    def _each(self) -> Iterator[tuple[UpdateInterval, Storage]]:
+        return zip(self._optimizer.intervals, self.storages, strict=True)
 
     def loaded(self) -> Iterator[Tensor]:
         """By bucket, the average over this rank's interval, whole."""
-        for average in self.held:
+        for average in self.storages:
             yield average.loaded()
 
     @property
     def state_bytes(self) -> int:
         """Bytes of averages that this rank keeps, wherever they rest."""
-        return sum(average.nbytes for average in self.held)
+        return sum(average.nbytes for average in self.storages)
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory that they take between steps."""
-        return sum(average.memory_bytes for average in self.held)
+        return sum(average.memory_bytes for average in self.storages)
 
     def update(self) -> None:
         """Follow the weights; after each step that was not skipped."""
-        for part, average in self._each():
-            for index in range(len(part.spans)):
-                if index + 1 < len(part.spans):
-                    average.ahead(index + 1)
-                value, master = average.take(index), part.master.take(index)
+        for interval, average in self._each():
+            for index in range(len(interval.spans)):
+                if index + 1 < len(interval.spans):
+                    average.read_ahead(index + 1)
+                value, master = average.take(index), interval.master.take(index)
                 value.lerp_(master.to(value.device), 1.0 - self._decay)
                 average.put(index, changed=True)
-                part.master.put(index, changed=False)
+                interval.master.put(index, changed=False)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -100,46 +108,47 @@ class Averages:
         They change places, span by span. A parameter of another dtype has a master, which it is
         taken from again.
         """
-        self._let_be(_exchanged, _rounded)
+        self._exchange(_exchanged, _rounded)
         try:
             yield
         finally:
             with torch.no_grad():
-                self._let_be(_exchanged, _restored)
+                self._exchange(_exchanged, _restored)
 
-    def _let_be(self, alike: _Move, unlike: _Move) -> None:
+    def _exchange(self, alike: _Move, unlike: _Move) -> None:
         """Change every parameter, those of the average's dtype by `alike`. Collective."""
         self._parameters.meet()
-        for part, average in self._each():
-            move = alike if part.target.dtype == average.dtype else unlike
-            for index in range(len(part.spans)):
-                move(part, average, index)
+        for interval, average in self._each():
+            move = alike if interval.target.dtype == average.dtype else unlike
+            for index in range(len(interval.spans)):
+                move(interval, average, index)
         if self._scattered:
-            sent = [self._parameters.publish(i) for i in range(len(self.held))]
+            sent = [self._parameters.publish(i) for i in range(len(self.storages))]
             for handle in sent:
                 handle.wait()
+            # The block may write parameters, which other ranks still read until then.
             for handle in sent:
                 handle.reusable()
         self._parameters.settle()
 
 
-_Move = Callable[[Part, Held, int], None]
+_Move = Callable[[UpdateInterval, Storage, int], None]
 
 
-def _exchanged(part: Part, average: Held, index: int) -> None:
-    target, value = part.target.take(index), average.take(index)
+def _exchanged(interval: UpdateInterval, average: Storage, index: int) -> None:
+    target, value = interval.target.take(index), average.take(index)
     kept = target.clone()
     target.copy_(value)
     value.copy_(kept)
-    part.target.put(index, changed=True)
+    interval.target.put(index, changed=True)
     average.put(index, changed=True)
 
 
-def _rounded(part: Part, average: Held, index: int) -> None:
-    part.target.take(index, fresh=True).copy_(average.take(index))
-    part.target.put(index, changed=True)
+def _rounded(interval: UpdateInterval, average: Storage, index: int) -> None:
+    interval.target.take(index, fresh=True).copy_(average.take(index))
+    interval.target.put(index, changed=True)
     average.put(index, changed=False)
 
 
-def _restored(part: Part, average: Held, index: int) -> None:
-    _rounded(part, part.master, index)
+def _restored(interval: UpdateInterval, average: Storage, index: int) -> None:
+    _rounded(interval, interval.master, index)

@@ -1,5 +1,11 @@
-"""The gradients of one bucket while backward makes them: moved into its buffer, or sent from where
-they are."""
+"""Fills one bucket with the gradients that a backward makes, and hands it to the reducer.
+
+A gradient is moved into the bucket's flat buffer, or sent from where autograd has put it:
+
+    param.grad ─▶ take      large ones as they arrive, while they are in the processor's cache ─┐
+    param.grad ─▶ complete  small ones together, when the last of the bucket has arrived ───────┼─▶
+                            launch                                                              ┘
+"""
 
 from __future__ import annotations
 
@@ -11,19 +17,20 @@ from torch import Tensor
 
 from shardwise.errors import ModelError
 from shardwise.model.precision import NARROW
-from shardwise.states.reduction import Reduction, Rest
+from shardwise.states.accumulator import GradientBucket
+from shardwise.states.bucket_reducer import BucketReducer
 from shardwise.states.resting import unguarded
 from shardwise.states.tracked import Tracked
 
 
 @dataclass(frozen=True)
 class Backward:
-    """What holds for all gradients of a backward.
+    """The settings of one backward, alike for all of its gradients.
 
-    `reduces`: buckets go on their way in it. `is_first`: none has yet in this step, so that a
-    buffer which is kept holds no sum. `empty`: whatever arrives (perhaps NaN) is thrown away; else
-    it is multiplied by `factor`, None for 1. `weight` is set where the device alone knows whether
-    that is zero.
+    `reduces`: buckets are sent to the other ranks in it. `is_first`: none has been yet in this
+    step, so that a buffer which is kept holds no sum. `empty`: whatever arrives (perhaps NaN) is
+    thrown away; else it is multiplied by `factor`, None for 1. `weight` is set where the device
+    alone knows whether that is zero.
     """
 
     reduces: bool
@@ -37,41 +44,44 @@ class Backward:
         """Whether gradients stay as they are."""
         return self.factor is None and self.weight is None
 
-    def cleaned(self, grad: Tensor) -> Tensor:
-        """`grad` as it counts, not rounded to 16 bit before it is in the bucket; zeros where the
-        weight is zero."""
+    def weighted(self, grad: Tensor) -> Tensor:
+        """`grad` times the factor, not rounded to 16 bit before it is in the bucket; zeros where
+        the weight is zero."""
         if self.factor is not None:
             grad = (grad.float() if grad.dtype in NARROW else grad) * self.factor
         if self.weight is None:
             return grad
+        # A product with zero would keep a NaN.
         return torch.where(self.weight == 0, torch.zeros_like(grad), grad)
 
 
-class Collector:
-    """What one bucket has gathered so far in a backward, and whether it has any of this step.
+class BucketFill:
+    """Collects the gradients of one bucket in a backward, and remembers whether it has any.
 
     `indices` are its parameters by slot. A gradient is taken out of `param.grad`, once in most
     backwards; what comes again is added.
     """
 
-    def __init__(self, rest: Rest, reduction: Reduction, tracked: Sequence[Tracked]) -> None:
-        slots = rest.bucket.slots
-        self.rest = rest
+    def __init__(
+        self, bucket: GradientBucket, reducer: BucketReducer, tracked: Sequence[Tracked]
+    ) -> None:
+        slots = bucket.layout.slots
+        self.bucket = bucket
         self.indices = [slot.parameter for slot in slots]
         self.expected = len(slots)
         """Arrivals to wait for in a backward; at first, one for each parameter."""
         self.remaining = 0
         self.filled = False
-        """Whether `rest.kept` holds gradients of this step."""
+        """Whether `bucket.kept` holds gradients of this step."""
         self.closed = True
-        """Whether this backward has sent the bucket on its way: what comes now is late."""
-        self._reduction = reduction
-        self._forms = [tracked[index] for index in self.indices]
-        self._straight = frozenset(reduction.straight[rest.index])
+        """Whether this backward has launched the bucket: what comes now is late."""
+        self._reducer = reducer
+        self._tracked = [tracked[index] for index in self.indices]
+        self._sent_apart = frozenset(reducer.sent_apart[bucket.index])
         self._buffer: Tensor | None = None
         self._onto: Tensor | None = None
         """What takes the elements that this rank sums, where they are apart from the buffer."""
-        # By slot: its gradient of this backward is in the buffer, or elsewhere.
+        # By slot: whether its gradient of this backward is in the buffer, or else its memory.
         self._has = [False] * len(slots)
         self._elsewhere: dict[int, Tensor] = {}
 
@@ -85,23 +95,24 @@ class Collector:
         self._elsewhere = {}
 
     def take(self, place: int) -> bool:
-        """Take the gradient of the slot `place`, as it is still in the processor's cache; whether
+        """Take the gradient of the slot `place` now, while it is in the processor's cache; whether
         there was one."""
         with unguarded():
             grad = self._taken(place)
         if grad is None:
             return False
-        value, again = self._backward.cleaned(grad), self._has[place]
+        value, again = self._backward.weighted(grad), self._has[place]
         self._has[place] = True
         if not again and (flat := self._sendable(place, value)) is not None:
             self._elsewhere[place] = flat
             return True
         buffer = self._open()
         if (first := self._elsewhere.pop(place, None)) is not None:
-            slot = self.rest.bucket.slots[place]
+            # It came twice: the first one would have been sent from where it lies.
+            slot = self.bucket.layout.slots[place]
             buffer[slot.start : slot.end] = first
-        landing = self._reduction.landing(self.rest, buffer, self._onto)
-        for target, part in zip(landing.targets[place], landing.parts(place, value), strict=True):
+        views = self._reducer.views(self.bucket, buffer, self._onto)
+        for target, part in zip(views.targets[place], views.parts(place, value), strict=True):
             if again or self._adds:
                 target.add_(part)
             else:
@@ -113,34 +124,34 @@ class Collector:
         before, and these."""
         buffer = self._open()
         found = self._collect(buffer)
-        if self.rest.kept is buffer:
+        if self.bucket.kept is buffer:
             self.filled = True
         return found
 
     def launch(self) -> None:
-        """The bucket is complete: send it on its way, where this backward reduces."""
+        """The bucket is complete: start its collective, where this backward reduces."""
         self.closed = True
         if self._backward.reduces:
-            self._reduction.launch(self.rest, self._open(), self._elsewhere, self._onto)
+            self._reducer.launch(self.bucket, self._open(), self._elsewhere, self._onto)
         self._elsewhere = {}
 
     def abandon(self) -> None:
         """Backward has failed: forget what it has brought."""
         buffer, self._buffer, self._elsewhere = self._buffer, None, {}
-        if buffer is not None and buffer is not self.rest.kept and not self.closed:
-            self._reduction.give_back(buffer)
+        if buffer is not None and buffer is not self.bucket.kept and not self.closed:
+            self._reducer.give_back(buffer)
 
     def add(self, buffer: Tensor, entries: Sequence[tuple[int, Tensor]]) -> None:
         """Add gradients, each with its parameter, to what `buffer` holds."""
-        targets = self._reduction.landing(self.rest, buffer).targets
-        views = dict(zip(self.indices, targets, strict=True))
+        targets = self._reducer.views(self.bucket, buffer).targets
+        by_parameter = dict(zip(self.indices, targets, strict=True))
         for index, grad in entries:
-            views[index][0].add_(grad)
+            by_parameter[index][0].add_(grad)
 
     @property
     def _own(self) -> Tensor | None:
         """The buffer that the bucket has for good, if this backward collects into that."""
-        return self.rest.kept if self._backward.is_first else None
+        return self.bucket.kept if self._backward.is_first else None
 
     @property
     def _adds(self) -> bool:
@@ -151,60 +162,61 @@ class Collector:
         """The buffer that this backward collects into: kept for good, or borrowed."""
         if self._buffer is None:
             own = self._own
-            self._buffer = self._reduction.borrow(self.rest) if own is None else own
-            self._onto = self._reduction.onto(self.rest) if own is None else None
+            self._buffer = self._reducer.borrow(self.bucket) if own is None else own
+            self._onto = self._reducer.onto(self.bucket) if own is None else None
         return self._buffer
 
     def _taken(self, place: int) -> Tensor | None:
-        """The gradient of a slot, that its parameter has no longer."""
-        form = self._forms[place]
-        grad, form.parameter.grad = form.parameter.grad, None
+        """The gradient of a slot, taken away from its parameter."""
+        tracked = self._tracked[place]
+        grad, tracked.parameter.grad = tracked.parameter.grad, None
         if grad is None or self._backward.empty:
             return None
-        refuse_sparse(form, grad)
+        refuse_sparse(tracked, grad)
         return grad
 
     def _sendable(self, place: int, value: Tensor) -> Tensor | None:
         """`value` flat, if it is to be sent from where it lies; else None."""
-        if place not in self._straight or not self._backward.reduces or self._adds:
+        if place not in self._sent_apart or not self._backward.reduces or self._adds:
             return None
-        dtype, device = self.rest.kind
+        dtype, device = self.bucket.kind
         if (own := self._own) is not None:
             dtype = own.dtype  # wider than gradients are made, once they add up in it
         fits = (value.dtype, value.device) == (dtype, device)
-        return self._forms[place].flat(value) if fits else None
+        return self._tracked[place].flat(value) if fits else None
 
     def _collect(self, buffer: Tensor) -> tuple[list[int], list[Tensor]]:
-        """Move what has not been taken, small gradients, in one call; blank what none came for."""
+        """Move what has not been taken, small gradients, in one call; zero what none came for."""
         targets: dict[bool, list[Tensor]] = {False: [], True: []}
         grads: dict[bool, list[Tensor]] = {False: [], True: []}
-        landing = self._reduction.landing(self.rest, buffer, self._onto)
-        absent = list(landing.gaps)
+        views = self._reducer.views(self.bucket, buffer, self._onto)
+        absent = list(views.gaps)
         adds, plain, found = self._adds, self._backward.plain, []
         with unguarded():
-            taken = [self._taken(place) for place in range(len(landing.targets))]
-        for place, (parts, grad) in enumerate(zip(landing.targets, taken, strict=True)):
+            taken = [self._taken(place) for place in range(len(views.targets))]
+        for place, (parts, grad) in enumerate(zip(views.targets, taken, strict=True)):
             if grad is None:
                 if not self._has[place]:
                     absent += parts
                 continue
             again = adds or self._has[place]
             targets[again] += parts
-            grads[again] += landing.parts(place, grad if plain else self._backward.cleaned(grad))
+            grads[again] += views.parts(place, grad if plain else self._backward.weighted(grad))
             found.append(self.indices[place])
         if targets[False]:
             torch._foreach_copy_(targets[False], grads[False])
         if targets[True]:
             torch._foreach_add_(targets[True], grads[True])
         if not adds and absent:
+            # A borrowed buffer holds another bucket's gradients.
             torch._foreach_zero_(absent)
         return found, grads[False] + grads[True]
 
 
-def refuse_sparse(form: Tracked, grad: Tensor) -> None:
+def refuse_sparse(tracked: Tracked, grad: Tensor) -> None:
     """Raise ModelError for a gradient that no flat buffer can hold."""
     if grad.layout != torch.strided:
         raise ModelError(
-            f"The gradient of {form.name} is sparse, which flat buckets cannot hold. Build its "
+            f"The gradient of {tracked.name} is sparse, which flat buckets cannot hold. Build its "
             "embedding with sparse=False."
         )

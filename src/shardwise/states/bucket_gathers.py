@@ -1,4 +1,4 @@
-"""Whole buckets out of intervals, for as long as a unit needs them.
+"""Gathers whole buckets out of the ranks' intervals, for as long as a unit needs them.
 
 Where ranks share memory a bucket is there already. Elsewhere it is gathered into a buffer that is
 borrowed and goes back, so that no pass allocates. A buffer that somebody still sees when its turn
@@ -21,52 +21,52 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives, Handle
 from shardwise.states.saved_references import Form, shaped
-from shardwise.states.sharded_bucket import Slab
+from shardwise.states.sharded_bucket import ShardedBucket
 from shardwise.timeline import recorder
 
-NOTED = 256
-"""Forms of what autograd's notes asked for that a bucket remembers."""
+SAVED_VIEWS = 256
+"""Views for saved-tensor references that a bucket remembers."""
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class WholeBucket:
     """A whole bucket in `flat`, and its parameters' views of it, by slot, with their addresses;
-    `noted` are what autograd's notes asked for."""
+    `saved_views` are those that saved-tensor references asked for."""
 
     flat: Tensor
     views: list[Tensor]
     addresses: list[int]
-    noted: dict[Form, Tensor] = field(default_factory=dict)
+    saved_views: dict[Form, Tensor] = field(default_factory=dict)
 
     def in_form(self, form: Form) -> Tensor:
         """What lies here in `form`, mostly made before."""
-        if form not in self.noted:
-            if len(self.noted) == NOTED:
-                self.noted.clear()
+        if form not in self.saved_views:
+            if len(self.saved_views) == SAVED_VIEWS:
+                self.saved_views.clear()
             with outside_of_inference():
-                self.noted[form] = shaped(self.flat, form)
-        return self.noted[form]
+                self.saved_views[form] = shaped(self.flat, form)
+        return self.saved_views[form]
 
 
-def whole_of(slab: Slab, flat: Tensor) -> Whole:
-    """The bucket of `slab`, which is in `flat`."""
+def whole_of(bucket: ShardedBucket, flat: Tensor) -> WholeBucket:
+    """The views of `bucket`, which is whole in `flat`."""
     with outside_of_inference():
-        views = slab.views(flat)
-    return Whole(flat, views, [view.data_ptr() for view in views])
+        views = bucket.views(flat)
+    return WholeBucket(flat, views, [view.data_ptr() for view in views])
 
 
 @dataclass(eq=False)
 class Gather:
-    """Buckets on their way: each first into its buffer from a disk, if it rests on one."""
+    """A gather of buckets under way: each first into its buffer from a disk, if it rests on one."""
 
     buffers: list[_Buffer]
-    wholes: list[Whole]
+    wholes: list[WholeBucket]
     loads: list[Future[None]]
     send: Callable[[int], Handle]
     handles: list[Handle]
 
-    def wait(self) -> list[Whole]:
-        """The whole buckets, by slab."""
+    def wait(self) -> list[WholeBucket]:
+        """Return when the buckets are whole: these, in order."""
         for index, load in enumerate(self.loads):
             load.result()
             self.handles.append(self.send(index))
@@ -77,20 +77,20 @@ class Gather:
         return self.wholes
 
 
-def there(wholes: list[Whole]) -> Gather:
+def there(wholes: list[WholeBucket]) -> Gather:
     """Buckets that are whole already."""
     return Gather([], wholes, [], lambda index: Handle(), [])
 
 
-class Gathers(ABC):
-    """Where a unit's whole buckets come from."""
+class BucketGathers(ABC):
+    """A way to make a unit's buckets whole."""
 
     collective: bool
-    """Whether all ranks must gather the same slabs in the same order."""
+    """Whether all ranks must gather the same buckets in the same order."""
 
     @abstractmethod
-    def start(self, slabs: Sequence[Slab]) -> Gather:
-        """Start to gather `slabs`."""
+    def start(self, buckets: Sequence[ShardedBucket]) -> Gather:
+        """Start to gather `buckets`."""
 
     @abstractmethod
     def give_back(self, gather: Gather) -> None:
@@ -101,23 +101,23 @@ class Gathers(ABC):
         """Nothing more will be gathered."""
 
 
-class InPlace(Gathers):
-    """Every bucket lies whole in memory that the ranks share."""
+class SharedMemoryGathers(BucketGathers):
+    """Finds every bucket whole in memory that the ranks share: nothing is sent."""
 
     collective = False
 
     def __init__(self) -> None:
-        self._wholes: dict[Slab, Whole] = {}
+        self._wholes: dict[ShardedBucket, WholeBucket] = {}
 
-    def start(self, slabs: Sequence[Slab]) -> Gather:
+    def start(self, buckets: Sequence[ShardedBucket]) -> Gather:
         """The buckets as they lie."""
-        return there([self._whole(slab) for slab in slabs])
+        return there([self._whole(bucket) for bucket in buckets])
 
-    def _whole(self, slab: Slab) -> Whole:
-        if slab not in self._wholes:
-            assert slab.common is not None
-            self._wholes[slab] = whole_of(slab, slab.common)
-        return self._wholes[slab]
+    def _whole(self, bucket: ShardedBucket) -> WholeBucket:
+        if bucket not in self._wholes:
+            assert bucket.common is not None
+            self._wholes[bucket] = whole_of(bucket, bucket.common)
+        return self._wholes[bucket]
 
     def give_back(self, gather: Gather) -> None:
         """Nothing to free."""
@@ -128,12 +128,12 @@ class InPlace(Gathers):
 
 @dataclass(eq=False)
 class _Buffer:
-    """Memory for one bucket at a time; `wholes` by the slabs that it has held."""
+    """Memory for one bucket at a time; `wholes` by the buckets that were in it."""
 
     flat: Tensor
     unseen: int
     """References to the memory when nobody but this object sees it."""
-    wholes: dict[Slab, Whole] = field(default_factory=dict)
+    wholes: dict[ShardedBucket, WholeBucket] = field(default_factory=dict)
     last: Handle = field(default_factory=Handle)
     """The gather for which other ranks may still read it."""
 
@@ -141,12 +141,12 @@ class _Buffer:
         """Whether anybody else still sees this memory, where it is not a part of other memory."""
         if self.flat.untyped_storage().nbytes() > self.flat.numel() * self.flat.element_size():
             return False
-        ours = sum(len(whole.views) + len(whole.noted) for whole in self.wholes.values())
+        ours = sum(len(whole.views) + len(whole.saved_views) for whole in self.wholes.values())
         return _references(self.flat) > self.unseen + ours
 
 
-class ByAllGather(Gathers):
-    """Buckets are gathered over the group, each into a borrowed buffer."""
+class AllGathers(BucketGathers):
+    """Gathers buckets over the group, each into a borrowed buffer."""
 
     collective = True
 
@@ -158,50 +158,59 @@ class ByAllGather(Gathers):
         """Buffers allocated so far."""
         self._reader: ThreadPoolExecutor | None = None
 
-    def start(self, slabs: Sequence[Slab]) -> Gather:
-        """Start an all-gather for each slab, or what must come before it."""
-        buffers = [self._borrow(slab) for slab in slabs]
-        for slab, buffer in zip(slabs, buffers, strict=True):
-            if slab not in buffer.wholes:
-                buffer.wholes[slab] = whole_of(slab, buffer.flat)
-        wholes = [buffer.wholes[slab] for slab, buffer in zip(slabs, buffers, strict=True)]
+    def start(self, buckets: Sequence[ShardedBucket]) -> Gather:
+        """Start an all-gather for each bucket, or what must come before it."""
+        buffers = [self._borrow(bucket) for bucket in buckets]
+        for bucket, buffer in zip(buckets, buffers, strict=True):
+            if bucket not in buffer.wholes:
+                buffer.wholes[bucket] = whole_of(bucket, buffer.flat)
+        wholes = [buffer.wholes[bucket] for bucket, buffer in zip(buckets, buffers, strict=True)]
 
         def send(index: int) -> Handle:
             flat = wholes[index].flat
             launched = recorder.launched("all-gather", flat)
-            buffers[index].last = self._group.all_gather(flat, slabs[index].bucket.cuts)
+            # Remembered: other ranks may read this buffer after our own wait has ended.
+            buffers[index].last = self._group.all_gather(flat, buckets[index].layout.cuts)
             return buffers[index].last.noted(launched)
 
-        if all(slab.held.memory is not None for slab in slabs):
-            return Gather(buffers, wholes, [], send, self._load_and_send(slabs, wholes, send))
-        loads = [self._read(slab, whole.flat) for slab, whole in zip(slabs, wholes, strict=True)]
+        if all(bucket.storage.memory is not None for bucket in buckets):
+            return Gather(buffers, wholes, [], send, self._load_and_send(buckets, wholes, send))
+        loads = [
+            self._read(bucket, whole.flat) for bucket, whole in zip(buckets, wholes, strict=True)
+        ]
         return Gather(buffers, wholes, loads, send, [])
 
     def _load_and_send(
-        self, slabs: Sequence[Slab], wholes: Sequence[Whole], send: Callable[[int], Handle]
+        self,
+        buckets: Sequence[ShardedBucket],
+        wholes: Sequence[WholeBucket],
+        send: Callable[[int], Handle],
     ) -> list[Handle]:
         """Load intervals that are in memory and start their gathers; beside the work, where the
         memory is the host's and the work is an accelerator's."""
-        beside = slabs[0].held.beside if slabs else None  # one tier, so one for all
-        with nullcontext() if beside is None else beside.from_here():
-            for slab, whole in zip(slabs, wholes, strict=True):
-                slab.load(whole.flat)
-            handles = [send(i) for i in range(len(slabs))]
-            if beside is not None:
-                handles.append(Handle(partial(beside.await_, beside.here())))
+        copy_stream = (
+            buckets[0].storage.copy_stream if buckets else None
+        )  # one tier, so one for all
+        # On the copy stream: the gather of the next unit must not wait for this one's compute.
+        with nullcontext() if copy_stream is None else copy_stream.from_here():
+            for bucket, whole in zip(buckets, wholes, strict=True):
+                bucket.load(whole.flat)
+            handles = [send(i) for i in range(len(buckets))]
+            if copy_stream is not None:
+                handles.append(Handle(partial(copy_stream.await_, copy_stream.here())))
         return handles
 
-    def _read(self, slab: Slab, flat: Tensor) -> Future[None]:
+    def _read(self, bucket: ShardedBucket, flat: Tensor) -> Future[None]:
         """Read an interval from the disk beside what else is done; a store has one user only."""
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="shardwise-gather")
-        beside = slab.held.beside
+        copy_stream = bucket.storage.copy_stream
         return self._reader.submit(
-            _load, slab, flat, nullcontext() if beside is None else beside.from_here()
+            _load, bucket, flat, nullcontext() if copy_stream is None else copy_stream.from_here()
         )
 
-    def _borrow(self, slab: Slab) -> _Buffer:
-        spare = self._spare.setdefault(slab.kind, deque())
+    def _borrow(self, bucket: ShardedBucket) -> _Buffer:
+        spare = self._spare.setdefault(bucket.kind, deque())
         while spare:
             buffer = spare.popleft()
             buffer.last.reusable()  # until then the transport may see it too
@@ -209,7 +218,7 @@ class ByAllGather(Gathers):
                 return buffer
         self.made += 1
         with outside_of_inference():
-            flat = self._group.allocate(*slab.kind)
+            flat = self._group.allocate(*bucket.kind)
         return _Buffer(flat, _references(flat))
 
     def give_back(self, gather: Gather) -> None:
@@ -224,10 +233,10 @@ class ByAllGather(Gathers):
             self._reader.shutdown()
 
 
-def _load(slab: Slab, flat: Tensor, scope: AbstractContextManager[None]) -> None:
+def _load(bucket: ShardedBucket, flat: Tensor, scope: AbstractContextManager[None]) -> None:
     """Load from a disk, with the copies to an accelerator in `scope`; they end with it."""
     with scope:
-        slab.load(flat)
+        bucket.load(flat)
 
 
 @contextmanager

@@ -1,21 +1,27 @@
-"""Gradients: collected per bucket as backward makes them, and reduced beside the rest of it.
+"""Gradients: collects them per bucket as backward makes them, and reduces them beside it.
 
 autograd makes each gradient as a tensor of its own. They are moved into their bucket's flat
 buffer, but for large ones where the transport sends them from where they are; when the last one
-has arrived the bucket starts its collective. Buckets start in one order on every rank.
+has arrived the bucket starts its collective. Buckets start in one order on every rank. A gradient
+goes through these files:
 
-    arrive ─▶ collect (flat buffer) ─▶ launch ─▶ settle (the sum comes to rest)
+    gradients        counts arrivals, starts buckets in order, sets late gradients aside
+    bucket_fill      moves gradients into a bucket's flat buffer
+    bucket_reducer   all-reduces or reduce-scatters the buffer
+    accumulator      adds the sum to those of other micro-batches
+    gradient_norm    squares it for the global norm, and clips by that
+    guard            stands in `param.grad` until the step is made
 
 - replicated gradients have a buffer for good: micro-batches add up in it, and it is reduced once
   per step, in place;
 - sharded gradients, and all in the exact mode, borrow a buffer for the time of one reduction,
   after every micro-batch; only what the rank updates stays.
 
-Which gradients will arrive is learned, not assumed: a bucket starts early once as many have come
-as in earlier backwards, and the rest start when backward ends. A gradient that comes after its
-bucket has started (a branch that was asleep, a segment that reentrant checkpointing ran again)
-finds `param.grad` empty, so it never writes into a buffer in flight; it is kept aside as *late*
-and all ranks reduce it together in `step`.
+Which gradients will arrive is learned, not assumed (`unused_parameters`): a bucket starts early
+once as many have come as in earlier backwards, and the rest start when backward ends. A gradient
+that comes after its bucket has started (a branch that was asleep, a segment that reentrant
+checkpointing ran again) finds `param.grad` empty, so it never writes into a buffer in flight; it is
+kept aside as *late* and all ranks reduce it together in `step`.
 """
 
 from __future__ import annotations
@@ -31,17 +37,15 @@ from torch import Tensor
 from shardwise.collectives import Collectives
 from shardwise.placement import Placement
 from shardwise.states.accumulator import Summation
-from shardwise.states.bucket_fill import Backward, Collector, refuse_sparse
+from shardwise.states.bucket_fill import Backward, BucketFill, refuse_sparse
+from shardwise.states.bucket_reducer import BucketReducer
+from shardwise.states.gradient_norm import GradientNorm
 from shardwise.states.guard import GradientGuard
-from shardwise.states.norms import Norms
 from shardwise.states.parameters import Parameters
-from shardwise.states.reduction import Reduction
 from shardwise.states.resting import unguarded
-from shardwise.states.storage import Held
-from shardwise.states.storage_factory import Shelf
-
-PATIENCE = 8
-"""Backwards without a gradient after which a parameter is no longer waited for."""
+from shardwise.states.storage import Storage
+from shardwise.states.storage_factory import StorageFactory
+from shardwise.states.unused_parameters import ExpectedGradients
 
 SMALL = 1 << 14
 """Elements up to which gradients wait for their bucket and move together; a larger one moves as
@@ -49,7 +53,7 @@ it arrives, while it is in the processor's cache."""
 
 
 class Gradients:
-    """The gradients of all buckets through one step; see the module's docstring.
+    """Collects, reduces and guards the gradients of all buckets through one step.
 
     `used` says by parameter whether it had a gradient in this step, `late` by bucket which came
     too late for it. `stray` makes the error for a backward that the engine does not know of. The
@@ -61,7 +65,7 @@ class Gradients:
         parameters: Parameters,
         placement: Placement,
         group: Collectives,
-        shelf: Shelf,
+        factory: StorageFactory,
         summation: Summation,
         *,
         overlap: bool,
@@ -77,21 +81,20 @@ class Gradients:
         self._stray = stray
         self._guards = [GradientGuard(param) for param in self._params]
         self._guarded = False
-        self.reduction = Reduction(
-            parameters, placement, group, shelf, summation, exact_sum=exact_sum
+        self.reducer = BucketReducer(
+            parameters, placement, group, factory, summation, exact_sum=exact_sum
         )
-        self.norms = Norms(self.reduction.rests, summation, group.rank, elsewhere)
-        self._collectors = [
-            Collector(rest, self.reduction, parameters.tracked) for rest in self.reduction.rests
+        self.norm = GradientNorm(self.reducer.buckets, summation, group.rank, elsewhere)
+        self._fills = [
+            BucketFill(bucket, self.reducer, parameters.tracked) for bucket in self.reducer.buckets
         ]
         place_of = {
-            slot.parameter: (collector, position, slot.numel > SMALL)
-            for collector in self._collectors
-            for position, slot in enumerate(collector.rest.bucket.slots)
+            slot.parameter: (fill, position, slot.numel > SMALL)
+            for fill in self._fills
+            for position, slot in enumerate(fill.bucket.layout.slots)
         }
         self._place_of = [place_of[index] for index in range(len(self._params))]
-        self._learned = [0] * len(self._params)
-        self._absent: dict[int, int] = {}
+        self._expected = ExpectedGradients(len(self._params))
         self._overdue: list[int] = []
         self._own_norms: list[Tensor] = []
         self._had_late = False
@@ -102,8 +105,8 @@ class Gradients:
         for the others' gradients while they wait for it in a gather would wait for ever."""
         self.wide = False
         """Whether 16-bit gradients rest in fp32 by now."""
-        self._reductions = [0] * len(self._collectors)
-        self._now = self._collectors
+        self._reductions = [0] * len(self._fills)
+        self._now = self._fills
         """Those that the backward under way may fill."""
         self._active = False
         self._hooks = [
@@ -113,14 +116,14 @@ class Gradients:
         ]
 
     @property
-    def sums(self) -> list[Held]:
+    def sums(self) -> list[Storage]:
         """By bucket, the reduced gradient of the elements that this rank updates."""
-        return [rest.reduced for rest in self.reduction.rests]
+        return [bucket.reduced for bucket in self.reducer.buckets]
 
     @property
     def reached(self) -> bool:
         """Whether the last backward brought any gradient."""
-        return any(self._arrivals)
+        return self._expected.any_arrived
 
     # -- one backward ---------------------------------------------------------------------
 
@@ -142,10 +145,10 @@ class Gradients:
         """
         self._guarded = False
         self._drop()
-        self._now = self._collectors
+        self._now = self._fills
         if among is not None:
-            self._now = [self._collectors[number] for number in sorted(among)]
-        reductions = max((self._reductions[each.rest.index] for each in self._now), default=0)
+            self._now = [self._fills[number] for number in sorted(among)]
+        reductions = max((self._reductions[each.bucket.index] for each in self._now), default=0)
         self._backward = Backward(
             # After a first reduction in a step, sums must not be mixed with parts: reduce each.
             reduces=self._each or last or reductions > 0,
@@ -154,12 +157,12 @@ class Gradients:
             factor=None if isinstance(factor, float) and factor == 1.0 else factor,
             weight=weight if isinstance(weight, Tensor) else None,
         )
-        for collector in self._now:
-            collector.begin(self._backward)
+        for fill in self._now:
+            fill.begin(self._backward)
         self._cursor = 0
         self._usual = usual
         self._overdue.clear()
-        self._arrivals = [0] * len(self._params)
+        self._expected.begin()
         self._active = True
 
     def arrived(self, index: int, param: Tensor) -> None:
@@ -167,14 +170,16 @@ class Gradients:
         if not self._active:
             param.grad = None
             raise self._stray(self._parameters.tracked[index].name)
-        self._arrivals[index] += 1
-        collector, position, is_large = self._place_of[index]
-        if collector.closed:
+        self._expected.arrived(index)
+        fill, position, is_large = self._place_of[index]
+        if fill.closed:
             self._overdue.append(index)
-        elif is_large and collector.take(position):
+        elif is_large and fill.take(position):
             self.used[index] = True
-        collector.remaining -= 1
-        if collector.remaining == 0 and self._overlap and not self.paced:
+        fill.remaining -= 1
+        if fill.remaining == 0 and self._overlap and not self.paced:
+            # Not this bucket at once: ranks complete buckets in different orders, and start them in
+            # one.
             self._advance()
 
     def bring(self) -> None:
@@ -193,15 +198,15 @@ class Gradients:
         """Start the buckets `numbers` now, where `paced`; alike on all ranks."""
         if self._active and self._overlap:
             for number in numbers:
-                if not self._collectors[number].closed:
-                    self._complete(self._collectors[number])
+                if not self._fills[number].closed:
+                    self._complete(self._fills[number])
 
     def finish(self) -> None:
         """Backward has ended: start what has not started, set late gradients aside, learn."""
-        for collector in self._now:
-            if not collector.closed:
-                self._complete(collector)
-            self._reductions[collector.rest.index] += self._backward.reduces
+        for fill in self._now:
+            if not fill.closed:
+                self._complete(fill)
+            self._reductions[fill.bucket.index] += self._backward.reduces
         self._active = False
         self._set_late_aside()
         self._learn()
@@ -209,19 +214,19 @@ class Gradients:
     def abandon(self) -> None:
         """Backward has failed: forget the step, after what is in flight has landed."""
         self._active = False
-        for collector in self._collectors:
-            collector.abandon()
-        for _ in self.reduction.drain():
+        for fill in self._fills:
+            fill.abandon()
+        for _ in self.reducer.drain():  # other ranks write into these buffers until then
             pass
         self.clear()
 
-    def _complete(self, collector: Collector) -> None:
+    def _complete(self, fill: BucketFill) -> None:
         """Collect what a bucket still lacks and, where this backward reduces, launch it."""
-        found, grads = collector.complete()
+        found, grads = fill.complete()
         for index in found:
             self.used[index] = True
         self._probe(grads)  # before others need the interpreter, to send the bucket
-        collector.launch()
+        fill.launch()
 
     def _probe(self, grads: list[Tensor]) -> None:
         """Look whether this rank's own gradients are finite, to name the rank if the sum is not.
@@ -244,31 +249,21 @@ class Gradients:
             refuse_sparse(self._parameters.tracked[index], grad)
             self.used[index] = True
             self._had_late = True
-            number = self._place_of[index][0].rest.index
-            self.late.setdefault(number, []).append((index, self._backward.cleaned(grad)))
+            number = self._place_of[index][0].bucket.index
+            self.late.setdefault(number, []).append((index, self._backward.weighted(grad)))
         if not self._backward.reduces:
             for number, entries in self.late.items():
-                kept = self._collectors[number].rest.kept
+                kept = self._fills[number].bucket.kept
                 assert kept is not None
-                self._collectors[number].add(kept, entries)
+                self._fills[number].add(kept, entries)
             self.late.clear()
 
     def _learn(self) -> None:
-        """Remember how often each gradient came, and forget those that stay away."""
-        if not self._usual or (self._arrivals == self._learned and not self._absent):
-            return
-        for index in (index for collector in self._now for index in collector.indices):
-            count = self._arrivals[index]
-            if count:
-                self._absent.pop(index, None)
-                self._learned[index] = max(self._learned[index], count)
-            elif self._learned[index]:
-                self._absent[index] = self._absent.get(index, 0) + 1
-                if self._absent[index] >= PATIENCE:
-                    self._learned[index] = 0
-                    del self._absent[index]
-        for collector in self._now:
-            collector.expected = sum(self._learned[index] for index in collector.indices)
+        """Expect in the next backwards what has come in this one."""
+        arriving = (index for fill in self._now for index in fill.indices)
+        if self._usual and self._expected.learn(arriving):
+            for fill in self._now:
+                fill.expected = self._expected.expected(fill.indices)
 
     # -- between backward and step --------------------------------------------------------
 
@@ -291,36 +286,36 @@ class Gradients:
 
     def reduce(self) -> None:
         """Return when the sums of this step have come to rest, late gradients left out."""
-        for rest in self.reduction.rests:
-            if self._reductions[rest.index] == 0:
-                assert rest.kept is not None
-                self.reduction.launch(rest, rest.kept)
-                self._reductions[rest.index] = 1
-        self.norms.follow(self.reduction.drain())
+        for bucket in self.reducer.buckets:
+            if self._reductions[bucket.index] == 0:
+                assert bucket.kept is not None
+                self.reducer.launch(bucket, bucket.kept)
+                self._reductions[bucket.index] = 1
+        self.norm.follow(self.reducer.drain())
 
     def reduce_late(self, numbers: Sequence[int]) -> None:
         """Reduce the late gradients of the buckets `numbers` (alike on all ranks)."""
         for number in numbers:
-            collector = self._collectors[number]
-            buffer = self.reduction.borrow(collector.rest)
+            fill = self._fills[number]
+            buffer = self.reducer.borrow(fill.bucket)
             buffer.zero_()
-            collector.add(buffer, self.late.get(number, []))
-            self.reduction.launch(collector.rest, buffer)
+            fill.add(buffer, self.late.get(number, []))
+            self.reducer.launch(fill.bucket, buffer)
         self.late.clear()
         # Not all of them come by `drain`: borrowing many buffers has settled some on the way.
-        self.norms.forget(numbers)
-        self.norms.follow(self.reduction.drain())
+        self.norm.forget(numbers)
+        self.norm.follow(self.reducer.drain())
 
     def names_of(self, numbers: Sequence[int]) -> list[str]:
         """The parameters of the buckets `numbers`, those first that came late on this rank."""
         tracked = self._parameters.tracked
         late = [index for number in numbers for index, _ in self.late.get(number, [])]
-        others = [s.parameter for n in numbers for s in self.reduction.rests[n].bucket.slots]
+        others = [s.parameter for n in numbers for s in self.reducer.buckets[n].layout.slots]
         return [tracked[index].name for index in dict.fromkeys([*late, *others])]
 
     def suspect(self) -> bool | None:
-        """Whether a gradient of this rank alone was not finite in this step; None where it cannot
-        be told, since only small tensors are looked at."""
+        """Whether a gradient of this rank alone was not finite in this step; None where that is not
+        known, since only small tensors are looked at."""
         if not all(bool(torch.isfinite(norm)) for norm in self._own_norms):
             return True
         if self._alone:
@@ -331,21 +326,21 @@ class Gradients:
     def widen(self) -> None:
         """Let 16-bit gradients rest in fp32 from the next step on; alike on all ranks."""
         self.wide = True
-        self.reduction.widen()
+        self.reducer.widen()
 
     def clear(self) -> None:
         """Forget this step; the buffers stay."""
-        for collector in self._collectors:
-            collector.filled = False
-        self.reduction.clear()
-        self.norms.clear()
+        for fill in self._fills:
+            fill.filled = False
+        self.reducer.clear()
+        self.norm.clear()
         self._drop()
         self.late.clear()
         self._own_norms.clear()
         self._had_late = False
         self._guarded = False
         self.used = [False] * len(self._params)
-        self._reductions = [0] * len(self._collectors)
+        self._reductions = [0] * len(self._fills)
 
     def detach(self) -> None:
         """Take the hooks off the parameters, so that another layout can watch them."""

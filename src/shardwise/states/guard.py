@@ -1,4 +1,4 @@
-"""What stands in for a gradient while it belongs to the engine.
+"""Guards `param.grad` between backward and step: any use of it raises.
 
 Between the last backward of a step and `engine.step()` a gradient is a weighted sum, perhaps on
 its way to other ranks. Reading it gives nothing meaningful and changing it (clip_grad_norm_) does

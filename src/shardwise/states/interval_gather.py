@@ -1,4 +1,4 @@
-"""Whole tensors out of intervals, on every rank: for a rebuild, and for models that are small."""
+"""Gathers whole tensors out of intervals, on every rank: for a rebuild, and for small models."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardwise.states.optimizer_state import OptimizerState
 from shardwise.states.parameters import Parameters
 
 
-class Gathering:
-    """Puts together what the ranks hold in parts; every call is collective."""
+class IntervalGather:
+    """Gathers masters and optimizer state that ranks hold in parts; every call is collective."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Gathering:
         }
 
     def _bucket(self, index: int, part: Tensor) -> dict[nn.Parameter, Tensor]:
-        bucket, own = self._parameters.buckets[index], self._optimizer.parts[index].own
+        bucket, own = self._parameters.buckets[index], self._optimizer.intervals[index].own
         _, device = self._parameters.kind(index)
         flat = torch.zeros(bucket.numel, dtype=part.dtype, device=device)
         flat[own[0] : own[1]] = part
@@ -55,7 +55,7 @@ class Gathering:
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """By parameter, its value in the master dtype."""
-        return self.tensors([part.master.loaded() for part in self._optimizer.parts])
+        return self.tensors([part.master.loaded() for part in self._optimizer.intervals])
 
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """By parameter, its state as the user's optimizer would hold it."""
@@ -65,11 +65,11 @@ class Gathering:
         return states
 
     def _whole_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
-        held = {
+        mine = {
             segment.pieces[0].parameter: _on_cpu(state) if self._scattered else state
             for segment, state in self._optimizer.state_of(index)
         }
-        gathered = self._group.gather_objects(held) if self._scattered else [held]
+        gathered = self._group.gather_objects(mine) if self._scattered else [mine]
         return {
             self._parameters.tracked[number].parameter: self._placed(index, state)
             for part in gathered
@@ -77,27 +77,27 @@ class Gathering:
         }
 
     def _flat_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
-        held = self._optimizer.state_of(index)
+        states_here = self._optimizer.state_of(index)
         is_flat = partial(self._optimizer.is_flat, index)
         singles = {
             # Each parameter gets a copy: plain optimizers count a shared step once per parameter.
             piece.parameter: _on_cpu({k: v for k, v in state.items() if not is_flat(segment, k, v)})
-            for segment, state in held
+            for segment, state in states_here
             for piece in segment.pieces
         }
         dtypes = {
             k: v.dtype
-            for segment, state in held
+            for segment, state in states_here
             for k, v in state.items()
             if is_flat(segment, k, v)
         }
-        told = (
+        parts = (
             self._group.gather_objects((singles, dtypes))
             if self._scattered
             else [(singles, dtypes)]
         )
-        all_singles = {number: single for part, _ in told for number, single in part.items()}
-        all_dtypes = {key: dtype for _, part in told for key, dtype in part.items()}
+        all_singles = {number: single for part, _ in parts for number, single in part.items()}
+        all_dtypes = {key: dtype for _, part in parts for key, dtype in part.items()}
         states: dict[nn.Parameter, dict[str, Any]] = {
             self._parameters.tracked[number].parameter: self._placed(index, single)
             for number, single in all_singles.items()

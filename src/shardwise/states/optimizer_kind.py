@@ -1,4 +1,4 @@
-"""What is known of an optimizer: its kind, its copies over other tensors, torch's fused kernels."""
+"""Describes an optimizer: its kind, bare copies of it, and whether torch's fused kernels apply."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ def state_shape(
 
 
 @dataclass(frozen=True)
-class Kind:
-    """`elementwise`: may be cut anywhere. `separable`: tensors do not look at each other. `known`:
-    neither was found by trial.
+class OptimizerKind:
+    """The kind of an optimizer: what it needs whole, and which state it keeps.
+
+    `elementwise`: tensors may be cut anywhere. `separable`: tensors do not look at each other.
+    `known`: neither was found by trial.
 
     `tensor_keys` are the state entries that have the parameter's shape (exp_avg ...);
     `single_keys` are one value per parameter (step ...). An option that changes later may bring
@@ -68,23 +70,23 @@ class Kind:
         return isinstance(value, Tensor) and value.ndim > 0
 
 
-def needs_closure(face: optim.Optimizer) -> bool:
-    """Whether `face.step` cannot be called without a closure."""
-    parameters = list(inspect.signature(type(face).step).parameters.values())[1:]
+def needs_closure(optimizer: optim.Optimizer) -> bool:
+    """Whether `optimizer.step` cannot be called without a closure."""
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     return any(p.name == "closure" and p.default is p.empty for p in parameters)
 
 
 _LEFT_BEHIND = ("step", "zero_grad", "add_param_group", "_shardwise_hooks")
 
 
-def bare_copy(face: optim.Optimizer) -> optim.Optimizer:
-    """An optimizer of the same class, options and attributes as `face`, without its parameters.
+def bare_copy(optimizer: optim.Optimizer) -> optim.Optimizer:
+    """A copy of `optimizer`: its class, options and attributes, without its parameters.
 
     Made without `__init__`, whose signature is the class's own affair; hooks and what a scheduler
     put on the instance stay behind.
     """
-    inner = type(face).__new__(type(face))
-    kept = {k: v for k, v in face.__dict__.items() if k not in _LEFT_BEHIND}
+    inner = type(optimizer).__new__(type(optimizer))
+    kept = {k: v for k, v in optimizer.__dict__.items() if k not in _LEFT_BEHIND}
     inner.__dict__.update(kept)
     inner.__dict__.update({k: type(v)() for k, v in kept.items() if k.endswith("_hooks")})
     inner.param_groups = []
@@ -121,7 +123,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def may_fuse(
-    face: optim.Optimizer, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    optimizer: optim.Optimizer, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether torch's fused kernel may update tensors of `dtype`, where the user has not chosen
     another.
@@ -136,7 +138,7 @@ def may_fuse(
     plain &= not isinstance(rate, Tensor) or rate.dtype == dtype
     known = {"cpu": (*_FUSED, optim.Adagrad), "cuda": _FUSED}.get(device.type, ())
     real = dtype in (torch.float32, torch.float64)
-    return unchosen and plain and real and type(face) in known
+    return unchosen and plain and real and type(optimizer) in known
 
 
 _FUSED = (optim.Adam, optim.AdamW, optim.SGD)

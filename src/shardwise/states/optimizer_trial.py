@@ -1,4 +1,5 @@
-"""What kind of optimizer the user chose: torch's own are known, others tried on small tensors.
+"""Finds what kind of optimizer the user chose: torch's own are known, others are tried on small
+tensors.
 
 Sharded optimizer state updates arbitrary intervals of flattened parameters. That equals the
 user's optimizer only if each element's update depends on that element alone (Adam, SGD, Adagrad).
@@ -27,7 +28,7 @@ from shardwise.randomness import preserved
 from shardwise.states.optimizer_kind import (
     BY_TENSOR,
     ELEMENTWISE,
-    Kind,
+    OptimizerKind,
     bare_copy,
     needs_closure,
     same,
@@ -38,64 +39,68 @@ _RATE = 0.1
 _TOLERANCE = 1e-3
 
 
-def examine(face: optim.Optimizer, group: dict[str, Any], device: torch.device) -> Kind:
-    """What kind of optimizer `face` is with the options of `group`.
+def examine(
+    optimizer: optim.Optimizer, group: dict[str, Any], device: torch.device
+) -> OptimizerKind:
+    """What kind of optimizer `optimizer` is with the options of `group`.
 
     One that needs a closure is taken to look across tensors. Raises ModelError for one that needs
     sparse gradients, or that no trial can run.
     """
-    if needs_closure(face):
-        return Kind(False, False, frozenset(), needs_closure=True)
-    if isinstance(face, optim.SparseAdam):
+    if needs_closure(optimizer):
+        return OptimizerKind(False, False, frozenset(), needs_closure=True)
+    if isinstance(optimizer, optim.SparseAdam):
         raise ModelError(
-            f"{type(face).__name__} takes sparse gradients only, which flat buckets cannot hold. "
-            "Build its embeddings with sparse=False and train them with torch.optim.Adam."
+            f"{type(optimizer).__name__} takes sparse gradients only, which flat buckets cannot "
+            "hold. Build its embeddings with sparse=False and train them with torch.optim.Adam."
         )
-    bench = _Bench(face, group, device)
+    bench = _Bench(optimizer, group, device)
     short, *long = _trials(group)
     first = bench.attempt(short)
     if first is None:
         raise ModelError(
-            f"{type(face).__name__} cannot update a float32 tensor of shape {short.shape} that is "
-            f"not one of its own parameters: {bench.why}. The engine lets a copy of it update "
-            "others. Choose another optimizer."
+            f"{type(optimizer).__name__} cannot update a float32 tensor of shape {short.shape} "
+            f"that is not one of its own parameters: {bench.why}. The engine lets a copy of it "
+            "update others. Choose another optimizer."
         )
-    if type(face) in (*ELEMENTWISE, *BY_TENSOR):
-        elementwise = type(face) in ELEMENTWISE
-        return Kind(elementwise, True, first.keys, first.singles, known=True)
+    if type(optimizer) in (*ELEMENTWISE, *BY_TENSOR):
+        elementwise = type(optimizer) in ELEMENTWISE
+        return OptimizerKind(elementwise, True, first.keys, first.singles, known=True)
     kind = bench.judge(short, first)
     for trial in long:
         if not (kind.elementwise or kind.separable) or (whole := bench.attempt(trial)) is None:
             continue
-        told = bench.judge(trial, whole, kind)
-        kind = Kind(
-            elementwise=kind.elementwise and told.elementwise,
-            separable=kind.separable and told.separable,
-            tensor_keys=kind.tensor_keys | told.tensor_keys,
-            single_keys=kind.single_keys | told.single_keys,
-            group_keys=kind.group_keys | told.group_keys,
+        found = bench.judge(trial, whole, kind)
+        kind = OptimizerKind(
+            elementwise=kind.elementwise and found.elementwise,
+            separable=kind.separable and found.separable,
+            tensor_keys=kind.tensor_keys | found.tensor_keys,
+            single_keys=kind.single_keys | found.single_keys,
+            group_keys=kind.group_keys | found.group_keys,
         )
     return kind
 
 
-class Kinds:
-    """The kinds of several groups, each found once for all that differ in their rates alone."""
+class OptimizerKinds:
+    """Finds the kinds of several groups, each once for all that differ in their rates alone."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Kind] = {}
+        self._known: dict[Any, OptimizerKind] = {}
 
-    def of(self, face: optim.Optimizer, group: dict[str, Any], device: torch.device) -> Kind:
+    def of(
+        self, optimizer: optim.Optimizer, group: dict[str, Any], device: torch.device
+    ) -> OptimizerKind:
         """As `examine`."""
         options = {key: value for key, value in settings_of(group).items() if key != "lr"}
-        key = face, device, repr(options), tuple(_shapes(group))
+        key = optimizer, device, repr(options), tuple(_shapes(group))
         if key not in self._known:
             with preserved():  # an optimizer may draw, and trials are not the user's
-                self._known[key] = examine(face, group, device)
+                self._known[key] = examine(optimizer, group, device)
         return self._known[key]
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _OptimizerTrial:
     """Steps on tensors of `shape`, with gradients of about `scale`.
 
     Where it `leaps` the counts of steps are far ahead from the middle on.
@@ -107,13 +112,13 @@ class _Trial:
     leaps: bool = False
 
 
-def _trials(group: Mapping[str, Any]) -> Iterator[_Trial]:
+def _trials(group: Mapping[str, Any]) -> Iterator[_OptimizerTrial]:
     """A short one first, which most optimizers that need whole tensors do not pass."""
     shapes = _shapes(group)
-    yield from (_Trial(shape) for shape in shapes)
-    yield from (_Trial(shapes[0], scale=scale) for scale in (1e-5, 1e5))
-    yield _Trial(shapes[0], steps=30, leaps=True)
-    yield _Trial((shapes[0][0] * 180, *shapes[0][1:]))
+    yield from (_OptimizerTrial(shape) for shape in shapes)
+    yield from (_OptimizerTrial(shapes[0], scale=scale) for scale in (1e-5, 1e5))
+    yield _OptimizerTrial(shapes[0], steps=30, leaps=True)
+    yield _OptimizerTrial((shapes[0][0] * 180, *shapes[0][1:]))
 
 
 def _shapes(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -161,17 +166,19 @@ class _Run:
 
 
 class _Bench:
-    """Tries `face` with the options of `group`."""
+    """Tries `optimizer` with the options of `group`."""
 
-    def __init__(self, face: optim.Optimizer, group: dict[str, Any], device: torch.device) -> None:
-        self._face = face
+    def __init__(
+        self, optimizer: optim.Optimizer, group: dict[str, Any], device: torch.device
+    ) -> None:
+        self._optimizer = optimizer
         self._group = group
         self._device = device
         self.why = ""
         self._given = False
         """Whether fresh tensors are given state, as the constructor did (Adagrad's sums)."""
 
-    def attempt(self, trial: _Trial) -> _Run | None:
+    def attempt(self, trial: _OptimizerTrial) -> _Run | None:
         """The trial's first tensor, alone; None where the optimizer raises, and then `why`."""
         tensors, grads = _drawn(trial)
         try:
@@ -185,7 +192,9 @@ class _Bench:
         self._given = True
         return self.attempt(trial)
 
-    def judge(self, trial: _Trial, whole: _Run, so_far: Kind | None = None) -> Kind:
+    def judge(
+        self, trial: _OptimizerTrial, whole: _Run, so_far: OptimizerKind | None = None
+    ) -> OptimizerKind:
         """Compare with both tensors together, and with the first one split."""
         tensors, grads = _drawn(trial)
         separable = elementwise = so_far is not None or whole.moved
@@ -196,10 +205,10 @@ class _Bench:
         before = settings_of(self._group) | _visible_rate(self._group)
         now = whole.options.items()
         changed = frozenset(k for k, v in now if k not in before or not same(v, before[k]))
-        return Kind(elementwise, separable, whole.keys, whole.singles, changed)
+        return OptimizerKind(elementwise, separable, whole.keys, whole.singles, changed)
 
     def _is_elementwise(
-        self, trial: _Trial, tensor: Tensor, grads: list[Tensor], whole: _Run
+        self, trial: _OptimizerTrial, tensor: Tensor, grads: list[Tensor], whole: _Run
     ) -> bool:
         cut = tensor.numel() // 2 - 1
         try:
@@ -215,10 +224,10 @@ class _Bench:
         return alike and all(_close(a, b) for a, b in zip(joined, flat, strict=True))
 
     def _run(
-        self, trial: _Trial, tensors: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+        self, trial: _OptimizerTrial, tensors: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
     ) -> _Run:
         """The steps of a fresh copy."""
-        inner = bare_copy(self._face)
+        inner = bare_copy(self._optimizer)
         options = copy.deepcopy(settings_of(self._group)) | _visible_rate(self._group)
         params = [torch.nn.Parameter(tensor.to(self._device, copy=True)) for tensor in tensors]
         inner.param_groups = [options | {"params": params}]
@@ -235,18 +244,18 @@ class _Bench:
             if step in (middle, trial.steps - 1):
                 marks.append([param.detach().to("cpu", copy=True) for param in params])
         updates = [(b - a, c - b) for a, b, c in zip(*marks, strict=True)]
-        told = settings_of(inner.param_groups[0])
-        return _Run(updates, dict(inner.state[params[0]]), told, params[0].shape)
+        options = settings_of(inner.param_groups[0])
+        return _Run(updates, dict(inner.state[params[0]]), options, params[0].shape)
 
     def _existing_state(self) -> Mapping[str, Any]:
         """The state of a parameter of the group."""
-        states = (self._face.state.get(p) for p in self._group["params"] if p.ndim)
+        states = (self._optimizer.state.get(p) for p in self._group["params"] if p.ndim)
         return next((state for state in states if state), {})
 
     def _initial_state(self, like: Tensor) -> dict[str, Any]:
         """What the constructor may have made of `like`: one that exists, its values all alike."""
         state = self._existing_state()
-        owner = next(p for p in self._group["params"] if self._face.state.get(p) is state)
+        owner = next(p for p in self._group["params"] if self._optimizer.state.get(p) is state)
         return {
             key: _filled(like, value)
             if isinstance(value, Tensor) and value.shape == owner.shape and value.numel()
@@ -261,7 +270,7 @@ def _filled(like: Tensor, value: Tensor) -> Tensor:
     return torch.full_like(like, first.real if isinstance(first, complex) else first)
 
 
-def _drawn(trial: _Trial) -> tuple[list[Tensor], list[list[Tensor]]]:
+def _drawn(trial: _OptimizerTrial) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Two tensors, and the gradients of each by step."""
     draw = torch.Generator().manual_seed(0)
     # Two halves of different scale, so that any norm over the whole shows itself.

@@ -1,7 +1,7 @@
-"""Parameters: what a rank holds of them between steps.
+"""Replicated parameters, and what they have in common with sharded ones: buckets, checks.
 
 Replicated, they are views of flat buffers, private to each rank. `sharded_parameters` has the
-other word of the table.
+others.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from shardwise.collectives import Collectives, Handle
 from shardwise.errors import BrokenView
 from shardwise.layout import Bucket
-from shardwise.states.sharded_bucket import Slab
-from shardwise.states.storage import Held, InMemory
+from shardwise.states.sharded_bucket import ShardedBucket
+from shardwise.states.storage import MemoryStorage, Storage
 from shardwise.states.tracked import Tracked
 from shardwise.timeline import recorder
 
@@ -34,7 +34,7 @@ class Parameters(ABC):
         """By bucket, starting values of this rank's interval in a wider dtype, to be taken."""
 
     @property
-    def frozen(self) -> Sequence[Slab]:
+    def frozen(self) -> Sequence[ShardedBucket]:
         """The buckets of frozen parameters, where those are laid out too."""
         return ()
 
@@ -44,7 +44,7 @@ class Parameters(ABC):
         return first.dtype, first.device
 
     @abstractmethod
-    def part(self, index: int, own: tuple[int, int]) -> Held:
+    def part(self, index: int, own: tuple[int, int]) -> Storage:
         """The elements `own` of bucket `index`, which this rank holds between steps."""
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Parameters(ABC):
         self.remember()
 
     def remember(self) -> None:
-        """Take the present values as those of which `written` tells changes."""
+        """Take the present values as those that `written` compares with."""
         self._versions = [tracked.parameter._version for tracked in self.tracked]
 
     def written(self) -> set[int]:
@@ -103,7 +103,7 @@ class Parameters(ABC):
 
 
 class ReplicatedParameters(Parameters):
-    """Each parameter a view of its bucket's flat buffer, for good."""
+    """Replicated parameters: each a view of its bucket's flat buffer, for good."""
 
     def __init__(
         self, tracked: Sequence[Tracked], buckets: Sequence[Bucket], group: Collectives
@@ -111,7 +111,7 @@ class ReplicatedParameters(Parameters):
         super().__init__(tracked, buckets)
         self._group = group
         self._flats = [self._adopt(index) for index in range(len(buckets))]
-        self._homes = Homes(tracked)
+        self._places = ParameterPlaces(tracked)
         self._addresses = [t.parameter.data_ptr() for t in tracked]
         self.remember()
 
@@ -126,9 +126,9 @@ class ReplicatedParameters(Parameters):
             tracked.parameter.data = view
         return flat
 
-    def part(self, index: int, own: tuple[int, int]) -> Held:
+    def part(self, index: int, own: tuple[int, int]) -> Storage:
         """A part of the flat buffer of bucket `index`."""
-        return InMemory(self._flats[index][own[0] : own[1]])
+        return MemoryStorage(self._flats[index][own[0] : own[1]])
 
     def publish(self, index: int) -> Handle:
         """Send each rank's updated interval of bucket `index` to all."""
@@ -144,7 +144,7 @@ class ReplicatedParameters(Parameters):
         self.check_places()
 
     def check_places(self) -> None:
-        if not self._homes.are_kept(self._addresses):
+        if not self._places.are_kept(self._addresses):
             for tracked, address in zip(self.tracked, self._addresses, strict=True):
                 check_place(tracked, address)
 
@@ -156,8 +156,8 @@ class ReplicatedParameters(Parameters):
             )
 
 
-class Homes:
-    """Where parameters lie and are registered, looked at all at once: so it can be done often."""
+class ParameterPlaces:
+    """Checks where parameters lie and are registered, all at once, so that it can be done often."""
 
     def __init__(self, tracked: Sequence[Tracked]) -> None:
         self._parameters = [each.parameter for each in tracked]

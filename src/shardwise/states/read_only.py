@@ -1,9 +1,10 @@
-"""Parameters that are gathered while no forward and no backward runs: read, and not written.
+"""Makes parameters read-only while they stay gathered between a forward and its backward.
 
-Values that a unit keeps from its forward to its backward are a passing copy. A read of them is
+Values that a unit keeps from its forward to its backward are a temporary copy. A read of them is
 right, also in a loss; a write would reach no shard, so it raises at its line. While they stay, a
 parameter is of a subclass of its class, in which torch asks `__torch_function__` about every call,
-and so is every view that is made of it.
+and so is every view that is made of it. A read is then the business of the class that it is of:
+with tensor or pipeline parallelism all ranks take part in it (parallel/tensor/parameter_uses.py).
 """
 
 from __future__ import annotations
@@ -16,31 +17,38 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.states.resting import SET_DATA, name_of, unguarded, write_refused
+from shardwise.states.resting import (
+    SET_DATA,
+    below,
+    form_of,
+    name_of,
+    unguarded,
+    write_refused,
+)
 from shardwise.states.torch_calls import FORMAL, what_is_done, written
+
+PASSES_ON = True  # as in resting.py
 
 
 class _ReadOnly:
-    """What a parameter and its views have alike while they may be read only."""
+    """Refuses writes: the base of parameters and of their views while they are read-only."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Do an operation; refuse it where it writes."""
-        del types
         kwargs = kwargs or {}
         if func in FORMAL:
-            with unguarded():
-                return func(*args, **kwargs)
+            return form_of(func, types, args, kwargs)
         if func == SET_DATA and args[0] is args[1]:
             return None  # model.to(device) where it is already
         what = what_is_done(func)
         for target in written(what, args, kwargs):
             if isinstance(target, _ReadOnly):
                 raise write_refused(_name(target), what)
+        made = below(types)(func, types, args, kwargs)
         with unguarded():
-            made = func(*args, **kwargs)
             return pytree.tree_map_only(Tensor, _Views(args, kwargs), made)
 
 
@@ -54,8 +62,8 @@ class _View(_ReadOnly, Tensor):
 def read_only(own: type[nn.Parameter]) -> type[nn.Parameter]:
     """The class of parameters of class `own` that may be read and not written."""
     metaclass: Any = type(own)
-    bases = (_ReadOnly, own)
-    made: type[nn.Parameter] = metaclass(f"{own.__name__}ReadOnly", bases, {"__module__": __name__})
+    bases, members = (_ReadOnly, own), {"__module__": __name__, "covers": own}
+    made: type[nn.Parameter] = metaclass(f"{own.__name__}ReadOnly", bases, members)
     return made
 
 
@@ -64,7 +72,7 @@ def _name(value: Any) -> str:
 
 
 class _Views:
-    """Tells which results of an operation are views of what it was given."""
+    """Finds which results of an operation are views of what it was given."""
 
     def __init__(self, *given: Any) -> None:
         leaves = pytree.tree_leaves(given)

@@ -1,22 +1,20 @@
-"""Which units' parameters are whole at the moment: no unit without need.
+"""Decides when each unit of sharded parameters is whole: while its forward or backward needs it.
 
-A *unit* is a part of the model whose parameters come and go together. Forward shows a unit on
-entering one of its modules and lets it go on leaving. Backward shows it again when a gradient
-reaches its outputs, or when an operation asks for what it saved:
+Forward shows a unit on entering one of its modules and lets it go on leaving. Backward shows it
+again when a gradient reaches its outputs, or when an operation asks for what it saved:
 
     forward    enter a ── show ── compute ── leave a ── rest      what autograd saves of a
-    backward   touch a ── show ── compute ── touch b ── rest a    parameter is a note where it is
+    backward   touch a ── show ── compute ── touch b ── rest a    parameter is a reference
 
 Gathers that are collective take turns in the gather order; the next unit is on its way while one
 computes. The last unit of a pass, the rest of the model around the others, stays whole from the end
-of forward until backward has ended.
+of forward until backward has ended. `whole_units` shows units and rests them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -24,47 +22,16 @@ from torch.autograd import Variable
 
 from shardwise.collectives import Collectives, GatherOrder
 from shardwise.errors import UsageError
-from shardwise.states.bucket_gathers import (
-    ByAllGather,
-    Gather,
-    InPlace,
-    Whole,
-    there,
-    whole_of,
-)
-from shardwise.states.lost_writes import PassingWrites
-from shardwise.states.saved_references import Place, Places
-from shardwise.states.sharded_bucket import Slab
+from shardwise.states.bucket_gathers import AllGathers, SharedMemoryGathers
+from shardwise.states.saved_references import BucketReference
+from shardwise.states.sharded_bucket import ShardedBucket
 from shardwise.states.sharded_parameters import ShardedParameters
-from shardwise.states.tracked import Tracked
+from shardwise.states.whole_units import Unit, WholeUnits
 from shardwise.timeline import span
 
 
-@dataclass(eq=False)
-class Unit:
-    """A part of the model that is gathered as a whole.
-
-    `lasting`: kept from the end of a forward to the end of its backward. `always`: whole all the
-    time, since no module says when it is needed.
-    """
-
-    name: str
-    slabs: list[Slab]
-    lasting: bool = False
-    always: bool = False
-    gather: Gather | None = field(default=None, repr=False)
-    wholes: list[Whole] = field(default_factory=list, repr=False)
-    depth: int = 0
-    """How many of its modules' forwards are under way, one inside the other."""
-
-    @property
-    def tracked(self) -> list[Tracked]:
-        """Its parameters."""
-        return [tracked for slab in self.slabs for tracked in slab.tracked]
-
-
 class Residency:
-    """Shows units and lets them go; `group` is for gathers alone, which take turns in `order`."""
+    """Shows units and lets them rest; `group` is for gathers alone, which take turns in `order`."""
 
     def __init__(
         self,
@@ -74,11 +41,11 @@ class Residency:
         order: GatherOrder,
         inside: Callable[[nn.Module], Sequence[int]],
     ) -> None:
-        """`inside` tells which units a module holds, in their order."""
+        """`inside` gives the units that a module holds, in their order."""
         self._parameters = parameters
         self.units = units
-        shared = all(slab.common is not None for unit in units for slab in unit.slabs)
-        self._gathers = InPlace() if shared else ByAllGather(group)
+        shared = all(bucket.common is not None for unit in units for bucket in unit.buckets)
+        self._gathers = SharedMemoryGathers() if shared else AllGathers(group)
         self._order = order
         self._first = self._join() if self._gathers.collective else 0
         self._inside = inside
@@ -86,14 +53,11 @@ class Residency:
         """Of a model that runs in parts, the one that does now: each needs units of its own."""
         self._expected: dict[Hashable, Sequence[int]] = {}
         self._over: Callable[[int], None] | None = None
-        self._flying: dict[int, Gather] = {}
         self._pass: Hashable = None
         self._depth = 0
         self._tape: list[Hashable] = []
         self._backwards = 0
-        self._places = Places()
-        self._writes = PassingWrites(parameters.note_written)
-        self._whole: dict[Unit, None] = {}
+        self._whole = WholeUnits(parameters, units, self._gathers)
         self.settled()
         parameters.watch(self.settled)
 
@@ -112,19 +76,19 @@ class Residency:
         return self._gathers.collective
 
     def pace(self, over: Callable[[int], None]) -> bool:
-        """Call `over` in a backward when a unit has had its last turn, on all ranks at the same
-        turn; returns whether there are turns."""
+        """Register `over`, called after a unit's last gather in a backward, at the same point on
+        every rank. Returns whether gathers are collective."""
         self._over = over
         return self._gathers.collective
 
     # -- forward --------------------------------------------------------------------------
 
-    def enter(self, number: int, door: int, module: nn.Module) -> None:
-        """A module of unit `number` begins its forward; `door` is the module's number."""
+    def enter(self, number: int, hook: int, module: nn.Module) -> None:
+        """A module of unit `number` begins its forward; `hook` is the number of its hook."""
         self._end_dead_passes()
         if self._depth == 0 and self._pass is None:
-            self._let_go_of_all(but_lasting=self.is_awaited)
-            kind = ("forward", door, torch.is_grad_enabled(), self.part)
+            self._whole.let_go_of_all(but_lasting=self.is_awaited)
+            kind = ("forward", hook, torch.is_grad_enabled(), self.part)
             if kind not in self._expected:
                 self._expected[kind] = self._inside(module)
             self._open(kind)
@@ -142,14 +106,16 @@ class Residency:
         in_backward = self._is_backward()
         awaited = torch.is_grad_enabled() or self.is_awaited
         if not (unit.depth or in_backward or (unit.lasting and awaited)):
-            self._let_go(unit)
+            self._whole.let_go(unit)
         if self._depth == 0 and not in_backward:
             kind, self._pass = self._pass, None
             if torch.is_grad_enabled():
                 self._tape.append(kind)
+            # Other ranks may need units that this one's forward has skipped: it takes part in their
+            # gathers before it goes on, or they would wait for ever.
             self._finish_turns(self._expected[kind], failed=failed)
-            self._let_go_of_all(but_lasting=self.is_awaited)
-            self._allow_writes(False)
+            self._whole.let_go_of_all(but_lasting=self.is_awaited)
+            self._whole.allow_writes(False)
 
     @property
     def is_awaited(self) -> bool:
@@ -170,8 +136,8 @@ class Residency:
             return
         self._finish_turns(self._recorded() if self._gathers.collective else (), failed=failed)
         self._pass = None
-        self._let_go_of_all()
-        self._allow_writes(False)
+        self._whole.let_go_of_all()
+        self._whole.allow_writes(False)
         if not keep_graph:
             self._tape.clear()
             self._backwards = 0
@@ -191,17 +157,18 @@ class Residency:
         self._need(number)
 
     def _need(self, number: int) -> None:
-        if self.units[number].gather is not None:
+        if self.units[number].is_whole:
             return
         if self._is_backward():
-            self._let_go_of_all(but_lasting=True)
+            # Backward has left the unit before: rest it first, so that its buffer can be borrowed.
+            self._whole.let_go_of_all(but_lasting=True)
         self._acquire(number)
 
     def _close_stray(self) -> None:
         self.close_backward(keep_graph=True)
 
     def _end_dead_passes(self) -> None:
-        """End backwards of the user's own that have failed: nobody else tells."""
+        """End backwards of the user's own that have failed: nothing else reports that."""
         self._order.end_dead_pass()
         self.end_dead_pass()
 
@@ -219,42 +186,35 @@ class Residency:
     # -- what autograd saves --------------------------------------------------------------
 
     @property
-    def note_of(self) -> Callable[[Tensor], Place | None]:
-        """What tells what to keep instead of a tensor, if its memory is a shown unit's."""
-        return self._places.find
+    def reference_of(self) -> Callable[[Tensor], BucketReference | None]:
+        """Finds what to save instead of a tensor, if its memory is a shown unit's."""
+        return self._whole.reference_of
 
-    def fetch(self, place: Place) -> Tensor:
-        """What lies at `place`, its unit shown. Raises UsageError after a step in between."""
-        if place.generation != self._places.generation:
+    def fetch(self, reference: BucketReference) -> Tensor:
+        """The tensor of `reference`, its unit shown. Raises UsageError after a step in between."""
+        unit = self.units[reference.unit]
+        if not self._whole.is_current(reference):
             raise UsageError(
-                f"A backward came to {self.units[place.unit].name} through a forward from before "
-                "the last change of its parameters (engine.step, or full_parameters with "
-                "write=True). Compute the loss again after it."
+                f"A backward came to {unit.name} through a forward from before the last change of "
+                "its parameters (engine.step, or full_parameters with write=True). Compute the "
+                "loss again after it."
             )
-        unit = self.units[place.unit]
-        if unit.gather is None or self._pass is None:
-            self.touch(place.unit)
-        return unit.wholes[place.index].in_form(place.form)
+        if not unit.is_whole or self._pass is None:
+            self.touch(reference.unit)
+        return self._whole.tensor_at(reference)
 
     # -- between steps --------------------------------------------------------------------
 
     def settled(self) -> None:
         """Parameters have changed: show those that are always shown anew. Collective."""
-        self._places.generation += 1
-        self._writes.forget()
-        while self._flying:  # of a pass that was abandoned: the values of before
-            self._take_part(next(iter(self._flying)))
         self._tape.clear()
         self._backwards = 0
-        self._let_go_of_all()
-        for number, unit in enumerate(self.units):
-            if unit.always:
-                self._put_to_rest(unit)
-                self._show(number, self._gathers.start(unit.slabs))
-        self._allow_writes(False)
+        self._whole.renew()
 
     @contextmanager
-    def whole(self, numbers: Sequence[int], *, here: bool = True) -> Iterator[dict[Slab, Tensor]]:
+    def whole(
+        self, numbers: Sequence[int], *, here: bool = True
+    ) -> Iterator[dict[ShardedBucket, Tensor]]:
         """Inside the block the units `numbers` are whole, in memory of their own. Collective.
 
         Yields their buckets. A rank that is not `here` takes part and keeps nothing.
@@ -264,53 +224,30 @@ class Residency:
                 "engine.full_parameters inside a forward or a backward: enter it outside of them."
             )
         self._parameters.check()
-        self._let_go_of_all()
-        shown: dict[Slab, Tensor] = {}
+        self._whole.let_go_of_all()
+        shown: dict[ShardedBucket, Tensor] = {}
         for number in numbers:
-            shown |= self._make_whole(number, here)
+            shown |= self._whole.make_own(number, here=here)
         try:
             yield shown
         finally:
-            self._writes.forget()
+            self._whole.forget_writes()
             for number in numbers:
-                self._end_whole(number, here)
-            self._allow_writes(False)
+                self._whole.end_own(number, here=here)
+            self._whole.allow_writes(False)
 
-    def check_unwritten(self, shown: Mapping[Slab, Tensor]) -> None:
+    def check_unwritten(self, shown: Mapping[ShardedBucket, Tensor]) -> None:
         """Raise BrokenView if one of `shown`, which `whole` gave to be read, was written to."""
         self._parameters.check_unwritten(shown)
 
-    def _make_whole(self, number: int, here: bool) -> dict[Slab, Tensor]:
-        unit = self.units[number]
-        self._put_to_rest(unit)
-        flats = {slab: self._parameters.gathered(slab, here=here) for slab in unit.slabs}
-        found = {slab: flat for slab, flat in flats.items() if flat is not None}
-        if here:
-            wholes = [whole_of(slab, flat) for slab, flat in found.items()]
-            self._show(number, there(wholes))
-            unit.depth += 1
-            for slab in unit.slabs:
-                self._parameters.allow_copies(slab)
-        return found
-
-    def _end_whole(self, number: int, here: bool) -> None:
-        unit = self.units[number]
-        if here:
-            unit.depth -= 1
-            self._put_to_rest(unit)
-            for slab in unit.slabs:
-                self._parameters.refuse_copies(slab)
-        if unit.always:
-            self._show(number, self._gathers.start(unit.slabs))
-
     def resting(self) -> list[Tensor]:
         """The parameters that are not whole."""
-        return [t.parameter for unit in self.units if unit.gather is None for t in unit.tracked]
+        return [t.parameter for unit in self.units if not unit.is_whole for t in unit.tracked]
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
         """Inside the block each rank may run as many forwards as it likes; see Engine.uneven."""
-        self._let_go_of_all()
+        self._whole.let_go_of_all()
         with self._order.uneven() if self._gathers.collective else self._apart():
             yield
 
@@ -338,7 +275,7 @@ class Residency:
         self._order.drop(self)
         for unit in self.units:
             unit.depth = 0
-        self._let_go_of_all()
+        self._whole.let_go_of_all()
         self._tape.clear()
         self._backwards = 0
 
@@ -352,7 +289,7 @@ class Residency:
     # -- gathers --------------------------------------------------------------------------
 
     def _open(self, kind: Hashable) -> None:
-        self._allow_writes(True)
+        self._whole.allow_writes(True)
         self._pass = kind
         if self._gathers.collective:
             self._order.open(self, (self._first, kind), descending=self._is_backward())
@@ -371,70 +308,22 @@ class Residency:
         if self._over is not None and self._is_backward() and not self.units[number].lasting:
             self._over(number)
 
-    def take_turn(self, number: int, *, wanted: bool) -> None:
+    def run_entry(self, number: int, *, wanted: bool) -> None:
         """Gather unit `number` with all ranks, and show it if this one has `wanted` it. What is
         lasting stays from its first turn in a backward on."""
         unit = self.units[number]
-        if wanted or (self._is_backward() and unit.lasting and unit.gather is None):
-            self._show(number, self._arrival(number))
+        if wanted or (self._is_backward() and unit.lasting and not unit.is_whole):
+            self._whole.show(number)
         else:
-            self._take_part(number)
-
-    def _take_part(self, turn: int) -> None:
-        gather = self._arrival(turn)
-        gather.wait()
-        self._gathers.give_back(gather)
+            self._whole.take_part(number)
 
     def _acquire(self, number: int) -> None:
         if not self._gathers.collective:
-            self._show(number, self._gathers.start(self.units[number].slabs))
+            self._whole.show(number)
             return
         with span("gather"):
             self._order.reach(self._first + number)
 
-    def _arrival(self, turn: int) -> Gather:
-        flying = self._flying.pop(turn, None)
-        return flying if flying is not None else self._gathers.start(self.units[turn].slabs)
-
     def start_ahead(self, number: int) -> None:
         """Start the gather of unit `number`, whose turn comes next."""
-        if number not in self._flying:
-            self._flying[number] = self._gathers.start(self.units[number].slabs)
-
-    def _show(self, number: int, gather: Gather) -> None:
-        """Let the parameters of a unit be what was gathered."""
-        unit = self.units[number]
-        assert unit.gather is None
-        unit.wholes, unit.gather = gather.wait(), gather
-        self._whole[unit] = None
-        for index, (slab, whole) in enumerate(zip(unit.slabs, unit.wholes, strict=True)):
-            self._parameters.show(slab, whole.views, whole.addresses)
-            self._places.add(whole.flat, number, index)
-            self._writes.begin(slab, whole.flat)
-
-    def _let_go(self, unit: Unit) -> None:
-        """Put a unit to rest, unless it is needed: always, or in a forward under way."""
-        if not (unit.depth or unit.always):
-            self._put_to_rest(unit)
-
-    def _let_go_of_all(self, *, but_lasting: bool = False) -> None:
-        for unit in list(self._whole):
-            if not (but_lasting and unit.lasting):
-                self._let_go(unit)
-
-    def _allow_writes(self, allowed: bool) -> None:
-        """Between passes what stays whole may be read and not written: it is a passing copy."""
-        for unit in self._whole:
-            for slab in unit.slabs if not unit.depth else ():
-                self._parameters.allow_writes(slab, allowed=allowed)
-
-    def _put_to_rest(self, unit: Unit) -> None:
-        if unit.gather is None:
-            return
-        del self._whole[unit]
-        for slab, whole in zip(unit.slabs, unit.wholes, strict=True):
-            self._writes.end(slab, whole.flat)
-            self._parameters.rest(slab)
-            self._places.remove(whole.flat)
-        gather, unit.gather, unit.wholes = unit.gather, None, []
-        self._gathers.give_back(gather)
+        self._whole.start_ahead(number)

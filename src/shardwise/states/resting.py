@@ -1,8 +1,8 @@
-"""What a sharded parameter is while this rank has a part of it only: at rest.
+"""Sharded parameters at rest: reading or writing their values raises at the user's line.
 
-It keeps its shape, dtype, device, gradient and hooks. Whatever would read or write its values
-raises at the line that does it: such values are not there, and a NaN or a stale one would go on in
-silence. Two ways lead to values, and both are watched while it rests:
+While this rank has a part of it only, a parameter keeps its shape, dtype, device, gradient and
+hooks, and no values: a NaN or a stale one would go on in silence. Two ways lead to values, and both
+are watched while it rests:
 
     Python      the object is of a subclass of its class, in which torch asks `__torch_function__`
                 about every call; `p.data` and `p.detach()` are tensors without memory alike
@@ -14,7 +14,7 @@ Whole, it is of its own class and has its own keys again, at no cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -26,19 +26,23 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ParameterAccess, UsageError
+from shardwise.parallel.tensor.torch_functions import SIZES
 from shardwise.states.torch_calls import FORMAL, functions, what_is_done, written
 
 unguarded = torch._C.DisableTorchFunctionSubclass
 """Inside this block `__torch_function__` is not asked: for the engine's own bookkeeping of many
 parameters. No code of a user's may run inside."""
 
+PASSES_ON = True
+"""Calls from here are made for their caller, for which parallel/tensor/parameter_uses.py looks."""
+
 _KEY: Any = torch._C._parse_dispatch_key("DeferredInit")
 """A dispatch key that comes before all others of a tensor, and that torch has no use for itself."""
 _KEYS = torch._C.DispatchKeySet(_KEY)
 
 
-class Moving:
-    """Inside this block parameters may come to rest, and what rests may be given values."""
+class SwappingData:
+    """Allows a block to swap parameters' data: to put them to rest, and to give them values."""
 
     # As torch._C._ExcludeDispatchKeyGuard does, in half the time: it is entered twice for each
     # bucket and pass.
@@ -58,7 +62,7 @@ _exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 @dataclass(frozen=True, eq=False)
 class AtRest:
-    """What a parameter, which messages call `name`, is while it rests: of class `kind`, over
+    """The form of a parameter at rest, which messages call `name`: of class `kind`, over
     `value`, which raises where torch uses it; `like` has its form too, and does not. Whole, it is
     of class `own`."""
 
@@ -114,7 +118,7 @@ def _unusable(like: Tensor) -> Tensor:
         device=like.device,
         _extra_dispatch_keys=_KEYS,
     )
-    with torch.no_grad(), Moving(), torch._C._DisableTorchDispatch():
+    with torch.no_grad(), SwappingData(), torch._C._DisableTorchDispatch():
         keyed.set_(like.untyped_storage(), like.storage_offset(), like.shape, like.stride())
         made = torch.empty(0, dtype=like.dtype, device=like.device)
         made.data = keyed  # takes all keys but that of the class
@@ -150,8 +154,8 @@ def sharded_copy(name: str) -> UsageError:
 
 def name_of(parameter: nn.Parameter) -> str:
     """What messages call a parameter that is sharded."""
-    held: AtRest = parameter.__dict__[_MARK]
-    return held.name
+    form: AtRest = parameter.__dict__[_MARK]
+    return form.name
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -162,25 +166,29 @@ def is_sharded(module: nn.Module) -> bool:
 @cache
 def _resting(own: type[nn.Parameter]) -> type[nn.Parameter]:
     """The class of parameters of class `own` while they rest."""
-    members = {"__torch_function__": classmethod(_touched), "__module__": __name__}
+    members = {
+        "__torch_function__": classmethod(_touched),
+        "__module__": __name__,
+        "covers": own,
+    }
     metaclass: Any = type(own)
     made: type[nn.Parameter] = metaclass(f"{own.__name__}AtRest", (own,), members)
     return made
 
 
 class ValueAtRest(Tensor):
-    """What `p.data` and `p.detach()` give of a parameter that rests: its form, without memory."""
+    """Stands for `p.data` and `p.detach()` of a parameter at rest: its form, without memory."""
 
-    held: AtRest
+    form: AtRest
 
     @staticmethod
-    def __new__(cls, held: AtRest) -> ValueAtRest:
+    def __new__(cls, form: AtRest) -> ValueAtRest:
         """Like `held.value`."""
-        like = held.like
+        like = form.like
         made = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.held = held
+        made.form = form
         return made
 
     @classmethod
@@ -201,16 +209,16 @@ def _touched(
     cls: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     """An operation on what rests: done where it needs no values, else refused."""
-    del cls, types
+    del cls
     kwargs = kwargs or {}
     if func in FORMAL:
-        with unguarded(), Moving():
-            return func(*args, **kwargs)
+        with SwappingData():
+            return form_of(func, types, args, kwargs)
     if func in _LIKE:
         with unguarded():
             return func(*map(_plain, args), **kwargs)
     if func in _ALIASES:
-        return ValueAtRest(_held(args[0]))
+        return ValueAtRest(_form(args[0]))
     if func in _SHOWN_AS_TEXT:
         return _text(args[0])
     if func in _DIFFERENTIATES:
@@ -223,32 +231,52 @@ def _touched(
     raise _refusal(func, args, kwargs)
 
 
+def below(types: Any) -> Callable[..., Any]:
+    """What does operations on parameters of `types`, as they would be asked in their own classes:
+    those that parallel/tensor/parameter_uses.py watches are of layers on several workers."""
+    for kind in types:
+        own = getattr(kind, "covers", kind)
+        ask: Callable[..., Any] = own.__torch_function__
+        if issubclass(own, nn.Parameter) and ask is not _STRAIGHTLY:
+            return ask
+    return _STRAIGHTLY
+
+
+_STRAIGHTLY: Callable[..., Any] = torch._C._disabled_torch_function_impl
+
+
+def form_of(func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What is asked about a form; sizes of what is split are those of the whole."""
+    ask = below(types) if func in SIZES else _STRAIGHTLY
+    return ask(func, types, args, kwargs)
+
+
 def _plain(value: Any) -> Any:
     """What has the form of `value` and can be used."""
-    held = _found(value)
-    return value if held is None else held.like
+    form = _found(value)
+    return value if form is None else form.like
 
 
 def _found(value: Any) -> AtRest | None:
     """How `value` rests, if it does."""
     if isinstance(value, ValueAtRest):
-        return value.held
+        return value.form
     if isinstance(value, Tensor) and torch._C._dispatch_keys(value).has(_KEY):
         with unguarded():
             return _known.get(value.data_ptr())
     return None
 
 
-def _held(value: Any) -> AtRest:
-    held = _found(value)
-    assert held is not None
-    return held
+def _form(value: Any) -> AtRest:
+    form = _found(value)
+    assert form is not None
+    return form
 
 
 def _text(value: Any) -> str:
-    held = _held(value)
+    form = _form(value)
     return (
-        f"<{held.name}, sharded: shape {tuple(held.like.shape)}, {held.like.dtype}, "
+        f"<{form.name}, sharded: shape {tuple(form.like.shape)}, {form.like.dtype}, "
         "whole inside of engine.full_parameters()>"
     )
 
@@ -256,7 +284,7 @@ def _text(value: Any) -> str:
 def _cast(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """What a cast or move of something that rests gives: itself, where there is nothing to do."""
     value, *rest = args
-    like = _held(value).like
+    like = _form(value).like
     stand_in = torch.empty((0,) * like.dim(), dtype=like.dtype, device=like.device)
     made = func(stand_in, *rest, **kwargs)
     if made is stand_in and kwargs.get("memory_format") in (None, torch.preserve_format):
@@ -272,19 +300,19 @@ def _lifted(args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
     read, are of their own class, so that torch does not ask about them again."""
     found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _found(leaf) is not None]
     for parameter in found:
-        parameter.__class__ = _held(parameter).own
+        parameter.__class__ = _form(parameter).own
     try:
         yield
     finally:
         for parameter in found:
-            if (held := _found(parameter)) is not None:  # it may have been shown inside
-                parameter.__class__ = held.kind
+            if (form := _found(parameter)) is not None:  # it may have been shown inside
+                parameter.__class__ = form.kind
 
 
 def _refusal(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Exception:
     """The error for an operation that needs values which are not there."""
     leaves = pytree.tree_leaves((args, dict(kwargs)))
-    name = next((held.name for leaf in leaves if (held := _found(leaf))), "A sharded parameter")
+    name = next((form.name for leaf in leaves if (form := _found(leaf))), "A sharded parameter")
     what = what_is_done(func)
     if func in _CASTS:
         return ParameterAccess(

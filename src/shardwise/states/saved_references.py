@@ -1,4 +1,8 @@
-"""Where the memory of shown parameters is, so that autograd can keep a note instead of it."""
+"""Saved-tensor references: what autograd saves instead of the memory of gathered parameters.
+
+A gathered bucket must not be kept from forward to backward. So of a tensor that lies in one,
+autograd saves where it lies (a `BucketReference`), and backward gathers the bucket again.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from shardwise.model.unit_hooks import Note
+from shardwise.model.unit_hooks import SavedReference
 
 Form = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 """A tensor as it lies in a bucket: offset in elements of its dtype, shape, strides, dtype."""
 
 
-class Place(Note):
-    """A tensor in bucket `index` of unit `unit`, as it was in a `generation` of its values."""
+class BucketReference(SavedReference):
+    """Refers to a tensor in bucket `index` of unit `unit`, in a `generation` of its values."""
 
     __slots__ = ("form", "generation", "index", "unit")
 
@@ -37,9 +41,9 @@ _Range = tuple[int, int, int, int]
 """First address, end, unit, index."""
 
 
-class Places:
-    """The whole buckets that are in memory now, found by address; `generation` counts up when
-    their values change."""
+class BucketAddresses:
+    """Finds by address which whole bucket a tensor lies in; `generation` counts up when values
+    change."""
 
     def __init__(self) -> None:
         self.generation = 0
@@ -47,20 +51,21 @@ class Places:
         self._firsts: list[int] = []
 
     def add(self, flat: Tensor, unit: int, index: int) -> None:
-        """`flat` holds bucket `index` of unit `unit`."""
+        """Register `flat`, which holds bucket `index` of unit `unit`."""
         if flat.numel():
             first = flat.data_ptr()
             insort(self._ranges, (first, first + flat.nbytes, unit, index), key=itemgetter(0))
             insort(self._firsts, first)
 
     def remove(self, flat: Tensor) -> None:
-        """It does no longer."""
+        """Unregister `flat`."""
         if flat.numel():
             place = bisect(self._firsts, flat.data_ptr()) - 1
             del self._ranges[place], self._firsts[place]
 
-    def find(self, tensor: Tensor) -> Place | None:
-        """Where `tensor` lies; None for any other memory. Called for all that autograd saves."""
+    def find(self, tensor: Tensor) -> BucketReference | None:
+        """Refer to `tensor` where it lies in a whole bucket; None for any other memory. Called for
+        all that autograd saves."""
         try:
             address = tensor.data_ptr()
         except RuntimeError:  # it has none: sparse, or a wrapper
@@ -73,4 +78,4 @@ class Places:
             return None
         offset = (address - first) // tensor.element_size()
         form = offset, tensor.shape, tensor.stride(), tensor.dtype
-        return Place(unit, index, form, self.generation)
+        return BucketReference(unit, index, form, self.generation)

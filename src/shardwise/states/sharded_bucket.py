@@ -1,4 +1,4 @@
-"""A bucket of sharded parameters, as one rank has it between steps."""
+"""A bucket of sharded parameters: the interval that one rank stores between steps."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.layout import Bucket
-from shardwise.states.storage import Held
+from shardwise.states.storage import Storage
 from shardwise.states.tracked import Tracked
 
 
 @dataclass(frozen=True, eq=False)
-class Slab:
-    """A bucket at rest: this rank's interval, and where ranks share memory, all of it."""
+class ShardedBucket:
+    """A bucket of which this rank stores its interval; where ranks share memory, all of it."""
 
-    bucket: Bucket
+    layout: Bucket
     tracked: tuple[Tracked, ...]
     """By slot."""
     own: tuple[int, int]
-    held: Held
+    storage: Storage
     common: Tensor | None
 
     @cached_property
@@ -32,20 +32,20 @@ class Slab:
     @cached_property
     def kind(self) -> tuple[int, torch.dtype, torch.device]:
         """Length, dtype and device of the whole bucket."""
-        return self.bucket.numel, self.tracked[0].dtype, self.tracked[0].device
+        return self.layout.numel, self.tracked[0].dtype, self.tracked[0].device
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """By slot, its parameter in `flat`, a whole bucket."""
-        pairs = zip(self.tracked, self.bucket.slots, strict=True)
+        pairs = zip(self.tracked, self.layout.slots, strict=True)
         return [tracked.view(flat, slot.start) for tracked, slot in pairs]
 
     def store(self, flat: Tensor) -> None:
         """Take this rank's interval out of `flat`, a whole bucket."""
-        self.held.store(flat[self.own[0] : self.own[1]])
+        self.storage.store(flat[self.own[0] : self.own[1]])
 
     def load(self, flat: Tensor) -> None:
         """Put this rank's interval into `flat`, a whole bucket."""
-        self.held.load(flat[self.own[0] : self.own[1]])
+        self.storage.load(flat[self.own[0] : self.own[1]])
 
     def written(self, flat: Tensor) -> list[int]:
         """The parameters whose part of this rank's interval is another in `flat`."""
@@ -53,7 +53,7 @@ class Slab:
         self.load(was)
         return [
             piece.parameter
-            for piece in self.bucket.pieces(*self.own)
+            for piece in self.layout.pieces(*self.own)
             if not _same_bits(flat[piece.start : piece.end], was[piece.start : piece.end])
         ]
 

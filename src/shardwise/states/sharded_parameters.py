@@ -1,4 +1,4 @@
-"""Parameters, sharded: a rank holds its interval of every bucket and nothing else.
+"""Sharded parameters: a rank holds its interval of every bucket and nothing else.
 
 At rest a parameter has its shape and no values: `resting` refuses to read or write it. `residency`
 shows the whole values while a forward or a backward needs them.
@@ -17,19 +17,19 @@ from shardwise.collectives import Collectives, Handle
 from shardwise.errors import BrokenView
 from shardwise.layout import Bucket
 from shardwise.model.meta import make_real
-from shardwise.states.parameters import Homes, Parameters, check_place
+from shardwise.states.parameters import ParameterPlaces, Parameters, check_place
 from shardwise.states.read_only import read_only
-from shardwise.states.resting import AtRest, Moving, at_rest, unguarded, unmark
-from shardwise.states.sharded_bucket import Slab
-from shardwise.states.storage import Held, InMemory
-from shardwise.states.storage_factory import Shelf
+from shardwise.states.resting import AtRest, SwappingData, at_rest, unguarded, unmark
+from shardwise.states.sharded_bucket import ShardedBucket
+from shardwise.states.storage import MemoryStorage, Storage
+from shardwise.states.storage_factory import StorageFactory
 from shardwise.states.tracked import Tracked
 
 
 class ShardedParameters(Parameters):
-    """Trained and frozen parameters, each rank with its interval of every bucket.
+    """Sharded parameters, trained and frozen: each rank has its interval of every bucket.
 
-    `slabs` are the buckets of the trained parameters, in their order, then those of the frozen.
+    `sharded_buckets` are those of the trained parameters, in their order, then those of the frozen.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ShardedParameters(Parameters):
         frozen: Sequence[Tracked],
         frozen_buckets: Sequence[Bucket],
         group: Collectives,
-        shelf: Shelf,
+        factory: StorageFactory,
         value_of: Callable[[Tracked], Tensor],
     ) -> None:
         """`value_of` gives a parameter's starting value, in its shape and dtype."""
@@ -51,21 +51,23 @@ class ShardedParameters(Parameters):
         self._replaced: Tracked | None = None
         offset = len(tracked)
         shifted = [_shifted(bucket, offset) for bucket in frozen_buckets]
-        self.slabs = self._slabs([*buckets, *shifted], shelf)
-        self._rests = {
-            slab: _Rests([self._rest_of(slot.parameter) for slot in slab.bucket.slots])
-            for slab in self.slabs
+        self.sharded_buckets = self._make_buckets([*buckets, *shifted], factory)
+        self._at_rest = {
+            bucket: _BucketAtRest(
+                [self._form_at_rest(slot.parameter) for slot in bucket.layout.slots]
+            )
+            for bucket in self.sharded_buckets
         }
-        self._addresses = {slab: rest.addresses for slab, rest in self._rests.items()}
-        self._homes = {slab: Homes(slab.tracked) for slab in self.slabs}
-        for index, slab in enumerate(self.slabs):
-            self._adopt(index, slab, value_of)
+        self._addresses = {bucket: rest.addresses for bucket, rest in self._at_rest.items()}
+        self._places = {bucket: ParameterPlaces(bucket.tracked) for bucket in self.sharded_buckets}
+        for index, bucket in enumerate(self.sharded_buckets):
+            self._adopt(index, bucket, value_of)
         self.meet()
         self.remember()
 
-    def _rest_of(self, number: int) -> AtRest:
-        """What a parameter is at rest; the NaNs of one kind lie side by side to be looked at, each
-        at an address of its own, since tools tell by it which parameters are the same."""
+    def _form_at_rest(self, number: int) -> AtRest:
+        """The form of a parameter at rest. The NaNs of one kind lie side by side to be looked at,
+        each at an address of its own, since tools know by it which parameters are the same."""
         each = self._all[number]
         kind = (each.dtype, each.device)
         if kind not in self._nans:
@@ -74,34 +76,41 @@ class ShardedParameters(Parameters):
             )
         return at_rest(each.parameter, each.alias, self._nans[kind][number].expand(each.shape))
 
-    def _slabs(self, buckets: Sequence[Bucket], shelf: Shelf) -> list[Slab]:
+    def _make_buckets(
+        self, buckets: Sequence[Bucket], factory: StorageFactory
+    ) -> list[ShardedBucket]:
         """Room for this rank's interval of every bucket."""
         owns = [bucket.interval(self._group.rank) for bucket in buckets]
         tracked = [tuple(self._all[slot.parameter] for slot in b.slots) for b in buckets]
         kinds = [(each[0].dtype, each[0].device) for each in tracked]
-        commons: list[Tensor | None] = [None] * len(buckets)
-        if shelf.is_device:
-            commons = [
+        shared: list[Tensor | None] = [None] * len(buckets)
+        if factory.is_device:
+            shared = [
                 self._group.common(bucket.numel, *kind)
                 for bucket, kind in zip(buckets, kinds, strict=True)
             ]
         lengths = [end - first for first, end in owns]
-        helds: list[Held] = [
-            InMemory(common[slice(*own)])
-            for common, own in zip(commons, owns, strict=True)
+        storages: list[Storage] = [
+            MemoryStorage(common[slice(*own)])
+            for common, own in zip(shared, owns, strict=True)
             if common is not None
         ]
-        if len(helds) < len(buckets):
-            helds = shelf.make("parameters", lengths, kinds)
-        return [Slab(*parts) for parts in zip(buckets, tracked, owns, helds, commons, strict=True)]
+        if len(storages) < len(buckets):
+            storages = factory.make("parameters", lengths, kinds)
+        return [
+            ShardedBucket(*parts)
+            for parts in zip(buckets, tracked, owns, storages, shared, strict=True)
+        ]
 
-    def _adopt(self, index: int, slab: Slab, value_of: Callable[[Tracked], Tensor]) -> None:
+    def _adopt(
+        self, index: int, bucket: ShardedBucket, value_of: Callable[[Tracked], Tensor]
+    ) -> None:
         """Take this rank's interval of a bucket from its parameters; the rest is let go."""
-        own = slab.own
-        _, dtype, device = slab.kind
+        own = bucket.own
+        _, dtype, device = bucket.kind
         interval = torch.zeros(own[1] - own[0], dtype=dtype, device=device)
         wide: Tensor | None = None
-        places = zip(slab.tracked, slab.bucket.slots, self._rests[slab].each, strict=True)
+        places = zip(bucket.tracked, bucket.layout.slots, self._at_rest[bucket].each, strict=True)
         for each, slot, rest in places:
             low, high = max(slot.start, own[0]), min(slot.end, own[1])
             value = value_of(each)
@@ -114,65 +123,65 @@ class ShardedParameters(Parameters):
                     wide[place] = flat[low - slot.start : high - slot.start]
             if each.parameter.is_meta:
                 make_real(each.parameter, rest.like)
-            with Moving():
+            with SwappingData():
                 each.parameter.data = rest.value
             each.parameter.__class__ = rest.kind
             rest.mark(each.parameter)
-        slab.held.store(interval)
+        bucket.storage.store(interval)
         if wide is not None and index < len(self.buckets):
             self.wide[index] = wide
 
-    def part(self, index: int, own: tuple[int, int]) -> Held:
+    def part(self, index: int, own: tuple[int, int]) -> Storage:
         """This rank's interval of bucket `index`."""
-        assert own == self.slabs[index].own
-        return self.slabs[index].held
+        assert own == self.sharded_buckets[index].own
+        return self.sharded_buckets[index].storage
 
-    def show(self, slab: Slab, views: Sequence[Tensor], addresses: list[int]) -> None:
+    def show(self, bucket: ShardedBucket, views: Sequence[Tensor], addresses: list[int]) -> None:
         """Let the parameters of a bucket have their values, which are in `views`, by slot, at
         `addresses`."""
-        rests = self._rests[slab]
-        if list(map(type, slab.parameters)) != rests.kinds:  # at rest all else raises
+        resting = self._at_rest[bucket]
+        if list(map(type, bucket.parameters)) != resting.kinds:  # at rest all else raises
             with unguarded():
-                self._note_replaced(slab)
-        with Moving():
-            for parameter, view, own in zip(slab.parameters, views, rests.owns, strict=True):
+                self._note_replaced(bucket)
+        with SwappingData():
+            for parameter, view, own in zip(bucket.parameters, views, resting.owns, strict=True):
                 parameter.__class__ = own
                 parameter.data = view
-        self._addresses[slab] = addresses
+        self._addresses[bucket] = addresses
 
-    def allow_writes(self, slab: Slab, *, allowed: bool) -> None:
+    def allow_writes(self, bucket: ShardedBucket, *, allowed: bool) -> None:
         """Let the parameters of a bucket, which are shown, be written or only be read."""
-        rests = self._rests[slab]
-        kinds = rests.owns if allowed else rests.read_only
-        for parameter, kind in zip(slab.parameters, kinds, strict=True):
+        resting = self._at_rest[bucket]
+        kinds = resting.owns if allowed else resting.read_only
+        for parameter, kind in zip(bucket.parameters, kinds, strict=True):
             parameter.__class__ = kind
 
-    def rest(self, slab: Slab) -> None:
+    def rest(self, bucket: ShardedBucket) -> None:
         """Take the values of a bucket's parameters away: to read or to write them raises."""
-        rests = self._rests[slab]
-        with unguarded(), Moving():
-            self._note_replaced(slab)
-            trios = zip(slab.parameters, rests.values, rests.kinds, strict=True)
+        resting = self._at_rest[bucket]
+        with unguarded(), SwappingData():
+            self._note_replaced(bucket)
+            trios = zip(bucket.parameters, resting.values, resting.kinds, strict=True)
             for parameter, value, kind in trios:
                 parameter.data = value
                 parameter.__class__ = kind
-        self._addresses[slab] = rests.addresses
+        self._addresses[bucket] = resting.addresses
 
-    def refuse_copies(self, slab: Slab) -> None:
+    def refuse_copies(self, bucket: ShardedBucket) -> None:
         """Let deepcopy and pickle of a bucket's parameters raise."""
-        for parameter, rest in zip(slab.parameters, self._rests[slab].each, strict=True):
+        for parameter, rest in zip(bucket.parameters, self._at_rest[bucket].each, strict=True):
             rest.mark(parameter)
 
-    def allow_copies(self, slab: Slab) -> None:
+    def allow_copies(self, bucket: ShardedBucket) -> None:
         """Undo `refuse_copies`."""
-        for parameter in slab.parameters:
+        for parameter in bucket.parameters:
             unmark(parameter)
 
-    def _note_replaced(self, slab: Slab) -> None:
-        """Remember a parameter that user code gave other memory: `check` tells of it."""
-        now, then = list(map(Tensor.data_ptr, slab.parameters)), self._addresses[slab]
+    def _note_replaced(self, bucket: ShardedBucket) -> None:
+        """Remember a parameter that user code gave other memory: `check` reports it."""
+        now, then = list(map(Tensor.data_ptr, bucket.parameters)), self._addresses[bucket]
         if now != then:
-            wrong = zip(slab.tracked, now, then, strict=True)
+            wrong = zip(bucket.tracked, now, then, strict=True)
             self._replaced = next(each for each, a, b in wrong if a != b)
 
     def publish(self, index: int) -> Handle:
@@ -185,17 +194,18 @@ class ShardedParameters(Parameters):
         with unguarded():
             super().settle()
         self.meet()
-        for told in self._watchers:
-            told()
+        for changed in self._watchers:
+            changed()
 
     def meet(self) -> None:
         """Where ranks share memory, wait until all are done with reading or writing it."""
-        if any(slab.common is not None for slab in self.slabs):
+        if any(bucket.common is not None for bucket in self.sharded_buckets):
+            # Without it a rank could write its interval while another still computes with it.
             self._group.barrier()
 
-    def watch(self, told: Callable[[], None]) -> None:
-        """Call `told` whenever parameters have changed and may be used."""
-        self._watchers.append(told)
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call `changed` whenever parameters have changed and may be used."""
+        self._watchers.append(changed)
 
     def check(self) -> None:
         """Raise BrokenView if user code replaced a parameter, or wrote what reaches nothing."""
@@ -213,22 +223,23 @@ class ShardedParameters(Parameters):
             raise self.written_in_vain(written)
 
     def note_written(self, number: int) -> None:
-        """Remember that user code wrote into a passing copy of parameter `number`: `check` tells
-        of it."""
+        """Remember that user code wrote into a temporary copy of parameter `number`: `check`
+        reports it."""
         self._replaced = self._all[number]
 
-    def check_unwritten(self, shown: Mapping[Slab, Tensor]) -> None:
+    def check_unwritten(self, shown: Mapping[ShardedBucket, Tensor]) -> None:
         """Raise BrokenView if one of `shown`, whole buckets to be read, was written to.
 
         Collective: each rank looks at its own interval.
         """
-        mine = [number for slab, flat in shown.items() for number in slab.written(flat)]
+        # All ranks raise alike: one that went on would wait for the others in its next gather.
+        mine = [number for bucket, flat in shown.items() for number in bucket.written(flat)]
         for number in itertools.chain.from_iterable(self._group.gather_objects(mine)):
             raise self.written_in_vain(self._all[number])
         self.check()
 
     def written_in_vain(self, tracked: Tracked) -> BrokenView:
-        """The error for a write that only this rank's passing copy of a parameter has seen."""
+        """The error for a write that only this rank's temporary copy of a parameter has seen."""
         self._replaced = None
         self.remember()
         return BrokenView(
@@ -250,51 +261,53 @@ class ShardedParameters(Parameters):
             return super().written()
 
     def check_places(self) -> None:
-        """Raise BrokenView if user code replaced a parameter; told once, since the next use of
-        its unit mends it."""
+        """Raise BrokenView if user code replaced a parameter; once, since the next use of its unit
+        mends it."""
         with unguarded():
-            for slab, homes in self._homes.items():
-                addresses = self._addresses[slab]
-                if not homes.are_kept(addresses):
-                    self._addresses[slab] = [p.data_ptr() for p in slab.parameters]
-                    for tracked, address in zip(slab.tracked, addresses, strict=True):
+            for bucket, places in self._places.items():
+                addresses = self._addresses[bucket]
+                if not places.are_kept(addresses):
+                    self._addresses[bucket] = [p.data_ptr() for p in bucket.parameters]
+                    for tracked, address in zip(bucket.tracked, addresses, strict=True):
                         check_place(tracked, address)
 
     def release(self) -> None:
         """Give each parameter whole memory of its own again. Collective."""
-        for slab in self.slabs:
-            flat = self.gathered(slab)
+        for bucket in self.sharded_buckets:
+            flat = self.gathered(bucket)
             assert flat is not None
-            fresh = [v.clone(memory_format=torch.preserve_format) for v in slab.views(flat)]
-            self.show(slab, fresh, [])
-            self.allow_copies(slab)
+            fresh = [v.clone(memory_format=torch.preserve_format) for v in bucket.views(flat)]
+            self.show(bucket, fresh, [])
+            self.allow_copies(bucket)
 
-    def gathered(self, slab: Slab, *, here: bool = True) -> Tensor | None:
+    def gathered(self, bucket: ShardedBucket, *, here: bool = True) -> Tensor | None:
         """The whole of a bucket in fresh memory, if it is wanted `here`. Collective."""
-        if slab.common is not None:
-            return slab.common.clone() if here else None
-        numel, dtype, device = slab.kind
+        if bucket.common is not None:
+            return bucket.common.clone() if here else None
+        numel, dtype, device = bucket.kind
         flat = torch.zeros(numel, dtype=dtype, device=device)
-        slab.load(flat)
-        self._group.all_gather(flat, slab.bucket.cuts).wait()
+        bucket.load(flat)
+        # A rank that does not want it sends its interval all the same.
+        self._group.all_gather(flat, bucket.layout.cuts).wait()
         return flat if here else None
 
     def held_bytes(self, index: int) -> int:
         """This rank's interval."""
-        return self.slabs[index].held.nbytes
+        return self.sharded_buckets[index].storage.nbytes
 
     def frozen_bytes(self) -> list[tuple[Sequence[Tracked], int]]:
         """This rank's intervals."""
-        return [(slab.tracked, slab.held.nbytes) for slab in self.frozen]
+        return [(bucket.tracked, bucket.storage.nbytes) for bucket in self.frozen]
 
     @property
-    def frozen(self) -> Sequence[Slab]:
+    def frozen(self) -> Sequence[ShardedBucket]:
         """Those that come after the trained ones."""
-        return self.slabs[len(self.buckets) :]
+        return self.sharded_buckets[len(self.buckets) :]
 
 
-class _Rests:
-    """What the parameters of a bucket are at rest, by slot; in lists, as it is asked for often."""
+class _BucketAtRest:
+    """The forms that a bucket's parameters have at rest, by slot; in lists, as the hot path reads
+    them."""
 
     def __init__(self, each: list[AtRest]) -> None:
         self.each = each

@@ -1,12 +1,12 @@
-"""What a rank holds of a state between steps, and where: in memory, or on a disk.
+"""Storage of a state between steps: what a rank holds of one bucket, in memory or on a disk.
 
-`on_host` has what rests in the host's memory and is used on an accelerator.
+`host_storage` has what rests in the host's memory and is used on an accelerator.
 
-A held interval is used span by span. In memory there is one span, the interval itself. On a disk
-spans are cut so that a few of them are all the memory that it ever takes:
+Storage is used span by span. In memory there is one span, the whole interval. On a disk spans are
+cut so that a few of them are all the memory that it ever takes:
 
     take(0)   use   put(0)
-      ahead(1)      take(1)   use   put(1)      read ahead, written behind
+      read_ahead(1)      take(1)   use   put(1)      read ahead, written behind
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Handle
-from shardwise.states.squares import squares
-from shardwise.tiers.copy_stream import Beside
-from shardwise.tiers.nvme import Loan, Store
+from shardwise.states.squared_sums import squared_sum
+from shardwise.tiers.copy_stream import CopyStream
+from shardwise.tiers.nvme import BufferLease, Store
 
 SPAN = 4 * 2**20
 """Elements of a span on a disk: large enough for its full rate, small beside any model."""
@@ -28,8 +28,8 @@ SPAN = 4 * 2**20
 Span = tuple[int, int]
 
 
-class Held(ABC):
-    """The elements of one bucket's interval; `spans` are counted from the interval's start."""
+class Storage(ABC):
+    """Storage of one bucket's interval; `spans` are counted from the interval's start."""
 
     spans: Sequence[Span]
     numel: int
@@ -38,12 +38,12 @@ class Held(ABC):
     """Where a span is while it is in use."""
     memory: Tensor | None = None
     """The interval as it lies, where it lies in memory for good."""
-    beside: Beside | None = None
-    """Where it rests on the host and is used on an accelerator, what copies between them."""
+    copy_stream: CopyStream | None = None
+    """Copies between the host, where it rests, and an accelerator, where it is used."""
 
     @abstractmethod
-    def ahead(self, index: int) -> None:
-        """Span `index` is needed soon."""
+    def read_ahead(self, index: int) -> None:
+        """Start to read span `index`, which is needed soon."""
 
     @abstractmethod
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
@@ -62,7 +62,7 @@ class Held(ABC):
         """Copy the whole interval `into` a tensor of its length."""
         for index, (first, end) in enumerate(self.spans):
             if index + 1 < len(self.spans):
-                self.ahead(index + 1)
+                self.read_ahead(index + 1)
             into[first:end].copy_(self.take(index))
             self.put(index, changed=False)
 
@@ -79,26 +79,26 @@ class Held(ABC):
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
         """Add `part`, of the interval's length, or take it as it is if `fresh`.
 
-        Returns the sum of squares of what is then held, or None where that can be looked at later;
-        and what says by `reusable` when `part` may be written again.
+        Returns the sum of squares of what is stored then, which to read again would be costly, or
+        None in memory; and what says by `reusable` when `part` may be written again.
         """
-        told = []
+        squares = []
         for index, (first, end) in enumerate(self.spans):
             value = self.take(index, fresh=fresh)
             if fresh:
                 value.copy_(part[first:end])
             else:
                 value.add_(part[first:end].to(value.device))
-            told.append(squares(value))
+            squares.append(squared_sum(value))
             self.put(index, changed=True)
-        return torch.stack(told).sum() if told else None, Handle()
+        return torch.stack(squares).sum() if squares else None, Handle()
 
-    def cut(self, spans: Sequence[Span]) -> Held:
-        """The same, used in `spans`."""
+    def cut(self, spans: Sequence[Span]) -> Storage:
+        """The same storage, used in `spans`."""
         assert list(self.spans) == list(spans), "spans on a disk are all cut alike"
         return self
 
-    def widened(self) -> Held:
+    def widened(self) -> Storage:
         """Room for the same in fp32, with anything in it."""
         raise AssertionError("what is on a disk is as wide as it will be needed")
 
@@ -114,15 +114,15 @@ class Held(ABC):
         return self.numel * self.dtype.itemsize
 
 
-class InMemory(Held):
-    """An interval that is a tensor; in one span, unless it goes with one that is on a disk."""
+class MemoryStorage(Storage):
+    """Storage in memory; in one span, unless it goes with one that is on a disk."""
 
     def __init__(self, tensor: Tensor, spans: Sequence[Span] | None = None) -> None:
         self.tensor = self.memory = tensor
         self.spans = [(0, tensor.numel())] if spans is None else spans
         self.numel, self.dtype, self.device = tensor.numel(), tensor.dtype, tensor.device
 
-    def ahead(self, index: int) -> None:
+    def read_ahead(self, index: int) -> None:
         """It is there."""
 
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
@@ -135,20 +135,20 @@ class InMemory(Held):
         """Nothing to do."""
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add in one call; its squares can be looked at when they are needed."""
+        """Add in one call; squares are computed when they are needed."""
         if fresh:
             self.tensor.copy_(part)
         else:
             self.tensor.add_(part)
         return None, Handle()
 
-    def cut(self, spans: Sequence[Span]) -> InMemory:
+    def cut(self, spans: Sequence[Span]) -> MemoryStorage:
         """The same memory, used in `spans`."""
-        return InMemory(self.tensor, spans)
+        return MemoryStorage(self.tensor, spans)
 
-    def widened(self) -> InMemory:
+    def widened(self) -> MemoryStorage:
         """The same in fp32."""
-        return InMemory(self.tensor.float())
+        return MemoryStorage(self.tensor.float())
 
     def loaded(self) -> Tensor:
         """The tensor itself."""
@@ -160,38 +160,44 @@ class InMemory(Held):
         return self.nbytes
 
 
-class OnDisk(Held):
-    """An interval whose spans are the records of a store, from record `first` on."""
+class DiskStorage(Storage):
+    """Storage on a disk: its spans are the records of a store, from record `first` on."""
 
     def __init__(
-        self, store: Store, first: int, numel: int, dtype: torch.dtype, beside: Beside | None
+        self,
+        store: Store,
+        first: int,
+        numel: int,
+        dtype: torch.dtype,
+        copy_stream: CopyStream | None,
     ) -> None:
-        self.beside = beside
+        self.copy_stream = copy_stream
         self._store = store
         self._first = first
         self.spans = spans_of(numel)
         self.numel, self.dtype, self.device = numel, dtype, torch.device("cpu")
-        self._loans: dict[int, Loan] = {}
+        self._leases: dict[int, BufferLease] = {}
 
-    def ahead(self, index: int) -> None:
+    def read_ahead(self, index: int) -> None:
         """Start to read span `index`."""
-        if index not in self._loans:
-            self._loans[index] = self._store.read(self._first + index)
+        if index not in self._leases:
+            self._leases[index] = self._store.read(self._first + index)
 
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
         """Span `index`, once it is here."""
-        if index not in self._loans:
+        if index not in self._leases:
             start = self._store.blank if fresh else self._store.read
-            self._loans[index] = start(self._first + index)
-        return self._loans[index].wait().view(self.dtype)
+            self._leases[index] = start(self._first + index)
+        return self._leases[index].wait().view(self.dtype)
 
     def put(self, index: int, *, changed: bool) -> None:
         """Let go of span `index`; what was changed is written behind."""
-        loan = self._loans.pop(index)
+        lease = self._leases.pop(index)
+        # Both end the lease: the buffer is another record's next, and no view of it may be used.
         if changed:
-            loan.write()
+            lease.write()
         else:
-            loan.give_back()
+            lease.give_back()
 
     @property
     def memory_bytes(self) -> int:
@@ -209,15 +215,20 @@ def record_bytes(numels: Sequence[int], itemsize: int) -> list[int]:
     return [(end - first) * itemsize for numel in numels for first, end in spans_of(numel)]
 
 
+def in_spans(storage: Storage, spans: Sequence[Span]) -> Storage:
+    """`storage`, used in `spans`."""
+    return storage if list(storage.spans) == list(spans) else storage.cut(spans)
+
+
 def on_disk(
     store: Store,
     numels: Sequence[int],
     dtypes: Sequence[torch.dtype],
-    besides: Sequence[Beside | None],
-) -> list[OnDisk]:
-    """The intervals that a store made for them holds, in order."""
+    copy_streams: Sequence[CopyStream | None],
+) -> list[DiskStorage]:
+    """The storages of the intervals that `store` was made for, in order."""
     made, first = [], 0
-    for numel, dtype, beside in zip(numels, dtypes, besides, strict=True):
-        made.append(OnDisk(store, first, numel, dtype, beside))
+    for numel, dtype, copy_stream in zip(numels, dtypes, copy_streams, strict=True):
+        made.append(DiskStorage(store, first, numel, dtype, copy_stream))
         first += len(made[-1].spans)
     return made

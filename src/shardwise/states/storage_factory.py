@@ -1,4 +1,4 @@
-"""Where a state rests: makes the memory, or the room on a disk, for what a rank holds of it."""
+"""Makes the storage of a state on its tier: in memory, on the host, or on a disk (NVMe)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 
 from shardwise.collectives import Collectives
 from shardwise.placement import Tier
-from shardwise.states.on_host import OnHost
-from shardwise.states.storage import Held, InMemory, on_disk, record_bytes
-from shardwise.tiers.copy_stream import Beside
+from shardwise.states.host_storage import HostStorage
+from shardwise.states.storage import MemoryStorage, Storage, on_disk, record_bytes
+from shardwise.tiers.copy_stream import CopyStream
 from shardwise.tiers.nvme import Store
 
-Kind = tuple[torch.dtype, torch.device]
+TensorKind = tuple[torch.dtype, torch.device]
 
 
-class Shelf:
-    """A tier for one state of one rank.
+class StorageFactory:
+    """Makes storage for one state of one rank on `tier`.
 
     On a rank that computes on the CPU, the tier `cpu` is where the device's memory is anyway.
     """
@@ -27,7 +27,7 @@ class Shelf:
         self.tier = tier
         self._group = group
         self._stores: list[Store] = []
-        self._besides: dict[torch.device, Beside] = {}
+        self._copy_streams: dict[torch.device, CopyStream] = {}
 
     @property
     def is_device(self) -> bool:
@@ -36,25 +36,25 @@ class Shelf:
 
     @property
     def on_disk(self) -> bool:
-        """Whether what is held takes no memory."""
+        """Whether the state takes no memory between steps."""
         return self.tier.kind == "nvme"
 
     def is_apart(self, device: torch.device) -> bool:
         """Whether what rests here and is used on `device` is in other memory than that device's."""
         return not self.is_device and device.type != "cpu"
 
-    def beside(self, device: torch.device) -> Beside | None:
+    def copy_stream(self, device: torch.device) -> CopyStream | None:
         """What copies between here and `device`, if that is apart."""
         if not self.is_apart(device):
             return None
-        if device not in self._besides:
-            self._besides[device] = Beside(device)
-        return self._besides[device]
+        if device not in self._copy_streams:
+            self._copy_streams[device] = CopyStream(device)
+        return self._copy_streams[device]
 
     def make(
-        self, label: str, lengths: Sequence[int], kinds: Sequence[Kind], *, width: int = 1
-    ) -> list[Held]:
-        """Room for intervals of `lengths` elements, with anything in it.
+        self, label: str, lengths: Sequence[int], kinds: Sequence[TensorKind], *, width: int = 1
+    ) -> list[Storage]:
+        """Storage for intervals of `lengths` elements, with anything in it.
 
         `width` of them are in use at a time. Raises TierError where a disk cannot take them.
         """
@@ -73,22 +73,18 @@ class Shelf:
             label,
             records,
             rank=self._group.rank,
+            # One span of each in use, one read ahead, one written behind; and one to spare.
             in_flight=3 * width + 1,
         )
         self._stores.append(store)
-        besides = [self.beside(device) for _, device in kinds]
-        return list(on_disk(store, lengths, dtypes, besides))
+        copy_streams = [self.copy_stream(device) for _, device in kinds]
+        return list(on_disk(store, lengths, dtypes, copy_streams))
 
-    def _in_memory(self, length: int, dtype: torch.dtype, device: torch.device) -> Held:
-        beside = self.beside(device)
-        if beside is None:
-            return InMemory(self._group.allocate(length, dtype, device))
-        return OnHost(beside.memory(length, dtype), beside)
-
-    def drain(self) -> None:
-        """Wait until everything that was changed is on its disk."""
-        for store in self._stores:
-            store.drain()
+    def _in_memory(self, length: int, dtype: torch.dtype, device: torch.device) -> Storage:
+        copy_stream = self.copy_stream(device)
+        if copy_stream is None:
+            return MemoryStorage(self._group.allocate(length, dtype, device))
+        return HostStorage(copy_stream.memory(length, dtype), copy_stream)
 
     def close(self) -> None:
         """Give room on disks back."""

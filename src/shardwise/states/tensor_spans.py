@@ -1,7 +1,7 @@
-"""What a rank holds of which tensors, lent and taken span by span.
+"""Maps intervals of buckets to named tensors, so that checkpoints read and write them by spans.
 
 A state knows intervals of buckets. To the world outside it is tensors with names, of which each
-rank has some elements: a checkpoint is written from, and read into, what stands here.
+rank has some elements: a checkpoint is written from, and read into, these spans.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from shardwise.collectives import Collectives
 from shardwise.layout import Bucket, Slot
 from shardwise.shards import Shard
 from shardwise.states.averages import Averages
-from shardwise.states.inner_optimizer import Segment
-from shardwise.states.optimizer_state import Blank, OptimizerState
+from shardwise.states.existing_optimizer_state import Blank
+from shardwise.states.optimizer_state import OptimizerState
 from shardwise.states.parameters import Parameters
-from shardwise.states.sharded_bucket import Slab
-from shardwise.states.storage import Held, InMemory
+from shardwise.states.sharded_bucket import ShardedBucket
+from shardwise.states.storage import MemoryStorage, Storage
 from shardwise.states.tracked import Tracked
+from shardwise.states.update_intervals import UpdateSegment
 
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
 """The sets of tensors that there are."""
@@ -33,15 +34,15 @@ MASTER = "master"
 
 
 @dataclass(frozen=True)
-class Holding:
-    """A flat interval, which elements of which tensors of a set lie in it, and who else has it.
+class TensorSpan:
+    """A flat interval of a set's tensors: its storage, what lies in it, and how many ranks have it.
 
     Of `copies` ranks with the same, this is number `copy`. What lies in no extent is padding.
     `as_counted`: elements lie in the order of the tensor's own, whatever its parameter's is.
     """
 
     kind: str
-    held: Held
+    storage: Storage
     extents: Sequence[Extent]
     copy: int = 0
     copies: int = 1
@@ -49,9 +50,9 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Told:
-    """The optimizer state of all ranks: by parameter its entries, tensors as Blanks, and the
-    parameters at which segments were cut."""
+class ReportedState:
+    """The optimizer state that all ranks reported: by parameter its entries, tensors as Blanks, and
+    the parameters at which segments were cut."""
 
     states: dict[int, dict[str, Any]]
     borders: set[int]
@@ -62,8 +63,8 @@ def state_name(name: str, key: str) -> str:
     return f"{name}.{key}"
 
 
-class Holdings:
-    """The holdings of one rank in the trained parameters, their masters, state and averages.
+class TensorSpans:
+    """The spans of one rank in the trained parameters, their masters, state and averages.
 
     `group` shards them where `scattered`. `among`: this rank's number, and of how many that have
     the same, of what is whole here and (True) of what is a part.
@@ -91,14 +92,14 @@ class Holdings:
             if tracked.shard is not None
         }
 
-    def told(self) -> Told:
-        """What state there is, on all ranks. Collective."""
+    def reported(self) -> ReportedState:
+        """Report which state there is, to all ranks. Collective."""
         mine = self._own_states(), self._own_borders()
         gathered = self._group.gather_objects(mine) if self._scattered else [mine]
         states: dict[int, dict[str, Any]] = {}
-        for part, _ in gathered:
-            states |= part
-        return Told(states, set().union(*(borders for _, borders in gathered)))
+        for interval, _ in gathered:
+            states |= interval
+        return ReportedState(states, set().union(*(borders for _, borders in gathered)))
 
     def _own_states(self) -> dict[int, dict[str, Any]]:
         return {
@@ -106,12 +107,12 @@ class Holdings:
                 key: self._entry(index, segment, piece.parameter, key, value)
                 for key, value in state.items()
             }
-            for index in range(len(self._optimizer.parts))
+            for index in range(len(self._optimizer.intervals))
             for segment, state in self._optimizer.state_of(index)
             for piece in segment.pieces
         }
 
-    def _entry(self, index: int, segment: Segment, number: int, key: str, value: Any) -> Any:
+    def _entry(self, index: int, segment: UpdateSegment, number: int, key: str, value: Any) -> Any:
         if not self._optimizer.is_tensor(index, segment, key, value):
             return value.detach().cpu() if isinstance(value, Tensor) else value
         flat = self._optimizer.is_flat(index, segment, key, value)
@@ -121,119 +122,123 @@ class Holdings:
     def _own_borders(self) -> set[int]:
         return {
             segment.pieces[0].parameter
-            for part, group in zip(self._optimizer.parts, self._optimizer.groups, strict=True)
+            for interval, group in zip(
+                self._optimizer.intervals, self._optimizer.groups, strict=True
+            )
             if not group.whole
-            for segment in part.segments
-            if segment.first > part.own[0] and segment.pieces[0].offset == 0
+            for segment in interval.segments
+            if segment.first > interval.own[0] and segment.pieces[0].offset == 0
         }
 
-    def __iter__(self) -> Iterator[Holding]:
+    def __iter__(self) -> Iterator[TensorSpan]:
         """All of it, bucket by bucket, in intervals as they lie."""
-        for index in range(len(self._optimizer.parts)):
-            for kind, key, held in self._intervals(index):
-                yield self._holding(index, kind, held, self._extents(index, key))
+        for index in range(len(self._optimizer.intervals)):
+            for kind, key, storage in self._intervals(index):
+                yield self._holding(index, kind, storage, self._extents(index, key))
             yield from self._states(index)
 
-    def _intervals(self, index: int) -> Iterator[tuple[str, str | None, Held]]:
+    def _intervals(self, index: int) -> Iterator[tuple[str, str | None, Storage]]:
         """What covers the whole interval of a bucket: set, key and memory."""
-        part = self._optimizer.parts[index]
-        yield MODEL, None, part.target
-        if part.master is not part.target:
-            yield OPTIMIZER, MASTER, part.master
+        interval = self._optimizer.intervals[index]
+        yield MODEL, None, interval.target
+        if interval.master is not interval.target:
+            yield OPTIMIZER, MASTER, interval.master
         if self._averages is not None:
-            yield AVERAGE, None, self._averages.held[index]
+            yield AVERAGE, None, self._averages.storages[index]
 
-    def _states(self, index: int) -> Iterator[Holding]:
-        part = self._optimizer.parts[index]
-        for key, held in part.moments.items():
+    def _states(self, index: int) -> Iterator[TensorSpan]:
+        interval = self._optimizer.intervals[index]
+        for key, storage in interval.moments.items():
             numbers = {
                 piece.parameter
                 for segment, state in self._optimizer.state_of(index)
                 if key in state
                 for piece in segment.pieces
             }
-            yield self._holding(index, OPTIMIZER, held, self._extents(index, key, numbers))
+            yield self._holding(index, OPTIMIZER, storage, self._extents(index, key, numbers))
         for segment, state in self._optimizer.state_of(index):
             for key, value in state.items():
                 is_tensor = self._optimizer.is_tensor(index, segment, key, value)
-                if key in part.moments or not is_tensor:
+                if key in interval.moments or not is_tensor:
                     continue
                 names = {p.parameter: self._name(p.parameter, key) for p in segment.pieces}
                 if flat := self._optimizer.is_flat(index, segment, key, value):
                     found = extents(segment.pieces, segment.first, names, self._shards)
                 else:
                     found = [Extent(next(iter(names.values())), 0, value.numel(), 0)]
-                holding = self._holding(index, OPTIMIZER, InMemory(_flat(value)), found)
+                holding = self._holding(index, OPTIMIZER, MemoryStorage(_flat(value)), found)
                 yield replace(holding, as_counted=not flat)
 
     def _extents(
         self, index: int, key: str | None, numbers: set[int] | None = None
     ) -> list[Extent]:
         """The extents of a bucket's interval by the names of a key; of `numbers` if given."""
-        part = self._optimizer.parts[index]
+        interval = self._optimizer.intervals[index]
         names = {
             slot.parameter: self._name(slot.parameter, key)
-            for slot in part.bucket.slots
+            for slot in interval.bucket.slots
             if numbers is None or slot.parameter in numbers
         }
-        return extents(part.bucket.pieces(*part.own), part.own[0], names, self._shards)
+        return extents(interval.bucket.pieces(*interval.own), interval.own[0], names, self._shards)
 
     def _name(self, number: int, key: str | None) -> str:
         name = self._parameters.tracked[number].name
         return name if key is None else state_name(name, key)
 
-    def _holding(self, index: int, kind: str, held: Held, found: Sequence[Extent]) -> Holding:
+    def _holding(
+        self, index: int, kind: str, storage: Storage, found: Sequence[Extent]
+    ) -> TensorSpan:
         # A bucket holds parts of tensors only, or none.
-        slots = self._optimizer.parts[index].bucket.slots
+        slots = self._optimizer.intervals[index].bucket.slots
         copy, copies = self._among[slots[0].parameter in self._shards]
-        return Holding(kind, held, found, copy, copies)
+        return TensorSpan(kind, storage, found, copy, copies)
 
     # -- tensors whose memory is not in the order of their elements -------------------------
 
-    def out_of_order(self, told: Told) -> set[tuple[str, str]]:
+    def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
         """Set and name of the tensors that lie in memory in another order than their elements'."""
         return {
             (kind, self._name(slot.parameter, key))
-            for index in range(len(self._optimizer.parts))
+            for index in range(len(self._optimizer.intervals))
             if (slots := self._odd_slots(index))
-            for kind, key, _ in self._wholes(index, slots, told)
+            for kind, key, _ in self._wholes(index, slots, reported)
             for slot in slots
-            if self._has(slot.parameter, key, told)
+            if self._has(slot.parameter, key, reported)
         }
 
-    def reordered(self, told: Told) -> Iterator[tuple[str, str, Tensor]]:
+    def reordered(self, reported: ReportedState) -> Iterator[tuple[str, str, Tensor]]:
         """The same tensors, flat in the order of their elements, whole on every rank. Collective,
         bucket by bucket."""
-        for index in range(len(self._optimizer.parts)):
+        for index in range(len(self._optimizer.intervals)):
             if not (slots := self._odd_slots(index)):
                 continue
-            for kind, key, dtype in self._wholes(index, slots, told):
+            for kind, key, dtype in self._wholes(index, slots, reported):
                 flat = self._whole(index, kind, key, dtype)
                 for slot in slots:
-                    if self._has(slot.parameter, key, told):
+                    if self._has(slot.parameter, key, reported):
                         view = self._parameters.tracked[slot.parameter].view(flat, slot.start)
                         yield kind, self._name(slot.parameter, key), view.contiguous().view(-1)
 
     def _odd_slots(self, index: int) -> list[Slot]:
         return [
             slot
-            for slot in self._optimizer.parts[index].bucket.slots
+            for slot in self._optimizer.intervals[index].bucket.slots
             if not self._parameters.tracked[slot.parameter].in_order
         ]
 
-    def _has(self, number: int, key: str | None, told: Told) -> bool:
-        return key in (None, MASTER) or key in told.states.get(number, ())
+    def _has(self, number: int, key: str | None, reported: ReportedState) -> bool:
+        return key in (None, MASTER) or key in reported.states.get(number, ())
 
     def _wholes(
-        self, index: int, slots: Sequence[Slot], told: Told
+        self, index: int, slots: Sequence[Slot], reported: ReportedState
     ) -> Iterator[tuple[str, str | None, torch.dtype]]:
         """Set, key and dtype of what is flat over a bucket, alike on all ranks."""
-        for kind, key, held in self._intervals(index):
-            yield kind, key, held.dtype
+        for kind, key, storage in self._intervals(index):
+            yield kind, key, storage.dtype
         dtypes = {
             key: entry.dtype
             for slot in slots
-            for key, entry in told.states.get(slot.parameter, {}).items()
+            for key, entry in reported.states.get(slot.parameter, {}).items()
             if isinstance(entry, Blank) and not self._optimizer.groups[index].whole
         }
         for key in sorted(dtypes):
@@ -241,28 +246,28 @@ class Holdings:
 
     def _whole(self, index: int, kind: str, key: str | None, dtype: torch.dtype) -> Tensor:
         """A bucket of one state, put together."""
-        part = self._optimizer.parts[index]
-        own = {(k, name): held for k, name, held in self._intervals(index)}
+        interval = self._optimizer.intervals[index]
+        own = {(k, name): storage for k, name, storage in self._intervals(index)}
         if (kind, key) in own:
-            interval = own[kind, key].loaded()
+            value = own[kind, key].loaded()
         else:
             assert key is not None
-            interval = self._optimizer.whole(index, key, dtype)
+            value = self._optimizer.whole(index, key, dtype)
         device = self._parameters.kind(index)[1]
-        return gathered(part.bucket, part.own, interval.to(device), self._reach)
+        return gathered(interval.bucket, interval.own, value.to(device), self._reach)
 
     @property
     def _reach(self) -> Collectives | None:
         return self._group if self._scattered else None
 
 
-def of_slab(slab: Slab, among: Mapping[bool, tuple[int, int]]) -> Holding:
+def of_sharded_bucket(bucket: ShardedBucket, among: Mapping[bool, tuple[int, int]]) -> TensorSpan:
     """A bucket of frozen parameters that is sharded; `among` is as in Holdings."""
-    slots = list(zip(slab.bucket.slots, slab.tracked, strict=True))
+    slots = list(zip(bucket.layout.slots, bucket.tracked, strict=True))
     names = {slot.parameter: tracked.name for slot, tracked in slots}
     shards = {slot.parameter: t.shard for slot, t in slots if t.shard is not None}
-    found = extents(slab.bucket.pieces(*slab.own), slab.own[0], names, shards)
-    return Holding(MODEL, slab.held, found, *among[bool(shards)])
+    found = extents(bucket.layout.pieces(*bucket.own), bucket.own[0], names, shards)
+    return TensorSpan(MODEL, bucket.storage, found, *among[bool(shards)])
 
 
 def of_tensor(
@@ -272,12 +277,12 @@ def of_tensor(
     copies: int,
     kind: str = MODEL,
     shard: Shard | None = None,
-) -> Holding:
-    """A whole tensor that `copies` ranks hold, or the part of it that `shard` tells, in the order
+) -> TensorSpan:
+    """A whole tensor that `copies` ranks hold, or the part of it that `shard` names, in the order
     of its elements."""
     whole = Extent(name, 0, value.numel(), 0)
     found = [whole] if shard is None else of_whole(whole, shard)
-    return Holding(kind, InMemory(_flat(value)), found, copy, copies)
+    return TensorSpan(kind, MemoryStorage(_flat(value)), found, copy, copies)
 
 
 def gathered(
@@ -291,12 +296,12 @@ def gathered(
     return flat
 
 
-def reordered_slab(slab: Slab, group: Collectives) -> Iterator[tuple[Tracked, Tensor]]:
-    """The tensors of a slab that lie in memory in another order than that of their elements."""
-    if all(tracked.in_order for tracked in slab.tracked):
+def reordered_bucket(bucket: ShardedBucket, group: Collectives) -> Iterator[tuple[Tracked, Tensor]]:
+    """The tensors of `bucket` that lie in memory in another order than that of their elements."""
+    if all(tracked.in_order for tracked in bucket.tracked):
         return
-    flat = gathered(slab.bucket, slab.own, slab.held.loaded(), group)
-    for tracked, slot in zip(slab.tracked, slab.bucket.slots, strict=True):
+    flat = gathered(bucket.layout, bucket.own, bucket.storage.loaded(), group)
+    for tracked, slot in zip(bucket.tracked, bucket.layout.slots, strict=True):
         if not tracked.in_order:
             yield tracked, tracked.view(flat, slot.start).contiguous().view(-1)
 

@@ -1,4 +1,4 @@
-"""What a function of torch does with its tensors: needs their form only, or writes into them.
+"""Classifies functions of torch: those that need only the form of a tensor, those that write.
 
 A function is as `__torch_function__` is given it.
 """

@@ -1,4 +1,4 @@
-"""The parameters of the models: which there are, and the form that each has in memory."""
+"""Finds the parameters of the models, with their names, places and form in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.shards import Shard
 
 @dataclass(eq=False)
 class Tracked:
-    """A parameter: its name, itself, every place in the models that holds it, and its form.
+    """A parameter of the models: its name, itself, every place that holds it, and its form.
 
     `shape`, `strides`, `dtype` and `device` are those it had when it was found: what it rests on
     may change. `shard` says which part of a tensor it is, where layers are split over ranks.

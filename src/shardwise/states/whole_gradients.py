@@ -1,4 +1,4 @@
-"""A step's gradients as those of the parameters: whole on every rank, to read and to change.
+"""Shows a step's gradients whole on every rank (`engine.full_gradients`), and takes changes back.
 
 sums (own intervals) ─▶ times a factor, gathered ─▶ param.grad      show
 sums (own intervals) ◀─ divided by it, rank 0's  ◀─ param.grad      take
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
-from shardwise.states.bit_sums import fingerprint
+from shardwise.states.accumulator import GradientBucket
 from shardwise.states.gradients import Gradients
+from shardwise.states.lost_writes import fingerprint
 from shardwise.states.parameters import Parameters
-from shardwise.states.reduction import Rest
 from shardwise.states.resting import unguarded
 from shardwise.states.tensor_spans import gathered
 
@@ -43,7 +43,7 @@ class _Shown:
 
 
 class WholeGradients:
-    """The gradients of one step while they are shown.
+    """Shows the gradients of one step whole, and takes in what was changed.
 
     `group` shards them where `scattered`, and `run` are all ranks. `used` says by parameter whether
     any rank had a gradient; the shown ones are sums times `factor`.
@@ -72,10 +72,10 @@ class WholeGradients:
     @torch.no_grad()
     def show(self) -> None:
         """Let every parameter have its gradient, None where there is none. Collective."""
-        for rest in self._gradients.reduction.rests:
-            mine = rest.reduced.loaded().to(rest.kind[1]) * self._factor
-            flat = gathered(rest.bucket, rest.own, mine, self._group)
-            for slot in rest.bucket.slots:
+        for bucket_ in self._gradients.reducer.buckets:
+            mine = bucket_.reduced.loaded().to(bucket_.kind[1]) * self._factor
+            flat = gathered(bucket_.layout, bucket_.own, mine, self._group)
+            for slot in bucket_.layout.slots:
                 self._show(slot.parameter, flat, slot.start)
 
     def _show(self, index: int, flat: Tensor, start: int) -> None:
@@ -99,15 +99,16 @@ class WholeGradients:
         self._check(grads)
         changed = [self._is_changed(index, grad) for index, grad in enumerate(grads)]
         used = [grad is not None for grad in grads]
+        # Rank 0 decides for all, so that all take part in the same broadcasts below.
         changed, used = self._run.gather_plain([changed, used])[0]
         taken = [
-            rest
-            for rest in self._gradients.reduction.rests
-            if any(changed[slot.parameter] for slot in rest.bucket.slots)
+            bucket_
+            for bucket_ in self._gradients.reducer.buckets
+            if any(changed[slot.parameter] for slot in bucket_.layout.slots)
         ]
-        for rest in taken:
-            self._take(rest, grads, changed)
-        self._gradients.norms.renew([rest.index for rest in taken])
+        for bucket_ in taken:
+            self._take(bucket_, grads, changed)
+        self._gradients.norm.renew([bucket_.index for bucket_ in taken])
         return list(used)
 
     def _check(self, grads: Sequence[Tensor | None]) -> None:
@@ -129,20 +130,22 @@ class WholeGradients:
         shown = self._shown.get(index)
         return grad is not None if shown is None else shown.is_changed(grad)
 
-    def _take(self, rest: Rest, grads: Sequence[Tensor | None], changed: Sequence[bool]) -> None:
+    def _take(
+        self, bucket_: GradientBucket, grads: Sequence[Tensor | None], changed: Sequence[bool]
+    ) -> None:
         """Write the changed ones of a bucket into its sums; the others keep all of their bits."""
-        dtype, device = rest.reduced.dtype, rest.kind[1]
-        flat = torch.zeros(rest.bucket.numel, dtype=dtype, device=device)
-        for slot in rest.bucket.slots:
+        dtype, device = bucket_.reduced.dtype, bucket_.kind[1]
+        flat = torch.zeros(bucket_.layout.numel, dtype=dtype, device=device)
+        for slot in bucket_.layout.slots:
             grad = grads[slot.parameter]
             if changed[slot.parameter] and grad is not None:
                 view = self._tracked[slot.parameter].view(flat, slot.start)
                 view.copy_(grad.to(dtype) / self._factor)
         if self._run.size > 1:
             self._run.broadcast(flat).wait()
-        sums = rest.reduced.loaded()
-        for piece in rest.bucket.pieces(*rest.own):
+        sums = bucket_.reduced.loaded()
+        for piece in bucket_.layout.pieces(*bucket_.own):
             if changed[piece.parameter]:
-                part = sums[piece.start - rest.own[0] : piece.end - rest.own[0]]
+                part = sums[piece.start - bucket_.own[0] : piece.end - bucket_.own[0]]
                 part.copy_(flat[piece.start : piece.end])
-        rest.reduced.store(sums)
+        bucket_.reduced.store(sums)

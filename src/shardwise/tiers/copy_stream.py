@@ -1,8 +1,8 @@
-"""Copies between a device and memory of the host, on a stream beside the work.
+"""Copies between a device and memory of the host, on a copy stream beside the work.
 
     present stream   compute ── compute ────── compute ── compute
                             ╲ from_here              ╱ await_
-    side stream              ╲── copy ── copy ──────╱
+    copy stream              ╲── copy ── copy ──────╱
 
 The present stream is the one that PyTorch gives work to in the calling thread. Where the process
 itself needs a copy, it waits for the copy's event: `event.synchronize()`.
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 
-class Beside:
-    """A side stream of `device`, which is an accelerator.
+class CopyStream:
+    """A stream for copies of `device`, which is an accelerator.
 
     The CPU does in its place, in tests: its streams do everything at once, and nothing is pinned.
     """
@@ -35,7 +35,7 @@ class Beside:
         return torch.empty(numel, dtype=dtype, pin_memory=self.device.type != "cpu")
 
     def from_here(self) -> AbstractContextManager[None]:
-        """A block, of any thread, in which the side stream is the present one.
+        """A block, of any thread, in which the copy stream is the present one.
 
         What it is given there starts once all is done that the present stream has until now.
         """
@@ -70,6 +70,7 @@ class Beside:
         return data, self._copy(memory, data, on_device=data)
 
     def _copy(self, source: Tensor, target: Tensor, *, on_device: Tensor) -> Any:
+        # Behind all that the present stream has: what is copied down is computed there.
         with self.from_here():
             target.copy_(source, non_blocking=True)
             event = self.here()

@@ -1,29 +1,27 @@
-"""Records of a state on a disk: read ahead, written behind.
+"""NVMe read-ahead: records of a state on a disk, read ahead of their use and written behind it.
 
     order          0        1        2        3
     read        [ 0 ][ 1 ][ 2 ][ 3 ]
     update           [ 0 ][ 1 ][ 2 ][ 3 ]
     write                 [ 0 ][ 1 ][ 2 ][ 3 ]
 
-A record is the flat bytes of one bucket. It passes through one of a few staging buffers, which
-are all the memory that a store takes, whatever it holds. Threads move the bytes, cut into chunks,
-with the GIL released.
+`states/span_read_ahead.py` says what is read ahead, and when. A record is the flat bytes of one
+span of a bucket. It passes through one of a few staging buffers, which are all the memory that a
+store takes, whatever it holds. Threads move the bytes, cut into chunks, with the GIL released.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 
 from torch import Tensor
 
 from shardwise.errors import TierError
-from shardwise.tiers.direct_io import DirectFile
-from shardwise.tiers.staging import Staging, padded
-from shardwise.tiers.transfers import CHUNK, Transfers
+from shardwise.tiers.direct_io import CHUNK, DirectFile, Transfers
+from shardwise.tiers.host_memory import Staging, padded
 
 IN_FLIGHT = 4
 """Records in memory at once: one in use, one being read, one being written, and one that absorbs
@@ -33,8 +31,8 @@ Transfer = list["Future[None]"]
 """The chunks of a record on their way."""
 
 
-class Loan:
-    """A record in a staging buffer, lent by a store: `write` or `give_back` ends it."""
+class BufferLease:
+    """The use of a staging buffer for one record of a store, until `write` or `give_back`."""
 
     def __init__(self, store: Store, index: int, buffer: Staging, coming: Transfer) -> None:
         self.index = index
@@ -44,7 +42,7 @@ class Loan:
 
     def wait(self) -> Tensor:
         """The record's bytes once they are here: uint8, flat, starting on a page, so that
-        `.view(dtype)` works. They may be changed until the loan ends.
+        `.view(dtype)` works. They may be changed until the lease ends.
 
         Raises:
             TierError: The disk failed, now or in an earlier transfer.
@@ -60,13 +58,13 @@ class Loan:
         self._store._write(self)
 
     def give_back(self) -> None:
-        """End the loan; what was changed is forgotten. Never raises for the disk's sake: a
-        failure is told by the store's next call."""
+        """End the lease; what was changed is forgotten. Never raises for the disk's sake: a
+        failure is reported by the store's next call."""
         self._store._give_back(self)
 
 
 class Store:
-    """Flat records of one state on a file of one rank; what rests here is nowhere else.
+    """Stores flat records of one state on a file of one rank; what rests here is nowhere else.
 
     Record i has `records[i]` bytes, 0 allowed, and is zeros until it is written. At most
     `in_flight` (2 or more) are in memory at once, each in a buffer of the largest record's size.
@@ -96,71 +94,33 @@ class Store:
         *self._offsets, self.nbytes = accumulate(sizes, initial=0)
         self._file = DirectFile(folder, label, rank, self.nbytes)
         self.direct = self._file.direct
-        # A record is lent once at a time, so no more buffers than records are ever needed.
+        # A record is leased once at a time, so no more buffers than records are ever needed.
         self._free = [Staging(max(sizes)) for _ in range(min(in_flight, len(sizes)))]
         self.staging_bytes = sum(buffer.tensor.numel() for buffer in self._free)
         self._buffers = len(self._free)
-        self._lent: dict[int, Loan] = {}
+        self._leased: dict[int, BufferLease] = {}
         self._behind: dict[int, tuple[Staging, Transfer]] = {}
         self._failure: TierError | None = None
-        self._told = False
+        self._reported = False
         self._closed = False
         self._transfers = Transfers(label)
 
-    def read(self, index: int) -> Loan:
+    def read(self, index: int) -> BufferLease:
         """Start to read record `index` and return at once, unless all buffers are still being
-        written: then once the oldest is free. A record that is lent is not lent again.
+        written: then once the oldest is free. A record that is leased is not leased again.
 
         Raises:
             TierError: An earlier transfer failed.
         """
-        return self._lend(index, read=True)
+        return self._lease(index, read=True)
 
-    def blank(self, index: int) -> Loan:
+    def blank(self, index: int) -> BufferLease:
         """A buffer for record `index` with anything in it, to be filled whole and written.
 
         Raises:
             TierError: An earlier transfer failed.
         """
-        return self._lend(index, read=False)
-
-    def sweep(self, order: Iterable[int], *, write: bool) -> Iterator[tuple[int, Tensor]]:
-        """Each record of `order` (none twice) in turn, as (index, uint8 tensor).
-
-        The tensor is the caller's until the next one is asked for; then it is written behind if
-        `write`. The records that follow are read meanwhile. A record is not written whose turn
-        ends by an exception or a break. The last writes go on after the end: see `drain`.
-
-        Raises:
-            TierError: A transfer failed.
-        """
-        indices = iter(order)
-        ahead = max(1, self._buffers - (2 if write else 1))
-        coming = deque(map(self.read, islice(indices, ahead)))
-        try:
-            while coming:
-                coming.extend(map(self.read, islice(indices, 1)))
-                loan = coming[0]
-                yield loan.index, loan.wait()
-                if write:
-                    loan.write()
-                else:
-                    loan.give_back()
-                coming.popleft()
-        finally:
-            for loan in coming:
-                loan.give_back()
-
-    def drain(self) -> None:
-        """Wait until everything is written.
-
-        Raises:
-            TierError: A transfer failed.
-        """
-        self._check()
-        while self._behind:
-            self._retire(next(iter(self._behind)))
-        self._raise_failure()
+        return self._lease(index, read=False)
 
     def close(self) -> None:
         """Give disk, buffers and threads back, when what is in flight has landed. What was stored
@@ -178,50 +138,51 @@ class Store:
         self._transfers.end()
         for _, transfer in self._behind.values():
             self._land(transfer)
-        for loan in self._lent.values():
-            self._land(loan.coming)
+        for lease in self._leased.values():
+            self._land(lease.coming)
         self._behind.clear()
-        self._lent.clear()
+        self._leased.clear()
         self._free.clear()
         self._file.close()
-        if not self._told:
+        if not self._reported:
             self._raise_failure()
 
-    def _lend(self, index: int, *, read: bool) -> Loan:
+    def _lease(self, index: int, *, read: bool) -> BufferLease:
         self._check()
-        assert index not in self._lent, f"record {index} of {self.label} is lent already"
+        assert index not in self._leased, f"record {index} of {self.label} is leased already"
         if index in self._behind:
-            # Its bytes are still here: wait for the write, and no read is needed.
+            # Its bytes are still here: wait for the write, and no read is needed. A read from the
+            # disk could overtake the write and give the bytes of before.
             buffer, coming = self._behind.pop(index)
         else:
             buffer = self._buffer()
             coming = self._start(self._file.read, index, buffer) if read else []
-        loan = self._lent[index] = Loan(self, index, buffer, coming)
-        return loan
+        lease = self._leased[index] = BufferLease(self, index, buffer, coming)
+        return lease
 
-    def _arrived(self, loan: Loan) -> Tensor:
+    def _arrived(self, lease: BufferLease) -> Tensor:
         self._check()
-        assert self._lent.get(loan.index) is loan, "this loan has ended"
-        self._land(loan.coming)
+        assert self._leased.get(lease.index) is lease, "this lease has ended"
+        self._land(lease.coming)
         self._raise_failure()
-        return loan.buffer.tensor[: self.records[loan.index]]
+        return lease.buffer.tensor[: self.records[lease.index]]
 
-    def _write(self, loan: Loan) -> None:
-        self._arrived(loan)
-        del self._lent[loan.index]
-        transfer = self._start(self._file.write, loan.index, loan.buffer)
-        self._behind[loan.index] = loan.buffer, transfer
+    def _write(self, lease: BufferLease) -> None:
+        self._arrived(lease)
+        del self._leased[lease.index]
+        transfer = self._start(self._file.write, lease.index, lease.buffer)
+        self._behind[lease.index] = lease.buffer, transfer
 
-    def _give_back(self, loan: Loan) -> None:
-        if self._lent.get(loan.index) is loan and not self._transfers.forked:
-            self._land(loan.coming)
-            del self._lent[loan.index]
-            self._free.append(loan.buffer)
+    def _give_back(self, lease: BufferLease) -> None:
+        if self._leased.get(lease.index) is lease and not self._transfers.forked:
+            self._land(lease.coming)
+            del self._leased[lease.index]
+            self._free.append(lease.buffer)
 
     def _buffer(self) -> Staging:
         """A free one; else the first whose write is done."""
         if not self._free:
-            assert self._behind, f"all {self._buffers} buffers of {self.label} are lent"
+            assert self._behind, f"all {self._buffers} buffers of {self.label} are leased"
             self._retire(next(iter(self._behind)))
             self._raise_failure()
         return self._free.pop()
@@ -250,7 +211,7 @@ class Store:
                 self._failure = error
 
     def _check(self) -> None:
-        """Refuse what cannot be done any more, and tell of any write that has failed meanwhile."""
+        """Refuse what cannot be done any more, and report any write that has failed meanwhile."""
         self._transfers.check()
         if self._closed:
             raise TierError(f"{self.label} was closed: what it held is gone. Make a new store.")
@@ -260,5 +221,5 @@ class Store:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            self._told = True
+            self._reported = True
             raise TierError(str(self._failure)) from self._failure

@@ -1,4 +1,4 @@
-"""Short-lived records of any size on a file without a name, written and read beside the work.
+"""Writes and reads short-lived records of any size on a file without a name, beside the work.
 
     write      data ─▶ staging of a thread ─▶ file      as many at once as there are threads
     read       file ─▶ memory of its own                freed as the tensor is
@@ -20,13 +20,11 @@ from torch import Tensor
 
 from shardwise.errors import TierError
 from shardwise.extents import Extents
-from shardwise.tiers.direct_io import DirectFile
-from shardwise.tiers.heap import mapped
-from shardwise.tiers.staging import Staging, padded
-from shardwise.tiers.transfers import CHUNK, Transfers
+from shardwise.tiers.direct_io import CHUNK, DirectFile, Transfers
+from shardwise.tiers.host_memory import Staging, mapped, padded
 
 
-class Record:
+class SpoolRecord:
     """A range of the file, and what is under way there. Freed when nobody holds it any more.
 
     `last` is the request that was made last, a write or a read; those before it have ended.
@@ -70,14 +68,14 @@ class Spool:
 
     def __init__(self, folder: Path, label: str, *, rank: int) -> None:
         self.freed: deque[tuple[int, int]] = deque()
-        """Ranges that are free again, not yet told to the extents."""
+        """Ranges that are free again, not yet given to the extents."""
         self._extents = Extents()
         self._lock = threading.Lock()
         self._own = threading.local()
         self._file = DirectFile(folder, label, rank)
         self._transfers = Transfers(label)
 
-    def write(self, data: Tensor, ready: Callable[[], None] | None = None) -> Record:
+    def write(self, data: Tensor, ready: Callable[[], None] | None = None) -> SpoolRecord:
         """Start writing `data` (1-D, uint8, contiguous, CPU), which must stay as it is until that
         has ended. `ready` is waited for first, beside the work.
 
@@ -89,9 +87,9 @@ class Spool:
                 self._extents.give(*self.freed.popleft())
             start = self._extents.take(padded(data.numel()))
         written = self._transfers.start(self._write, start, data, ready)
-        return Record(self, start, data.numel(), written)
+        return SpoolRecord(self, start, data.numel(), written)
 
-    def read(self, record: Record) -> Tensor:
+    def read(self, record: SpoolRecord) -> Tensor:
         """Start reading a record whose last request has ended, into memory (1-D, uint8) that holds
         it when `record.wait` returns.
 

@@ -1,22 +1,18 @@
-"""Where the time of a run goes, event by event, in one file of Chrome's trace format.
+"""Records where the time of a run goes, event by event, in one file of Chrome's trace format.
 
-    nested_batch.py        the rows that a rank has in it
-    recorder.py    what is going on in this process, noted at the places where it happens
-    encoding.py    from notes to lines of JSON
+    recorder.py    records events of this process on the rows of a rank
+    encoding.py    encodes events as lines of JSON
     file.py        the file that all ranks of a host write, whole at every moment
-    memory.py      what this process takes of it
 
-    reading.py     such files, read again
-    intervals.py   stretches of time: pure
-    steps.py       what each rank did in each step: pure
-    verdict.py     who was slowest, and why: pure
-    tables.py      the same as tables
+    reading.py     reads such files again
+    steps.py       divides each rank's steps into kinds of work: pure
+    slowest.py     finds the slowest rank, and why it is: pure
+    tables.py      formats both as tables
     commands.py    `shardwise timeline`
 
 Where nothing is recorded a place costs one test of an attribute.
 """
 
-from shardwise.timeline.recorder import span
-from shardwise.timeline.tracks import Row
+from shardwise.timeline.recorder import Row, span
 
 __all__ = ["Row", "span"]

@@ -1,4 +1,4 @@
-"""`shardwise timeline FILE`: where the time of a run's steps went."""
+"""`shardwise timeline FILE`: shows where the time of a run's steps went."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | 
 
 
 def _plain() -> Console:
-    """Where there is no terminal."""
+    """A console for output that is not a terminal."""
     from rich.console import Console
 
     return Console(width=WIDTH, markup=False)

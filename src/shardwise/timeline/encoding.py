@@ -1,19 +1,16 @@
-"""From notes to lines of JSON, as Chrome's trace format has them.
-
-Complete events ("X") in microseconds, metadata ("M") for the names of processes and rows, counters
-("C") and flows ("s", "f") from where a collective was launched to it. See "Trace Event Format",
-Google 2016. Every rank is a process of its own.
-"""
+"""Encodes notes as JSON lines of Chrome's trace format."""
 
 from __future__ import annotations
 
 import json
+import os
+import resource
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from shardwise.timeline.recorder import Note
-from shardwise.timeline.tracks import FURTHER_STEPS, LANES, WIDEST, Row
+from shardwise.timeline.recorder import FURTHER_STEPS, LANES, WIDEST, Row, TimelineEvent
 
 LONGEST = 100
 """Characters of a text, so that every line fits into a page of the file."""
@@ -36,15 +33,15 @@ class Encoder:
         self._flows = 0
 
     def opening(self) -> list[str]:
-        """The lines that say whose events follow."""
+        """The lines that name the process and its rows."""
         return [
             self._metadata("process_name", 0, {"name": f"rank {self._rank}"}),
             self._metadata("process_labels", 0, {"labels": self._host[:LONGEST]}),
             self._metadata("process_sort_index", 0, {"sort_index": self._rank}),
         ]
 
-    def lines(self, notes: Iterable[Note]) -> Iterator[str]:
-        """Each note as a line, or some."""
+    def lines(self, notes: Iterable[TimelineEvent]) -> Iterator[str]:
+        """Encode each event as one line, or as several."""
         for note in notes:
             row = note.row
             thread = self._thread(note)
@@ -57,13 +54,14 @@ class Encoder:
                 yield from self._flow(note, thread)
 
     def counter(self, now: int, values: Mapping[str, float]) -> str:
-        """Megabytes of memory in use."""
+        """The line with the megabytes of memory in use."""
         rounded = {name: round(value, 1) for name, value in values.items()}
         event = {"name": "memory (MB)", "cat": "memory", "ph": "C", "ts": (now - self.ahead) / 1000}
         return _line(event | {"pid": self._rank, "tid": 0, "args": rounded})
 
-    def _complete(self, note: Note, category: str, thread: int) -> str:
-        """By hand: a library takes ten times as long, and there are thousands a second."""
+    def _complete(self, note: TimelineEvent, category: str, thread: int) -> str:
+        """Format an event by hand: a JSON library takes ten times as long, and there are thousands
+        a second."""
         begin, lasted = (note.began - self.ahead) / 1000, (note.ended - note.began) / 1000
         about = f',"args":{_object(note.about)}' if note.about else ""
         return (
@@ -71,21 +69,23 @@ class Encoder:
             f'"dur":{lasted:.3f},"pid":{self._rank},"tid":{thread}{about}}}'
         )
 
-    def _thread(self, note: Note) -> int:
+    def _thread(self, note: TimelineEvent) -> int:
         if note.row in self._ends:
             return self._lane(note)
         return self._of_engine(note) if note.row is Row.STEPS else int(note.row)
 
-    def _of_engine(self, note: Note) -> int:
-        """Engines that take turns are in each other's steps, so each has a row."""
+    def _of_engine(self, note: TimelineEvent) -> int:
+        """The row of an engine's steps. Engines that take turns are in each other's steps, so each
+        has a row."""
         engine = (note.about or {}).get("engine", 0)
         if engine not in self._engines:
             self._engines.append(engine)
         number = min(self._engines.index(engine), WIDEST)
         return int(Row.STEPS) if number == 0 else FURTHER_STEPS + number - 1
 
-    def _lane(self, note: Note) -> int:
-        """The first thread of the row on which nothing overlaps it; notes come as they end."""
+    def _lane(self, note: TimelineEvent) -> int:
+        """The first thread of the row on which nothing overlaps the event; events come as they
+        end."""
         ends = self._ends[note.row]
         free = (lane for lane, end in enumerate(ends) if end <= note.began)
         lane = next(free, min(len(ends), WIDEST - 1))
@@ -102,7 +102,7 @@ class Encoder:
         yield self._metadata("thread_name", thread, {"name": title})
         yield self._metadata("thread_sort_index", thread, {"sort_index": order})
 
-    def _flow(self, note: Note, thread: int) -> Iterator[str]:
+    def _flow(self, note: TimelineEvent, thread: int) -> Iterator[str]:
         self._flows += 1
         begin = (note.began - self.ahead) / 1000
         about = (
@@ -133,3 +133,24 @@ def _quoted(text: str) -> str:
 
 
 _CATEGORIES = {row: _quoted(row.title) for row in Row}
+
+
+MB = 1e6
+
+
+def memory_in_use() -> dict[str, float]:
+    """Megabytes in use by name: the resident set, and the tensors on a device where there is
+    one."""
+    found = {"resident set": _resident() / MB}
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        found["device"] = torch.cuda.memory_allocated() / MB
+    return found
+
+
+def _resident() -> int:
+    try:
+        with open("/proc/self/statm", "rb") as table:
+            return int(table.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # macOS has no such table: the most that it was so far, in bytes there
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,13 +1,13 @@
-"""The file that all ranks of a host write, valid JSON at every moment, a kill -9 included.
+"""The file that all ranks of a host write: valid JSON at every moment, even after a kill -9.
 
     | header |,{...},{...}     |,{...}           |                 |                 |]
       page 0   rank 1's, full    rank 0's          free: spaces      free: spaces      end
 
-Room is taken in advance as spaces, which JSON does not mind, in front of the end of the array. Who
-has events fills pages of spaces with them: one write for each page, which Linux does not break off
-half-way, so that the file is valid before it and after it. When the room is full, or all ranks have
-left and what is too much is cut off, the file is written anew beside and renamed. A lock keeps
-ranks from doing so at once; the kernel takes it from who dies.
+Free pages are spaces, which JSON allows, in front of the end of the array. A rank with events
+overwrites free pages: one write for each page, which Linux does not interrupt, so that the file is
+valid before it and after it. When no page is free, or all ranks have left and free pages are cut
+off, the file is written anew beside and renamed. A lock keeps ranks from doing so at once; the
+kernel releases it when a process dies.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Any
 PAGE = 4096
 END = b"]\n"
 ROOM = 64
-"""Free pages that are taken at least, when there are too few."""
+"""The least number of pages that are added when too few are free."""
 
 LARGEST = 1 << 30
-"""Bytes beyond which a file takes no more; viewers open no larger ones."""
+"""The size in bytes at which a file is full; viewers open no larger ones."""
 
 NAME = "shardwise timeline"
 
 
 class NoTimeline(OSError):
-    """What is there already and was not written by a run of ours."""
+    """Raised for a file that exists and was not written by a run of ours."""
 
 
 class TimelineFile:
@@ -59,7 +59,7 @@ class TimelineFile:
                 held.replace([_header(header)], ROOM, self._aside)
 
     def write(self, lines: Iterable[str]) -> None:
-        """Add events, each of them one line. Raises OSError."""
+        """Append events, each of them one line. Raises OSError."""
         last = self._last
         filled = list(packed(lines, b"" if last is None else last[1]))
         if not filled:
@@ -76,7 +76,7 @@ class TimelineFile:
         self._last = numbers[-1], filled[-1]
 
     def close(self) -> None:
-        """This rank writes no more; the last one to say so cuts off what is free."""
+        """Stop writing; the last rank to do so cuts off free pages."""
         with self._mine() as held:
             header = held.header()
             header["recording"] = [rank for rank in header["recording"] if rank != self._rank]
@@ -93,7 +93,7 @@ class TimelineFile:
 
     @contextmanager
     def _locked(self, flags: int = 0) -> Iterator[_Held]:
-        """The file that has the name now, for this process alone."""
+        """Open and lock the file of this name, for this process alone."""
         while True:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
             held = _Held(self.path, fd)
@@ -109,7 +109,7 @@ class TimelineFile:
 
 
 class _Held:
-    """The file while this process has its lock."""
+    """The file while this process holds its lock."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self._path = path
@@ -117,11 +117,11 @@ class _Held:
 
     @property
     def count(self) -> int:
-        """Its pages, the end left out."""
+        """The number of pages, without the end."""
         return (os.fstat(self._fd).st_size - len(END)) // PAGE
 
     def header(self) -> dict[str, Any]:
-        """What the first page tells; nothing in a new file. Raises NoTimeline."""
+        """The header on the first page; empty in a new file. Raises NoTimeline."""
         page = os.pread(self._fd, PAGE, 0)
         if not page:
             return {}
@@ -134,7 +134,7 @@ class _Held:
         return header
 
     def used(self) -> int:
-        """How many pages are no longer free: those from the first on that begins with a space."""
+        """The number of pages in use: free ones follow, the first of which begins with a space."""
         low, high = 1, self.count
         while low < high:
             middle = (low + high) // 2
@@ -145,7 +145,7 @@ class _Held:
         return low
 
     def pages(self, count: int) -> Iterator[bytes]:
-        """The first `count`, some at a time."""
+        """Yield the first `count` pages, several at a time."""
         at, end = 0, count * PAGE
         while at < end:
             part = os.pread(self._fd, min(1 << 20, end - at), at)
@@ -153,12 +153,13 @@ class _Held:
             yield part
 
     def put(self, number: int, page: bytes) -> None:
-        """Write one page, in one go."""
+        """Overwrite one page, in one write."""
         assert len(page) == PAGE
         os.pwrite(self._fd, page, number * PAGE)
 
     def replace(self, pages: Iterable[bytes], free: int, aside: Path) -> None:
-        """Let the file be `pages` and so many `free` ones, at once and under the same lock."""
+        """Replace the file by `pages` and so many `free` ones, atomically and under the same
+        lock."""
         fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -176,8 +177,8 @@ class _Held:
         self._fd = fd
 
     def close(self) -> None:
-        """Let others have it, though a process that was forked meanwhile keeps it open: a lock is
-        of the open file, which both share, and would stay until that one ends too."""
+        """Release the lock. Explicitly, since it belongs to the open file: a process that was
+        forked meanwhile shares that, and the lock would stay until that process ends too."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         finally:
@@ -185,7 +186,7 @@ class _Held:
 
 
 def packed(lines: Iterable[str], page: bytes = b"") -> Iterator[bytes]:
-    """What fills pages with lines, each with a comma before it; the first holds `page` already."""
+    """Pack lines into pages, each with a comma before it; the first page holds `page` already."""
     before = len(page)
     for line in lines:
         piece = b"," + line.encode() + b"\n"
@@ -199,7 +200,7 @@ def packed(lines: Iterable[str], page: bytes = b"") -> Iterator[bytes]:
 
 
 def header_of(page: bytes) -> dict[str, Any] | None:
-    """What the first page of a timeline of ours tells of it; None of another file."""
+    """The header on the first page of a timeline of ours; None of another file."""
     try:
         first = json.loads(page.removeprefix(b"["))
     except ValueError:
@@ -217,11 +218,11 @@ def _header(about: dict[str, Any]) -> bytes:
 
 
 def sibling(path: Path, host: str) -> Path:
-    """The file of a host that is not rank 0's."""
+    """The path for a host that is not rank 0's."""
     safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in host)
     return path.with_name(f"{path.stem}.{safe}{path.suffix}")
 
 
 def siblings(path: Path) -> Sequence[Path]:
-    """The files beside it that other hosts may have written."""
+    """The files beside `path` that other hosts may have written."""
     return sorted(path.parent.glob(f"{path.stem}.*{path.suffix}"))

@@ -1,4 +1,4 @@
-"""Timelines, read again: one file or those of several hosts, whole or cut off."""
+"""Reads timelines: one file or those of several hosts, complete or cut off."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read(paths: Sequence[Path]) -> list[Event]:
 
 
 def merge(events: Iterable[Event], path: Path) -> None:
-    """Write them as one file for viewers. Raises ConfigError."""
+    """Write the events as one file for viewers. Raises ConfigError."""
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     try:
         path.write_text(f"[{lines}]\n")
@@ -60,7 +60,7 @@ def _events(path: Path) -> list[Event]:
 
 
 def _cut_off(text: str) -> object:
-    """The array without its end, as Chrome's format allows it and other tools leave it."""
+    """Parse an array without its end, as Chrome's format allows it and other tools leave it."""
     for end in (text.rstrip().rstrip(","), text.rpartition("\n")[0].rstrip().rstrip(",")):
         try:
             return json.loads(end + "]")
@@ -70,7 +70,7 @@ def _cut_off(text: str) -> object:
 
 
 def _run(path: Path, events: Sequence[Event]) -> str:
-    """The run that its header names, wherever another tool has put that."""
+    """The name of the run in the header, wherever another tool has put that."""
     headers = (event for event in events if event.get("name") == NAME)
     match next(headers, None):
         case {"args": {"run": str(run)}}:

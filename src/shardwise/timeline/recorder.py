@@ -1,7 +1,7 @@
-"""What is going on in this process: noted where it happens, written by a thread.
+"""Records events of this process; a thread writes them.
 
-A note is a few numbers put on a queue; turning it into text and writing that is the thread's work,
-a few times a second, so that a step pays a microsecond per event.
+An event is a few numbers put on a queue; the thread turns it into text and writes that, a few times
+a second, so that a step pays a microsecond per event.
 """
 
 from __future__ import annotations
@@ -12,33 +12,74 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakSet
-
-from shardwise.timeline.tracks import Row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+
+class Row(IntEnum):
+    """A row of a timeline, by the number that its thread has in the file.
+
+    Events that overlap on a row of `LANES` go to further rows, numbered from its own on.
+    """
+
+    STEPS = 1
+    COMPUTE = 2
+    DATA = 3
+    CHECKPOINT = 4
+    BACKGROUND = 5
+    BESIDE = 6
+    COMMUNICATION = 10
+    TIERS = 40
+
+    @property
+    def title(self) -> str:
+        """The title of the row."""
+        return _TITLES[self]
+
+
+_TITLES = {
+    Row.STEPS: "steps",
+    Row.COMPUTE: "compute",
+    Row.DATA: "data",
+    Row.CHECKPOINT: "checkpoint",
+    Row.BACKGROUND: "checkpoint, in the background",
+    Row.BESIDE: "waits beside",
+    Row.COMMUNICATION: "communication",
+    Row.TIERS: "tiers",
+}
+
+LANES = (Row.COMMUNICATION, Row.TIERS)
+"""Rows whose events may overlap."""
+
+WIDEST = 30
+"""The number of rows that one of `LANES` may take; further overlaps stand on the last of them."""
+
+FURTHER_STEPS = 70
+"""The row of the second engine's steps, followed by those of further ones, `WIDEST` in all."""
+
 PERIOD = 0.25
-"""Seconds between two writes: what a kill takes away at most."""
+"""Seconds between two writes: the most that a kill loses."""
 
 MANY = 8
-"""Ranks that are listed one by one."""
+"""The number of ranks that are listed one by one."""
 
 PATIENCE = 5.0
-"""Seconds that the last write gets."""
+"""Seconds that `stop` waits for the last write."""
 
 WAIT = "wait"
-"""The category of what a rank waits for others; else a category is the title of the row."""
+"""The category of waits for other ranks; other events have the title of their row as category."""
 
 
 WAIT_BESIDE = "wait beside"
-"""The category of what a thread waits for that communicates beside the one that computes."""
+"""The category of waits on a thread that communicates beside the one that computes."""
 
 
-class Note(NamedTuple):
-    """Something that began and ended, in ns of the monotonic clock of this host."""
+class TimelineEvent(NamedTuple):
+    """An event with begin and end, in ns of the monotonic clock of this host."""
 
     row: Row
     name: str
@@ -48,34 +89,34 @@ class Note(NamedTuple):
     category: str | None = None
 
 
-class Sink(Protocol):
-    """Where notes go."""
+class EventSink(Protocol):
+    """Writes events."""
 
-    def write(self, notes: list[Note]) -> None:
-        """Write them, and how much memory is in use. Raises OSError."""
+    def write(self, notes: list[TimelineEvent]) -> None:
+        """Write events, and how much memory is in use. Raises OSError."""
 
     def close(self) -> None:
-        """Nothing more will come. Raises OSError."""
+        """Finish writing. Raises OSError."""
 
 
 class Watcher(Protocol):
-    """Something that has hooks while a timeline is recorded, and none else."""
+    """An object with hooks that exist only while a timeline is recorded."""
 
     def attach(self) -> None:
-        """Hook on."""
+        """Register the hooks."""
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
 
 
-class Recorder:
-    """Keeps the notes of this process until its thread has written them to `sink`.
+class TimelineRecorder:
+    """Queues the events of this process, which a thread writes to `sink`.
 
-    `on_failure` is told once why a write failed; nothing is recorded from then on.
+    `on_failure` is called once with the error of a write; nothing is recorded from then on.
     """
 
-    def __init__(self, sink: Sink, on_failure: Callable[[Exception], None]) -> None:
-        self.notes: deque[Note] = deque()
+    def __init__(self, sink: EventSink, on_failure: Callable[[Exception], None]) -> None:
+        self.notes: deque[TimelineEvent] = deque()
         self._sink = sink
         self._on_failure = on_failure
         self._stepped: dict[int, int] = {}
@@ -86,26 +127,27 @@ class Recorder:
         self._thread.start()
 
     def stepped(self, engine: int, number: int) -> None:
-        """Step `number` of an engine is over; it began when the one before was over, an engine's
-        first one when another engine's last."""
+        """Record step `number` of an engine, which began when its step before ended; the first one
+        of an engine when another engine's last step ended."""
         now = time.monotonic_ns()
         about = {"step": number, "engine": engine}
         began = self._stepped.get(engine, max(self._stepped.values(), default=self._began))
         self._stepped[engine] = now
-        self.notes.append(Note(Row.STEPS, f"step {number}", began, now, about))
+        self.notes.append(TimelineEvent(Row.STEPS, f"step {number}", began, now, about))
 
     def waited(
         self, call: str, since: float, missing: tuple[int, ...], beside: bool = False
     ) -> None:
-        """A thread, the one that computes or one `beside` it, has waited in `call`, `since` seconds
-        of the monotonic clock; the ranks `missing` had not come when it began."""
+        """Record a wait in `call` of a thread, the one that computes or one `beside` it, from
+        `since` in seconds of the monotonic clock; the ranks `missing` had not come when it
+        began."""
         began, now = int(since * 1e9), time.monotonic_ns()
         about = {"for": _listed(missing)} if missing else None
         row, category = (Row.BESIDE, WAIT_BESIDE) if beside else (Row.COMPUTE, WAIT)
-        self.notes.append(Note(row, f"wait: {call}", began, now, about, category))
+        self.notes.append(TimelineEvent(row, f"wait: {call}", began, now, about, category))
 
     def stop(self) -> None:
-        """Write what is left, and end."""
+        """Write the remaining events, and end the thread."""
         self._ends.set()
         self._thread.join(PATIENCE)
 
@@ -119,24 +161,24 @@ class Recorder:
             _leave(self)  # hooks stay, and do nothing: a forward may be going through them
             self._on_failure(error)
 
-    def _taken(self) -> list[Note]:
+    def _taken(self) -> list[TimelineEvent]:
         return [self.notes.popleft() for _ in range(len(self.notes))]
 
 
 def _listed(ranks: tuple[int, ...]) -> str:
-    """Ranks in words; of many the first."""
+    """Ranks as text; of many the first ones."""
     shown = ", ".join(map(str, ranks[:MANY]))
     more = f" and {len(ranks) - MANY} more" if len(ranks) > MANY else ""
     return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
 
 
 class Span:
-    """A context that is noted with its name when it ends."""
+    """A context that is recorded with its name when it ends."""
 
     __slots__ = ("_about", "_began", "_name", "_recorder", "_row")
 
     def __init__(
-        self, recorder: Recorder, name: str, row: Row, about: Mapping[str, int | str] | None
+        self, recorder: TimelineRecorder, name: str, row: Row, about: Mapping[str, int | str] | None
     ) -> None:
         self._recorder = recorder
         self._name = name
@@ -147,32 +189,34 @@ class Span:
         self._began = time.monotonic_ns()
 
     def __exit__(self, *_: object) -> None:
-        note = Note(self._row, self._name, self._began, time.monotonic_ns(), self._about)
+        note = TimelineEvent(self._row, self._name, self._began, time.monotonic_ns(), self._about)
         self._recorder.notes.append(note)
 
 
 class Launched:
-    """A collective on its way, noted when it is `done` for the first time."""
+    """A collective in flight, recorded when `done` is called first."""
 
     __slots__ = ("_about", "_began", "_name", "_recorder")
 
-    def __init__(self, recorder: Recorder, name: str, about: Mapping[str, int | str]) -> None:
-        self._recorder: Recorder | None = recorder
+    def __init__(
+        self, recorder: TimelineRecorder, name: str, about: Mapping[str, int | str]
+    ) -> None:
+        self._recorder: TimelineRecorder | None = recorder
         self._name = name
         self._about = about
         self._began = time.monotonic_ns()
 
     def done(self) -> None:
-        """Its result is there."""
+        """Record the collective: its result is there."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             now = time.monotonic_ns()
             recorder.notes.append(
-                Note(Row.COMMUNICATION, self._name, self._began, now, self._about)
+                TimelineEvent(Row.COMMUNICATION, self._name, self._began, now, self._about)
             )
 
 
-active: Recorder | None = None
+active: TimelineRecorder | None = None
 """What records at the moment."""
 
 _watchers: WeakSet[Watcher] = WeakSet()
@@ -182,7 +226,7 @@ _OFF = nullcontext()
 def span(
     name: str, row: Row = Row.COMPUTE, about: Mapping[str, int | str] | None = None
 ) -> AbstractContextManager[None]:
-    """A context that is noted as `name` on a row; `about` is shown beside it."""
+    """A context that is recorded as `name` on a row; `about` is shown beside it."""
     recorder = active  # read once: the thread that writes may end it at any moment
     return _OFF if recorder is None else Span(recorder, name, row, about)
 
@@ -198,40 +242,40 @@ def launched(what: str, buffer: Tensor, bucket: int | None = None) -> Launched |
 
 
 def watch(watcher: Watcher) -> None:
-    """Let it hook on whenever recording begins; now, where it has begun."""
+    """Attach the hooks of `watcher` whenever recording begins; now, where it has begun."""
     _watchers.add(watcher)
     if active is not None:
         watcher.attach()
 
 
 def unwatch(watcher: Watcher) -> None:
-    """It hooks on no more."""
+    """Detach the hooks, and do not attach them again."""
     _watchers.discard(watcher)
 
 
-def start(recorder: Recorder) -> None:
-    """Record by `recorder` from now on."""
+def start(recorder: TimelineRecorder) -> None:
+    """Record with `recorder` from now on."""
     global active
     active = recorder
     for watcher in list(_watchers):
         watcher.attach()
 
 
-def stop(recorder: Recorder) -> None:
-    """Record by it no longer; what it has is still written."""
+def stop(recorder: TimelineRecorder) -> None:
+    """Stop recording with the recorder; what it has is still written."""
     _leave(recorder)
     for watcher in list(_watchers):
         watcher.detach()
 
 
-def _leave(recorder: Recorder) -> None:
+def _leave(recorder: TimelineRecorder) -> None:
     global active
     if active is recorder:
         active = None
 
 
 def _in_forked_child() -> None:
-    """The thread is not in it, and its work is not a rank's."""
+    """Stop recording in a forked child: it has no thread, and its work is not a rank's."""
     global active
     active = None
 

@@ -1,4 +1,4 @@
-"""Who was slowest, and why. Pure; seconds."""
+"""Finds the slowest rank, and what it spent the time on; in seconds, no I/O."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from shardwise.timeline.steps import EXPOSED, KINDS, Step
+from shardwise.timeline.steps import EXPOSED, KINDS, StepTimes
 
 NOTABLE = 0.05
 """The part of a step by which a rank must be slower than the others before it is named."""
@@ -24,8 +24,8 @@ _WHERE = {
 
 @dataclass(frozen=True)
 class Slowest:
-    """Rank `rank` had `seconds` more to do per step than the others (their median), most of it,
-    `more`, in `kind`. It was the last in `times` of `steps` steps."""
+    """The slowest rank: it had `seconds` more to do per step than the others (their median), most
+    of it, `more`, in `kind`. It was the last in `times` of `steps` steps."""
 
     rank: int
     seconds: float
@@ -42,21 +42,21 @@ class Slowest:
         )
 
 
-def counted(steps: Mapping[int, Sequence[Step]]) -> dict[int, list[Step]]:
-    """The steps that figures are taken from: without each rank's first, which has the start of a
-    run in it, where there are more."""
+def counted(steps: Mapping[int, Sequence[StepTimes]]) -> dict[int, list[StepTimes]]:
+    """The steps that figures are taken from: without each rank's first, which includes the start of
+    a run, where there are more."""
     return {rank: list(own[1:] if len(own) > 1 else own) for rank, own in steps.items() if own}
 
 
-def means(steps: Sequence[Step]) -> dict[str, float]:
+def means(steps: Sequence[StepTimes]) -> dict[str, float]:
     """Seconds per step by kind."""
     return {kind: mean(step.spent[kind] for step in steps) for kind in KINDS}
 
 
-def slowest(steps: Mapping[int, Sequence[Step]]) -> Slowest | None:
+def slowest(steps: Mapping[int, Sequence[StepTimes]]) -> Slowest | None:
     """The rank for which the others wait; None where all take much the same time, or one is alone.
 
-    A rank that has less to do waits more, so what counts is what is left without waiting.
+    A rank that has less to do waits more, so what counts is its time without waiting.
     """
     ranks = [rank for rank, own in steps.items() if own]
     if len(ranks) < 2:
@@ -75,15 +75,15 @@ def slowest(steps: Mapping[int, Sequence[Step]]) -> Slowest | None:
     return Slowest(last, behind, kind, more[kind], times, len(together))
 
 
-def _work(steps: Sequence[Step]) -> dict[str, float]:
+def _work(steps: Sequence[StepTimes]) -> dict[str, float]:
     """Seconds per step by kind, without waiting."""
     found = means(steps)
     found[EXPOSED] -= mean(min(step.waited, step.exposed) for step in steps)
     return found
 
 
-def _by_step(steps: Mapping[int, Sequence[Step]]) -> list[dict[int, Step]]:
-    """The steps that all ranks have, each by rank."""
+def _by_step(steps: Mapping[int, Sequence[StepTimes]]) -> list[dict[int, StepTimes]]:
+    """The steps that all ranks have, with each rank's times."""
     by_number = [{step.number: step for step in own} for own in steps.values() if own]
     common = set.intersection(*map(set, by_number))
     return [{own[number].rank: own[number] for own in by_number} for number in sorted(common)]

@@ -1,4 +1,4 @@
-"""What each rank did in each step, from a timeline's events. Pure; seconds."""
+"""Divides each rank's steps into kinds of work, from a timeline's events; in seconds, no I/O."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from shardwise.timeline.intervals import Intervals, clipped, length, minus, union
-from shardwise.timeline.recorder import WAIT, WAIT_BESIDE
-from shardwise.timeline.tracks import Row
+from shardwise.timeline.recorder import WAIT, WAIT_BESIDE, Row
 
 EXPOSED = "communication"
 OTHER = "other"
@@ -31,10 +29,10 @@ _LAUNCHED = Row.COMMUNICATION.title
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step of one rank.
+class StepTimes:
+    """The time of one step on one rank, by kind.
 
-    `spent` are seconds by kind. Collectives were under way for `communication` seconds, of which
+    `spent` are seconds by kind. Collectives were in flight for `communication` seconds, of which
     the rank did nothing else in `exposed` and went on computing in `hidden`. `waited` is the part
     of the step in which it slept until others came. `nbytes` went into collectives.
     """
@@ -54,12 +52,12 @@ class Step:
 
     @property
     def busy(self) -> float:
-        """Seconds in which it waited for nobody."""
+        """Seconds in which the rank did not wait for others."""
         return self.seconds - self.waited
 
 
-def steps_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[Step]]:
-    """The steps by rank, in order; of several engines those of the first."""
+def steps_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[StepTimes]]:
+    """The steps of each rank, in order; of several engines those of the first."""
     complete: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         if event.get("ph") == "X" and "cat" in event:
@@ -67,7 +65,7 @@ def steps_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[Step]]:
     return {rank: _of_rank(rank, complete[rank]) for rank in sorted(complete)}
 
 
-def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[Step]:
+def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
     marks = [event for event in events if event["cat"] == Row.STEPS.title]
     first = min((mark["args"]["engine"] for mark in marks), default=0)
     marks = [mark for mark in marks if mark["args"]["engine"] == first]
@@ -85,7 +83,7 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[Step]:
         seconds = (end - begin) / 1e6
         spent[OTHER] = max(0.0, seconds - sum(spent.values()))
         found.append(
-            Step(
+            StepTimes(
                 rank=rank,
                 number=mark["args"]["step"],
                 seconds=seconds,
@@ -99,7 +97,7 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[Step]:
 
 
 def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """When a rank was in what; no moment is in two."""
+    """The intervals of each kind of work on a rank; none overlap."""
     covered: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         if (kind := _kind(event)) is not None:
@@ -114,8 +112,8 @@ def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, f
 
 
 def _waits(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """When a rank slept until others came; what a thread waits beside it counts where the rank
-    waits for that thread."""
+    """The intervals in which a rank waited for others. A wait of a thread beside it counts where
+    the rank waits for that thread."""
     found = [_ends(event) for event in events if event["cat"] == WAIT]
     beside = union(_ends(event) for event in events if event["cat"] == WAIT_BESIDE)
     for event in events:
@@ -141,3 +139,49 @@ def _ends(event: Mapping[str, Any]) -> tuple[float, float]:
 
 def _seconds(whole: Intervals, begin: float, end: float) -> float:
     return length(clipped(whole, begin, end)) / 1e6
+
+
+Interval = tuple[float, float]
+Intervals = Sequence[Interval]
+
+
+def union(several: Iterable[Interval]) -> list[Interval]:
+    """The union of several lists of intervals: sorted, disjoint (begin, end)."""
+    found: list[Interval] = []
+    for begin, end in sorted(several):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        elif begin < end:
+            found.append((begin, end))
+    return found
+
+
+def minus(whole: Intervals, taken: Intervals) -> list[Interval]:
+    """The part of `whole` that `taken` does not cover."""
+    found = []
+    for begin, end in whole:
+        for low, high in clipped(taken, begin, end):
+            if begin < low:
+                found.append((begin, low))
+            begin = high
+        if begin < end:
+            found.append((begin, end))
+    return found
+
+
+def clipped(whole: Intervals, begin: float, end: float) -> list[Interval]:
+    """The part of `intervals` between `begin` and `end`."""
+    first = max(0, bisect_right(whole, (begin, float("inf"))) - 1)
+    found = []
+    for number in range(first, len(whole)):
+        low, high = whole[number]
+        if low >= end:
+            break
+        if high > begin:
+            found.append((max(low, begin), min(high, end)))
+    return found
+
+
+def length(whole: Intervals) -> float:
+    """The total length of intervals."""
+    return sum(end - begin for begin, end in whole)

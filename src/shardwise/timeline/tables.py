@@ -1,4 +1,4 @@
-"""What `shardwise timeline` shows, as tables and as JSON."""
+"""Formats what `shardwise timeline` shows, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from shardwise.timeline.slowest import means, slowest
-from shardwise.timeline.steps import EXPOSED, KINDS, Step
+from shardwise.timeline.steps import EXPOSED, KINDS, StepTimes
 
-Steps = Mapping[int, Sequence[Step]]
+Steps = Mapping[int, Sequence[StepTimes]]
 
 _HEADINGS = {EXPOSED: "exposed", "checkpoint": "save", "other": "script"}
 
@@ -33,7 +33,7 @@ _MEANINGS = {
 
 
 def per_rank(steps: Steps) -> Table:
-    """A row per rank: where a step's time goes on average."""
+    """A table with a row per rank: where a step's time goes on average."""
     count = max(map(len, steps.values()))
     table = _table(f"Milliseconds per step, mean of {count}", ["rank"])
     for rank, own in steps.items():
@@ -41,16 +41,16 @@ def per_rank(steps: Steps) -> Table:
     return table
 
 
-def per_step(steps: Iterable[Step]) -> Table:
-    """A row for each step of each rank."""
+def per_step(steps: Iterable[StepTimes]) -> Table:
+    """A table with a row for each step of each rank."""
     table = _table("Step by step", ["step", "rank"])
     for step in sorted(steps, key=lambda step: (step.number, step.rank)):
         table.add_row(str(step.number), str(step.rank), *_cells([step]))
     return table
 
 
-def longest(steps: Steps, count: int) -> list[Step]:
-    """All ranks' steps of those `count` numbers that took longest."""
+def longest(steps: Steps, count: int) -> list[StepTimes]:
+    """The steps of the `count` numbers that took longest, of all ranks."""
     worst: dict[int, float] = {}
     for step in (step for own in steps.values() for step in own):
         worst[step.number] = max(step.seconds, worst.get(step.number, 0.0))
@@ -59,13 +59,13 @@ def longest(steps: Steps, count: int) -> list[Step]:
 
 
 def legend() -> list[str]:
-    """What the columns of both tables are, a line each."""
+    """A line about each column of the tables."""
     width = max(map(len, _MEANINGS))
     return [f"{heading:>{width}}  {meaning}" for heading, meaning in _MEANINGS.items()]
 
 
 def words(steps: Steps) -> list[str]:
-    """What the tables mean."""
+    """Sentences that say what the tables mean."""
     every = [step for own in steps.values() for step in own]
     exposed, hidden = mean(s.exposed for s in every), mean(s.hidden for s in every)
     lines = []
@@ -85,7 +85,7 @@ def words(steps: Steps) -> list[str]:
 
 
 def as_json(steps: Steps, every: Steps) -> dict[str, Any]:
-    """All of it, in seconds; `every` has the steps that no mean is taken of, too."""
+    """All figures in seconds; `every` has the steps that no mean is taken of, too."""
     found = slowest(steps)
     return {
         "ranks": [
@@ -116,7 +116,7 @@ def _table(title: str, first: Sequence[str]) -> Table:
     return table
 
 
-def _cells(steps: Sequence[Step]) -> list[str]:
+def _cells(steps: Sequence[StepTimes]) -> list[str]:
     spent = means(steps)
     figures = [mean(step.seconds for step in steps), *(spent[kind] for kind in KINDS)]
     figures += [mean(step.waited for step in steps), mean(step.hidden for step in steps)]

@@ -1,14 +1,13 @@
-"""The watch: who waits for whom, who does not come and what it does instead. Off the hot path.
+"""Finds out who waits for whom in a run that hangs, and what the missing ranks do instead.
 
-    waits.py        the waits of this process, by thread
-    whereabouts.py  where in the user's code a thread is, and in which verb of ours
-    processes.py    the state of a process in words
-    questions.py    one question to other ranks, and their answers
-    roots.py        from a rank that waits to those that all wait for: pure
-    survey.py       what is said of a long wait: pure
-    lookout.py      the thread of each rank that answers, and what a rank asks
-    sentry.py       the thread of each rank that minds its long waits
+    waits.py          the open waits of this process, by thread
+    status_server.py  the thread of each rank that answers the others, and what a rank asks
+    watchdog.py       the thread of each rank that watches its long waits
+    wait_graph.py     finds the ranks that block all others: whom a hang is blamed on
+    hang_report.py    words the warning about a long wait
+    questions.py      one question to other ranks, and their answers
+    process_status.py where a thread is in the user's code, and the state of a process
 
-The first thread sleeps until another rank asks, so a rank in an endless loop still tells where it
-is, and one that is stopped or cut off is known by its silence.
+The status server sleeps until another rank asks, so a rank in an endless loop still reports where
+it is, and one that is stopped or cut off is known by its silence. Nothing here is on the hot path.
 """

@@ -1,41 +1,46 @@
-"""What is said of ranks that wait for long: who waits, who is missing, where each is. Pure."""
+"""Words the warning about a long wait: which ranks wait, which are missing, where each is. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from shardwise.watch.wait_graph import Seen, Whereabouts, named
+from shardwise.watch.wait_graph import RankStatus, Statuses, named
 
 T = TypeVar("T")
 
-Heard = Mapping[int, Whereabouts]
+Answered = Mapping[int, RankStatus]
+"""The ranks that have given their status."""
 
 
-def words(seen: Seen, timeout: float) -> str:
-    """The warning about a wait of all ranks `seen`, which ends after `timeout` seconds; "" where
-    nobody waits any more."""
-    heard = _heard(seen)
-    waiting = {rank: one for rank, one in heard.items() if one.call}
+def wait_warning(statuses: Statuses, timeout: float) -> str:
+    """Build the warning from the status of all ranks; "" where nobody waits any more.
+
+    The wait ends after `timeout` seconds.
+    """
+    answered = _answered(statuses)
+    waiting = {rank: one for rank, one in answered.items() if one.call}
     if not waiting:
         return ""
     longest = max(one.seconds for one in waiting.values())
     have = "have" if len(waiting) > 1 else "has"
+    by_words = {rank: _in_words(one) for rank, one in statuses.items()}
+    stacks = {rank: one.stack for rank, one in answered.items() if one.stack}
     lines = [
-        f"shardwise: {named(waiting)} {have} waited {longest:.0f} s{_step(heard)} for "
-        f"{named(_missing(seen, waiting))}. The run ends after {timeout:g} s (--timeout).",
-        *filter(None, [difference(seen)]),
-        *(_line(said, ranks) for said, ranks in _grouped({r: _said(o) for r, o in seen.items()})),
+        f"shardwise: {named(waiting)} {have} waited {longest:.0f} s{_step(answered)} for "
+        f"{named(_missing(statuses, waiting))}. The run ends after {timeout:g} s (--timeout).",
+        *filter(None, [call_difference(statuses)]),
+        *(_line(said, ranks) for said, ranks in _grouped(by_words)),
     ]
-    for stack, ranks in _grouped({rank: one.stack for rank, one in heard.items() if one.stack}):
+    for stack, ranks in _grouped(stacks):
         lines += [f"  stack of {named(ranks)}, innermost last:", *(f"    {one}" for one in stack)]
     return "\n".join(lines) + "\n"
 
 
-def difference(seen: Seen) -> str:
-    """In plain words that ranks are in different calls of ours; "" where they are not."""
-    heard = _heard(seen)
-    groups = _grouped({rank: one.place for rank, one in heard.items() if one.verb and one.line})
+def call_difference(statuses: Statuses) -> str:
+    """Say in plain words that ranks are in different calls of this library; "" where not."""
+    answered = _answered(statuses)
+    groups = _grouped({rank: one.place for rank, one in answered.items() if one.verb and one.line})
     if len(groups) < 2:
         return ""
     said = ", ".join(f"{named(ranks)} {_are(ranks)} {place}" for place, ranks in groups)
@@ -43,8 +48,8 @@ def difference(seen: Seen) -> str:
     return f"{said[0].upper()}{said[1:]}: is the call under {block}?"
 
 
-def _missing(seen: Seen, waiting: Heard) -> list[int]:
-    """Those that are waited for and do not wait themselves; where all wait, all of these."""
+def _missing(statuses: Statuses, waiting: Answered) -> list[int]:
+    """Return the ranks that are waited for and do not wait; all waited for, where all wait."""
     awaited = {rank for one in waiting.values() for rank in one.missing}
     return sorted({rank for rank in awaited if rank not in waiting} or awaited)
 
@@ -54,16 +59,16 @@ def _line(said: str, ranks: Sequence[int]) -> str:
     return f"  {named(ranks)} {are}{said}"
 
 
-def _said(one: Whereabouts | str) -> str:
-    return one if isinstance(one, str) else one.said
+def _in_words(status: RankStatus | str) -> str:
+    return status if isinstance(status, str) else status.activity
 
 
-def _heard(seen: Seen) -> Heard:
-    return {rank: one for rank, one in seen.items() if isinstance(one, Whereabouts)}
+def _answered(statuses: Statuses) -> Answered:
+    return {rank: one for rank, one in statuses.items() if isinstance(one, RankStatus)}
 
 
 def _grouped(said: Mapping[int, T]) -> list[tuple[T, list[int]]]:
-    """Ranks that say the same, together, in the order of their first."""
+    """Group the ranks that say the same, in the order of their first."""
     groups: dict[T, list[int]] = {}
     for rank in sorted(said):
         groups.setdefault(said[rank], []).append(rank)
@@ -74,6 +79,6 @@ def _are(ranks: Sequence[int]) -> str:
     return "are" if len(ranks) > 1 else "is"
 
 
-def _step(heard: Heard) -> str:
-    made = [one.step for one in heard.values() if one.step is not None]
+def _step(answered: Answered) -> str:
+    made = [one.step for one in answered.values() if one.step is not None]
     return f" in step {max(made) + 1}" if made else ""

@@ -1,4 +1,4 @@
-"""One question to other ranks, each over a connection of its own, and their answers.
+"""Asks other ranks one question, each over a connection of its own, and answers theirs.
 
     asker ─▶ proof, {"ask": "where"}\\n        answerer ─▶ proof, {"rank": 3, ...}\\n, and closes
 
@@ -57,7 +57,7 @@ class _Asked:
 
     rank: int
     heard: bytearray = field(default_factory=bytearray)
-    claim: authentication.Claim | None = None
+    claim: authentication.Proof | None = None
 
 
 def ask(
@@ -100,7 +100,7 @@ def _go_on(
     try:
         asked.heard += (more := peer.recv(1 << 16))
         if asked.claim is None and len(asked.heard) >= authentication.NONCE:
-            asked.claim = authentication.Claim(secret, bytes(asked.heard[: authentication.NONCE]))
+            asked.claim = authentication.Proof(secret, bytes(asked.heard[: authentication.NONCE]))
             del asked.heard[: authentication.NONCE]
             peer.sendall(asked.claim.words + line)  # they fit into the buffer of a new connection
     except OSError:

@@ -1,4 +1,7 @@
-"""The thread of each rank that answers the others, and what a rank asks of them."""
+"""Answers other ranks in a thread of its own: where this rank is, and why it aborted.
+
+Also what a rank asks of the others: their status, their clocks, and for whom they wait.
+"""
 
 from __future__ import annotations
 
@@ -10,41 +13,39 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
 from shardwise import authentication
 from shardwise.errors import CollectiveError, PeerLost
-from shardwise.watch import (
-    hang_report,
-    processes,
-    questions,
-    whereabouts,
-)
-from shardwise.watch import (
-    wait_graph as roots,
-)
+from shardwise.watch import process_status, questions, wait_graph
+from shardwise.watch.hang_report import call_difference
 from shardwise.watch.questions import Message
-from shardwise.watch.wait_graph import Roots, Told, Whereabouts
+from shardwise.watch.wait_graph import Abort, BlockingRanks, RankStatus
 from shardwise.watch.waits import Waits
 
-ANSWER = 2.0
+ANSWER_SECONDS = 2.0
 """Seconds that a rank gets to answer."""
 
-TELLING = 0.5
-"""Seconds to tell others why this rank gives up, before it does."""
+ABORT_SECONDS = 0.5
+"""Seconds to let others know why this rank aborts, before it does."""
 
 KEEPERS = 16
-"""So many ranks remember why others gave up; more need not know."""
+"""So many ranks remember why others aborted; more need not know."""
 
 SETTLE = 0.05
 """Seconds until a rank that is between two waits is asked again."""
 
-_living: WeakSet[Lookout] = WeakSet()
+CLOCK_ROUNDS = 8
+"""So many round trips measure a clock; the quickest one counts."""
+
+Clock = Literal["monotonic", "wall"]
+
+_living: WeakSet[StatusServer] = WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankAddress:
     """Where rank `rank` is asked: `port` of `address`, 0 where it cannot be.
 
     `host` is alike for ranks that see each other's processes; `pid` began at `begun`. `name` was
@@ -60,25 +61,32 @@ class Place:
     name: str = ""
 
 
+class ClockOffset(NamedTuple):
+    """A clock is `ns` ahead of another one, wrong by `error` ns at most."""
+
+    ns: int
+    error: int
+
+
 class Channel(Protocol):
     """A group whose transport cannot see by itself that ranks are in different calls."""
 
     def sent(self, call: int, to: int) -> list[Any] | None:
-        """What this rank has sent to a place in a call, as JSON; None where it has not come to
-        that call."""
+        """What this rank has sent to a place in a call, as JSON; None before it came to it."""
 
     def let_go(self, to: int, awaited: list[Any]) -> None:
-        """Send to a place what it waits for, as `sent` tells it."""
+        """Send to a place what it waits for, as `sent` describes it."""
 
 
-class Lookout:
-    """What rank `rank` of `size` tells of itself and asks of the others.
+class StatusServer:
+    """What rank `rank` of `size` reports of itself and asks of the others.
 
-    `waits` are those of this process, `step` is the last that was made, `told` why the first of
-    the others gave up, None while none has; `gives_up` once its own code knows of that;
-    `is_to_speak` when this rank shall tell the user of a long wait. `channels` are groups of this
-    process by a name that is alike on all their ranks.
-    Until `meet` it hears and asks nobody.
+    `waits` are those of this process, `step` is the last that was made. `abort` says why the first
+    of the other ranks aborted, None while none has; `is_aborting` is set once this rank's own code
+    knows of that. `report_is_due` is set when this rank shall report a long wait to the user.
+    `channels` are groups of this process by a name that is alike on all their ranks.
+
+    Until `start` it hears and asks nobody.
     """
 
     def __init__(self, rank: int, size: int, secret: bytes = b"") -> None:
@@ -87,11 +95,11 @@ class Lookout:
         self.secret = secret
         self.waits = Waits()
         self.step: int | None = None
-        self.told: Told | None = None
-        self.gives_up = False
-        self.is_to_speak = False
+        self.abort: Abort | None = None
+        self.is_aborting = False
+        self.report_is_due = False
         self.channels: WeakValueDictionary[str, Channel] = WeakValueDictionary()
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, RankAddress] = {}
         self._name = secrets.token_hex()
         self._listener: socket.socket | None = None
         self._bell: tuple[socket.socket, socket.socket] | None = None
@@ -99,31 +107,31 @@ class Lookout:
 
     # -- from the start to the end --------------------------------------------------------
 
-    def listen(self, address: str, host: str) -> Place:
-        """Be there at `address`; what the others must know of it."""
+    def listen(self, address: str, host: str) -> RankAddress:
+        """Listen at `address`; returns what the others must know of it."""
         mine: dict[str, Any] = {
             "rank": self.rank,
             "host": host,
             "pid": os.getpid(),
-            "begun": processes.begun(),
+            "begun": process_status.process_start(),
             "name": self._name,
         }
         try:
             self._listener = questions.listen(address)
         except OSError:  # it asks, and is not asked
-            return Place(**mine)
+            return RankAddress(**mine)
         port = self._listener.getsockname()[1]
-        return Place(**mine, address=address, port=port)
+        return RankAddress(**mine, address=address, port=port)
 
-    def meet(self, places: Sequence[Place]) -> None:
-        """Know where all ranks are asked, and answer from now on."""
+    def start(self, places: Sequence[RankAddress]) -> None:
+        """Answer from now on; `places` says where all ranks are asked."""
         self._places = {place.rank: place for place in places}
         self._name = places[0].name
         if self._listener is None:
             return
         self._bell = socket.socketpair()
         # A daemon, since the end of a process must not wait for who asks.
-        self._thread = threading.Thread(target=self._serve, name="shardwise-lookout", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="shardwise-status", daemon=True)
         self._thread.start()
         _living.add(self)
 
@@ -131,10 +139,11 @@ class Lookout:
         """Answer no longer."""
         if self._bell is not None and self._thread is not None:
             self._bell[1].close()  # which wakes the thread
-            self._thread.join(ANSWER)
+            self._thread.join(ANSWER_SECONDS)
         self._let_go()
 
     def _let_go(self) -> None:
+        """Close all sockets."""
         for opened in (self._listener, *(self._bell or ())):
             if opened is not None:
                 opened.close()
@@ -151,12 +160,12 @@ class Lookout:
                 questions.answer(asker, self._reply)
 
     def _reply(self, question: Message) -> Message:
-        """What this rank says to a question of another one."""
-        if question["ask"] == "tell":
-            self.told = self.told or Told(**question["told"])
+        """Answer a question of another rank."""
+        if question["ask"] == "abort":
+            self.abort = self.abort or Abort(**question["abort"])
             return {}
-        if question["ask"] == "speak":
-            self.is_to_speak = True
+        if question["ask"] == "report":
+            self.report_is_due = True
             return {}
         if question["ask"] == "clock":
             return {"monotonic": time.monotonic_ns(), "wall": time.time_ns()}
@@ -169,38 +178,38 @@ class Lookout:
             return {}
         if question["ask"] == "states":
             return {"states": [self._state_here(self._places[rank]) for rank in question["ranks"]]}
-        return asdict(self.whereabouts(stack=bool(question.get("stack"))))
+        return asdict(self.status(stack=bool(question.get("stack"))))
 
-    def whereabouts(self, *, stack: bool = False) -> Whereabouts:
-        """Where this rank is."""
-        frame = whereabouts.main_frame()
+    def status(self, *, stack: bool = False) -> RankStatus:
+        """The status of this rank, read from the frames of its main thread."""
+        frame = process_status.main_frame()
         wait = self.waits.longest()
-        return Whereabouts(
+        return RankStatus(
             rank=self.rank,
             call=wait.call if wait else "",
             missing=tuple(sorted(wait.missing())) if wait else (),
             seconds=time.monotonic() - wait.since if wait else 0.0,
-            verb=whereabouts.verb(frame),
-            line=whereabouts.users_line(frame),
+            verb=process_status.library_call(frame),
+            line=process_status.users_line(frame),
             step=self.step,
-            told=self.told,
-            stack=tuple(whereabouts.stack(frame)) if stack else (),
+            abort=self.abort,
+            stack=tuple(process_status.stack_lines(frame)) if stack else (),
         )
 
     # -- asking ---------------------------------------------------------------------------
 
-    def ask(self, ranks: Collection[int], *, stack: bool = False) -> dict[int, Whereabouts | str]:
-        """Where `ranks` are, or why they do not say."""
+    def ask(self, ranks: Collection[int], *, stack: bool = False) -> dict[int, RankStatus | str]:
+        """The status of `ranks`, or in words why they give none."""
         question = {"ask": "where", "stack": stack}
         states = {rank: self._known_state(rank) for rank in ranks}
-        asked = [rank for rank, state in states.items() if state not in processes.SILENT]
-        answers = self._ask(asked, question, ANSWER)
-        found: dict[int, Whereabouts | str] = {
-            rank: _read(answer) for rank, answer in answers.items()
+        asked = [rank for rank, state in states.items() if state not in process_status.SILENT]
+        answers = self._ask(asked, question, ANSWER_SECONDS)
+        found: dict[int, RankStatus | str] = {
+            rank: _status_of(answer) for rank, answer in answers.items()
         }
         silent = [rank for rank in ranks if rank not in found]
         if self.rank in silent:
-            found[self.rank] = self.whereabouts(stack=stack)
+            found[self.rank] = self.status(stack=stack)
             silent.remove(self.rank)
         return found | self._silence(silent)
 
@@ -213,32 +222,34 @@ class Lookout:
         return questions.ask(places, self.secret, question, patience)
 
     def _silence(self, ranks: Collection[int]) -> dict[int, str]:
-        """Why these say nothing, as far as somebody on their hosts can tell."""
+        """Why these do not answer, as far as somebody on their hosts can tell."""
         said = {}
         for rank in ranks:
             state = self._known_state(rank) or self._state_from_neighbour(rank)
-            if state in (None, *processes.SILENT):
+            if state in (None, *process_status.SILENT):
                 said[rank] = f"is {state}" if state else "does not answer: is its host cut off?"
             else:
                 said[rank] = f"does not answer; its process is {state}"
         return said
 
     def _known_state(self, rank: int) -> str | None:
+        """The state of a rank's process, where that is on this host."""
         mine, place = self._places.get(self.rank), self._places.get(rank)
         if mine is None or place is None or mine.host != place.host:
             return None
         return self._state_here(place)
 
     @staticmethod
-    def _state_here(place: Place) -> str | None:
-        return processes.state(place.pid, place.begun)
+    def _state_here(place: RankAddress) -> str | None:
+        return process_status.process_state(place.pid, place.begun)
 
     def _state_from_neighbour(self, rank: int) -> str | None:
-        """What a rank on the host of `rank` sees of it."""
+        """The state of a rank's process, as a rank on its host sees it."""
         host = self._places[rank].host if rank in self._places else ""
         beside = [one.rank for one in self._places.values() if one.host == host]
         question = {"ask": "states", "ranks": [rank]}
-        for answer in self._ask([one for one in beside if one != rank], question, ANSWER).values():
+        neighbours = [one for one in beside if one != rank]
+        for answer in self._ask(neighbours, question, ANSWER_SECONDS).values():
             state = answer["states"][0]
             return None if state is None else str(state)
         return None
@@ -246,11 +257,43 @@ class Lookout:
     def ask_sent(self, rank: int, channel: str, call: int, to: int) -> list[Any] | None:
         """What `rank` has sent in a call to the rank at place `to` of the channel."""
         question = {"ask": "sent", "channel": channel, "call": call, "to": to}
-        return self._ask([rank], question, ANSWER).get(rank, {}).get("sent")  # type: ignore[no-any-return]
+        return self._ask([rank], question, ANSWER_SECONDS).get(rank, {}).get("sent")  # type: ignore[no-any-return]
+
+    def ask_to_let_go(self, rank: int, channel: str, to: int, awaited: list[Any]) -> None:
+        """Let `rank` send what the one at place `to` waits for, so that it waits no longer."""
+        question = {"ask": "let go", "channel": channel, "to": to, "awaited": awaited}
+        self._ask([rank], question, ANSWER_SECONDS)
+
+    def ask_to_report(self, rank: int) -> bool:
+        """Let `rank` report a long wait to the user; whether it will."""
+        if rank == self.rank:
+            self.report_is_due = True
+            return True
+        return self._known_state(rank) not in process_status.SILENT and bool(
+            rank in self._ask([rank], {"ask": "report"}, ANSWER_SECONDS)
+        )
 
     def ask_clock(self, rank: int) -> dict[str, int] | None:
         """What the clocks of `rank` show, in ns: "monotonic" and "wall"."""
-        return self._ask([rank], {"ask": "clock"}, ANSWER).get(rank)  # type: ignore[no-any-return]
+        return self._ask([rank], {"ask": "clock"}, ANSWER_SECONDS).get(rank)  # type: ignore[no-any-return]
+
+    def clock_offset(self, rank: int, which: Clock) -> ClockOffset | None:
+        """How far this rank's clock is ahead of that of `rank`; None where it does not answer.
+
+        What the other clock showed was between the two ends of a round trip here (Cristian,
+        "Probabilistic clock synchronization", 1989). The quickest of a few says it best.
+        """
+        if rank == self.rank:
+            return ClockOffset(0, 0)
+        found = []
+        for _ in range(CLOCK_ROUNDS):
+            asked = _clock_now(which)
+            answer = self.ask_clock(rank)
+            heard = _clock_now(which)
+            if answer is None:
+                break
+            found.append(ClockOffset((asked + heard) // 2 - answer[which], (heard - asked) // 2))
+        return min(found, key=lambda one: one.error, default=None)
 
     def shares_host(self, rank: int) -> bool:
         """Whether `rank` is known to be on this host; in a group of one it is."""
@@ -267,76 +310,66 @@ class Lookout:
         """A name of this run, alike on all its ranks and of no other run."""
         return sha256(self._name.encode()).hexdigest()[:16]
 
-    def ask_to_let_go(self, rank: int, channel: str, to: int, awaited: list[Any]) -> None:
-        """Let `rank` send what the one at place `to` waits for, so that it waits no longer."""
-        question = {"ask": "let go", "channel": channel, "to": to, "awaited": awaited}
-        self._ask([rank], question, ANSWER)
+    # -- aborting -------------------------------------------------------------------------
 
-    def let_speak(self, rank: int) -> bool:
-        """Let `rank` tell the user of a long wait; whether it will."""
-        if rank == self.rank:
-            self.is_to_speak = True
-            return True
-        return self._known_state(rank) not in processes.SILENT and bool(
-            rank in self._ask([rank], {"ask": "speak"}, ANSWER)
-        )
+    def blocking_ranks(self, missing: Collection[int]) -> BlockingRanks:
+        """The ranks that block this one, which misses the ranks `missing`."""
+        return wait_graph.find_blocking_ranks(self.rank, missing, self._ask_twice)
 
-    # -- giving up ------------------------------------------------------------------------
-
-    def roots(self, missing: Collection[int]) -> Roots:
-        """Those for whom this rank waits in the end, from the ranks `missing` on."""
-        return roots.follow(self.rank, missing, self._ask_twice)
-
-    def _ask_twice(self, ranks: Collection[int]) -> dict[int, Whereabouts | str]:
-        """A rank that waits without knowing for whom is on its way from one wait to the next."""
+    def _ask_twice(self, ranks: Collection[int]) -> dict[int, RankStatus | str]:
+        """Ask again who waits for nobody: it may have been between one wait and the next."""
         found = self.ask(ranks)
-        unsure = [r for r, w in found.items() if isinstance(w, Whereabouts) and not w.missing]
+        unsure = [r for r, w in found.items() if isinstance(w, RankStatus) and not w.missing]
         if unsure:
             time.sleep(SETTLE)
             found.update(self.ask(unsure))
         return found
 
-    def compared(self) -> str:
-        """Where ranks are that are found in different calls, as a sentence and a space."""
-        said = hang_report.difference(self.ask(range(min(self.size, KEEPERS))))
+    def call_difference(self) -> str:
+        """Where ranks are that are in different calls, as a sentence and a space."""
+        said = call_difference(self.ask(range(min(self.size, KEEPERS))))
         return f"{said} " if said else ""
 
-    def tell(self, error: CollectiveError) -> None:
-        """Let the others know why this rank gives up, before it does."""
-        told = Told(rank=self.rank, text=str(error), lost=isinstance(error, PeerLost))
-        self.gives_up = True
-        if self.told is None:
-            self.told = told
+    def announce_abort(self, error: CollectiveError) -> None:
+        """Let the others know why this rank aborts, before it does."""
+        abort = Abort(rank=self.rank, text=str(error), lost=isinstance(error, PeerLost))
+        self.is_aborting = True
+        if self.abort is None:
+            self.abort = abort
             wait = self.waits.longest()
             awaited = wait.missing() if wait else ()  # they may never come to ask a keeper
-            question = {"ask": "tell", "told": asdict(told)}
-            self._ask({*range(min(self.size, KEEPERS)), *awaited}, question, TELLING)
+            question = {"ask": "abort", "abort": asdict(abort)}
+            self._ask({*range(min(self.size, KEEPERS)), *awaited}, question, ABORT_SECONDS)
 
     def refuse_after_failure(self) -> None:
-        """Raise why this rank has given up, if it has: it waits for nobody again."""
-        if self.told is not None and self.told.rank == self.rank:
-            raise (PeerLost if self.told.lost else CollectiveError)(self.told.text)
+        """Raise why this rank has aborted, if it has: it waits for nobody again."""
+        if self.abort is not None and self.abort.rank == self.rank:
+            raise (PeerLost if self.abort.lost else CollectiveError)(self.abort.text)
 
-    def passed_on(self, speaker: str, told: Told | None = None) -> CollectiveError | None:
-        """The error of `speaker`, this rank, where another one has given up before."""
-        told = told or self.told
-        if told is None or told.rank == self.rank:
+    def error_of_another(self, speaker: str, abort: Abort | None = None) -> CollectiveError | None:
+        """The error of this rank, the `speaker`, where another one has aborted before."""
+        abort = abort or self.abort
+        if abort is None or abort.rank == self.rank:
             return None
-        self.gives_up = True
-        kind = PeerLost if told.lost else CollectiveError
-        return kind(f"{speaker} gave up with rank {told.rank}, which says: {told.text}")
+        self.is_aborting = True
+        kind = PeerLost if abort.lost else CollectiveError
+        return kind(f"{speaker} aborted because rank {abort.rank} failed: {abort.text}")
 
 
-def _read(answer: Message) -> Whereabouts:
-    told = answer.pop("told")
+def _status_of(answer: Message) -> RankStatus:
+    abort = answer.pop("abort")
     lists: dict[str, Any] = {name: tuple(answer.pop(name)) for name in ("missing", "stack")}
-    return Whereabouts(**answer, **lists, told=None if told is None else Told(**told))
+    return RankStatus(**answer, **lists, abort=None if abort is None else Abort(**abort))
+
+
+def _clock_now(which: Clock) -> int:
+    return time.monotonic_ns() if which == "monotonic" else time.time_ns()
 
 
 def _in_forked_child() -> None:
-    """A forked DataLoader worker must not hold our socket open, nor answer."""
-    for lookout in list(_living):
-        lookout._let_go()
+    """Close our socket in a forked DataLoader worker, which must not answer for this rank."""
+    for server in list(_living):
+        server._let_go()
 
 
 os.register_at_fork(after_in_child=_in_forked_child)

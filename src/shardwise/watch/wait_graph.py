@@ -1,4 +1,8 @@
-"""From a rank that waits to those that it waits for in the end. Pure but for what it asks."""
+"""Finds the ranks that cause a hang: follows who waits for whom to those that wait for nobody.
+
+Ranks and their waits form a wait-for graph. A rank that has waited too long asks on from rank to
+rank until it comes to those that block all others. Pure but for what it asks.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """Why rank `rank` gave up; `lost` where another one had ended."""
+class Abort:
+    """Why rank `rank` aborted; `lost` where another rank had ended."""
 
     rank: int
     text: str
@@ -16,11 +20,11 @@ class Told:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whereabouts:
-    """What a rank says of itself.
+class RankStatus:
+    """What a rank reports of itself.
 
     `call` is the collective that it waits in for the ranks `missing`, for `seconds`; "" where it
-    waits in none. `verb` and `line` say where in the user's code it is.
+    waits in none. `verb` is the method of this library that it is in, `line` the user's line.
     """
 
     rank: int
@@ -30,64 +34,67 @@ class Whereabouts:
     verb: str = ""
     line: str = ""
     step: int | None = None
-    told: Told | None = None
+    abort: Abort | None = None
     stack: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
-        """In words: "in engine.save (train.py:88)"."""
+        """Where the rank is, in words: "in engine.save (train.py:88)"."""
         if self.verb and self.line:
             return f"in {self.verb} ({self.line})"
         return f"in {self.verb}" if self.verb else f"at {self.line}" if self.line else "at its end"
 
     @property
-    def said(self) -> str:
-        """What it does, in words that go on from "is"."""
+    def activity(self) -> str:
+        """What the rank does, in words that go on from "is"."""
         if not self.call:
             return f"in no collective, {self.place}"
         return f"{self.place}: {self.call}, for {named(self.missing)}"
 
 
-Seen = Mapping[int, Whereabouts | str]
-"""By rank what it says, or in words why it says nothing."""
+Statuses = Mapping[int, RankStatus | str]
+"""By rank its status, or in words why it gives none."""
 
-Ask = Callable[[Collection[int]], Seen]
+AskStatuses = Callable[[Collection[int]], Statuses]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roots:
-    """`ranks` are waited for and wait for nobody; where all wait in a circle, `circle` is true
-    and they are all of it. `told` is what one on the way has given up for."""
+class BlockingRanks:
+    """The ranks that a hang is to be blamed on.
+
+    `ranks` are waited for and wait for nobody; where all wait in a circle, `is_circle` is true and
+    they are all of it. `abort` is that of a rank on the way which has aborted.
+    """
 
     ranks: tuple[int, ...]
-    seen: Seen
-    told: Told | None = None
-    circle: bool = False
+    statuses: Statuses
+    abort: Abort | None = None
+    is_circle: bool = False
 
 
-def follow(asker: int, missing: Collection[int], ask: Ask) -> Roots:
-    """Ask who waits for whom, from the ranks that `asker` misses on."""
-    seen: dict[int, Whereabouts | str] = {}
+def find_blocking_ranks(asker: int, missing: Collection[int], ask: AskStatuses) -> BlockingRanks:
+    """Ask who waits for whom, starting with the ranks that `asker` misses."""
+    statuses: dict[int, RankStatus | str] = {}
     found: set[int] = set()
     next_ones = set(missing) - {asker}
     while next_ones:
         answers = ask(sorted(next_ones))
-        seen.update(answers)
+        statuses.update(answers)
         further: set[int] = set()
         for rank, answer in answers.items():
             if isinstance(answer, str) or not answer.missing:
                 found.add(rank)
             else:
                 further.update(answer.missing)
-            if isinstance(answer, Whereabouts) and answer.told is not None:
-                return Roots(ranks=(rank,), seen=seen, told=answer.told)
-        next_ones = further - seen.keys() - {asker}
-    circle = not found
-    return Roots(ranks=tuple(sorted(found or seen)), seen=seen, circle=circle)
+            if isinstance(answer, RankStatus) and answer.abort is not None:
+                return BlockingRanks(ranks=(rank,), statuses=statuses, abort=answer.abort)
+        next_ones = further - statuses.keys() - {asker}
+    ranks = tuple(sorted(found or statuses))
+    return BlockingRanks(ranks=ranks, statuses=statuses, is_circle=not found)
 
 
 def named(ranks: Iterable[int]) -> str:
-    """ "rank 2", "ranks 0, 2", or "ranks 0, 2-5"."""
+    """List ranks in words: "rank 2", "ranks 0, 2", or "ranks 0, 2-5"."""
     listed = sorted(ranks)
     rows: list[list[int]] = []
     for rank in listed:
@@ -102,15 +109,16 @@ def _row(row: Sequence[int]) -> str:
     return f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row))
 
 
-def words(missing: Collection[int], roots: Roots) -> str:
-    """What is said of the ranks that did not come."""
+def describe_wait(missing: Collection[int], blocking: BlockingRanks) -> str:
+    """Say which ranks did not come, and what those that block them do instead."""
     whom = named(missing)
-    if roots.circle or set(roots.ranks) == set(missing):
+    if blocking.is_circle or set(blocking.ranks) == set(missing):
         whom += ", which did not come."
     else:
-        whom += f", and in the end for {named(roots.ranks)}, which did not come."
-    return " ".join([whom, *(_sentence(rank, roots.seen[rank]) for rank in roots.ranks)])
+        whom += f", and in the end for {named(blocking.ranks)}, which did not come."
+    said = (_sentence(rank, blocking.statuses[rank]) for rank in blocking.ranks)
+    return " ".join([whom, *said])
 
 
-def _sentence(rank: int, seen: Whereabouts | str) -> str:
-    return f"Rank {rank} {seen if isinstance(seen, str) else f'is {seen.said}'}."
+def _sentence(rank: int, status: RankStatus | str) -> str:
+    return f"Rank {rank} {status if isinstance(status, str) else f'is {status.activity}'}."

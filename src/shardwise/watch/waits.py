@@ -1,4 +1,4 @@
-"""Who waits for whom in this process, by thread.
+"""Notes which thread of this process waits, in which collective and for which ranks.
 
 A wait is noted by who is about to sleep, and looked at by others only when it has become long.
 """

@@ -1,8 +1,9 @@
-"""The thread of each rank that minds its long waits: compares, warns, and says it where all read.
+"""Watches the long waits of this rank: compares calls, warns of a hang, ends an abandoned process.
 
-a second    ask the ranks that are missing whether they are in the same collective
-warn_after  ask a rank to speak for all, rank 0 before others: who waits, who is missing, where
-others gone end this process too, if it does not come to know by itself: mpiexec and srun let it be
+after 1 s   ask the missing ranks whether they are in the same collective
+warn_after  let one rank report for all, rank 0 first: who waits, who is missing, where each is
+after 20 s  end this process where the others have aborted and it does not notice by itself:
+            mpiexec and srun would let it go on
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import sys
 import threading
 import time
 
-from shardwise.watch import hang_report
-from shardwise.watch.status_server import ANSWER, Lookout
+from shardwise.watch.hang_report import wait_warning
+from shardwise.watch.status_server import ANSWER_SECONDS, StatusServer
 from shardwise.watch.waits import Wait
 
 TICK = 0.5
@@ -23,91 +24,96 @@ COMPARE = 1.0
 """Seconds of a wait until it is compared with what others do; then again after twice as long."""
 
 LATEST = 0.8
-"""Of the time that a wait may last; at this point it is warned of in any case."""
+"""The share of the time-out at which a wait is warned of in any case."""
 
 OUTLIVE = 20.0
-"""Seconds that a process may outlive the ranks that have given up: it cannot go on without."""
+"""Seconds that a process may outlive the ranks that have aborted: it cannot go on without them."""
 
 SPEAKERS = 8
-"""So many ranks are asked to speak, one after the other, until one answers."""
+"""So many ranks are asked to report, one after the other, until one answers."""
 
 
-class Sentry:
-    """Minds the waits of `lookout`; warns after `warn_after` of the `timeout` seconds that a wait
-    may last."""
+class Watchdog:
+    """A thread that watches the waits of `status_server`'s rank.
 
-    def __init__(self, lookout: Lookout, warn_after: float, timeout: float) -> None:
-        self._lookout = lookout
+    It warns of a wait after `warn_after` seconds; the wait itself ends after `timeout` seconds.
+    """
+
+    def __init__(self, status_server: StatusServer, warn_after: float, timeout: float) -> None:
+        self._status_server = status_server
         self._warn_after = min(warn_after, LATEST * timeout)
         self._timeout = timeout
         self._ended = threading.Event()
         self._compared: dict[Wait, float] = {}
         self._warned: Wait | None = None
-        self._spoke: float | None = None
-        self._alone_since: float | None = None
+        self._reported: float | None = None
+        self._aborted_since: float | None = None
         # A daemon, since the end of a process must not wait for who does not answer.
-        self._thread = threading.Thread(target=self._run, name="shardwise-sentry", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread."""
         self._ended.set()
-        self._thread.join(ANSWER)
+        self._thread.join(ANSWER_SECONDS)
 
     def _run(self) -> None:
         while not self._ended.wait(min(TICK, self._warn_after / 4)):
             now = time.monotonic()
-            waits = self._lookout.waits.all()
+            waits = self._status_server.waits.all()
             self._compare(waits, now)
-            wait = self._lookout.waits.longest()
+            wait = self._status_server.waits.longest()
             if wait is not None and now - wait.since >= self._warn_after:
                 self._warn(wait)
-            if self._lookout.is_to_speak:
-                self._lookout.is_to_speak = False
-                self._speak()
+            if self._status_server.report_is_due:
+                self._status_server.report_is_due = False
+                self._report()
             self._end_with_the_others(now)
 
     def _compare(self, waits: list[Wait], now: float) -> None:
+        """Let each long wait look whether the missing ranks are in the same collective."""
         self._compared = {wait: self._compared.get(wait, COMPARE) for wait in waits}
         for wait, due in self._compared.items():
-            compare = wait.compare  # gone once the wait has ended
+            # The waiting thread clears `compare` when its wait ends, maybe just now.
+            compare = wait.compare
             if compare is not None and now - wait.since >= due:
                 self._compared[wait] = 2 * due
                 compare()
 
     def _warn(self, wait: Wait) -> None:
-        """Let one rank speak for all, once for each wait: the first that answers."""
+        """Let one rank report for all, once for each wait: the first that answers."""
         if wait is self._warned:
             return
         self._warned = wait
-        for rank in range(min(self._lookout.size, SPEAKERS)):
-            if self._lookout.let_speak(rank):
+        for rank in range(min(self._status_server.size, SPEAKERS)):
+            if self._status_server.ask_to_report(rank):
                 return
 
-    def _speak(self) -> None:
-        """Say who waits for whom, once for all that have asked for it."""
+    def _report(self) -> None:
+        """Write the hang report to stderr, once for all ranks that have asked for it."""
         now = time.monotonic()
-        if self._spoke is not None and now - self._spoke < self._warn_after / 2:
+        if self._reported is not None and now - self._reported < self._warn_after / 2:
             return
-        self._spoke = now
-        found = self._lookout.ask(range(self._lookout.size), stack=True)
-        text = hang_report.words(found, self._timeout)
-        if text and sys.__stderr__ is not None:
-            sys.__stderr__.write(text)
-            sys.__stderr__.flush()
+        self._reported = now
+        statuses = self._status_server.ask(range(self._status_server.size), stack=True)
+        _write(wait_warning(statuses, self._timeout))
 
     def _end_with_the_others(self, now: float) -> None:
         """End a process that never comes to the collective in which the others have waited."""
-        told = self._lookout.told
-        if told is None or self._lookout.gives_up:
+        abort, rank = self._status_server.abort, self._status_server.rank
+        if abort is None or self._status_server.is_aborting:
             return
-        self._alone_since = self._alone_since or now
-        if now - self._alone_since < OUTLIVE:
+        self._aborted_since = self._aborted_since or now
+        if now - self._aborted_since < OUTLIVE:
             return
-        if sys.__stderr__ is not None:
-            sys.__stderr__.write(
-                f"shardwise: rank {self._lookout.rank} ends, {OUTLIVE:g} s after rank {told.rank} "
-                f"gave up, which says: {told.text}\n"
-            )
-            sys.__stderr__.flush()
+        _write(
+            f"shardwise: rank {rank} ends, {OUTLIVE:g} s after rank {abort.rank} failed: "
+            f"{abort.text}\n"
+        )
         os._exit(1)
+
+
+def _write(text: str) -> None:
+    if text and sys.__stderr__ is not None:
+        sys.__stderr__.write(text)
+        sys.__stderr__.flush()

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import shardwise as sw
 from shardwise.states import storage
-from shardwise.states.exact_squares import GRAIN
+from shardwise.states.squared_sums import GRAIN
 from tests.disk import on_a_disk
 from tests.parity.random_programs import models as made_of
 from tests.parity.random_programs.models import Batch, explicit, items
@@ -222,7 +222,7 @@ class Sharded(Script):
         data = made_of.batch(self.program, self.number, index, part.rows)
         if part.cuts is None:
             mine = self.world.share(data)
-            rows = self.world.feed.current.samples
+            rows = self.world.current_batch.batch.samples
         else:
             size, rank = self.world.data_size, self.world.data_rank
             cuts = uneven_cuts(part.rows, size, part.cuts)
@@ -291,7 +291,7 @@ class Sharded(Script):
         with torch.no_grad():
             x = self.world.share(self.whole_batch())
             out = made_of.output(self.program, self.models, x)
-            out = out[: self.world.feed.current.samples]
+            out = out[: self.world.current_batch.batch.samples]
             every = self.world.gather(out)
         self.see(name, torch.cat(every[:: len(every) // self.world.data_size]))
         self.train_mode()

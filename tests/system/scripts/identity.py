@@ -4,9 +4,9 @@ import json
 import os
 import sys
 
-from shardwise import launch
+from shardwise.launch import launchers
 
-identity = launch.detect(os.environ)
+identity = launchers.detect(os.environ)
 print(
     json.dumps(
         {

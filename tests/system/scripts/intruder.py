@@ -50,7 +50,7 @@ def wait_for(port: int) -> None:
 
 def pose_as_rank_1(port: int, mark: Path) -> str:
     """Join with all that rank 1 is told but the secret, and send pickles that run code."""
-    from shardwise import world
+    from shardwise import initialize
     from shardwise.collectives import base
 
     told = {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 1, "LOCAL_SIZE": 2, "PORT": port}
@@ -65,7 +65,7 @@ def pose_as_rank_1(port: int, mark: Path) -> str:
 
     base.pickle = Harmful  # type: ignore[assignment]
     try:
-        world.init(timeout=2.0, device="cpu")
+        initialize.init(timeout=2.0, device="cpu")
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
     return "joined"

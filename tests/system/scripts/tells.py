@@ -9,14 +9,14 @@ import sys
 import time
 from pathlib import Path
 
-from shardwise.launch import report
-from shardwise.launch.progress import Telling
+from shardwise.launch import error_file
+from shardwise.launch.progress import ProgressWriter
 from shardwise.launch.restarts import SAVED
 
-report.watch_exceptions()
+error_file.watch_exceptions()
 RANK = int(os.environ["SHARDWISE_LAUNCH_RANK"])
-telling = Telling(os.environ)
-telling.stepped(0, 7)
+writer = ProgressWriter(os.environ)
+writer.stepped(0, 7)
 
 
 def fail(times: int) -> None:
@@ -33,14 +33,14 @@ def fail(times: int) -> None:
 
 def leave(*_: object) -> None:
     time.sleep(0.3)
-    telling.ended()
+    writer.ended()
     sys.exit(SAVED)
 
 
 def wait() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, leave)
-    telling.heeds(saves=True)
+    writer.saves_when_asked(saves=True)
     print("up", flush=True)
     time.sleep(60)
 

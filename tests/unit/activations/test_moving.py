@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 from shardwise.model import saved_tensors
-from shardwise.model.activations import Scope
-from shardwise.model.offloaded_tensor import Disk, DiskBehindHost, Host
+from shardwise.model.activations import OffloadScope
+from shardwise.model.offloaded_tensor import DiskTarget, HostTarget, StagedDiskTarget
 from shardwise.model.saved_tensors import SavedTensors
 from shardwise.tiers.spool import Spool
 from tests.unit.activations.models import CPU, make, x
@@ -22,7 +22,7 @@ class Recorded:
 
     def __init__(self, folder: Path) -> None:
         self.sent: list[int] = []
-        self._place = DiskBehindHost(Host(CPU), Spool(folder, "activations", rank=0))
+        self._place = StagedDiskTarget(HostTarget(CPU), Spool(folder, "activations", rank=0))
 
     def send(self, data: Tensor) -> Any:
         self.sent.append(data.numel())
@@ -106,7 +106,7 @@ def test_memory_is_freed_in_forward_and_on_the_way_back(folder: Path) -> None:
 def test_what_backward_does_not_need_frees_the_disk(folder: Path) -> None:
     spool = Spool(folder, "activations", rank=0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    Scope([model], SavedTensors(Disk(spool), "cpu")).attach(model)
+    OffloadScope([model], SavedTensors(DiskTarget(spool), "cpu")).attach(model)
     for rows in (50, 70):
         loss = model(x(rows=rows)).sum()
         assert spool.in_use > 0

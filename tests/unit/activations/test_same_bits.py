@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.model.activations import Scope
-from shardwise.model.offloaded_tensor import DiskBehindHost, Host
+from shardwise.model.activations import OffloadScope
+from shardwise.model.offloaded_tensor import HostTarget, StagedDiskTarget
 from shardwise.model.saved_tensors import SavedTensors
 from shardwise.tiers.spool import Spool
 from tests.unit.activations.models import CPU, WAYS, make, on, same, x
@@ -130,10 +130,10 @@ def test_the_same_bits_as_kept(use: Use, way: str, folder: Path) -> None:
 
 def ways_out(folder: Path) -> dict[str, Any]:
     """The ways of an accelerator's tensors, tried out with the CPU as the accelerator."""
-    host = Host(CPU)
+    host = HostTarget(CPU)
     return {
         "host": host,
-        "disk behind host": DiskBehindHost(host, Spool(folder, "activations", rank=0)),
+        "disk behind host": StagedDiskTarget(host, Spool(folder, "activations", rank=0)),
     }
 
 
@@ -144,6 +144,6 @@ def test_the_ways_out_of_an_accelerator(use: Use, way: str, folder: Path) -> Non
     torch.manual_seed(5)
     use(plain)
     torch.manual_seed(5)
-    Scope([ours], SavedTensors(ways_out(folder)[way], "cpu")).attach(ours)
+    OffloadScope([ours], SavedTensors(ways_out(folder)[way], "cpu")).attach(ours)
     use(ours)
     same(ours, plain)

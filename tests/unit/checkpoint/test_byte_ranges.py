@@ -15,7 +15,7 @@ from shardwise.checkpoint.byte_ranges import (
     extents,
     share,
 )
-from shardwise.checkpoint.checksum import Part, joined
+from shardwise.checkpoint.checksum import ChecksumPart, joined
 
 
 def test_a_table():
@@ -71,7 +71,7 @@ def test_every_byte_is_written_once(numels, ranks, copies, span, whole):
 def test_the_sum_of_parts_is_that_of_the_whole():
     data = bytes(range(256)) * 9
     cuts = [0, 5, 5, 700, 2303, len(data)]
-    parts = [Part(a, b - a, zlib.crc32(data[a:b])) for a, b in pairwise(cuts)]
+    parts = [ChecksumPart(a, b - a, zlib.crc32(data[a:b])) for a, b in pairwise(cuts)]
     assert joined(reversed(parts), len(data)) == zlib.crc32(data)
     assert joined([], 0) == zlib.crc32(b"") == 0
 
@@ -79,12 +79,12 @@ def test_the_sum_of_parts_is_that_of_the_whole():
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=5))
 def test_sums_of_any_parts(data, cuts):
     borders = sorted({0, len(data), *(cut for cut in cuts if cut <= len(data))})
-    parts = [Part(a, b - a, zlib.crc32(data[a:b])) for a, b in pairwise(borders)]
+    parts = [ChecksumPart(a, b - a, zlib.crc32(data[a:b])) for a, b in pairwise(borders)]
     assert joined(parts, len(data)) == zlib.crc32(data)
 
 
 def test_what_is_not_whole_has_no_sum():
-    assert joined([Part(0, 4, 1), Part(5, 3, 1)], 8) is None  # a hole
-    assert joined([Part(0, 4, 1), Part(3, 5, 1)], 8) is None  # an overlap
-    assert joined([Part(0, 4, 1)], 8) is None  # the end is missing
-    assert joined([Part(0, 4, 1), Part(0, 4, 1)], 4) is None  # twice
+    assert joined([ChecksumPart(0, 4, 1), ChecksumPart(5, 3, 1)], 8) is None  # a hole
+    assert joined([ChecksumPart(0, 4, 1), ChecksumPart(3, 5, 1)], 8) is None  # an overlap
+    assert joined([ChecksumPart(0, 4, 1)], 8) is None  # the end is missing
+    assert joined([ChecksumPart(0, 4, 1), ChecksumPart(0, 4, 1)], 4) is None  # twice

@@ -12,7 +12,7 @@ from shardwise.checkpoint.format import MOST_TENSORS, TensorSpec, lay_out
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 
-@pytest.mark.parametrize("opened", [reader.Safetensors, reader.Pickled])
+@pytest.mark.parametrize("opened", [reader.SafetensorsReader, reader.PickleReader])
 @pytest.mark.parametrize("kind", ["a folder", "a pipe", "a device"])
 def test_what_is_no_file(tmp_path, opened, kind):
     """A pipe without a writer would be waited for without end."""

@@ -2,15 +2,15 @@
 
 from torch import nn
 
-from shardwise.model.forward_events import Forwards
+from shardwise.model.forward_events import ForwardEvents
 from shardwise.timeline import recorder
-from shardwise.timeline.recorder import Note, Recorder
+from shardwise.timeline.recorder import TimelineEvent, TimelineRecorder
 
 
 class Nowhere:
     """A sink that keeps nothing."""
 
-    def write(self, notes: list[Note]) -> None:
+    def write(self, notes: list[TimelineEvent]) -> None:
         pass
 
     def close(self) -> None:
@@ -23,10 +23,10 @@ def hooks(model: nn.Module) -> int:
 
 def test_hooks_go_with_the_engine_that_was_dropped_without_close() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)))
-    recording = Recorder(Nowhere(), lambda error: None)
+    recording = TimelineRecorder(Nowhere(), lambda error: None)
     recorder.start(recording)
     try:
-        dropped, kept = Forwards([model], None), Forwards([model], None)
+        dropped, kept = ForwardEvents([model], None), ForwardEvents([model], None)
         own = hooks(model) // 2
         assert own > 0
         del dropped

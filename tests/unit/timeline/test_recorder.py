@@ -20,19 +20,18 @@ from shardwise.errors import ConfigError
 from shardwise.timeline import Row, reading, recorder, span
 from shardwise.timeline.encoding import LONGEST, Encoder
 from shardwise.timeline.file import PAGE, TimelineFile
-from shardwise.timeline.recorder import Note, Recorder
-from shardwise.watch import clocks
-from shardwise.watch.status_server import Lookout
+from shardwise.timeline.recorder import TimelineEvent, TimelineRecorder
+from shardwise.watch.status_server import CLOCK_ROUNDS, ClockOffset, StatusServer
 
 
 class Kept:
     """A sink that keeps what it is given; `full` once it shall fail."""
 
     def __init__(self) -> None:
-        self.notes: list[Note] = []
+        self.notes: list[TimelineEvent] = []
         self.closed = self.full = False
 
-    def write(self, notes: list[Note]) -> None:
+    def write(self, notes: list[TimelineEvent]) -> None:
         if self.full:
             raise OSError(28, "No space left on device")
         self.notes += notes
@@ -59,7 +58,7 @@ def test_nothing_is_made_while_nothing_is_recorded() -> None:
 def test_notes_reach_the_sink_and_hooks_come_and_go() -> None:
     kept, hooks, failures = Kept(), Hooks(), []
     recorder.watch(hooks)
-    recording = Recorder(kept, failures.append)
+    recording = TimelineRecorder(kept, failures.append)
     recorder.start(recording)
     assert hooks.attached == 1
     with span("outer", about={"bytes": 3}), span("inner", Row.DATA):
@@ -77,7 +76,7 @@ def test_notes_reach_the_sink_and_hooks_come_and_go() -> None:
 def test_a_full_disk_ends_the_timeline_and_nothing_else() -> None:
     kept, failures = Kept(), []
     kept.full = True
-    recording = Recorder(kept, failures.append)
+    recording = TimelineRecorder(kept, failures.append)
     recorder.start(recording)
     recording.stop()
     assert recorder.active is None
@@ -101,7 +100,7 @@ def test_a_timeline_may_end_at_any_moment_of_a_note(
     noted: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before each of its instructions in turn, as the thread that writes does on a full disk."""
-    recording = Recorder(Kept(), lambda error: None)
+    recording = TimelineRecorder(Kept(), lambda error: None)
     kept: list[bool] = []
 
     def trace(frame: FrameType, event: str, about: Any) -> Any:
@@ -129,7 +128,7 @@ def test_a_timeline_may_end_at_any_moment_of_a_note(
 
 
 def test_a_forked_process_records_nothing() -> None:
-    recording = Recorder(Kept(), lambda error: None)
+    recording = TimelineRecorder(Kept(), lambda error: None)
     recorder.start(recording)
     try:
         pid = os.fork()
@@ -141,14 +140,14 @@ def test_a_forked_process_records_nothing() -> None:
         recording.stop()
 
 
-def lines(encoder: Encoder, *notes: Note) -> list[dict[str, Any]]:
+def lines(encoder: Encoder, *notes: TimelineEvent) -> list[dict[str, Any]]:
     return [json.loads(line) for line in encoder.lines(notes)]
 
 
 def test_rows_are_named_once_and_times_are_those_of_rank_0() -> None:
     encoder = Encoder(3, "node2")
     encoder.ahead = 500_000
-    name, order, event = lines(encoder, Note(Row.DATA, "next batch", 1_000_000, 1_250_500))
+    name, order, event = lines(encoder, TimelineEvent(Row.DATA, "next batch", 1_000_000, 1_250_500))
     assert (name["name"], name["args"]) == ("thread_name", {"name": "data"})
     assert (order["name"], order["args"]) == ("thread_sort_index", {"sort_index": 3})
     assert event == {
@@ -160,12 +159,12 @@ def test_rows_are_named_once_and_times_are_those_of_rank_0() -> None:
         "pid": 3,
         "tid": 3,
     }
-    assert len(lines(encoder, Note(Row.DATA, "next batch", 2_000_000, 2_000_500))) == 1
+    assert len(lines(encoder, TimelineEvent(Row.DATA, "next batch", 2_000_000, 2_000_500))) == 1
 
 
 def test_collectives_that_overlap_stand_on_rows_of_their_own() -> None:
     times = [(0, 10), (5, 12), (11, 20), (6, 30), (31, 40)]
-    notes = [Note(Row.COMMUNICATION, "all-reduce", *pair, {"bytes": 8}) for pair in times]
+    notes = [TimelineEvent(Row.COMMUNICATION, "all-reduce", *pair, {"bytes": 8}) for pair in times]
     found = lines(Encoder(0, "here"), *notes)
     assert [e["tid"] for e in found if e["ph"] == "X"] == [10, 11, 10, 12, 10]
     named = [e["args"]["name"] for e in found if e["name"] == "thread_name"]
@@ -177,7 +176,7 @@ def test_collectives_that_overlap_stand_on_rows_of_their_own() -> None:
 def test_the_steps_of_several_engines_stand_on_a_row_each() -> None:
     """Two that take turns, and a third one after them."""
     kept = Kept()
-    recording = Recorder(kept, lambda error: None)
+    recording = TimelineRecorder(kept, lambda error: None)
     for engine, number in [(4, 1), (7, 1), (4, 2), (7, 2), (9, 1)]:
         recording.stepped(engine, number)
     recording.stop()
@@ -189,17 +188,21 @@ def test_the_steps_of_several_engines_stand_on_a_row_each() -> None:
     assert named == {1: "steps", 70: "steps 2", 71: "steps 3"}
     order = {e["tid"]: e["args"]["sort_index"] for e in found if e["name"] == "thread_sort_index"}
     assert set(order.values()) == {1}  # beside each other, above all else
-    many = [Note(Row.STEPS, "step 1", n, n + 1, {"step": 1, "engine": n}) for n in range(99)]
+    many = [
+        TimelineEvent(Row.STEPS, "step 1", n, n + 1, {"step": 1, "engine": n}) for n in range(99)
+    ]
     assert {e["tid"] for e in lines(Encoder(0, ""), *many)} == {1, *range(70, 100)}
 
 
 def test_every_line_fits_into_a_page() -> None:
-    note = Note(Row.TIERS, "\U0001f600" * 9000, 0, 1, {"of": "\U0001f600" * 9000, "bytes": 1 << 60})
+    note = TimelineEvent(
+        Row.TIERS, "\U0001f600" * 9000, 0, 1, {"of": "\U0001f600" * 9000, "bytes": 1 << 60}
+    )
     assert max(map(len, Encoder(1 << 20, "h" * 9000).lines([note]))) < PAGE - 2
     assert len(lines(Encoder(0, ""), note)[-1]["name"]) == LONGEST
 
 
-class Answering(Lookout):
+class Answering(StatusServer):
     """A rank whose clock is `behind` ns behind, at an end of a way of some ms."""
 
     def __init__(self, behind: int) -> None:
@@ -218,12 +221,12 @@ class Answering(Lookout):
 
 @pytest.mark.parametrize("which", ["monotonic", "wall"])
 def test_a_clock_is_known_to_half_a_round_trip(which: Any) -> None:
-    found = clocks.ahead(Answering(5_000_000_000), 0, which)
+    found = Answering(5_000_000_000).clock_offset(0, which)
     assert found is not None
     assert abs(found.ns - 5_000_000_000) <= found.error
     assert found.error >= 1_000_000
-    assert clocks.ahead(Lookout(0, 2), 0, which) == clocks.Ahead(0, 0)
-    assert clocks.ahead(Lookout(1, 2), 0, which) is None  # it has met nobody
+    assert StatusServer(0, 2).clock_offset(0, which) == ClockOffset(0, 0)
+    assert StatusServer(1, 2).clock_offset(0, which) is None  # it has met nobody
 
 
 class Late(Answering):
@@ -231,7 +234,7 @@ class Late(Answering):
 
     def __init__(self, behind: int, silent: float) -> None:
         super().__init__(behind)
-        self._ways = [0.0] * clocks.ROUNDS
+        self._ways = [0.0] * CLOCK_ROUNDS
         self._silent = silent
 
     def shares_host(self, rank: int) -> bool:
@@ -242,10 +245,12 @@ class Late(Answering):
         return None if self._silent >= 0 else super().ask_clock(rank)
 
 
-def recorded_by(lookout: Lookout, path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def recorded_by(
+    status_server: StatusServer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
     """The events of a step recorded in three writes."""
     monkeypatch.setattr(recorder, "PERIOD", 0.02)
-    recording.start(path, lookout)
+    recording.start(path, status_server)
     assert recorder.active is not None
     with span("in the first write"):
         pass
@@ -278,7 +283,7 @@ def test_times_that_fit_nobodys_are_not_written(
 
 def test_a_run_of_one_rank_from_start_to_stop(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    recording.start(path, Lookout(0, 1))
+    recording.start(path, StatusServer(0, 1))
     with span("forward"):
         pass
     recording.stop()
@@ -286,15 +291,15 @@ def test_a_run_of_one_rank_from_start_to_stop(tmp_path: Path) -> None:
     (event,) = (one for one in reading.read([path]) if one["ph"] == "X")
     assert event["name"] == "forward"
     assert {one["name"] for one in reading.read([path]) if one["ph"] == "C"} == {"memory (MB)"}
-    lookout = Lookout(0, 1)
+    status_server = StatusServer(0, 1)
     for name in ("first", "second"):
-        recording.start(path, lookout)
+        recording.start(path, status_server)
         with span(name):
             pass
         recording.stop()
     assert [one["name"] for one in reading.read([path]) if one["ph"] == "X"] == ["first", "second"]
     with pytest.raises(ConfigError, match="is there already and is no timeline of ours"):
-        recording.start(Path(__file__), Lookout(0, 1))
+        recording.start(Path(__file__), StatusServer(0, 1))
     assert recorder.active is None
 
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.timeline import tables
-from shardwise.timeline.intervals import clipped, length, minus, union
 from shardwise.timeline.slowest import counted, slowest
-from shardwise.timeline.steps import Step, steps_of
+from shardwise.timeline.steps import StepTimes, clipped, length, minus, steps_of, union
 
 Event = dict[str, Any]
 
@@ -204,5 +203,5 @@ def test_intervals_are_sets_of_moments(one: Any, two: Any, low: int, high: int) 
 
 
 def test_a_step_without_waiting_is_busy() -> None:
-    step = Step(0, 1, 2.0, {"communication": 0.5}, hidden=0.0, waited=0.25, nbytes=0)
+    step = StepTimes(0, 1, 2.0, {"communication": 0.5}, hidden=0.0, waited=0.25, nbytes=0)
     assert step.busy == 1.75

@@ -1,4 +1,4 @@
-"""Parameters without memory, and their values one by one.
+"""Builds models whose parameters have no memory, and makes their values one by one.
 
 block.py     the block inside which models are built
 values.py    what comes out of it

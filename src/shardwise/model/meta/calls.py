@@ -1,4 +1,4 @@
-"""A call on its way onto the tape."""
+"""Turns a call of torch into an operation on the tape: what it reads, writes and makes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch._ops import OpOverload
 
 from shardwise.errors import ModelError
 from shardwise.model.meta.storage_records import (
-    Record,
+    StorageRecord,
     deferred_record,
     record_of,
     set_record,
 )
 from shardwise.model.meta.tape import (
+    AllocatedStorage,
     Content,
     Layout,
-    Made,
-    Memory,
     Operation,
-    Seen,
-    Stream,
+    RecordedDraws,
+    RecordedMemory,
+    TensorArgument,
     default_generator,
     exchanged,
     kept,
@@ -56,7 +56,7 @@ _EMPTY = frozenset((_aten.empty.memory_format, _aten.empty_strided.default))
 
 
 @dataclass(frozen=True)
-class Kind:
+class CallSchema:
     """What the schema of an operation says."""
 
     written: frozenset[int | str]  # positions and keywords
@@ -67,10 +67,10 @@ class Kind:
 
     @staticmethod
     @cache
-    def of(function: OpOverload) -> Kind:
+    def of(function: OpOverload) -> CallSchema:
         schema, tags = function._schema, function.tags
         tensors = [result for result in schema.returns if "Tensor" in str(result.type)]
-        return Kind(
+        return CallSchema(
             frozenset(
                 argument.name if argument.kwarg_only else position
                 for position, argument in enumerate(schema.arguments)
@@ -85,12 +85,12 @@ class Kind:
         )
 
 
-class Call:
-    """A call on its way onto the tape."""
+class RecordedCall:
+    """A call of torch that is put on the tape, and what it reads and writes."""
 
     def __init__(self, function: OpOverload, args: Any, kwargs: Any) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
-        self.kind = Kind.of(function)
+        self.kind = CallSchema.of(function)
         self.leaves = leaves((args, kwargs))
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         written = [args[k] for k in self.kind.written if isinstance(k, int) and k < len(args)]
@@ -102,10 +102,10 @@ class Call:
         """Call as it is."""
         return self.function(*self.args, **self.kwargs)
 
-    def exchanged(self, function: Callable[[Any], Any]) -> Call:
+    def exchanged(self, function: Callable[[Any], Any]) -> RecordedCall:
         """The same call with other arguments."""
         args, kwargs = exchanged(function, self.args), exchanged(function, self.kwargs)
-        return Call(self.function, args, kwargs)
+        return RecordedCall(self.function, args, kwargs)
 
     def generator(self) -> torch.Generator:
         """What a random one draws from."""
@@ -151,18 +151,18 @@ class Call:
         return any(id(tensor) in self.written and not tensor.is_meta for tensor in self.tensors)
 
 
-class Entry:
-    """Builds the operation of a call before it runs, and hangs up what came of it after."""
+class TapeEntry:
+    """Builds the operation of a call before it runs, and records what it made after."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: RecordedCall) -> None:
         self._call = call
-        self._records: list[Record | None] = []
-        self._memories: list[Memory] = []
+        self._records: list[StorageRecord | None] = []
+        self._memories: list[RecordedMemory] = []
         self._places: dict[int, int] = {}
         seed = None
         if call.kind.random:
             generator = call.generator()
-            seed = Stream(generator.device, generator.get_state())
+            seed = RecordedDraws(generator.device, generator.get_state())
         if not call.can_be_recorded():
             raise ModelError(
                 f"on_meta cannot record {call.function} of a parameter and a tensor that is "
@@ -183,28 +183,30 @@ class Entry:
         record = record_of(leaf)
         if record is None:
             content, layout = kept(leaf)
-            self._memories.append(Memory(content, layout.bytes(), leaf.device, written))
+            self._memories.append(RecordedMemory(content, layout.bytes(), leaf.device, written))
             self._records.append(None)
-            return Seen(len(self._memories) - 1, layout)
+            return TensorArgument(len(self._memories) - 1, layout)
         place = self._places.setdefault(id(record), len(self._memories))
         if place == len(self._memories):
             size = leaf.untyped_storage().nbytes()
-            self._memories.append(Memory(record.content, size, record.device, written))
+            self._memories.append(RecordedMemory(record.content, size, record.device, written))
             self._records.append(record)
         elif written:
             old = self._memories[place]
-            self._memories[place] = Memory(old.content, old.size, old.device, True)
-        return Seen(place, Layout.of(leaf))
+            self._memories[place] = RecordedMemory(old.content, old.size, old.device, True)
+        return TensorArgument(place, Layout.of(leaf))
 
     def _forget_overwritten(self, arguments: Sequence[Any]) -> None:
         """Need no content where a whole memory is overwritten and nothing else reads it."""
-        if self._call.function not in _OVERWRITES or not isinstance(arguments[0], Seen):
+        if self._call.function not in _OVERWRITES or not isinstance(arguments[0], TensorArgument):
             return
         target = arguments[0]
-        alone = sum(isinstance(a, Seen) and a.memory == target.memory for a in arguments) == 1
+        alone = (
+            sum(isinstance(a, TensorArgument) and a.memory == target.memory for a in arguments) == 1
+        )
         old = self._memories[target.memory]
         if alone and target.layout.fills(old.size):
-            self._memories[target.memory] = Memory(None, old.size, old.device, True)
+            self._memories[target.memory] = RecordedMemory(None, old.size, old.device, True)
 
     def finish(self, results: Any, *, device: torch.device | None = None) -> None:
         """Hang the contents that the operation made on what it wrote and on its results.
@@ -228,11 +230,11 @@ class Entry:
                 continue
             known.add(_address(result))
             size = result.untyped_storage().nbytes()
-            self.operation.made.append(Made(index, Layout.of(result), size))
+            self.operation.made.append(AllocatedStorage(index, Layout.of(result), size))
             slot = len(written) + len(self.operation.made) - 1
             content = Content(self.operation, slot)
             present = None if result.is_meta else content
-            set_record(result, Record(content, device or result.device, present))
+            set_record(result, StorageRecord(content, device or result.device, present))
 
 
 def _address(tensor: Tensor) -> int:

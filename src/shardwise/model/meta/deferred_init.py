@@ -1,4 +1,4 @@
-"""Models larger than memory: parameters without memory, whose values can be made one by one.
+"""Deferred initialisation: builds models larger than memory, parameters without memory.
 
     with sw.on_meta():
         model = Model()
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from shardwise.model.meta.recorder import Recorder
+from shardwise.model.meta.recorder import ConstructionRecorder
 from shardwise.model.meta.storage_records import (
-    Record,
+    StorageRecord,
     deferred_record,
     record_of,
     set_record,
@@ -56,10 +56,10 @@ def on_meta() -> Iterator[None]:
     if _recorder() is not None:
         yield
         return
-    recorder = _active.recorder = Recorder()
+    recorder = _active.recorder = ConstructionRecorder()
     hook = register_module_buffer_registration_hook(_keep_buffer_real)  # type: ignore[arg-type]
     try:
-        with _parameters_deferred() as made, _Faces(recorder), recorder:
+        with _parameters_deferred() as made, _PlainAnswers(recorder), recorder:
             yield
         _seal(made)
     finally:
@@ -67,10 +67,10 @@ def on_meta() -> Iterator[None]:
         _active.recorder = None
 
 
-class _Faces(TorchFunctionMode):
+class _PlainAnswers(TorchFunctionMode):
     """Deferred tensors answer as those of a plain build would."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ConstructionRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -81,8 +81,8 @@ class _Faces(TorchFunctionMode):
         record = deferred_record(args[0])
         if func == _SET_DATA:
             return func(args[0], self._alike(record, args[1]))
-        if func in _TOLD and record is not None:
-            return _TOLD[func](record)
+        if func in _ANSWERED and record is not None:
+            return _ANSWERED[func](record)
         if func in _LEAVING:
             return self._leave(record, func, args, kwargs)
         if func in _INDEXING and record is not None:
@@ -91,7 +91,7 @@ class _Faces(TorchFunctionMode):
                 args = (args[0], args[1], torch.tensor(args[2], dtype=args[0].dtype))
         return func(*args, **kwargs)
 
-    def _alike(self, record: Record | None, value: Tensor) -> Tensor:
+    def _alike(self, record: StorageRecord | None, value: Tensor) -> Tensor:
         """`value` deferred if what takes it is, else real."""
         other = deferred_record(value)
         with self._recorder.working():
@@ -99,7 +99,7 @@ class _Faces(TorchFunctionMode):
                 return self._recorder.defer(value)
             return value if other is None else value_of(value.detach(), other)
 
-    def _leave(self, record: Record | None, func: Any, args: Any, kwargs: Any) -> Any:
+    def _leave(self, record: StorageRecord | None, func: Any, args: Any, kwargs: Any) -> Any:
         """Values go where no operation is seen: to numpy, which may also write."""
         tensor = args[0]
         if record is not None:
@@ -111,7 +111,7 @@ class _Faces(TorchFunctionMode):
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_TOLD: dict[Any, Callable[[Record], Any]] = {
+_ANSWERED: dict[Any, Callable[[StorageRecord], Any]] = {
     torch.Tensor.device.__get__: lambda record: record.device,
     torch.Tensor.is_meta.__get__: lambda record: False,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: lambda record: record.device.type == "cpu",  # type: ignore[attr-defined]
@@ -173,7 +173,7 @@ def _keep_buffer_real(module: nn.Module, name: str, buffer: Tensor | None) -> Te
         return None
 
 
-def _recorder() -> Recorder | None:
+def _recorder() -> ConstructionRecorder | None:
     """The recorder of the block that this thread is in."""
-    recorder: Recorder | None = getattr(_active, "recorder", None)
+    recorder: ConstructionRecorder | None = getattr(_active, "recorder", None)
     return recorder

@@ -1,4 +1,4 @@
-"""What comes out of the block: the values of one parameter after another."""
+"""Materialises deferred parameters: makes the values of one after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mode that watches a model being built."""
+"""Records the operations that build a model, as a dispatch mode."""
 
 from __future__ import annotations
 
@@ -12,23 +12,30 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ModelError
-from shardwise.model.meta.calls import Call, Entry
-from shardwise.model.meta.scratch import give_back, new_storage
+from shardwise.model.meta.calls import RecordedCall, TapeEntry
 from shardwise.model.meta.storage_records import (
-    Record,
+    StorageRecord,
     deferred_record,
     keep_present,
     record_of,
     set_record,
     value_of,
 )
-from shardwise.model.meta.tape import Layout, exchanged, kept, perform, replay
+from shardwise.model.meta.tape import (
+    Layout,
+    exchanged,
+    give_back,
+    kept,
+    new_storage,
+    perform,
+    replay,
+)
 
 _META = torch.device("meta")
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The mode that sees every operation inside the block."""
+class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every operation inside the block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -39,7 +46,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.quiet or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         with self.working():
-            return self._perform(Call(func, args, kwargs))
+            return self._perform(RecordedCall(func, args, kwargs))
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -58,13 +65,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         layout, size = Layout.of(tensor), tensor.untyped_storage().nbytes()
         if record is None:
             content, layout = kept(tensor)
-            record, size = Record(content, tensor.device), layout.bytes()
+            record, size = StorageRecord(content, tensor.device), layout.bytes()
         twin = layout.view(new_storage(size, _META))
         set_record(twin, record)
         give_back(size)
         return twin
 
-    def _perform(self, call: Call) -> Any:
+    def _perform(self, call: RecordedCall) -> Any:
         for tensor in call.tensors:
             _bring_up(tensor)
         if call.kind.moves:
@@ -82,7 +89,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _deferred_result(self, result: Any) -> Any:
         return self.defer(result) if isinstance(result, Tensor) else result
 
-    def _plain(self, call: Call) -> Any:
+    def _plain(self, call: RecordedCall) -> Any:
         """No deferred tensor takes part: as without the block, and onto the tape."""
         if not call.changes_records():
             return call.run()
@@ -92,14 +99,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if id(tensor) in call.written:
                     keep_present(tensor)
             return results
-        entry = Entry(call)
+        entry = TapeEntry(call)
         results = call.run()
         entry.finish(results)
         return results
 
-    def _deferred(self, call: Call) -> Any:
+    def _deferred(self, call: RecordedCall) -> Any:
         """Onto the tape only; done for real for the sake of the generator where it draws."""
-        entry = Entry(call)
+        entry = TapeEntry(call)
         try:
             results = call.exchanged(_as_meta).run()
         except NotImplementedError:  # its shapes cannot be known without doing it
@@ -109,9 +116,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         entry.finish(results, device=call.device())
         return results
 
-    def _for_real(self, call: Call) -> Any:
+    def _for_real(self, call: RecordedCall) -> Any:
         """With the values of deferred arguments: for what must be known at once."""
-        entry = Entry(call)
+        entry = TapeEntry(call)
         storages: dict[int, UntypedStorage] = {}
         stand_ins: list[tuple[Tensor, Tensor]] = []
 
@@ -132,7 +139,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         entry.finish(results)
         return results
 
-    def _move(self, call: Call) -> Any:
+    def _move(self, call: RecordedCall) -> Any:
         """An operation that makes a tensor point elsewhere: `t_`, `set_`, `resize_`."""
         target = call.tensors[0]
         record = deferred_record(target)

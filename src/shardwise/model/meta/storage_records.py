@@ -1,4 +1,4 @@
-"""What a storage holds now, hung on the storage itself, so that it lives as long as that does.
+"""Records what a storage holds now, on the storage itself, so that it lives as long as that.
 
 Storages made inside the block have a record; others are foreign, and what is read of them is
 copied. A *deferred* tensor is one on the meta device whose storage has a record: a parameter, a
@@ -16,7 +16,7 @@ from shardwise.model.meta.tape import Content, Layout, kept, replay
 
 
 @dataclass
-class Record:
+class StorageRecord:
     """What a storage holds.
 
     `device` is where a plain build would have it. A real storage that shares its record with a
@@ -30,21 +30,21 @@ class Record:
     versions: set[int] = field(default_factory=set)
 
 
-def record_of(tensor: Tensor) -> Record | None:
+def record_of(tensor: Tensor) -> StorageRecord | None:
     """The record of the memory of `tensor`, if it has one."""
     if tensor.layout is not torch.strided:
         return None
-    found: Record | None = getattr(tensor.untyped_storage(), "_shardwise_record", None)
+    found: StorageRecord | None = getattr(tensor.untyped_storage(), "_shardwise_record", None)
     return found
 
 
-def set_record(tensor: Tensor, record: Record | None) -> None:
+def set_record(tensor: Tensor, record: StorageRecord | None) -> None:
     """Hang `record` on the memory of `tensor`: it lives as long as that does."""
     tensor.untyped_storage()._shardwise_record = record  # type: ignore[attr-defined]
 
 
 def keep_present(tensor: Tensor) -> None:
-    """Note a copy of what the memory of a real tensor holds: nothing tells how it was made."""
+    """Record a copy of what the memory of a real tensor holds: nothing tells how it was made."""
     record = record_of(tensor)
     if record is not None:
         storage = tensor.untyped_storage()
@@ -52,12 +52,12 @@ def keep_present(tensor: Tensor) -> None:
         record.content = record.present = kept(whole)[0]
 
 
-def deferred_record(tensor: object) -> Record | None:
+def deferred_record(tensor: object) -> StorageRecord | None:
     """The record of `tensor` if it is a deferred one."""
     return record_of(tensor) if isinstance(tensor, Tensor) and tensor.is_meta else None
 
 
-def value_of(tensor: Tensor, record: Record) -> Tensor:
+def value_of(tensor: Tensor, record: StorageRecord) -> Tensor:
     """The real tensor for a deferred one: made again, in memory of its own."""
     layout = Layout.of(tensor)
     whole = layout.view(replay(record.content))

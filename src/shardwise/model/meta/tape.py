@@ -1,4 +1,4 @@
-"""What was done to the memory of tensors, so that any of it can be done again alone.
+"""Records what was done to the memory of tensors, so that any of it can be done again alone.
 
 A *content* is what a storage holds at one moment; an *operation* makes contents out of others.
 Operations know each tensor argument as a view (dtype, size, stride, offset) of a storage, so views
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from shardwise.errors import ModelError
-from shardwise.model.meta.scratch import give_back, new_storage
+from shardwise.tiers.host_memory import mapped, trim
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Memory:
+class RecordedMemory:
     """A storage as an operation finds it; without content, what it held does not matter."""
 
     content: Content | None
@@ -76,7 +76,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Seen:
+class TensorArgument:
     """A tensor among an operation's arguments: a view of its memory number `memory`."""
 
     memory: int
@@ -84,7 +84,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Stream:
+class RecordedDraws:
     """The state of the generator that an operation drew from, before it did."""
 
     device: torch.device
@@ -92,7 +92,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Made:
+class AllocatedStorage:
     """A storage that an operation allocates: that of its result number `result`."""
 
     result: int
@@ -107,10 +107,10 @@ class Operation:
     function: Callable[..., Any]
     args: Sequence[Any]  # tensors as Seen, generators as None
     kwargs: dict[str, Any]
-    memories: Sequence[Memory]
-    seed: Stream | None  # where it is random
+    memories: Sequence[RecordedMemory]
+    seed: RecordedDraws | None  # where it is random
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    made: list[Made] = field(default_factory=list)
+    made: list[AllocatedStorage] = field(default_factory=list)
 
     def contents(self) -> Iterator[Content]:
         """What it needs, each content once."""
@@ -129,7 +129,11 @@ class Operation:
         """
 
         def tensor(leaf: Any) -> Any:
-            return leaf.layout.view(storages[leaf.memory]) if isinstance(leaf, Seen) else leaf
+            return (
+                leaf.layout.view(storages[leaf.memory])
+                if isinstance(leaf, TensorArgument)
+                else leaf
+            )
 
         args, kwargs = exchanged(tensor, self.args), exchanged(tensor, self.kwargs)
         with torch.no_grad(), _ambience(self.seed, self.default_dtype, advance):
@@ -164,7 +168,7 @@ def kept(tensor: Tensor) -> tuple[Content, Layout]:
     copy = tensor.detach().clone()
     layout = Layout.of(copy)
     operation = Operation(copy.clone, (), {}, [], None)
-    operation.made.append(Made(0, layout, copy.untyped_storage().nbytes()))
+    operation.made.append(AllocatedStorage(0, layout, copy.untyped_storage().nbytes()))
     return Content(operation, 0), layout
 
 
@@ -245,7 +249,7 @@ def _order(targets: Sequence[Content]) -> list[Operation]:
 
 
 def _taken(
-    memory: Memory, held: dict[Content, UntypedStorage], uses: Counter[Content]
+    memory: RecordedMemory, held: dict[Content, UntypedStorage], uses: Counter[Content]
 ) -> UntypedStorage:
     """The storage for `memory`: a copy where it will be written and others need it too."""
     if memory.content is None:
@@ -257,7 +261,7 @@ def _taken(
     return copy
 
 
-def _laid_out(tensor: Tensor, made: Made) -> UntypedStorage:
+def _laid_out(tensor: Tensor, made: AllocatedStorage) -> UntypedStorage:
     """The storage of a result, copied if it lies otherwise than was recorded.
 
     Shapes are found on the meta device, whose kernels may choose other strides.
@@ -272,7 +276,7 @@ def _laid_out(tensor: Tensor, made: Made) -> UntypedStorage:
 
 @contextmanager
 def _ambience(
-    seed: Stream | None, dtype: torch.dtype, advance: torch.Generator | None
+    seed: RecordedDraws | None, dtype: torch.dtype, advance: torch.Generator | None
 ) -> Iterator[None]:
     """The default dtype and generator as an operation found them.
 
@@ -294,3 +298,26 @@ def _ambience(
         torch.set_default_dtype(present)
         if generator and before is not None:
             generator.set_state(before)
+
+
+_MAPPED = 2**20  # bytes from which a storage is worth a mapping of its own
+_TRIMMED = 2**26  # bytes freed after which looking for them is worth the while
+
+_freed = 0
+
+
+def new_storage(size: int, device: torch.device) -> UntypedStorage:
+    """A storage of `size` bytes, not initialised; a large one leaves no hole when it is freed."""
+    if device.type == "cpu" and size >= _MAPPED:
+        return mapped(size).untyped_storage()
+    storage: UntypedStorage = UntypedStorage(size, device=device)  # type: ignore[no-untyped-call]
+    return storage
+
+
+def give_back(size: int) -> None:
+    """Report that `size` bytes of tensors were or will soon be freed; trims the heap at times."""
+    global _freed
+    _freed += size
+    if _freed >= _TRIMMED:
+        _freed = 0
+        trim()

@@ -1,23 +1,37 @@
-"""Layers shared out over the ranks of a replica: every rank runs the whole program, and in it only
-its own layers."""
+"""Pipeline parallelism: divides layers into stages, one or more on each rank of a replica.
 
-from shardwise.parallel.pipeline import partition, split_backward
+Every rank runs the user's whole program, and in it computes only the layers of its own stages.
+
+partition.py            divides layers into stages; layer_times.py  times them
+stages.py               which stage is on which rank, and what runs now
+stage_forwards.py       replaces the forwards of layers; recomputed_layers.py  under checkpoints
+stage_tensors.py        tensors that one stage computes, and the others know the shape of
+fake_outputs.py         computes the shapes of a layer's outputs on other stages
+channels.py             messages between stages
+pipeline_group.py       the ranks of a pipeline: stages, channels, parameters together
+parameter_ownership.py  frees, gathers and restores parameters of other stages
+tied_weights.py         sends weights to the stages that use them beside their owner
+schedule.py             the order of forwards and backwards on each rank
+runner.py               runs a batch by a schedule; split_backward.py  for zero-bubble
+"""
+
+from shardwise.parallel.pipeline import partition, runner
 from shardwise.parallel.pipeline.layer_times import LayerTimes
-from shardwise.parallel.pipeline.partition import Cut
-from shardwise.parallel.pipeline.pipeline_group import Line
-from shardwise.parallel.pipeline.schedule import Action, order_of
+from shardwise.parallel.pipeline.partition import Partition
+from shardwise.parallel.pipeline.pipeline_group import PipelineGroup
+from shardwise.parallel.pipeline.schedule import Action, actions_of
 from shardwise.parallel.pipeline.stage_forwards import install
-from shardwise.parallel.pipeline.stage_tensors import Piece, Run
+from shardwise.parallel.pipeline.stage_tensors import StageRun, StageTensor
 
 __all__ = [
     "Action",
-    "Cut",
     "LayerTimes",
-    "Line",
-    "Piece",
-    "Run",
+    "Partition",
+    "PipelineGroup",
+    "StageRun",
+    "StageTensor",
+    "actions_of",
     "install",
-    "order_of",
     "partition",
-    "split_backward",
+    "runner",
 ]

@@ -1,4 +1,4 @@
-"""How long each layer of a model takes, for who wants to share them out alike."""
+"""Times each layer of a model, so that stages can be balanced in time."""
 
 from __future__ import annotations
 
@@ -25,36 +25,37 @@ class LayerTimes:
 
     Raises ConfigError where `path` cannot be written.
 
-    {"layers": [{"name", "parameters", "forward", "backward", "bytes", "fresh"}, ...], "steps": N}
+        {"layers": [{"name", "parameters", "forward", "backward", "bytes", "adds_parameters"}, ...],
+         "steps": N}
 
-    Seconds of a step, medians over the steps but the first two; `bytes` are what a layer gives to
-    the next one in a step. What comes between two layers, and after the last (a loss), is of the
-    one before. A backward lasts from the arrival of the gradient of what a layer gave to that of
-    the layer's before; for the first one, to the end of all.
+    Seconds of a step, medians over the steps but the first two; `bytes` are what a layer sends to
+    the next one in a step. What comes between two layers, and after the last (a loss), counts for
+    the one before. A backward lasts from the arrival of the gradient of a layer's output to that of
+    the layer before; for the first one, to the end of all.
     """
 
     def __init__(self, model: nn.Module, patterns: Sequence[str] | None, path: Path) -> None:
-        self._atoms, _, _ = partition.find(model, patterns)
+        self._layers, _, _ = partition.find_layers(model, patterns)
         self._path = path
         self._write([], 0)
         self._steps: list[list[_Times]] = []
-        self._now = [_Times() for _ in self._atoms]
-        self._last: tuple[int, float] | None = None
-        """The layer that forward has come to, and since when."""
+        self._now = [_Times() for _ in self._layers]
+        self._current: tuple[int, float] | None = None
+        """The layer that forward has reached, and since when."""
         self._backward_began = 0.0
         self._arrivals: list[tuple[float, int]] = []
         self._handles = [
             handle
-            for number, atom in enumerate(self._atoms)
+            for number, layer in enumerate(self._layers)
             for handle in (
-                attach(atom.module.register_forward_pre_hook, partial(self._enter, number)),
-                attach(atom.module.register_forward_hook, partial(self._leave, number)),
+                attach(layer.module.register_forward_pre_hook, partial(self._enter, number)),
+                attach(layer.module.register_forward_hook, partial(self._leave, number)),
             )
         ]
 
     def _enter(self, number: int, module: nn.Module, args: Any) -> None:
         del module, args
-        self._forward_goes_on(number)
+        self._switch_layer(number)
 
     def _leave(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
         del module, args
@@ -63,25 +64,25 @@ class LayerTimes:
         times.nbytes += sum(leaf.nbytes for leaf in tensors if leaf.requires_grad)
         for leaf in tensors[:1]:
             if leaf.requires_grad:
-                leaf.register_hook(partial(self._arrive, number))  # type: ignore[no-untyped-call]
+                leaf.register_hook(partial(self._record_gradient, number))  # type: ignore[no-untyped-call]
 
-    def _arrive(self, number: int, grad: Tensor) -> None:
+    def _record_gradient(self, number: int, grad: Tensor) -> None:
         del grad
         self._arrivals.append((_clock(), number))
 
-    def _forward_goes_on(self, number: int | None) -> None:
+    def _switch_layer(self, number: int | None) -> None:
         now = _clock()
-        if self._last is not None:
-            self._now[self._last[0]].forward += now - self._last[1]
-        self._last = None if number is None else (number, now)
+        if self._current is not None:
+            self._now[self._current[0]].forward += now - self._current[1]
+        self._current = None if number is None else (number, now)
 
     def backward_begins(self) -> None:
-        """A forward is over."""
-        self._forward_goes_on(None)
+        """Stop timing the forward, and start timing the backward."""
+        self._switch_layer(None)
         self._backward_began = _clock()
 
     def backward_ended(self) -> None:
-        """A backward is over."""
+        """Attribute the time of a backward to the layers."""
         ends = [when for when, _ in self._arrivals[1:]] + [_clock()]
         if self._arrivals:
             when, number = self._arrivals[0]
@@ -91,9 +92,9 @@ class LayerTimes:
         self._arrivals.clear()
 
     def stepped(self) -> None:
-        """A step is over: write what is known."""
+        """End a step, and write the times so far."""
         self._steps.append(self._now)
-        self._now = [_Times() for _ in self._atoms]
+        self._now = [_Times() for _ in self._layers]
         taken = self._steps[2:] or self._steps
         rows: dict[int, list[_Times]] = defaultdict(list)
         for step in taken:
@@ -101,21 +102,21 @@ class LayerTimes:
                 rows[number].append(times)
         layers = [
             {
-                "name": atom.name,
-                "parameters": atom.size,
+                "name": layer.name,
+                "parameters": layer.size,
                 "forward": median(times.forward for times in rows[number]),
                 "backward": median(times.backward for times in rows[number]),
                 "bytes": median(times.nbytes for times in rows[number]),
-                "fresh": fresh,
+                "adds_parameters": adds,
             }
-            for number, (atom, fresh) in enumerate(
-                zip(self._atoms, partition.fresh_in(self._atoms), strict=True)
+            for number, (layer, adds) in enumerate(
+                zip(self._layers, partition.adds_parameters(self._layers), strict=True)
             )
         ]
         self._write(layers, len(taken))
 
     def _write(self, layers: Sequence[dict[str, Any]], steps: int) -> None:
-        """Write what is known, whole or not at all. Raises ConfigError where that cannot be."""
+        """Write the file atomically. Raises ConfigError where that cannot be done."""
         aside = self._path.with_name(f".{self._path.name}.part")
         try:
             aside.write_text(json.dumps({"layers": layers, "steps": steps}))
@@ -127,7 +128,7 @@ class LayerTimes:
             ) from error
 
     def close(self) -> None:
-        """Time no longer."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

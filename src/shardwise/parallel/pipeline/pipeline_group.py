@@ -1,4 +1,4 @@
-"""The ranks that share out the layers of a model, as this one sees them."""
+"""The ranks of one pipeline, as this rank sees them: its stages, their channels and parameters."""
 
 from __future__ import annotations
 
@@ -11,179 +11,186 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.collectives import Collectives
-from shardwise.parallel.pipeline.output_forms import Forms
-from shardwise.parallel.pipeline.parameter_ownership import Custody
-from shardwise.parallel.pipeline.stage_tensors import Run, fakes, stand_in
+from shardwise.parallel.pipeline.fake_outputs import FakeOutputs, fake_like, fake_mode
+from shardwise.parallel.pipeline.parameter_ownership import ParameterOwnership
+from shardwise.parallel.pipeline.stage_tensors import StageRun
 from shardwise.parallel.pipeline.stages import Stages
-from shardwise.parallel.pipeline.tied_weights import Loans
+from shardwise.parallel.pipeline.tied_weights import TiedWeights
 from shardwise.randomness import seed_from
 
 
 class Undoable(Protocol):
-    """What was put into modules, and can be taken out again."""
+    """A change to modules that can be undone."""
 
     def undo(self) -> None:
-        """Take it out."""
+        """Restore the modules."""
 
 
-class Parts(Protocol):
-    """What has parts of parameters."""
+class TensorParallelParameters(Protocol):
+    """The tensor-parallel state, as far as pipelines use it."""
 
     def whole_of(self, parameter: nn.Parameter) -> Tensor:
-        """All of one of which this rank has a part. Collective."""
+        """The whole of a parameter of which this rank has a part. Collective."""
 
     def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...] | None:
-        """Its shape; None for one that is not split."""
+        """The shape of the whole; None for a parameter that is not split."""
 
 
-class Line(Stages):
-    """What goes between the stages, and what the ranks have of each other.
+class PipelineGroup(Stages):
+    """The stages of a pipeline, and everything that they exchange.
 
-    `forwards` are what stands in for those of the model and its layers.
+    `replaced_forwards` are the replacements of the model's and its layers' forwards.
     """
 
     def __init__(self, group: Collectives, device: torch.device) -> None:
         super().__init__(group, device)
-        self.loans = Loans(self)
-        self.custody = Custody(self, self.loans)
-        self.forms = Forms(self)
-        self.forwards: list[Undoable] = []
-        self.split: Parts | None = None
-        """What is split further of the layers that are here."""
+        self.tied_weights = TiedWeights(self)
+        self.ownership = ParameterOwnership(self, self.tied_weights)
+        self.fake_outputs = FakeOutputs(self)
+        self.replaced_forwards: list[Undoable] = []
+        self.tensor_parallel: TensorParallelParameters | None = None
+        """The tensor-parallel split of the layers on this rank, if any."""
         self._seed, self._draws = 0, 0
         self._in_forward = False
 
-    def trained(self) -> list[nn.Parameter]:
-        """What gradients come to on this rank."""
-        own = [p for p, owner in self.cut.owners.items() if owner in self.stages]
-        return [p for p in [*own, *self.loans.borrowed] if p.requires_grad]
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """The parameters that get gradients on this rank."""
+        own = [p for p, owner in self.partition.owners.items() if owner in self.stages]
+        return [p for p in [*own, *self.tied_weights.received] if p.requires_grad]
 
     @property
-    def shares_at_home(self) -> bool:
+    def has_local_ties(self) -> bool:
         """Whether two stages of one rank use the same parameter."""
         return any(
-            len({self.rank_of(s) for s in (owner, *self.cut.lent[p])}) <= len(self.cut.lent[p])
-            for p, owner in self.cut.owners.items()
-            if p in self.cut.lent
+            len({self.rank_of(s) for s in (owner, *self.partition.tied[p])})
+            <= len(self.partition.tied[p])
+            for p, owner in self.partition.owners.items()
+            if p in self.partition.tied
         )
 
     def reset(self) -> None:
-        """Forget what is under way, and the ways on which it may still come."""
-        self.run = Run(self.stages)
-        self.loans.changed()
+        """Forget the run in progress, and close the channels on which its messages may still
+        come."""
+        self.run = StageRun(self.stages)
+        self.tied_weights.invalidate()
         self.channels.close()
 
     def close(self) -> None:
-        """Give the modules their own forwards back, and leave the ways between stages."""
-        for forward in reversed(self.forwards):
+        """Restore the modules' own forwards, and close the channels. Collective."""
+        for forward in reversed(self.replaced_forwards):
             forward.undo()
-        self.forwards.clear()
-        self.group.barrier()  # nobody waits for a message any more
+        self.replaced_forwards.clear()
+        self.group.barrier()  # no rank waits for a message of a channel that closes now
         self.channels.close()
 
     # -- runs -------------------------------------------------------------------------------
 
-    def begin(self, seed: int) -> None:
-        """What is drawn from now on follows from `seed`."""
+    def seed_forward(self, seed: int) -> None:
+        """Derive the random numbers that follow from `seed`."""
         self._seed, self._draws = seed, 0
 
-    def draw(self) -> int:
-        """A number for what is drawn next, alike on all ranks of the line."""
+    def next_draw(self) -> int:
+        """A seed for the next layer or floating module, equal on all ranks of the pipeline."""
         self._draws += 1
         return seed_from("stages", self._seed, self._draws)
 
-    def sow(self, *coordinates: int | str) -> None:
-        """Set the generators of this rank."""
+    def seed_generators(self, *coordinates: int | str) -> None:
+        """Seed the generators of this rank."""
         seed = seed_from(*coordinates)
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
 
-    # -- moves ------------------------------------------------------------------------------
+    # -- exchange between stages -----------------------------------------------------------
 
-    def borrow(self, parameter: nn.Parameter, stage: int) -> None:
-        """Let `stage` have a parameter that another one trains."""
-        self.loans.borrow(parameter, stage)
+    def add_user(self, parameter: nn.Parameter, stage: int) -> None:
+        """Let `stage` use a parameter that another stage owns."""
+        self.tied_weights.add_user(parameter, stage)
 
-    def open(self, source: int, target: int) -> None:
-        """Make the ways between two stages, on all ranks: not while a schedule runs."""
+    def open_channels(self, source: int, target: int) -> None:
+        """Open the channels between two stages, on all ranks: not while a schedule runs."""
         if self.channels.are_open(source, target):
             return
-        if self.run.planned and not self.run.trying:
-            raise self.another_way(source, target)
+        if self.run.scheduled and not self.run.is_trial:
+            raise self.new_path_error(source, target)
         self.channels.open("forward", source, target)
         self.channels.open("backward", target, source)
 
     def settle(self) -> None:
-        """Return when what was sent has come."""
-        self.channels.settle()
+        """Wait until everything that was sent has been received."""
+        self.channels.wait_all()
 
-    def renew(self) -> None:
-        """Begin another run, where a backward has used the present one up."""
+    def renew_run(self) -> None:
+        """Start another run if a backward has used the present one up."""
         if self.run.is_over:
-            self.run = Run(self.stages)
+            self.run = StageRun(self.stages)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Inside the block is a forward of the model: a run of its own, unless a schedule or a
-        forward around it has begun one."""
-        if not self.run.planned and not self._in_forward:
-            self.channels.tidy()
-            self.run = Run(self.stages)
+        """Run a forward of the model inside the block: as a run of its own, unless a schedule or an
+        outer forward has started one."""
+        if not self.run.scheduled and not self._in_forward:
+            self.channels.release_old()
+            self.run = StageRun(self.stages)
         before, self._in_forward = self._in_forward, True
         try:
             yield
         finally:
             self._in_forward = before
 
-    def gradient(self, source: int, target: int, value: Tensor) -> Tensor:
-        """The gradient of a value that `source`, here, has sent to `target`."""
+    def receive_gradient(self, source: int, target: int, value: Tensor) -> Tensor:
+        """Receive the gradient of a value that `source`, here, has sent to `target`."""
         return self.channels.receive("backward", target, source, value, self.device)
 
-    def arrived(self, run: Run) -> None:
-        """The gradients of all that was sent in `run` have come, so that has come too."""
-        while run.flying:
-            self.channels.arrived(run.flying.pop())
+    def release_sent(self, run: StageRun) -> None:
+        """Release the buffers of values sent in `run`: their gradients have come, so they have been
+        received."""
+        while run.in_flight:
+            self.channels.release(run.in_flight.pop())
 
-    def return_gradient(self, source: int, target: int, leaf: Tensor) -> None:
-        """Send the gradient of a value that `target`, here, has of `source`."""
+    def send_gradient(self, source: int, target: int, leaf: Tensor) -> None:
+        """Send the gradient of a value that `target`, here, has received from `source`."""
         grad, leaf.grad = leaf.grad, None
         self.channels.send(
             "backward", target, source, torch.zeros_like(leaf) if grad is None else grad
         )
 
-    def send(self, run: Run, source: int, target: int, value: Tensor) -> None:
+    def send(self, run: StageRun, source: int, target: int, value: Tensor) -> None:
         """Send a value forward."""
         handle = self.channels.send("forward", source, target, value)
         if value.requires_grad and torch.is_grad_enabled():
             run.sent.append((source, target, value))
-            run.flying.append(handle)
+            run.in_flight.append(handle)
 
-    def receive(self, run: Run, source: int, target: int, like: Tensor) -> Tensor:
-        """Receive a value: a leaf of this rank's graph, where it carries gradients."""
+    def receive(self, run: StageRun, source: int, target: int, like: Tensor) -> Tensor:
+        """Receive a value: a leaf of this rank's graph, if it carries gradients."""
         value = self.channels.receive("forward", source, target, like, self.device)
         if like.requires_grad and torch.is_grad_enabled():
             value.requires_grad_()
             run.received.append((source, target, value))
         return value
 
-    def whole(self, parameter: nn.Parameter) -> Tensor:
-        """All of a parameter that is here, also where layers are split further. Collective then."""
-        return parameter if self.split is None else self.split.whole_of(parameter)
+    def whole_parameter(self, parameter: nn.Parameter) -> Tensor:
+        """The whole of a parameter on this rank. Collective where layers are split further."""
+        return (
+            parameter if self.tensor_parallel is None else self.tensor_parallel.whole_of(parameter)
+        )
 
-    def like(self, parameter: nn.Parameter) -> FakeTensor:
-        """A stand-in for all of a parameter."""
-        shape = None if self.split is None else self.split.whole_shape(parameter)
+    def fake_parameter(self, parameter: nn.Parameter) -> FakeTensor:
+        """A fake tensor with the shape of the whole parameter."""
+        shape = (
+            None if self.tensor_parallel is None else self.tensor_parallel.whole_shape(parameter)
+        )
         if shape is None:
-            return stand_in(parameter)
-        with fakes():
+            return fake_like(parameter)
+        with fake_mode():
             made = torch.empty(shape, dtype=parameter.dtype, device=self.device)
         assert isinstance(made, FakeTensor)
         made.requires_grad_(parameter.requires_grad)
         return made
 
-    def spread(self, source: int, value: Tensor | None, like: Tensor) -> Tensor:
-        """What `source` has, on all ranks. Collective."""
+    def broadcast(self, source: int, value: Tensor | None, like: Tensor) -> Tensor:
+        """Broadcast a value of `source` to all ranks. Collective."""
         if value is None:
             value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         value = value.detach().contiguous()

@@ -1,8 +1,8 @@
-"""Checkpoints of the user's own (torch.utils.checkpoint) around layers of several stages.
+"""Handles the user's own checkpoints (torch.utils.checkpoint) around layers of several stages.
 
-What such a checkpoint runs again in backward would go along the line again: sent, received and
-drawn anew, in the midst of another micro-batch. So each layer inside it is a checkpoint by itself,
-whose recomputation stays on its stage, and the one around them has nothing left to run again.
+A recomputation of such a checkpoint would run the pipeline again: it would send, receive and draw
+anew in the middle of another micro-batch. So each layer inside it becomes a checkpoint by itself,
+whose recomputation stays on its stage, and the outer one has nothing left to run again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from shardwise.model.recomputation import RecomputedForward
 from shardwise.model.saved_tensors import Kept
 
 
-def is_around() -> bool:
-    """Whether what autograd saves now would go into a checkpoint, perhaps by way of others."""
+def in_checkpoint() -> bool:
+    """Whether tensors that autograd saves now would go into a checkpoint, directly or through
+    others."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     while hooks is not None:
         pack = hooks[0]
@@ -31,34 +32,34 @@ def is_around() -> bool:
     return False
 
 
-def kept() -> AbstractContextManager[Any]:
-    """Inside the block what autograd saves is kept, also where a checkpoint is around it."""
-    return saved_tensors_hooks(Kept, Kept.value) if is_around() else nullcontext()
+def saved_outside_checkpoint() -> AbstractContextManager[Any]:
+    """Save tensors for backward as they are inside the block, even within a checkpoint."""
+    return saved_tensors_hooks(Kept, Kept.value) if in_checkpoint() else nullcontext()
 
 
-def by_itself(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`plain`, the forward of a layer; where a checkpoint is around it, as one of its own."""
-    if not is_around():
-        return plain
+def checkpoint_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward `original` of a layer; inside a checkpoint, as a checkpoint of its own."""
+    if not in_checkpoint():
+        return original
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with saved_tensors_hooks(Kept, Kept.value):
-            if isinstance(plain, RecomputedForward):
-                return plain(*args, **kwargs)
-            return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+            if isinstance(original, RecomputedForward):
+                return original(*args, **kwargs)
+            return checkpoint(original, *args, use_reentrant=False, **kwargs)
 
     return run
 
 
-def is_in_function() -> bool:
+def in_autograd_function() -> bool:
     """Whether this is the forward of a torch.autograd.Function, whose operations autograd does not
     record."""
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
-def function_refused() -> UsageError:
-    """The error for such a forward of what takes gradients: those of other stages would get none
-    from its backward."""
+def autograd_function_error() -> UsageError:
+    """The error for a tensor with gradients in such a forward: its backward would give none to
+    other stages."""
     return UsageError(
         "A tensor of a model whose layers are on several workers (--pipeline) went into a "
         "torch.autograd.Function, whose backward cannot be followed from worker to worker. Where "

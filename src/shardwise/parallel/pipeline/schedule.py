@@ -1,15 +1,13 @@
-"""In which order each rank runs its stages, micro-batch by micro-batch.
+"""Schedules: the order in which each rank runs its stages, micro-batch by micro-batch.
 
 torch.distributed.pipelining makes most of them as tables of actions, a row for each rank; that of
-1f1b, which it has not, is made here. What is run for an action, and what is sent, is this
-package's own.
+1f1b, which it has not, is made here. What runs for an action, and what is sent, is this package's
+own.
 
-- gpipe: all forwards, then all backwards (Huang et al., 2019);
-- 1f1b: a backward as soon as there is one, so that few micro-batches are held (PipeDream-Flush,
-  Narayanan et al., 2021);
-- interleaved: the same with several stages on each rank (ibid.);
-- zero-bubble: backward in two, what the stage before waits for and what fills the gaps (ZB1P, Qi
-  et al., 2023).
+- gpipe: all forwards, then all backwards (Huang et al., 2019); - 1f1b: a backward as soon as there
+is one, so that few micro-batches are held (PipeDream-Flush,   Narayanan et al., 2021); -
+interleaved: the same with several stages on each rank (ibid.); - zero-bubble: backward in two, what
+the stage before waits for and what fills the gaps (ZB1P, Qi   et al., 2023).
 """
 
 from __future__ import annotations
@@ -31,29 +29,29 @@ _NAMES = {
     "zero-bubble": "InterleavedZeroBubble",
 }
 
-Kind = Literal["F", "B", "I", "W"]
+ActionKind = Literal["F", "B", "I", "W"]
 
 
 @dataclass(frozen=True)
 class Action:
-    """Micro-batch `micro` on `stage`: its forward (F), its backward (B), or that in two: for what
-    the stage was given (I), then for its parameters (W)."""
+    """A step of a schedule: micro-batch `micro` on `stage`, its forward (F), its backward (B), or
+    the backward in two: for the stage's inputs (I), then for its parameters (W)."""
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     micro: int
 
 
-Table = tuple[tuple[Action | None, ...], ...]
-"""By rank its actions in order; None where it would wait if all took one unit of time."""
+ScheduleTable = tuple[tuple[Action | None, ...], ...]
+"""The actions of each rank in order; None where it would wait if all took one unit of time."""
 
 
 @lru_cache(maxsize=64)
-def table(name: str, ranks: int, stages: int, micros: int) -> Table:
+def table(name: str, ranks: int, stages: int, micros: int) -> ScheduleTable:
     """The table of a schedule; stage s is on rank s % ranks. Raises ConfigError where the schedule
     cannot have so many micro-batches."""
     if name == "1f1b" and stages == ranks:
-        return tuple(_one_by_one(rank, ranks, micros) for rank in range(ranks))
+        return tuple(_one_forward_one_backward(rank, ranks, micros) for rank in range(ranks))
     # Imported when asked for: it takes seconds that every rank would wait at its start.
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -71,9 +69,9 @@ def table(name: str, ranks: int, stages: int, micros: int) -> Table:
     )
 
 
-def _one_by_one(rank: int, ranks: int, micros: int) -> tuple[Action, ...]:
+def _one_forward_one_backward(rank: int, ranks: int, micros: int) -> tuple[Action, ...]:
     """As many forwards as there are stages after this one, then in turn a forward and a backward,
-    then the backwards that are left."""
+    then the remaining backwards."""
     ahead = min(ranks - 1 - rank, micros)
     row = [Action(rank, "F", micro) for micro in range(ahead)]
     for micro in range(micros - ahead):
@@ -82,7 +80,8 @@ def _one_by_one(rank: int, ranks: int, micros: int) -> tuple[Action, ...]:
 
 
 class _Stage(SimpleNamespace):
-    """What torch's schedules ask of a stage to make their tables; nothing is run by them."""
+    """The attributes of a stage that torch's schedules read to make their tables; it runs
+    nothing."""
 
     def __init__(self, number: int, stages: int, ranks: int) -> None:
         super().__init__(
@@ -106,53 +105,53 @@ def _read(text: str) -> Action:
     return Action(int(stage), kind, int(micro))  # type: ignore[arg-type]
 
 
-def order_of(name: str, ranks: int, stages: int, micros: int, rank: int) -> list[Action]:
-    """What `rank` does, in order."""
+def actions_of(name: str, ranks: int, stages: int, micros: int, rank: int) -> list[Action]:
+    """The actions of `rank`, in order."""
     return [action for action in table(name, ranks, stages, micros)[rank] if action is not None]
 
 
-def bubble(
+def idle_fraction(
     name: str,
     ranks: int,
     stages: int,
     micros: int,
-    times: Mapping[Kind, Sequence[float]],
+    times: Mapping[ActionKind, Sequence[float]],
 ) -> float:
-    """The part of the time in which ranks wait, from 0 to 1; `times` are by kind and stage."""
-    rows = [order_of(name, ranks, stages, micros, rank) for rank in range(ranks)]
+    """The fraction of time in which ranks wait, from 0 to 1; `times` are by kind and stage."""
+    rows = [actions_of(name, ranks, stages, micros, rank) for rank in range(ranks)]
     end = max(_simulated(rows, times))
     busy = sum(times[action.kind][action.stage] for row in rows for action in row)
     return 1.0 - busy / (ranks * end) if end > 0 else 0.0
 
 
 def _simulated(
-    rows: Sequence[Sequence[Action]], times: Mapping[Kind, Sequence[float]]
+    rows: Sequence[Sequence[Action]], times: Mapping[ActionKind, Sequence[float]]
 ) -> list[float]:
-    """When each rank has done its row, if sending takes no time."""
+    """The time at which each rank has finished its row, if communication takes no time."""
     stages = len(times["F"])
     done: dict[Action, float] = {}
-    clocks, places = [0.0] * len(rows), [0] * len(rows)
-    while any(place < len(row) for place, row in zip(places, rows, strict=True)):
+    clocks, positions = [0.0] * len(rows), [0] * len(rows)
+    while any(position < len(row) for position, row in zip(positions, rows, strict=True)):
         moved = False
         for rank, row in enumerate(rows):
-            while places[rank] < len(row):
-                action = row[places[rank]]
+            while positions[rank] < len(row):
+                action = row[positions[rank]]
                 needs = _needed(action, stages, done)
                 if needs is None:
                     break
                 clocks[rank] = max(clocks[rank], needs) + times[action.kind][action.stage]
                 done[action] = clocks[rank]
-                places[rank] += 1
+                positions[rank] += 1
                 moved = True
         assert moved, "the schedule waits for itself"
     return clocks
 
 
 def _needed(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:
-    """When what an action needs of other stages is there; None where it is not known yet."""
+    """The time at which the inputs of an action are there; None where it is not known yet."""
     stage = action.stage
 
-    def end_of(other: int, *kinds: Kind) -> float | None:
+    def end_of(other: int, *kinds: ActionKind) -> float | None:
         ends = (done.get(Action(other, kind, action.micro)) for kind in kinds)
         return next((end for end in ends if end is not None), None)
 

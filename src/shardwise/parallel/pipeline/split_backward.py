@@ -1,8 +1,8 @@
-"""A backward in two halves, as zero-bubble schedules run it (Qi et al., 2023).
+"""Splits a backward in two, as zero-bubble schedules run it (Qi et al., 2023).
 
-The first makes the gradients of what a stage was given, which the stage before waits for; the
-second those of parameters. Where a graph is cut between the two is worked out by torch's
-pipelining: the gradients that both halves need are kept.
+The first half computes the gradients of a stage's inputs, for which the stage before waits; the
+second those of parameters. torch's pipelining finds the boundary in the graph; gradients there are
+kept, for both halves need them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 
-class Halves:
-    """The backward of `roots` from `grads` to `leaves` and to the parameters that are trained.
+class SplitBackward:
+    """The backward of `roots` from `grads` to `leaves` and to the trained parameters.
 
     Of `inputs` only, where these are given. Where a root depends on no leaf, the second half starts
-    from the roots again: what the two have in common is made twice.
+    from the roots again, and their common part is computed twice.
     """
 
     def __init__(
@@ -37,18 +37,19 @@ class Halves:
         self._trained = trained
         self._inputs = inputs
         self._groups: list[dict[str, Any]] | None = None
-        self.is_half = False
+        self.inputs_done = False
         """Whether the leaves have their gradients already."""
 
     @property
-    def puts_by_hand(self) -> bool:
-        """Whether the second half puts gradients into `grad` itself, so that no hook is called."""
+    def writes_grads_itself(self) -> bool:
+        """Whether the second half writes gradients into `grad` itself, so that no hook is
+        called."""
         return self._groups is not None
 
-    def begin(self) -> None:
-        """The first half: gradients of the leaves, in their `grad`."""
-        self.is_half = True
-        groups = self._cut()
+    def input_backward(self) -> None:
+        """Run the first half: the gradients of the leaves, into their `grad`."""
+        self.inputs_done = True
+        groups = self._find_boundary()
         handles = []
         for group in groups or []:
             group["intermediates"] = list(group["intermediates"])
@@ -68,39 +69,40 @@ class Halves:
         if groups is not None:
             self._roots, self._grads = [], []
 
-    def _cut(self) -> list[dict[str, Any]] | None:
-        """Parameters with the nodes at which the two halves part; None where a root is not reached
+    def _find_boundary(self) -> list[dict[str, Any]] | None:
+        """Groups of parameters with the nodes at the boundary; None where a root is not reached
         from the leaves."""
-        torch_halves = _of_torch()
-        find = torch_halves._get_grad_fn_or_grad_acc
+        torch_backward = _torch_backward()
+        find = torch_backward._get_grad_fn_or_grad_acc
         nodes = [node for root in self._roots if (node := find(root)) is not None]
-        reverse = torch_halves.construct_reverse_graph(nodes)
+        reverse = torch_backward.construct_reverse_graph(nodes)
         inputs = [node for leaf in self._leaves if (node := find(leaf)) is not None]
-        reached, _ = torch_halves.reverse_closure(inputs, set(), reverse)
+        reached, _ = torch_backward.reverse_closure(inputs, set(), reverse)
         if any(node not in reached for node in nodes):
             return None
         weights = [node for p in self._trained() if (node := find(p)) is not None]
-        groups: list[dict[str, Any]] = torch_halves.get_param_groups(inputs, weights, reverse)
+        groups: list[dict[str, Any]] = torch_backward.get_param_groups(inputs, weights, reverse)
         return groups
 
-    def finish(self, *, keep_graph: bool = False) -> None:
-        """The rest: gradients of parameters, in their `grad`; of the leaves too, if that has not
-        been."""
+    def weight_backward(self, *, keep_graph: bool = False) -> None:
+        """Run the rest: the gradients of parameters, into their `grad`; of the leaves too, unless
+        that is done."""
         if self._groups is not None:
-            find = _of_torch()._get_grad_fn_or_grad_acc
+            find = _torch_backward()._get_grad_fn_or_grad_acc
             owners = {node: p for p in self._trained() if (node := find(p)) is not None}
             for group in self._groups:
                 _add_gradients(group, owners)
         elif self._roots:
-            inputs = self._trained() if self.is_half else self._inputs
+            inputs = self._trained() if self.inputs_done else self._inputs
             torch.autograd.backward(
                 self._roots, self._grads, retain_graph=keep_graph, inputs=inputs
             )
         self._roots, self._grads, self._groups = [], [], None
 
 
-def _of_torch() -> Any:
-    """torch's own halves. Imported when asked for: it takes seconds that every rank would wait."""
+def _torch_backward() -> Any:
+    """torch's module for split backwards. Imported on first use: it takes seconds at every rank's
+    start."""
     from torch.distributed.pipelining import _backward
 
     return _backward
@@ -114,7 +116,7 @@ def _keep(group: dict[str, Any], place: int) -> Callable[[Any], None]:
 
 
 def _add_gradients(group: dict[str, Any], owners: dict[Any, nn.Parameter]) -> None:
-    """Add to `grad` what the parameters of a group get from the gradients that were kept.
+    """Add to `grad` what the parameters of a group get from the gradients at the boundary.
 
     torch has a function for it; that of torch 2.9 adds up the gradients of all outputs of a node.
     """

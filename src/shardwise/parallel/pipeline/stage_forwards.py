@@ -1,4 +1,4 @@
-"""What stands in for the forwards of a model whose layers are on several ranks."""
+"""Replaces the forwards of a model whose layers are on several ranks."""
 
 from __future__ import annotations
 
@@ -13,36 +13,38 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ModelError
 from shardwise.model.recomputation import RecomputedForward
 from shardwise.parallel.pipeline import recomputed_layers
-from shardwise.parallel.pipeline.parameter_ownership import NoCopies, refused
-from shardwise.parallel.pipeline.pipeline_group import Line
-from shardwise.parallel.pipeline.stage_tensors import Piece, at, runs_of
-from shardwise.parallel.tensor.sequence_parallel import whole_of
+from shardwise.parallel.pipeline.parameter_ownership import CopyGuard, copy_error
+from shardwise.parallel.pipeline.pipeline_group import PipelineGroup
+from shardwise.parallel.pipeline.stage_tensors import StageTensor, runs_of, value_at
+from shardwise.parallel.tensor.sequence_parallel import gather_nested
 
 
-def install(line: Line, model: nn.Module) -> None:
-    """Stand in for the forwards of `model` and its layers, until `line` is closed."""
-    cut = line.cut
-    for number, atom in enumerate(cut.atoms):
-        stage = cut.stage_of(number)
-        line.forwards.append(AtomForward(line, atom.module, atom.name, stage))
-    line.forwards += [FloatingForward(line, module) for module in cut.floating]
-    if model not in {atom.module for atom in cut.atoms}:
-        line.forwards.append(ModelForward(line, model))
-    line.forwards.append(NoCopies(model))
+def install(pipeline: PipelineGroup, model: nn.Module) -> None:
+    """Replace the forwards of `model` and its layers, until `pipeline` is closed."""
+    partition = pipeline.partition
+    for number, layer in enumerate(partition.layers):
+        stage = partition.stage_of(number)
+        pipeline.replaced_forwards.append(LayerForward(pipeline, layer.module, layer.name, stage))
+    pipeline.replaced_forwards += [
+        FloatingForward(pipeline, module) for module in partition.floating
+    ]
+    if model not in {layer.module for layer in partition.layers}:
+        pipeline.replaced_forwards.append(ModelForward(pipeline, model))
+    pipeline.replaced_forwards.append(CopyGuard(model))
 
 
-class Forward(ABC):
-    """Stands in for the forward of a module; copies and pickles of the module have their own."""
+class ReplacedForward(ABC):
+    """Replaces the forward of a module; copies and pickles of the module have their own."""
 
-    def __init__(self, line: Line, module: nn.Module) -> None:
-        self._line = line
+    def __init__(self, pipeline: PipelineGroup, module: nn.Module) -> None:
+        self._pipeline = pipeline
         self._module = module
         self._before: Callable[..., Any] | None = vars(module).get("forward")
-        self._plain: Callable[..., Any] = module.forward
+        self._original: Callable[..., Any] = module.forward
         module.forward = self
 
     def undo(self) -> None:
-        """Give the module its forward back."""
+        """Restore the module's own forward."""
         if vars(self._module).get("forward") is self:
             del self._module.forward
             if self._before is not None:
@@ -50,50 +52,52 @@ class Forward(ABC):
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """The output of the module."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not self._line.is_whole:
-            raise refused("A copy", "to copy it")
+        if not self._pipeline.is_whole:
+            raise copy_error("A copy", "to copy it")
         return getattr, (self._module, "forward")
 
 
-class ModelForward(Forward):
-    """That of the whole model, which is a run of its own."""
+class ModelForward(ReplacedForward):
+    """Runs the forward of the whole model as a run of its own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._line.is_whole:
-            return self._plain(*args, **kwargs)
-        with self._line.forward():
-            return self._plain(*args, **kwargs)
+        if self._pipeline.is_whole:
+            return self._original(*args, **kwargs)
+        with self._pipeline.forward():
+            return self._original(*args, **kwargs)
 
 
-class AtomForward(Forward):
-    """That of a layer: run where its stage is, and of known form elsewhere."""
+class LayerForward(ReplacedForward):
+    """Runs a layer on its stage; elsewhere computes the shapes of its outputs."""
 
-    def __init__(self, line: Line, module: nn.Module, name: str, stage: int) -> None:
-        super().__init__(line, module)
+    def __init__(self, pipeline: PipelineGroup, module: nn.Module, name: str, stage: int) -> None:
+        super().__init__(pipeline, module)
         self._name, self._stage = name, stage
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        line, stage = self._line, self._stage
-        if line.is_whole:
-            return self._plain(*args, **kwargs)
+        pipeline, stage = self._pipeline, self._stage
+        if pipeline.is_whole:
+            return self._original(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        late = [leaf.home for leaf in leaves if isinstance(leaf, Piece) and leaf.home > stage]
+        late = [
+            leaf.stage for leaf in leaves if isinstance(leaf, StageTensor) and leaf.stage > stage
+        ]
         if late:
             raise ModelError(
                 f"{self._name} is on stage {stage} and takes what stage {max(late)} makes. Let the "
                 "modules stand in the model in the order in which they run, or name where stages "
                 "begin: --stages."
             )
-        line.loans.lend(self._module, stage)
-        result = run_at(line, stage, self._module, self._plain, leaves, spec)
+        pipeline.tied_weights.send_for_layer(self._module, stage)
+        result = run_on_stage(pipeline, stage, self._module, self._original, leaves, spec)
         self._check(result)
         return result
 
     def _check(self, result: Any) -> None:
-        """Raise ModelError for tensors in an object that cannot be looked into."""
+        """Raise ModelError for tensors inside an object whose attributes cannot be replaced."""
         for leaf in pytree.tree_leaves(result):
             inside = getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, Tensor) else ()
             if any(isinstance(value, Tensor) for value in inside):
@@ -104,43 +108,43 @@ class AtomForward(Forward):
                 )
 
 
-def run_at(
-    line: Line,
+def run_on_stage(
+    pipeline: PipelineGroup,
     stage: int,
     module: nn.Module,
-    plain: Callable[..., Any],
+    original: Callable[..., Any],
     leaves: list[Any],
     spec: pytree.TreeSpec,
 ) -> Any:
-    """The forward of `module` where `stage` is, and what it returns as pieces on all ranks."""
-    runs, drawn = runs_of(line, leaves), line.draw()
-    with line.inside():
+    """Run the forward of `module` on `stage`; returns stage tensors on all ranks."""
+    runs, drawn = runs_of(pipeline, leaves), pipeline.next_draw()
+    with pipeline.within_stage():
         with torch._C.DisableTorchFunctionSubclass():
-            values = [at(line, leaf, stage) for leaf in leaves]
-        if is_here := stage in line.run.stages:
-            line.sow(drawn, "stage", stage)
+            values = [value_at(pipeline, leaf, stage) for leaf in leaves]
+        if is_here := stage in pipeline.run.stages:
+            pipeline.seed_generators(drawn, "stage", stage)
             args, kwargs = pytree.tree_unflatten(values, spec)
-            result = whole_of(recomputed_layers.by_itself(plain)(*args, **kwargs))
+            result = gather_nested(recomputed_layers.checkpoint_alone(original)(*args, **kwargs))
         else:
-            likes = [leaf.like if isinstance(leaf, Piece) else leaf for leaf in leaves]
-            once = plain.plain if isinstance(plain, RecomputedForward) else plain
-            result = line.forms.of(module, once, likes, spec)
-        line.sow(drawn, "all")
+            likes = [leaf.like if isinstance(leaf, StageTensor) else leaf for leaf in leaves]
+            once = original.plain if isinstance(original, RecomputedForward) else original
+            result = pipeline.fake_outputs.outputs_of(module, once, likes, spec)
+        pipeline.seed_generators(drawn, "all")
         return pytree.tree_map_only(
             Tensor,
-            lambda value: Piece(line, stage, value if is_here else None, value, runs),
+            lambda value: StageTensor(pipeline, stage, value if is_here else None, value, runs),
             result,
         )
 
 
-class FloatingForward(Forward):
-    """That of a module without parameters: run where its input is."""
+class FloatingForward(ReplacedForward):
+    """Runs a module without parameters on the stage of its input."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        line = self._line
+        pipeline = self._pipeline
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if line.is_whole or not any(isinstance(leaf, Piece) for leaf in leaves):
-            return self._plain(*args, **kwargs)
-        home = max(leaf.home for leaf in leaves if isinstance(leaf, Piece))
-        line.ran(self._module, home)
-        return run_at(line, home, self._module, self._plain, leaves, spec)
+        if pipeline.is_whole or not any(isinstance(leaf, StageTensor) for leaf in leaves):
+            return self._original(*args, **kwargs)
+        stage = max(leaf.stage for leaf in leaves if isinstance(leaf, StageTensor))
+        pipeline.record_floating(self._module, stage)
+        return run_on_stage(pipeline, stage, self._module, self._original, leaves, spec)

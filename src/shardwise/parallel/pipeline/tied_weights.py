@@ -1,4 +1,5 @@
-"""Weights that several stages use: trained by the first of them, lent to the others."""
+"""Tied weights: sends a weight that several stages use from its owner to the others, and gradients
+back."""
 
 from __future__ import annotations
 
@@ -12,130 +13,147 @@ from shardwise.model.precision import NARROW
 from shardwise.parallel.pipeline.stages import Stages
 
 
-class Loans:
-    """What the ranks of `line` lend each other; sent again when parameters have `changed`."""
+class TiedWeights:
+    """The tied weights of `pipeline`. Each is sent once after every change of parameters."""
 
-    def __init__(self, line: Stages) -> None:
-        self._line = line
-        self._lent: set[nn.Parameter] = set()
+    def __init__(self, pipeline: Stages) -> None:
+        self._pipeline = pipeline
+        self._sent: set[nn.Parameter] = set()
 
-    def changed(self) -> None:
-        """Parameters have changed: what is lent is to be sent again."""
-        self._lent.clear()
+    def invalidate(self) -> None:
+        """Mark all weights as changed, so that they are sent again when next used."""
+        self._sent.clear()
 
-    def lend(self, atom: nn.Module, stage: int) -> None:
-        """Let stages that use the parameters of another one have them, once after each change."""
-        for parameter in atom.parameters():
-            if parameter in self._line.cut.lent:
-                if self._line.run.trying or not self._line.run.planned:
-                    self._open_for(parameter)
-                if not self._line.run.trying:
-                    self._lend(parameter, stage)
+    def send_for_layer(self, layer: nn.Module, stage: int) -> None:
+        """Exchange the tied weights of a layer that `stage` is about to run."""
+        for parameter in layer.parameters():
+            if parameter in self._pipeline.partition.tied:
+                if self._pipeline.run.is_trial or not self._pipeline.run.scheduled:
+                    self._open_channels(parameter)
+                if not self._pipeline.run.is_trial:
+                    self._send_or_receive(parameter, stage)
 
-    def borrow(self, parameter: nn.Parameter, stage: int) -> None:
-        """The same of one parameter, which is used outside of all layers."""
-        several = self._line.cut.lent.setdefault(parameter, [])
+    def add_user(self, parameter: nn.Parameter, stage: int) -> None:
+        """Exchange a weight that `stage` uses outside of all layers."""
+        several = self._pipeline.partition.tied.setdefault(parameter, [])
         if stage not in several:
-            if self._line.run.planned and not self._line.run.trying:
-                raise self._line.another_way(self._line.cut.owners[parameter], stage)
+            if self._pipeline.run.scheduled and not self._pipeline.run.is_trial:
+                raise self._pipeline.new_path_error(
+                    self._pipeline.partition.owners[parameter], stage
+                )
             several.append(stage)
             several.sort()
-        if self._line.run.trying or not self._line.run.planned:
-            self._open_for(parameter)
-        if not self._line.run.trying:
-            self._lend(parameter, self._line.cut.owners[parameter])
-            self._lend(parameter, stage)
+        if self._pipeline.run.is_trial or not self._pipeline.run.scheduled:
+            self._open_channels(parameter)
+        if not self._pipeline.run.is_trial:
+            self._send_or_receive(parameter, self._pipeline.partition.owners[parameter])
+            self._send_or_receive(parameter, stage)
 
-    def _lend(self, parameter: nn.Parameter, stage: int) -> None:
-        """Send or receive a parameter, if `stage` is here and has not done so yet."""
-        if parameter in self._lent or stage not in self._line.run.stages:
+    def _send_or_receive(self, parameter: nn.Parameter, stage: int) -> None:
+        """Send or receive a weight, if `stage` is here and has not done so since the last
+        change."""
+        if parameter in self._sent or stage not in self._pipeline.run.stages:
             return
-        owner = self._line.cut.owners[parameter]
+        owner = self._pipeline.partition.owners[parameter]
         if stage == owner:
-            self._lent.add(parameter)
-            with self._line.inside():
-                for target in self._borrowers(parameter):
-                    self._line.channels.send(
-                        self._kind("lent", parameter), owner, target, parameter.detach()
+            self._sent.add(parameter)
+            with self._pipeline.within_stage():
+                for target in self._receivers(parameter):
+                    self._pipeline.channels.send(
+                        self._channel_kind("weight", parameter), owner, target, parameter.detach()
                     )
-        elif not self._line.has(parameter):
-            self._lent.add(parameter)
-            with torch.no_grad(), self._line.inside():
-                parameter.data = self._line.channels.receive(
-                    self._kind("lent", parameter),
+        elif not self._pipeline.owns(parameter):
+            self._sent.add(parameter)
+            with torch.no_grad(), self._pipeline.within_stage():
+                parameter.data = self._pipeline.channels.receive(
+                    self._channel_kind("weight", parameter),
                     owner,
-                    self._first_here(parameter),
+                    self._first_stage_here(parameter),
                     parameter,
-                    self._line.device,
+                    self._pipeline.device,
                 )
 
-    def _open_for(self, parameter: nn.Parameter) -> None:
-        owner = self._line.cut.owners[parameter]
-        for borrower in self._borrowers(parameter):
-            self._line.channels.open(self._kind("lent", parameter), owner, borrower)
-            self._line.channels.open(self._kind("back", parameter), borrower, owner)
+    def _open_channels(self, parameter: nn.Parameter) -> None:
+        owner = self._pipeline.partition.owners[parameter]
+        for receiver in self._receivers(parameter):
+            self._pipeline.channels.open(self._channel_kind("weight", parameter), owner, receiver)
+            self._pipeline.channels.open(self._channel_kind("gradient", parameter), receiver, owner)
 
-    def _borrowers(self, parameter: nn.Parameter) -> list[int]:
-        """The first stage of each rank that borrows a parameter."""
-        ranks = {self._line.rank_of(self._line.cut.owners[parameter])}
+    def _receivers(self, parameter: nn.Parameter) -> list[int]:
+        """The first stage of each rank that receives a weight."""
+        ranks = {self._pipeline.rank_of(self._pipeline.partition.owners[parameter])}
         found = []
-        for stage in self._line.cut.lent[parameter]:
-            if self._line.rank_of(stage) not in ranks:
-                ranks.add(self._line.rank_of(stage))
+        for stage in self._pipeline.partition.tied[parameter]:
+            if self._pipeline.rank_of(stage) not in ranks:
+                ranks.add(self._pipeline.rank_of(stage))
                 found.append(stage)
         return found
 
-    def _first_here(self, parameter: nn.Parameter) -> int:
-        return next(s for s in self._line.cut.lent[parameter] if s in self._line.stages)
+    def _first_stage_here(self, parameter: nn.Parameter) -> int:
+        return next(
+            s for s in self._pipeline.partition.tied[parameter] if s in self._pipeline.stages
+        )
 
     @property
-    def borrowed(self) -> list[nn.Parameter]:
-        """What this rank uses and another one trains."""
+    def received(self) -> list[nn.Parameter]:
+        """The weights that this rank uses and another one owns."""
         return [
             p
-            for p, stages in self._line.cut.lent.items()
-            if not self._line.has(p) and not self._line.stages.isdisjoint(stages)
+            for p, stages in self._pipeline.partition.tied.items()
+            if not self._pipeline.owns(p) and not self._pipeline.stages.isdisjoint(stages)
         ]
 
-    def give_back(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Send the owners the gradients of what is borrowed."""
-        for parameter in filter(_is_trained, self.borrowed):
+    def send_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Send the gradients of received weights to their owners."""
+        for parameter in filter(_is_trained, self.received):
             if (gradient := gradients.get(parameter)) is None:
                 gradient = torch.zeros_like(parameter)
-            owner, stage = self._line.cut.owners[parameter], self._first_here(parameter)
-            self._line.channels.send(
-                self._kind("back", parameter), stage, owner, gradient.to(_wide(parameter))
+            owner, stage = (
+                self._pipeline.partition.owners[parameter],
+                self._first_stage_here(parameter),
+            )
+            self._pipeline.channels.send(
+                self._channel_kind("gradient", parameter),
+                stage,
+                owner,
+                gradient.to(_gradient_dtype(parameter)),
             )
 
-    def take_back(self, stage: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """The gradients of what `stage`, here, has lent, one of each borrower."""
+    def receive_gradients(self, stage: int) -> list[tuple[nn.Parameter, Tensor]]:
+        """Receive the gradients of weights that `stage`, here, owns: one from each receiver."""
         found = []
-        for parameter in self.of(stage):
-            like = torch.empty(parameter.shape, dtype=_wide(parameter), device="meta")
-            kind = self._kind("back", parameter)
-            for borrower in self._borrowers(parameter):
-                grad = self._line.channels.receive(kind, borrower, stage, like, self._line.device)
+        for parameter in self.owned_by(stage):
+            like = torch.empty(parameter.shape, dtype=_gradient_dtype(parameter), device="meta")
+            kind = self._channel_kind("gradient", parameter)
+            for receiver in self._receivers(parameter):
+                grad = self._pipeline.channels.receive(
+                    kind, receiver, stage, like, self._pipeline.device
+                )
                 found.append((parameter, grad.to(parameter.dtype)))
         return found
 
-    def of(self, stage: int) -> list[nn.Parameter]:
-        """What `stage` trains and ranks of others use."""
-        cut = self._line.cut
+    def owned_by(self, stage: int) -> list[nn.Parameter]:
+        """The weights that `stage` owns and other ranks use."""
+        partition = self._pipeline.partition
         return [
-            p for p in cut.lent if cut.owners[p] == stage and self._borrowers(p) and _is_trained(p)
+            p
+            for p in partition.tied
+            if partition.owners[p] == stage and self._receivers(p) and _is_trained(p)
         ]
 
-    def _kind(self, way: str, parameter: nn.Parameter) -> str:
-        """The messages of one weight: ranks may come to several in different orders."""
-        return f"{way} {self._numbers[parameter]}"
+    def _channel_kind(self, direction: str, parameter: nn.Parameter) -> str:
+        """A channel for each weight, since ranks may reach several weights in different orders."""
+        return f"{direction} {self._numbers[parameter]}"
 
     @cached_property
     def _numbers(self) -> dict[nn.Parameter, int]:
-        return {parameter: number for number, parameter in enumerate(self._line.cut.owners)}
+        return {
+            parameter: number for number, parameter in enumerate(self._pipeline.partition.owners)
+        }
 
 
-def _wide(parameter: Tensor) -> torch.dtype:
-    """What gradients of a weight add up in, and travel as."""
+def _gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype in which gradients of a weight are summed and sent."""
     return torch.float32 if parameter.dtype in NARROW else parameter.dtype
 
 

@@ -1,16 +1,17 @@
-"""Tensor parallelism: the layers of a model are split over the ranks of a replica.
+"""Tensor parallelism: splits the layers of a model over the ranks of a replica.
 
-module_cuts.py          how single modules are cut
-attention.py            attention, by heads
-plan.py                 which modules, by patterns of the user's
-split_model.py          the models cut, put together, given back
-split_modules.py        what the class of a split module becomes
-parameter_uses.py       weights that a line computes with outside of their layers
-user_hooks.py           hooks of the user's that would see a part
-graph_paths.py          what is computed between split layers that was not tried
-regions.py              where ranks go apart and come together, in forward and backward
-replica.py              who they are
-replica_draws.py        what they draw
-sequence_parallel.py    tensors of which each rank has some tokens
-sequence_regather.py    those, given whole to a split layer, kept in parts for backward
+plan.py                  matches the user's tensor_plan with modules
+known_modules.py         finds splits in known modules; split_trial.py  tries them in others,
+                         without_dropout.py  where no random number differs
+module_splits.py         describes the split of a module; attention.py, multihead_attention.py
+split_model.py           splits models, gathers whole parameters, restores the models
+split_modules.py         the classes of split modules: column-wise, row-wise, embedding
+regions.py               collectives of tensor-parallel regions, with their backwards
+replica.py               enters and leaves regions; replica_randomness.py  seeds them
+graph_paths.py           refuses untried operations inside regions; user_hooks.py  refuses hooks
+sequence_parallel.py     tensors of which each rank has some tokens
+sequence_regather.py     saves the tokens for backward in place of the gathered input
+parameter_uses.py        gathers a split parameter for lines of the user's that compute with it
+torch_functions.py       tables of torch functions by what they do with a split tensor
+cross_entropy.py         the loss over a vocabulary that is split
 """

@@ -1,4 +1,4 @@
-"""Attention, split by heads."""
+"""Describes attention modules and splits them by heads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.parallel.tensor import module_cuts
-from shardwise.parallel.tensor.module_cuts import Group, length
+from shardwise.parallel.tensor import module_splits
+from shardwise.parallel.tensor.module_splits import SplitGroup, range_length
 from shardwise.shards import Ranges
 
 
@@ -49,18 +49,18 @@ class Attention:
         return (*((self.qkv,) if isinstance(self.qkv, str) else self.qkv), self.out)
 
 
-def split_attention(name: str, module: nn.Module, how: Attention, parts: int) -> Group:
-    """Attention `name` in `parts`, each with whole heads; queries stay with their keys.
+def split_attention(name: str, module: nn.Module, how: Attention, parts: int) -> SplitGroup:
+    """Split attention `name` into `parts`, each with whole heads; queries stay with their keys.
 
     Raises ModelError for fewer heads than parts.
     """
     heads = _number(name, module, how.heads)
     kv_heads = heads if how.kv_heads is None else _number(name, module, how.kv_heads)
-    of_kv = module_cuts.evenly(f"{name} of {kv_heads} heads", kv_heads, parts)
+    of_kv = module_splits.even_split(f"{name} of {kv_heads} heads", kv_heads, parts)
     of_heads = [_scaled(each, heads // kv_heads) for each in of_kv]
     out = _child(name, module, how.out)
-    head_dim = module_cuts.widths(out)[0] // heads
-    group = Group("attention", name)
+    head_dim = module_splits.widths(out)[0] // heads
+    group = SplitGroup("attention", name)
     if isinstance(how.qkv, str):
         fused = _child(name, module, how.qkv)
         query, key = heads * head_dim, kv_heads * head_dim
@@ -72,34 +72,36 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
             )
             for mine, kv in zip(of_heads, of_kv, strict=True)
         ]
-        if module_cuts.widths(fused)[1] != query + 2 * key:
+        if module_splits.widths(fused)[1] != query + 2 * key:
             raise ModelError(
-                f"{name}.{how.qkv} makes {module_cuts.widths(fused)[1]} features, and queries, "
+                f"{name}.{how.qkv} makes {module_splits.widths(fused)[1]} features, and queries, "
                 f"keys and values of {heads} heads of {head_dim} are {query + 2 * key}."
             )
-        group.cuts.append(module_cuts.colwise(f"{name}.{how.qkv}", fused, ranges))
+        group.splits.append(module_splits.colwise(f"{name}.{how.qkv}", fused, ranges))
     else:
         for child, mine in zip(how.qkv, (of_heads, of_kv, of_kv), strict=True):
             linear = _child(name, module, child)
-            each = module_cuts.widths(linear)[1] // (heads if mine is of_heads else kv_heads)
+            each = module_splits.widths(linear)[1] // (heads if mine is of_heads else kv_heads)
             ranges = [_scaled(part, each) for part in mine]
-            group.cuts.append(module_cuts.colwise(f"{name}.{child}", linear, ranges))
+            group.splits.append(module_splits.colwise(f"{name}.{child}", linear, ranges))
     rows = [_scaled(part, head_dim) for part in of_heads]
-    group.cuts.append(module_cuts.rowwise(f"{name}.{how.out}", out, rows))
+    group.splits.append(module_splits.rowwise(f"{name}.{how.out}", out, rows))
     for child in how.per_head:
         if (table := module._modules.get(child)) is not None:
             tensors = {"weight": (1, of_heads)}
-            group.cuts.append(module_cuts.part(f"{name}.{child}", table, tensors, [{}] * parts))
+            group.splits.append(
+                module_splits.local_module(f"{name}.{child}", table, tensors, [{}] * parts)
+            )
     local: list[dict[str, Any]] = [
-        {width: getattr(module, width) // heads * length(part) for width in how.widths}
+        {width: getattr(module, width) // heads * range_length(part) for width in how.widths}
         for part in of_heads
     ]
     for attribute, several in ((how.heads, of_heads), (how.kv_heads, of_kv)):
         if isinstance(attribute, str) and "." not in attribute:  # a config tells of the whole
             for own, part in zip(local, several, strict=True):
-                own[attribute] = length(part)
+                own[attribute] = range_length(part)
     if any(local):
-        group.cuts.append(module_cuts.part(name, module, {}, local))
+        group.splits.append(module_splits.local_module(name, module, {}, local))
     return group
 
 
@@ -118,7 +120,7 @@ def _child(name: str, module: nn.Module, child: str) -> nn.Module:
     found: Any = module
     for part in child.split("."):
         found = getattr(found, part, None)
-    if not isinstance(found, nn.Module) or not module_cuts.is_linear(found):
+    if not isinstance(found, nn.Module) or not module_splits.is_linear(found):
         raise ModelError(
             f"{name} has no linear map called {child!r}: name it in sw.Attention(...)."
         )

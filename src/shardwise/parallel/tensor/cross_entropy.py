@@ -13,8 +13,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
 from shardwise.model.precision import NARROW
-from shardwise.parallel.tensor.regions import told_by_all
-from shardwise.parallel.tensor.split_modules import Colwise, check_within
+from shardwise.parallel.tensor.regions import all_gather_tensors
+from shardwise.parallel.tensor.split_modules import ColwiseParallel, check_in_range
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -27,16 +27,16 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """torch's cross_entropy of what `head`, the model's last linear map, gave.
+    """torch's cross_entropy of the output of `head`, the model's last linear map.
 
     scores: (..., classes), as they came out of `head`; target: (...) int64. Where `tensor_plan`
-    splits the head "colwise", scores have this rank's classes only, and three numbers for each
-    token are all that ranks tell each other (Megatron-LM, Shoeybi et al., 2019); where it is whole,
-    or put together, this is torch's own. The same on all ranks of a replica; 16-bit scores are
+    splits the head "colwise", scores have this rank's classes only, and ranks exchange three
+    numbers for each token (Megatron-LM, Shoeybi et al., 2019); where it is whole, or gathers its
+    output, this is torch's own. The result is the same on all ranks of a replica; 16-bit scores are
     summed in fp32.
 
-    Raises UsageError for scores that are not as wide as what `head` gives, or an unknown reduction;
-    IndexError for a target that is no class.
+    Raises UsageError for scores that are not as wide as the output of `head`, or an unknown
+    reduction; IndexError for a target that is no class.
     """
     if has_torch_function((scores, target)):
         return handle_torch_function(
@@ -50,14 +50,14 @@ def cross_entropy(
         )
     if reduction not in _REDUCTIONS:
         raise UsageError(f"reduction takes one of {', '.join(_REDUCTIONS)}, not {reduction!r}.")
-    if not _is_apart(head):
+    if not _gives_local_scores(head):
         return F.cross_entropy(
             scores.flatten(0, -2),
             target.flatten(),
             ignore_index=ignore_index,
             reduction=reduction,
         ).view(target.shape if reduction == "none" else ())
-    assert isinstance(head, Colwise)
+    assert isinstance(head, ColwiseParallel)
     group, ranges = head._replica.group, head.ranges
     first, end = ranges[group.rank]
     if scores.shape[-1] != end - first:
@@ -65,11 +65,11 @@ def cross_entropy(
             f"cross_entropy takes scores as the head gave them, {end - first} in the last "
             f"dimension, not {tuple(scores.shape)}."
         )
-    head._replica.close()  # the split region that the head has begun ends here
+    head._replica.close_region()  # the split region that the head has begun ends here
     flat, wanted = scores.flatten(0, -2), target.flatten()
     counts = wanted != ignore_index
     wanted = wanted.masked_fill(~counts, 0)
-    check_within(wanted, ranges[-1][1], "Target out of bounds")
+    check_in_range(wanted, ranges[-1][1], "Target out of bounds")
     losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         flat.float() if flat.dtype in NARROW else flat, wanted, first, group
     )
@@ -79,13 +79,15 @@ def cross_entropy(
     return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()  # type: ignore[no-any-return]
 
 
-def _is_apart(head: nn.Module) -> bool:
-    """Whether what `head` gives is split now."""
-    return isinstance(head, Colwise) and not head._gathers and not head._replica.is_whole
+def _gives_local_scores(head: nn.Module) -> bool:
+    """Whether the output of `head` is split at present."""
+    return (
+        isinstance(head, ColwiseParallel) and not head._gather_output and not head._replica.is_whole
+    )
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """By token, from this rank's part of its scores, the first of which is of class `first`."""
+    """The loss of each token from this rank's scores, the first of which is of class `first`."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, target: Tensor, first: int, group: Collectives) -> Tensor:
@@ -96,12 +98,12 @@ class _CrossEntropy(torch.autograd.Function):
         powers = (scores - highest.unsqueeze(-1)).exp_()
         mine = scores.gather(-1, own).squeeze(-1).masked_fill(elsewhere, 0.0)
         own_terms = torch.stack([highest, powers.sum(-1), mine])
-        told = torch.stack(told_by_all(own_terms, group, [own_terms.shape] * group.size))
-        top = told[:, 0].amax(0)
-        total = (told[:, 1] * (told[:, 0] - top).exp()).sum(0)
+        gathered = torch.stack(all_gather_tensors(own_terms, group, [own_terms.shape] * group.size))
+        top = gathered[:, 0].amax(0)
+        total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0)
         ctx.save_for_backward(powers.mul_(((highest - top).exp() / total).unsqueeze(-1)))
         ctx.own, ctx.elsewhere = own, elsewhere
-        return total.log() + top - told[:, 2].sum(0)
+        return total.log() + top - gathered[:, 2].sum(0)
 
     @staticmethod
     @once_differentiable

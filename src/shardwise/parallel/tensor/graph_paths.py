@@ -1,8 +1,8 @@
-"""What is computed between two split layers, as autograd has noted it.
+"""Checks the operations between two split layers against those that a trial has seen.
 
-A trial shows that a forward takes to being split, by what it does at that moment. What it does
-from some step on, or for some input only, shows in its graph: an operation there that was not
-tried, and that may look at several features together, is refused before anything comes of it.
+A trial shows what a forward computes at that moment. What it computes from some step on, or for
+some input only, shows in its autograd graph: an operation there that was not tried, and that may
+combine several features, is refused before its result is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.errors import UsageError
 
-_BY_FEATURE = frozenset(
+_FEATURE_WISE = frozenset(
     ["Add", "Sub", "Mul", "Div", "Neg", "Tanh", "Relu", "Gelu", "Silu", "Sigmoid", "Exp", "Log",
      "Sqrt", "Rsqrt", "Pow", "Abs", "Clamp", "ClampMin", "ClampMax", "Hardtanh", "Hardswish",
      "Hardsigmoid", "LeakyRelu", "Elu", "Mish", "Softplus", "MaskedFill", "Where", "NativeDropout",
@@ -26,21 +26,21 @@ _BY_FEATURE = frozenset(
 """Operations that treat every feature by itself, or move none from where it is."""
 
 _ATTENTION = frozenset(["Bmm", "Softmax", "SafeSoftmax", "Expand", "Baddbmm", "Attention"])
-"""What attention is made of, which its kernels do as one."""
+"""The operations of attention, which its kernels do as one."""
 
 _OUTSIDE = "a value from outside"
-_MOST = 1000
-"""Operations that are looked at."""
+_MOST_NODES = 1000
+"""The number of graph nodes that are visited at most."""
 
 
-def operations(value: Tensor, starts: Sequence[Any]) -> set[str]:
-    """What has been computed of the outputs whose nodes are `starts`, up to `value`."""
+def operations_between(value: Tensor, starts: Sequence[Any]) -> set[str]:
+    """Names of the operations between the nodes `starts` and `value`."""
     first = min(node._sequence_nr() for node in starts)
     ends = set(starts)
     found: set[str] = set()
     seen: set[Any] = set()
     waiting: list[Any] = [value.grad_fn]
-    while waiting and len(seen) < _MOST:
+    while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
         if node is None or node in ends or node in seen:
             continue
@@ -61,19 +61,20 @@ def _plain(name: str) -> str:
     return "Attention" if name.startswith("ScaledDotProduct") else name
 
 
-class Path:
-    """What may be computed before a row-wise layer: `tried`, and what treats features alone."""
+class AllowedOperations:
+    """The operations allowed before a row-wise layer: those that were `tried`, and feature-wise
+    ones."""
 
     def __init__(self, tried: Iterable[str] = ()) -> None:
         self.tried = set(tried)
-        known = self.tried | _BY_FEATURE
+        known = self.tried | _FEATURE_WISE
         self._known = known | _ATTENTION if "Attention" in known else known
 
     def check(self, value: Tensor, starts: Sequence[Any]) -> None:
-        """Raise UsageError for a `value` that came about in a way that was not tried."""
+        """Raise UsageError for a `value` that an operation has produced that is not allowed."""
         if value.grad_fn is None or not starts or torch._C._current_graph_task_id() != -1:
             return
-        if strange := operations(value, starts) - self._known:
+        if strange := operations_between(value, starts) - self._known:
             raise UsageError(
                 "Between two layers that are split (--tensor), where each worker has a part of "
                 f"the features, forward computes {', '.join(sorted(strange))}, which it did not "
@@ -83,10 +84,10 @@ class Path:
             )
 
 
-class Recorded(Path):
-    """Notes what is computed, in a trial."""
+class RecordedOperations(AllowedOperations):
+    """Records the operations of a trial."""
 
     def check(self, value: Tensor, starts: Sequence[Any]) -> None:
-        """Note it."""
+        """Record the operations that lead to `value`."""
         if value.grad_fn is not None and starts:
-            self.tried |= operations(value, starts)
+            self.tried |= operations_between(value, starts)

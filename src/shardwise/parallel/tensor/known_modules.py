@@ -1,5 +1,4 @@
-"""Shapes that are found without being told: attention and feed-forward pairs of known modules,
-and those of others where a trial shows that their forward takes to it."""
+"""Finds the splits of known attention and feed-forward modules, and of others by trial."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.parallel.tensor import module_cuts
+from shardwise.parallel.tensor import module_splits
 from shardwise.parallel.tensor.attention import Attention, split_attention
-from shardwise.parallel.tensor.graph_paths import Path
-from shardwise.parallel.tensor.module_cuts import Group
+from shardwise.parallel.tensor.graph_paths import AllowedOperations
+from shardwise.parallel.tensor.module_splits import SplitGroup
 from shardwise.parallel.tensor.multihead_attention import split_multihead
-from shardwise.parallel.tensor.split_modules import Rowwise
-from shardwise.parallel.tensor.split_trial import Verdict, takes_to
+from shardwise.parallel.tensor.split_modules import RowwiseParallel
+from shardwise.parallel.tensor.split_trial import TrialResult, try_split
 
 ATTENTION = {
     "GPT2Attention": Attention(
@@ -37,7 +36,7 @@ ATTENTION = {
         per_head=("relative_attention_bias",),
     ),
 }
-"""Modules of the transformers package by class."""
+"""Attention modules of the transformers package, by class."""
 
 PAIRS = {
     "GPT2MLP": (("c_fc",), "c_proj"),
@@ -47,7 +46,7 @@ PAIRS = {
     "TransformerEncoderLayer": (("linear1",), "linear2"),
     "TransformerDecoderLayer": (("linear1",), "linear2"),
 }
-"""The layers that widen, and the one that narrows, by class."""
+"""Feed-forward modules: the layers that widen, and the one that narrows, by class."""
 
 QUERIES = ("q", "q_proj", "query", "wq", "to_q", "q_lin")
 KEYS = ("k", "k_proj", "key", "wk", "to_k", "k_lin")
@@ -55,7 +54,7 @@ VALUES = ("v", "v_proj", "value", "wv", "to_v", "v_lin")
 FUSED = ("qkv", "qkv_proj", "c_attn", "in_proj", "to_qkv", "Wqkv", "mix", "query_key_value")
 OUT = ("out", "o", "out_proj", "o_proj", "proj", "c_proj", "to_out", "wo", "dense", "merge")
 HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
-"""What modules of others call what attention is made of; a trial has the last word."""
+"""Usual names of the parts of attention in other modules; a trial decides."""
 
 
 NOT_BY_HEADS = (
@@ -63,47 +62,49 @@ NOT_BY_HEADS = (
     "take the width of a head from its input: write -1 for that in view; docs/parallel.md)"
 )
 
-Verdicts = dict[tuple[str, tuple[str, ...]], Verdict]
-"""Whether a module, by name, takes to some of its children being split together."""
+TrialResults = dict[tuple[str, tuple[str, ...]], TrialResult]
+"""The results of trials, by module name and the children that are split together."""
 
 
-class Trials:
-    """What trials say, alike modules tried once; with `told`, what they said on another rank."""
+class SplitTrials:
+    """Tries splits, modules of one signature once; or repeats the results `reported` by another
+    rank."""
 
-    def __init__(self, told: Verdicts | None = None) -> None:
-        self.verdicts: Verdicts = {} if told is None else told
-        self._told = told is not None
-        self._alike: dict[object, Verdict] = {}
+    def __init__(self, reported: TrialResults | None = None) -> None:
+        self.results: TrialResults = {} if reported is None else reported
+        self._reported = reported is not None
+        self._by_signature: dict[object, TrialResult] = {}
 
-    def pass_on(
-        self, name: str, module: nn.Module, children: tuple[str, ...], group: Group, parts: int
+    def accepts(
+        self, name: str, module: nn.Module, children: tuple[str, ...], group: SplitGroup, parts: int
     ) -> bool:
-        """Whether `module` takes to `group`, in which these of its children are split."""
-        if not self._told:
-            around = _around(module, children)
-            likeness = (_likeness(around), children)
-            if likeness not in self._alike:
-                self._alike[likeness] = takes_to(around, group, parts)
-            told = self._alike[likeness]
-            if group.what == "attention" and not told and told.why is None:
-                told = replace(told, why=NOT_BY_HEADS)
-            self.verdicts[name, children] = told
-        verdict = self.verdicts.get((name, children))
-        if not verdict:
+        """Whether `module` computes the same with these of its children split as `group` says."""
+        if not self._reported:
+            tried = _module_to_try(module, children)
+            signature = (_signature(tried), children)
+            if signature not in self._by_signature:
+                self._by_signature[signature] = try_split(tried, group, parts)
+            reported = self._by_signature[signature]
+            if group.kind == "attention" and not reported and reported.why is None:
+                reported = replace(reported, why=NOT_BY_HEADS)
+            self.results[name, children] = reported
+        result = self.results.get((name, children))
+        if not result:
             return False
-        path = Path(verdict.operations)
-        group.cuts[:] = [
-            replace(cut, path=path) if cut.style is Rowwise else cut for cut in group.cuts
+        allowed = AllowedOperations(result.operations)
+        group.splits[:] = [
+            replace(cut, allowed=allowed) if cut.style is RowwiseParallel else cut
+            for cut in group.splits
         ]
         return True
 
     def left_whole(self) -> dict[str, str]:
-        """Why modules, by name, stay whole, where that is to be told."""
-        taken = {name for (name, _), verdict in self.verdicts.items() if verdict}
+        """Why modules, by name, stay whole, where that is worth a line."""
+        taken = {name for (name, _), result in self.results.items() if result}
         return {
-            name: verdict.why
-            for (name, _), verdict in self.verdicts.items()
-            if verdict.why and name not in taken
+            name: result.why
+            for (name, _), result in self.results.items()
+            if result.why and name not in taken
         }
 
 
@@ -112,26 +113,26 @@ def find(
     prefixes: Sequence[str],
     parts: int,
     taken: set[nn.Module],
-    trials: Trials | None = None,
-) -> list[Group]:
-    """What is known of `models`, in as many `parts`; modules of `taken` are passed over."""
-    found: list[Group] = []
-    trials = trials or Trials()
+    trials: SplitTrials | None = None,
+) -> list[SplitGroup]:
+    """The splits found in `models`, into `parts`; modules in `taken` are skipped."""
+    found: list[SplitGroup] = []
+    trials = trials or SplitTrials()
     for model, prefix in zip(models, prefixes, strict=True):
-        carries = _carries_a_plan(model)
+        has_own_plan = _has_own_plan(model)
         for path, module in model.named_modules():
             name = ".".join(part for part in (prefix, path) if part).replace("_orig_mod.", "")
-            if carries and module not in taken and _is_as_llama(module):
-                groups = _attends(name, module, ATTENTION["LlamaAttention"], parts, taken)
+            if has_own_plan and module not in taken and _is_as_llama(module):
+                groups = _known_attention(name, module, ATTENTION["LlamaAttention"], parts, taken)
             else:
-                groups = _of(name, module, parts, taken, trials)
+                groups = _groups_of(name, module, parts, taken, trials)
             for group in groups:
-                taken |= {cut.module for cut in group.cuts}
+                taken |= {cut.module for cut in group.splits}
                 found.append(group)
     return found
 
 
-def _carries_a_plan(model: nn.Module) -> bool:
+def _has_own_plan(model: nn.Module) -> bool:
     """Whether a model of transformers has a tp_plan of its own that splits attention by heads."""
     plan: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     return any(
@@ -140,17 +141,17 @@ def _carries_a_plan(model: nn.Module) -> bool:
 
 
 def _is_as_llama(module: nn.Module) -> bool:
-    """Whether attention is of the four maps and nothing else: what stood between them (norms of
-    queries and keys) would have a part of its gradient only on each rank."""
+    """Whether attention has the four maps and no other parameters: those between them (norms of
+    queries and keys) would have a part of their gradient only on each rank."""
     from_transformers = type(module).__module__.startswith("transformers.")
     trained = {name.split(".")[0] for name, _ in module.named_parameters()}
     four = {"q_proj", "k_proj", "v_proj", "o_proj"}
     return from_transformers and type(module).__name__.endswith("Attention") and trained == four
 
 
-def _of(
-    name: str, module: nn.Module, parts: int, taken: set[nn.Module], trials: Trials
-) -> Iterator[Group]:
+def _groups_of(
+    name: str, module: nn.Module, parts: int, taken: set[nn.Module], trials: SplitTrials
+) -> Iterator[SplitGroup]:
     if module in taken:
         return
     # By name only where they are the libraries' own; others may be called the same.
@@ -161,7 +162,7 @@ def _of(
             yield split_multihead(name, module, parts)  # type: ignore[arg-type]
         return
     if kind in ATTENTION and not getattr(module, "is_cross_attention", False):
-        yield from _attends(name, module, ATTENTION[kind], parts, taken)
+        yield from _known_attention(name, module, ATTENTION[kind], parts, taken)
         return
     if kind in PAIRS:
         into, out = PAIRS[kind]
@@ -173,33 +174,34 @@ def _of(
     free = [
         child
         for child, each in module.named_children()
-        if module_cuts.is_linear(each) and each not in taken
+        if module_splits.is_linear(each) and each not in taken
     ]
     used: set[str] = set()
     for group, children in _candidates(name, module, free, parts):
         if used & set(children):
             continue
-        if trials.pass_on(name, module, children, group, parts):
+        if trials.accepts(name, module, children, group, parts):
             used |= set(children)
             yield group
 
 
-def _attends(
+def _known_attention(
     name: str, module: nn.Module, how: Attention, parts: int, taken: set[nn.Module]
-) -> Iterator[Group]:
-    """Attention of a known kind; nothing where the plan has a word on one of its maps, or one of
-    them has become something else, as an adapter around it does."""
+) -> Iterator[SplitGroup]:
+    """Split attention of a known class; nothing where the plan names one of its maps, or one has
+    been replaced, as by an adapter around it."""
     if not taken & set(module.children()) and _are_linear(module, how.maps):
         yield split_attention(name, module, how, parts)
 
 
 def _are_linear(module: nn.Module, children: Sequence[str]) -> bool:
     found = [module._modules.get(child) for child in children]
-    return all(each is not None and module_cuts.is_linear(each) for each in found)
+    return all(each is not None and module_splits.is_linear(each) for each in found)
 
 
-def _around(module: nn.Module, children: Sequence[str]) -> nn.Module:
-    """What has to take to it: of a sequence, the run from the first of `children` to the last."""
+def _module_to_try(module: nn.Module, children: Sequence[str]) -> nn.Module:
+    """The module that a trial runs: of a sequence, the run from the first of `children` to the
+    last."""
     if type(module).forward is not nn.Sequential.forward:
         return module
     names = list(module._modules)
@@ -207,9 +209,9 @@ def _around(module: nn.Module, children: Sequence[str]) -> nn.Module:
     return nn.Sequential(*(module.get_submodule(name) for name in run))
 
 
-def _likeness(module: nn.Module) -> object:
-    """What modules whose forwards compute the same have alike: classes, shapes and attributes of
-    all that is in them. Of what has no value of its own (a function, a buffer) the object."""
+def _signature(module: nn.Module) -> object:
+    """What modules that compute the same have in common: classes, shapes and attributes of all
+    submodules. Values that cannot be compared (a function, a buffer) count by identity."""
     return tuple(
         (path, type(each), each.extra_repr(), *(_value(kept) for kept in _kept(each)))
         for path, each in module.named_modules()
@@ -236,8 +238,8 @@ def _value(kept: object) -> object:
 
 def _candidates(
     name: str, module: nn.Module, free: Sequence[str], parts: int
-) -> Iterator[tuple[Group, tuple[str, ...]]]:
-    """What may be attention or a pair, by the names and widths of its linear maps."""
+) -> Iterator[tuple[SplitGroup, tuple[str, ...]]]:
+    """Possible attention or pairs, by the names and widths of linear maps."""
     if (how := _attention(module, free)) is not None:
         children = how.maps
         try:
@@ -246,13 +248,13 @@ def _candidates(
             return  # its widths are not those of attention
     for first, second in pairwise(free):
         one, other = (getattr(module, child) for child in (first, second))
-        if module_cuts.widths(one)[1] == module_cuts.widths(other)[0] >= parts:
+        if module_splits.widths(one)[1] == module_splits.widths(other)[0] >= parts:
             yield _pair(name, module, (first,), second, parts), (first, second)
     for first, gate, second in zip(free, free[1:], free[2:], strict=False):
         several = [getattr(module, child) for child in (first, gate, second)]
-        if len({module_cuts.widths(several[0]), module_cuts.widths(several[1])}) == 1:
-            width = module_cuts.widths(several[0])[1]
-            if width == module_cuts.widths(several[2])[0] >= parts:
+        if len({module_splits.widths(several[0]), module_splits.widths(several[1])}) == 1:
+            width = module_splits.widths(several[0])[1]
+            if width == module_splits.widths(several[2])[0] >= parts:
                 yield _pair(name, module, (first, gate), second, parts), (first, gate, second)
 
 
@@ -270,35 +272,38 @@ def _attention(module: nn.Module, free: Sequence[str]) -> Attention | None:
     return None if fused is None else Attention(qkv=fused, out=out, heads=heads)
 
 
-def _pair(name: str, module: nn.Module, into: Sequence[str], out: str, parts: int) -> Group:
-    """Layers that widen by their output features, the one that narrows by its input features."""
+def _pair(name: str, module: nn.Module, into: Sequence[str], out: str, parts: int) -> SplitGroup:
+    """Split a feed-forward pair: widening layers by output features, the narrowing one by input
+    features."""
     last = module._modules[out]
     assert last is not None
-    width = module_cuts.widths(last)[0]
-    ranges = module_cuts.evenly(f"{name or type(module).__name__} of width {width}", width, parts)
-    group = Group("feed-forward", name)
+    width = module_splits.widths(last)[0]
+    ranges = module_splits.even_split(
+        f"{name or type(module).__name__} of width {width}", width, parts
+    )
+    group = SplitGroup("feed-forward", name)
     for child in into:
         linear = module._modules[child]
         assert linear is not None
-        group.cuts.append(module_cuts.colwise(_below(name, child), linear, ranges))
-    group.cuts.append(module_cuts.rowwise(_below(name, out), last, ranges))
+        group.splits.append(module_splits.colwise(_child_name(name, child), linear, ranges))
+    group.splits.append(module_splits.rowwise(_child_name(name, out), last, ranges))
     return group
 
 
-def unfuse(
-    models: Sequence[nn.Module], prefixes: Sequence[str], parts: int, groups: Sequence[Group]
+def disable_fused_inference(
+    models: Sequence[nn.Module], prefixes: Sequence[str], parts: int, groups: Sequence[SplitGroup]
 ) -> None:
-    """Turn torch's fused inference of a whole encoder layer off where `groups` split what is in
-    it: it takes the weights and knows nothing of parts."""
-    group_of = {cut.module: group for group in groups for cut in group.cuts}
+    """Turn off torch's fused inference of encoder layers with a split inside: it takes the weights
+    and knows nothing of parts."""
+    group_of = {cut.module: group for group in groups for cut in group.splits}
     for model, prefix in zip(models, prefixes, strict=True):
         for path, module in model.named_modules():
             inside = [group_of[each] for each in module.modules() if each in group_of]
             if inside and hasattr(module, "activation_relu_or_gelu"):
                 name = ".".join(part for part in (prefix, path) if part)
                 plain = [{"activation_relu_or_gelu": 0}] * parts
-                inside[0].cuts.append(module_cuts.part(name, module, {}, plain))
+                inside[0].splits.append(module_splits.local_module(name, module, {}, plain))
 
 
-def _below(name: str, child: str) -> str:
+def _child_name(name: str, child: str) -> str:
     return f"{name}.{child}" if name else child

@@ -1,4 +1,4 @@
-"""torch's own attention, split by heads."""
+"""Splits nn.MultiheadAttention by heads."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import ModelError
-from shardwise.parallel.tensor import module_cuts
-from shardwise.parallel.tensor.module_cuts import Cut, Group
-from shardwise.parallel.tensor.regions import Parts, gathered, together
-from shardwise.parallel.tensor.split_modules import SplitModule
+from shardwise.parallel.tensor import module_splits
+from shardwise.parallel.tensor.module_splits import ModuleSplit, SplitGroup
+from shardwise.parallel.tensor.regions import ShardedDim, gather_from_region, reduce_from_region
+from shardwise.parallel.tensor.split_modules import TensorParallelModule
 from shardwise.shards import Range
 
 
-class SplitAttention(SplitModule):
-    """nn.MultiheadAttention of which each rank has some heads.
+class SplitMultiheadAttention(TensorParallelModule):
+    """An nn.MultiheadAttention of which each rank has some heads.
 
-    torch's own function takes the width of all heads from its input, so this is its computation by
-    the same parts: projections, scaled_dot_product_attention (or softmax where weights are asked
-    for), the output map.
+    torch's own function takes the width of all heads from its input, so this repeats its
+    computation: projections, scaled_dot_product_attention (or softmax where weights are asked for),
+    the output map.
     """
 
     num_heads: int
@@ -35,7 +35,7 @@ class SplitAttention(SplitModule):
     in_proj_weight: Tensor
     in_proj_bias: Tensor | None
     ranges: Sequence[Range]
-    """By rank its heads."""
+    """The heads of each rank."""
 
     def forward(
         self,
@@ -48,7 +48,7 @@ class SplitAttention(SplitModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As nn.MultiheadAttention.forward, shapes and masks alike.
+        """Compute as nn.MultiheadAttention.forward does, with its shapes and masks.
 
         Raises RuntimeError for is_causal without the mask that it is a hint about.
         """
@@ -80,7 +80,7 @@ class SplitAttention(SplitModule):
             mixed = mixed.squeeze(0)
         elif not self.batch_first:
             mixed = mixed.transpose(0, 1)
-        out = replica.leave(lambda: F.linear(mixed, self.out_proj.weight))
+        out = replica.leave_region(lambda: F.linear(mixed, self.out_proj.weight))
         if self.out_proj.bias is not None:
             out = out + self.out_proj.bias.to(out.dtype)
         if weights is not None:
@@ -98,7 +98,7 @@ class SplitAttention(SplitModule):
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         projected = []
         for each, matrix, bias in zip(several, matrices, biases, strict=True):
-            found = self._replica.enter(each, partial(F.linear, weight=matrix, bias=bias))
+            found = self._replica.enter_region(each, partial(F.linear, weight=matrix, bias=bias))
             if each.ndim == 2:
                 found = found.unsqueeze(0)
             elif not self.batch_first:
@@ -115,7 +115,7 @@ class SplitAttention(SplitModule):
         *,
         batched: bool,
     ) -> Tensor | None:
-        """Both masks as one to be added to the scores of this rank's heads."""
+        """Join both masks to one that is added to the scores of this rank's heads."""
         found: Tensor | None = None
         if mask is not None:
             found = _added(mask, q.dtype)
@@ -129,11 +129,12 @@ class SplitAttention(SplitModule):
         return found
 
     def _shared_weights(self, weights: Tensor, *, average: bool) -> Tensor:
-        """The weights of all ranks' heads, or their mean; (N, heads, L, S) or (N, L, S)."""
+        """The attention weights of all ranks' heads, or their mean; (N, heads, L, S) or (N, L,
+        S)."""
         group, heads = self._replica.group, self.ranges[-1][1]
         if average:
-            return together(weights.sum(1), group) / heads
-        return gathered(weights, group, Parts(1 - weights.ndim, self.ranges))
+            return reduce_from_region(weights.sum(1), group) / heads
+        return gather_from_region(weights, group, ShardedDim(1 - weights.ndim, self.ranges))
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,16 +143,18 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
-def split_multihead(name: str, module: nn.MultiheadAttention, parts: int) -> Group:
-    """nn.MultiheadAttention in `parts`, each with whole heads. Raises ModelError."""
+def split_multihead(name: str, module: nn.MultiheadAttention, parts: int) -> SplitGroup:
+    """Split nn.MultiheadAttention into `parts`, each with whole heads. Raises ModelError."""
     if module.bias_k is not None or module.add_zero_attn:
         raise ModelError(
             f"{name} has add_bias_kv or add_zero_attn, which --tensor does not split: leave it "
             f'whole with tensor_plan={{"{name}": "whole"}}.'
         )
-    heads = module_cuts.evenly(f"{name} of {module.num_heads} heads", module.num_heads, parts)
-    each = module_cuts.evenly(name, module.embed_dim, parts, grain=module.head_dim)
-    fused = module_cuts.evenly(name, 3 * module.embed_dim, parts, grain=module.head_dim, blocks=3)
+    heads = module_splits.even_split(f"{name} of {module.num_heads} heads", module.num_heads, parts)
+    each = module_splits.even_split(name, module.embed_dim, parts, grain=module.head_dim)
+    fused = module_splits.even_split(
+        name, 3 * module.embed_dim, parts, grain=module.head_dim, blocks=3
+    )
     tensors: dict[str, Any] = {}
     if module._qkv_same_embed_dim:
         tensors["in_proj_weight"] = (0, fused)
@@ -160,9 +163,11 @@ def split_multihead(name: str, module: nn.MultiheadAttention, parts: int) -> Gro
         tensors |= dict.fromkeys(names, (0, each))
     if module.in_proj_bias is not None:
         tensors["in_proj_bias"] = (0, fused)
-    local = [{"num_heads": module_cuts.length(part)} for part in heads]
+    local = [{"num_heads": module_splits.range_length(part)} for part in heads]
     of_heads = [part[0] for part in heads]
-    attend = Cut(name, module, SplitAttention, tensors, local, of_heads)
-    width = [{"in_features": module_cuts.length(part)} for part in each]
-    out = module_cuts.part(f"{name}.out_proj", module.out_proj, {"weight": (1, each)}, width)
-    return Group("attention", name, [attend, out])
+    attend = ModuleSplit(name, module, SplitMultiheadAttention, tensors, local, of_heads)
+    width = [{"in_features": module_splits.range_length(part)} for part in each]
+    out = module_splits.local_module(
+        f"{name}.out_proj", module.out_proj, {"weight": (1, each)}, width
+    )
+    return SplitGroup("attention", name, [attend, out])

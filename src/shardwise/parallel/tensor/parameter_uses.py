@@ -1,12 +1,13 @@
-"""Parameters of which this rank has a part, or nothing, where a user's line computes with them.
+"""Gathers a parameter that this rank has not whole, where a line of the user's computes with it.
 
-A split layer computes with its part, and a layer runs where its stage is: both go about it here.
-Any other line (a penalty on weights in the loss, their norm in a log) means the parameter as it is
-in one process, and gets that: of a split one the whole, put together for this line; of a layer that
-is elsewhere what computes where the layer is. In backward each rank gets the gradient of its part.
+A split layer computes with its part, and a pipeline layer runs on its stage: both bypass this
+module. Any other line (a penalty on weights in the loss, their norm in a log) means the parameter
+as it is in one process, and gets that: of a split one the whole, gathered for this line; of a layer
+on another stage a stage tensor, which computes there. In backward each rank gets the gradient of
+its part.
 
-Such a parameter is of a subclass of its class, in which torch asks `__torch_function__` about every
-operation. What the engine does with parameters goes straight through.
+Such a parameter is of a subclass of its class, whose `__torch_function__` torch calls for every
+operation. Operations of the engine on parameters pass through.
 """
 
 from __future__ import annotations
@@ -23,71 +24,73 @@ from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import UsageError
-from shardwise.parallel.pipeline import Line, parameter_ownership
-from shardwise.parallel.pipeline.stage_tensors import use
-from shardwise.parallel.tensor.metadata_calls import CASTS, FORM, MEMORY, SIZES
-from shardwise.parallel.tensor.split_model import Split
+from shardwise.parallel.pipeline import PipelineGroup, parameter_ownership
+from shardwise.parallel.pipeline.stage_tensors import apply_to_parameters
+from shardwise.parallel.tensor.split_model import TensorParallelModels
+from shardwise.parallel.tensor.torch_functions import CASTS, FORM, MEMORY, SIZES
 
-_straight = torch._C.DisableTorchFunctionSubclass
+_without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
-_ALIKE_NAMES = (
+_SHARD_WISE_NAMES = (
     "add_", "sub_", "mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "zero_",
     "fill_", "__iadd__", "__isub__", "__imul__", "__itruediv__",
 )  # fmt: skip
-_ALIKE_IN_PARTS = {getattr(Tensor, name) for name in _ALIKE_NAMES}
-"""What writes each element from its own value and numbers."""
+_SHARD_WISE_WRITES = {getattr(Tensor, name) for name in _SHARD_WISE_NAMES}
+"""Functions that write each element from its own value and numbers."""
 
 
-class Uses:
-    """Follows what a user's lines do with the parameters that `split` or `line` have in parts."""
+class ParameterUses:
+    """Follows the user's uses of parameters that are split, or owned by one pipeline stage."""
 
-    def __init__(self, split: Split | None, line: Line | None) -> None:
+    def __init__(self, split: TensorParallelModels | None, pipeline: PipelineGroup | None) -> None:
         self._split = split
-        self._line = line
+        self._pipeline = pipeline
         self._watched: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
         self._classes: dict[tuple[type[nn.Parameter], bool], type[nn.Parameter]] = {}
 
     def watch(self) -> None:
-        """From now on be asked about every use of them."""
-        owners = () if self._line is None else self._line.cut.owners
+        """Change the classes of these parameters, so that torch reports every use."""
+        owners = () if self._pipeline is None else self._pipeline.partition.owners
         shards = () if self._split is None else self._split.shards
         for parameter in dict.fromkeys([*owners, *shards]):
             own = type(parameter)
             self._watched.append((parameter, own))
             parameter.__class__ = self._class(own, parameter in shards)
 
-    def forget(self) -> None:
-        """They are of their own classes again."""
+    def unwatch(self) -> None:
+        """Restore their own classes."""
         for parameter, own in self._watched:
             parameter.__class__ = own
         self._watched = []
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside the block they are plain: every rank has the whole of them."""
+        """Restore their own classes inside the block, where every rank has whole parameters."""
         ours = set(self._classes.values())
-        several = [(p, own, type(p)) for p, own in self._watched if type(p) in ours]
-        for parameter, own, _ in several:
+        parameters = [(p, own, type(p)) for p, own in self._watched if type(p) in ours]
+        for parameter, own, _ in parameters:
             parameter.__class__ = own
         try:
             yield
         finally:
-            for parameter, _, before in several:
+            for parameter, _, before in parameters:
                 parameter.__class__ = before
 
     def _class(self, own: type[nn.Parameter], is_split: bool) -> type[nn.Parameter]:
         if (own, is_split) not in self._classes:
 
-            def asked(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                return self._asked(func, types, args, kwargs or {})
+            def torch_function(
+                cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                return self._torch_function(func, types, args, kwargs or {})
 
             members = {
-                "__torch_function__": classmethod(asked),
+                "__torch_function__": classmethod(torch_function),
                 "__module__": __name__,
-                "__repr__": _text,
+                "__repr__": _repr,
                 "__deepcopy__": self._refuse_copy,
                 "__reduce_ex__": self._refuse_copy,
                 "is_watched": True,
@@ -98,63 +101,65 @@ class Uses:
         return self._classes[own, is_split]
 
     def _refuse_copy(self, *_: Any) -> Any:
-        if self._line is not None:
-            raise parameter_ownership.refused("A copy", "to copy it")
+        if self._pipeline is not None:
+            raise parameter_ownership.copy_error("A copy", "to copy it")
         raise UsageError(
             "A copy of a split parameter: this rank has a part of it only. Make it inside with "
             "engine.full_parameters(); p.detach().clone() gives the values alone."
         )
 
-    def _asked(
+    def _torch_function(
         self, func: Callable[..., Any], types: Sequence[type], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        line = self._line
+        pipeline = self._pipeline
         # A layer that is run again in backward runs where it is.
-        inside = line is not None and (
-            line.inside_of > 0 or torch._C._current_graph_task_id() != -1
+        inside = pipeline is not None and (
+            pipeline.within_stage_depth > 0 or torch._C._current_graph_task_id() != -1
         )
-        if func in MEMORY or (inside and all(map(_is_plain_here, types))):
-            return _straightly(func, args, kwargs)
-        if _is_ours(sys._getframe(2)):
-            return _straightly(func, args, kwargs)
+        if func in MEMORY or (inside and all(map(_is_watched_unsplit, types))):
+            return _call_plain(func, args, kwargs)
+        if _called_by_this_library(sys._getframe(2)):
+            return _call_plain(func, args, kwargs)
         if func in FORM:
             return self._form(func, args, kwargs)
         if func == _SET_DATA:
             return self._set_data(*args)
         if func in CASTS:
-            made = _straightly(func, args, kwargs)
+            made = _call_plain(func, args, kwargs)
             if made is args[0] or not isinstance(made, Tensor):
                 return made  # model.to(device) where it is already
         written = _written(func, args, kwargs)
         if isinstance(written, Sequence) and any(map(_is_watched, map(type, written))):
-            return self._write_several(func, written, args, kwargs)
+            return self._write_list(func, written, args, kwargs)
         if self._is_split(written):
             return self._write(func, args, kwargs)
-        if line is not None and not inside:
-            line.renew()
-            return use(line, Tensor.detach if func == _GET_DATA else func, args, kwargs)
-        return self._of_wholes(func, args, kwargs)
+        if pipeline is not None and not inside:
+            pipeline.renew_run()
+            return apply_to_parameters(
+                pipeline, Tensor.detach if func == _GET_DATA else func, args, kwargs
+            )
+        return self._call_on_full(func, args, kwargs)
 
     def _is_split(self, value: Any) -> bool:
         return getattr(type(value), "is_split", False)
 
     def _form(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """What is asked about a form: between split layers of the part, else of the whole."""
+        """Answer for the shape: inside a region of the part, else of the whole."""
         split, first = self._split, args[0]
-        if func not in SIZES or split is None or split.replica.draws.is_open:
-            return _straightly(func, args, kwargs)
+        if func not in SIZES or split is None or split.replica.randomness.in_region:
+            return _call_plain(func, args, kwargs)
         shape = split.whole_shape(first)
         if shape is None:
-            return _straightly(func, args, kwargs)
-        with _straight():
+            return _call_plain(func, args, kwargs)
+        with _without_torch_function():
             whole = torch.empty((), dtype=first.dtype, device="meta").expand(shape)
         return func(whole, *args[1:], **kwargs)
 
-    def _of_wholes(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """`func` of whole parameters. Collective over the replica where some are split."""
+    def _call_on_full(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call `func` with whole parameters. Collective over the replica where some are split."""
         split = self._split
         if func == _GET_DATA or split is None:
-            return _straightly(func, args, kwargs)
+            return _call_plain(func, args, kwargs)
         if func is torch.autograd.grad:
             return self._grad(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -165,54 +170,54 @@ class Uses:
         others = [e for e in leaves if isinstance(e, Tensor) and not _is_watched(type(e))]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         if not has_torch_function(others):
-            return _guarded(_straightly(func, args, kwargs), wholes.values())
-        with _straight():
+            return _read_only(_call_plain(func, args, kwargs), wholes.values())
+        with _without_torch_function():
             leaves = [e.view_as(e) if _is_watched(type(e)) else e for e in leaves]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return func(*args, **kwargs)
 
     def _grad(self, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
         """Gradients of whole parameters, as torch.autograd.grad gives them."""
-        several = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        found = _straightly(torch.autograd.grad, (outputs, several, *rest), options)
+        parameters = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        found = _call_plain(torch.autograd.grad, (outputs, parameters, *rest), options)
         split = self._split
         assert split is not None
         return tuple(
             grad if grad is None else split.joined_as(parameter, grad)
-            for parameter, grad in zip(several, found, strict=True)
+            for parameter, grad in zip(parameters, found, strict=True)
         )
 
     def _write(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """What is written into a split parameter by a line of the user's. Raises UsageError where
-        the part's elements would not be those of the whole."""
+        """Write into a split parameter. Raises UsageError where the part's elements would not be
+        those of the whole."""
         leaves = pytree.tree_leaves((args[1:], kwargs))
-        if func in _ALIKE_IN_PARTS and not any(isinstance(e, Tensor) and e.ndim for e in leaves):
-            is_here = self._line is None or self._line.has(args[0])
-            return _straightly(func, args, kwargs) if is_here else args[0]
+        if func in _SHARD_WISE_WRITES and not any(isinstance(e, Tensor) and e.ndim for e in leaves):
+            is_here = self._pipeline is None or self._pipeline.owns(args[0])
+            return _call_plain(func, args, kwargs) if is_here else args[0]
         name = getattr(func, "__name__", func)
         raise _refused(f"{name} writes into", args[0])
 
-    def _write_several(
+    def _write_list(
         self, func: Callable[..., Any], written: Sequence[Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """The same of a list of parameters (torch._foreach_mul_). Raises UsageError where layers
-        are elsewhere: those have no values here."""
+        """Write into a list of parameters (torch._foreach_mul_). Raises UsageError where some are
+        owned by other stages: those have no values here."""
         leaves = pytree.tree_leaves((args[1:], kwargs))
-        alike = func.__name__.removeprefix("_foreach_") in _ALIKE_NAMES
-        if alike and self._line is None and not any(isinstance(e, Tensor) for e in leaves):
-            return _straightly(func, args, kwargs)
+        alike = func.__name__.removeprefix("_foreach_") in _SHARD_WISE_NAMES
+        if alike and self._pipeline is None and not any(isinstance(e, Tensor) for e in leaves):
+            return _call_plain(func, args, kwargs)
         first = next(each for each in written if _is_watched(type(each)))
         raise _refused(f"{func.__name__} writes into", first)
 
     def _set_data(self, parameter: nn.Parameter, value: Tensor) -> None:
-        with _straight():
+        with _without_torch_function():
             if value.shape != parameter.shape:
                 raise _refused("p.data = ... replaces", parameter)
             parameter.data = value
 
 
 def _refused(what: str, parameter: Tensor) -> UsageError:
-    with _straight():
+    with _without_torch_function():
         shape = tuple(parameter.shape)
     return UsageError(
         f"{what} a parameter of which this worker has a part only, of shape {shape} (--tensor). "
@@ -220,11 +225,12 @@ def _refused(what: str, parameter: Tensor) -> UsageError:
     )
 
 
-def _is_ours(frame: FrameType | None) -> bool:
-    """Whether a line of this library has come here, by way of torch's own perhaps."""
+def _called_by_this_library(frame: FrameType | None) -> bool:
+    """Whether the caller is this library: directly, through torch, or through modules that pass on
+    what others call (states/resting.py)."""
     while frame is not None:
         room = frame.f_globals.get("__name__", "").partition(".")[0]
-        if room != "torch":
+        if room != "torch" and not frame.f_globals.get("PASSES_ON"):
             return bool(room == "shardwise")
         frame = frame.f_back
     return False
@@ -234,13 +240,13 @@ def _is_watched(kind: type) -> bool:
     return bool(getattr(kind, "is_watched", False))
 
 
-def _is_plain_here(kind: type) -> bool:
-    """Whether parameters of a class are all there for the layer that runs."""
+def _is_watched_unsplit(kind: type) -> bool:
+    """Whether a class is of watched parameters that are whole wherever their layer runs."""
     return _is_watched(kind) and not getattr(kind, "is_split", False)
 
 
-def _straightly(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    with _straight():
+def _call_plain(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    with _without_torch_function():
         return func(*args, **kwargs)
 
 
@@ -256,8 +262,8 @@ def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     return args[0] if isinstance(args[0], Tensor | list | tuple) else None
 
 
-class _OfWhole(Tensor):
-    """A view of a whole that was put together to be read: to write into it would reach nothing."""
+class _ReadOnlyFull(Tensor):
+    """A view of a gathered parameter: writes into it would reach nothing, so they are refused."""
 
     @classmethod
     def __torch_function__(
@@ -266,23 +272,23 @@ class _OfWhole(Tensor):
         if any(map(_is_watched, types)):
             return NotImplemented  # it goes about parameters, and comes back with their wholes
         written = _written(func, args, kwargs or {})
-        several = written if isinstance(written, Sequence) else (written,)
-        for each in several:
-            if isinstance(each, _OfWhole):
+        parameters = written if isinstance(written, Sequence) else (written,)
+        for each in parameters:
+            if isinstance(each, _ReadOnlyFull):
                 name = getattr(func, "__name__", func)
                 raise _refused(f"{name} writes into a view or a detached copy of", each)
-        wholes = [e for e in pytree.tree_leaves((args, kwargs)) if isinstance(e, _OfWhole)]
-        return _guarded(_straightly(func, args, kwargs or {}), wholes)
+        wholes = [e for e in pytree.tree_leaves((args, kwargs)) if isinstance(e, _ReadOnlyFull)]
+        return _read_only(_call_plain(func, args, kwargs or {}), wholes)
 
 
-def _guarded(made: Any, wholes: Iterable[Tensor]) -> Any:
-    """`made`, in which what lies in the memory of one of `wholes` may only be read."""
-    with _straight():
+def _read_only(made: Any, wholes: Iterable[Tensor]) -> Any:
+    """`made`, with tensors that share memory with one of `wholes` made read-only."""
+    with _without_torch_function():
         memory = {e.untyped_storage().data_ptr() for e in wholes if _has_memory(e)}
 
         def guard(tensor: Tensor) -> Tensor:
             is_view = _has_memory(tensor) and tensor.untyped_storage().data_ptr() in memory
-            return tensor.as_subclass(_OfWhole) if is_view else tensor
+            return tensor.as_subclass(_ReadOnlyFull) if is_view else tensor
 
         return pytree.tree_map_only(Tensor, guard, made)
 
@@ -294,9 +300,9 @@ def _has_memory(tensor: Tensor) -> bool:
 _CHANGES_NOTHING = ("__invert__", "__index__", "__int__")
 
 
-def _text(parameter: nn.Parameter) -> str:
-    """A text that asks no other rank: tracebacks show it too."""
-    with _straight():
+def _repr(parameter: nn.Parameter) -> str:
+    """A repr that communicates with no other rank: tracebacks show it too."""
+    with _without_torch_function():
         return (
             f"<parameter of shape {tuple(parameter.shape)}, {parameter.dtype}, with its values on "
             "several workers: whole inside of engine.full_parameters()>"

@@ -1,4 +1,4 @@
-"""The user's plan: which modules are split, and how, by patterns of their names."""
+"""Matches the patterns of the user's tensor_plan with modules, and splits those."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.parallel.tensor import module_cuts
+from shardwise.parallel.tensor import module_splits
 from shardwise.parallel.tensor.attention import Attention, split_attention
-from shardwise.parallel.tensor.module_cuts import Group
+from shardwise.parallel.tensor.module_splits import SplitGroup
 
 WHOLE = "whole"
-SEQUENCE = "sequence_parallel"
+SEQUENCE_PARALLEL = "sequence_parallel"
 
 STYLES = {
     "colwise": "a linear map by its output features, whose output stays split",
     "colwise_rep": "the same, its output put together again",
     "rowwise": "a linear map by its input features, its outputs summed",
     "embedding": "an embedding by its vocabulary",
-    SEQUENCE: "a module that computes token by token, on each rank's tokens",
+    SEQUENCE_PARALLEL: "a module that computes token by token, on each rank's tokens",
     WHOLE: "nothing of it, and of what is in it",
 }
 
-Plan = Mapping[str, "str | Attention"]
+TensorPlan = Mapping[str, "str | Attention"]
 
 
 @dataclass(frozen=True)
-class Named:
+class PlannedModule:
     """A module that a pattern of the plan names."""
 
     name: str
@@ -38,13 +38,15 @@ class Named:
     style: str | Attention
 
 
-def named(models: Sequence[nn.Module], prefixes: Sequence[str], plan: Plan) -> list[Named]:
+def match_modules(
+    models: Sequence[nn.Module], prefixes: Sequence[str], plan: TensorPlan
+) -> list[PlannedModule]:
     """The modules that `plan` names.
 
     Raises ModelError for a pattern that names none, and a module that several name.
     """
     _check_styles(plan)
-    found: dict[nn.Module, Named] = {}
+    found: dict[nn.Module, PlannedModule] = {}
     hits = dict.fromkeys(plan, 0)
     everything = list(_modules(models, prefixes))
     for name, module in everything:
@@ -57,7 +59,7 @@ def named(models: Sequence[nn.Module], prefixes: Sequence[str], plan: Plan) -> l
                     f"tensor_plan: {name} is named by {found[module].pattern!r} and by "
                     f"{pattern!r}. Let each module be named by one."
                 )
-            found[module] = Named(name, module, pattern, plan[pattern])
+            found[module] = PlannedModule(name, module, pattern, plan[pattern])
     for pattern, count in hits.items():
         if not count:
             tops = [
@@ -84,7 +86,7 @@ def _matches(parts: Sequence[str], patterns: Sequence[str]) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
-def _check_styles(plan: Plan) -> None:
+def _check_styles(plan: TensorPlan) -> None:
     for pattern, style in plan.items():
         if not isinstance(style, Attention) and style not in STYLES:
             known = "; ".join(f"{name}: {what}" for name, what in STYLES.items())
@@ -94,43 +96,43 @@ def _check_styles(plan: Plan) -> None:
             )
 
 
-def taken(several: Sequence[Named]) -> set[nn.Module]:
-    """The modules that the plan has a word on, with what is in those that stay whole."""
+def claimed_modules(planned: Sequence[PlannedModule]) -> set[nn.Module]:
+    """The modules that the plan names, with the submodules of those that stay whole."""
     found: set[nn.Module] = set()
-    for each in several:
+    for each in planned:
         found |= set(each.module.modules()) if each.style == WHOLE else {each.module}
     return found
 
 
-def goes_by_tokens(plan: Plan) -> bool:
-    """Whether `plan` has ranks compute on some tokens each."""
-    return SEQUENCE in plan.values()
+def uses_sequence_parallel(plan: TensorPlan) -> bool:
+    """Whether `plan` has a module that runs on each rank's own tokens."""
+    return SEQUENCE_PARALLEL in plan.values()
 
 
-def planned(several: Sequence[Named], parts: int) -> list[Group]:
-    """How what the plan names is cut into `parts`."""
+def planned_groups(planned: Sequence[PlannedModule], parts: int) -> list[SplitGroup]:
+    """The splits that the plan asks for, into `parts`."""
     groups = []
-    for each in several:
+    for each in planned:
         if each.style == WHOLE:
             continue
         if isinstance(each.style, Attention):
             groups.append(split_attention(each.name, each.module, each.style, parts))
             continue
-        groups.append(Group(each.style, each.name, [_cut(each, parts)]))
+        groups.append(SplitGroup(each.style, each.name, [_split_of(each, parts)]))
     return groups
 
 
-def _cut(each: Named, parts: int) -> module_cuts.Cut:
-    if each.style == SEQUENCE:
-        return module_cuts.on_tokens(each.name, each.module)
+def _split_of(each: PlannedModule, parts: int) -> module_splits.ModuleSplit:
+    if each.style == SEQUENCE_PARALLEL:
+        return module_splits.sequence_parallel(each.name, each.module)
     if each.style == "embedding":
-        return module_cuts.embedding(each.name, each.module, parts)
-    if not module_cuts.is_linear(each.module):
-        return module_cuts.colwise(each.name, each.module, ())  # raises
-    into, out = module_cuts.widths(each.module)
+        return module_splits.embedding(each.name, each.module, parts)
+    if not module_splits.is_linear(each.module):
+        return module_splits.colwise(each.name, each.module, ())  # raises
+    into, out = module_splits.widths(each.module)
     if each.style == "rowwise":
-        ranges = module_cuts.evenly(f"{each.name} of {into} input features", into, parts)
-        return module_cuts.rowwise(each.name, each.module, ranges)
-    ranges = module_cuts.evenly(f"{each.name} of {out} output features", out, parts)
-    gathers = each.style == "colwise_rep"
-    return module_cuts.colwise(each.name, each.module, ranges, gathers=gathers)
+        ranges = module_splits.even_split(f"{each.name} of {into} input features", into, parts)
+        return module_splits.rowwise(each.name, each.module, ranges)
+    ranges = module_splits.even_split(f"{each.name} of {out} output features", out, parts)
+    gather_output = each.style == "colwise_rep"
+    return module_splits.colwise(each.name, each.module, ranges, gather_output=gather_output)

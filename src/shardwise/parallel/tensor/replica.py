@@ -1,4 +1,4 @@
-"""The ranks that hold one copy of the model between them."""
+"""The tensor-parallel ranks of one model replica: enters and leaves regions of split layers."""
 
 from __future__ import annotations
 
@@ -10,155 +10,166 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
-from shardwise.model.recompute_replay import once
-from shardwise.parallel.tensor.regions import apart, is_stand_in, scattered, spread, together
-from shardwise.parallel.tensor.replica_draws import Draws
-from shardwise.parallel.tensor.sequence_parallel import Tokens, parts_of, whole_of
-from shardwise.parallel.tensor.sequence_regather import Retold
+from shardwise.model.recomputation import once
+from shardwise.parallel.tensor.regions import (
+    copy_to_region,
+    gather_from_sequence,
+    is_fake,
+    reduce_from_region,
+    reduce_scatter_to_sequence,
+)
+from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
+from shardwise.parallel.tensor.sequence_parallel import SequenceShard, gather_nested, token_sharding
+from shardwise.parallel.tensor.sequence_regather import RegatheredInput
 from shardwise.parallel.tensor.user_hooks import HookGuard
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A value that each rank uses in its own way, and what keeps it for backward."""
+class RegionInput:
+    """A value that each rank uses in its own way, and how it is saved for backward."""
 
     whole: Tensor
-    retold: Retold | None = None
+    regathered: RegatheredInput | None = None
 
-    def given_to(self, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """What `layer` makes of it."""
-        if self.retold is None or not torch.is_grad_enabled():
+    def run(self, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """The output of `layer` on the value."""
+        if self.regathered is None or not torch.is_grad_enabled():
             return layer(self.whole)
-        return self.retold.given(layer, self.whole)
+        return self.regathered.run(layer, self.whole)
 
 
-class Forwards:
-    """Hooks on the forwards of models that `replica` has. Those of a copy do nothing."""
+class ForwardHooks:
+    """Hooks on the forwards of a replica's models. Those of a copy do nothing."""
 
     def __init__(self, replica: Replica | None = None) -> None:
         self._replica = replica
 
     def begin(self, model: nn.Module, args: Any) -> None:
-        """Before forward."""
+        """Count a forward that begins."""
         del model, args
         if self._replica is not None:
-            self._replica.running += 1
+            self._replica.running_forwards += 1
 
     def end(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """After forward, also after one that failed: what a model gives is whole."""
+        """Gather the output of a model. Called after a failed forward too."""
         del model, args
         if self._replica is None:
             return None
-        self._replica.running = max(0, self._replica.running - 1)  # a hook before may have failed
-        self._replica.ended(failed=output is None)
-        return whole_of(output) if self._replica.by_tokens else None
+        self._replica.running_forwards = max(
+            0, self._replica.running_forwards - 1
+        )  # a hook before may have failed
+        self._replica.end_forward(failed=output is None)
+        return gather_nested(output) if self._replica.sequence_parallel else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Forwards, ()
+        return ForwardHooks, ()
 
 
 @dataclass(eq=False)
 class Replica:
-    """The ranks of `group`, which split layers between them."""
+    """The ranks of `group`, which split layers between them, and the state of the open region."""
 
     group: Collectives
-    draws: Draws
-    by_tokens: bool = False
-    """Whether what a split layer gives is spread over the ranks, some tokens on each."""
+    randomness: ReplicaRandomness
+    sequence_parallel: bool = False
+    """Whether the output of a split layer stays distributed, some tokens on each rank."""
     is_whole: bool = False
-    """Whether every rank has whole parameters for now, so that forwards are the plain ones."""
+    """Whether every rank has whole parameters at present, so that forwards are the unsplit ones."""
     hooks: HookGuard = field(default_factory=HookGuard)
-    _taken: dict[tuple[int, int, bool], tuple[Tensor, Opened]] = field(default_factory=dict)
-    begun: list[Any] = field(default_factory=list)
-    """The nodes of autograd's with which the open region begins."""
-    running: int = 0
-    """How many forwards of models are under way, one inside the other."""
+    _inputs: dict[tuple[int, int, bool], tuple[Tensor, RegionInput]] = field(default_factory=dict)
+    region_starts: list[Any] = field(default_factory=list)
+    """The autograd nodes with which the open region begins."""
+    running_forwards: int = 0
+    """The number of model forwards in progress, one inside the other."""
 
-    def enter(self, value: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """What `layer` makes of `value`, of which all have the same or each some tokens: it gets
-        the whole, for a region in which each rank uses it in its own way.
+    def enter_region(self, value: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Begin a region: `layer` gets `value` whole, for each rank to use in its own way.
 
-        Layers of one region that take the same value (queries, keys, values) share it, so that
-        it is told, and its gradient summed, once. A forward that autograd does not record shares
+        Layers of one region that take the same value (queries, keys, values) share it, so that it
+        is gathered, and its gradient summed, once. A forward that autograd does not record shares
         nothing with one that it does.
         """
-        if is_stand_in(value):
+        if is_fake(value):
             return layer(value)
-        self.draws.enter()
+        self.randomness.enter_region()
         self.hooks.open()
         recorded = torch.is_grad_enabled() and value.requires_grad
-        if not recorded and not isinstance(value, Tokens):
-            return self._begin(layer(value))  # no gradient is to be summed
-        here = value.part if isinstance(value, Tokens) else value
-        key = id(here), 0 if here.is_inference() else here._version, recorded
-        if key not in self._taken:
-            self._taken[key] = here, self.opened(value)
-        return self._begin(self._taken[key][1].given_to(layer))
+        if not recorded and not isinstance(value, SequenceShard):
+            return self._record_start(layer(value))  # no gradient is to be summed
+        local = value.local if isinstance(value, SequenceShard) else value
+        # A tensor that was written to since is another value, so its version is part of the key;
+        # `_inputs` holds the tensor, so that no other one gets its id.
+        key = id(local), 0 if local.is_inference() else local._version, recorded
+        if key not in self._inputs:
+            self._inputs[key] = local, self.region_input(value)
+        return self._record_start(self._inputs[key][1].run(layer))
 
-    def _begin(self, part: Tensor) -> Tensor:
-        """`part`, with which this region begins."""
+    def _record_start(self, part: Tensor) -> Tensor:
+        """Record the node of `part`, with which the region begins."""
         if part.grad_fn is not None:
-            self.begun.append(part.grad_fn)
+            self.region_starts.append(part.grad_fn)
         return part
 
-    def opened(self, value: Tensor) -> Opened:
-        """The same without a region, for whoever puts together at once what follows."""
-        if not isinstance(value, Tokens):
-            return Opened(apart(self.group, value)[0])
-        part = value.part
+    def region_input(self, value: Tensor) -> RegionInput:
+        """Prepare `value` for use by each rank in its own way, without a region."""
+        if not isinstance(value, SequenceShard):
+            return RegionInput(copy_to_region(self.group, value)[0])
+        part = value.local
         if part.dtype == torch.float32 and torch.is_autocast_enabled(part.device.type):
             part = part.to(torch.get_autocast_dtype(part.device.type))  # as the layer would
-        whole = spread(part, self.group, value.parts)
-        return Opened(whole, Retold(part, self.group, value.parts))
+        whole = gather_from_sequence(part, self.group, value.sharded)
+        return RegionInput(whole, RegatheredInput(part, self.group, value.sharded))
 
-    def leave(self, part: Callable[[], Tensor]) -> Tensor:
-        """The sum of the ranks' `part()`s, with which the region ends.
+    def leave_region(self, part: Callable[[], Tensor]) -> Tensor:
+        """End the region: sum the ranks' `part()`.
 
-        Also where that raises, as it does to end a checkpoint's recomputation early.
+        The region ends also if that raises, as it does to end a checkpoint's recomputation early.
         """
-        by_tokens = self._leaves_tokens()
+        sequence_parallel = self._outputs_tokens()
         try:
-            return self._sum(part(), by_tokens)
+            return self._reduce(part(), sequence_parallel)
         finally:
-            self.close()
+            self.close_region()
 
-    def closed(self, value: Tensor) -> Tensor:
-        """The same without a region."""
-        return self._sum(value, self._leaves_tokens())
+    def reduce_output(self, value: Tensor) -> Tensor:
+        """Sum the ranks' `value` without a region."""
+        return self._reduce(value, self._outputs_tokens())
 
-    def _leaves_tokens(self) -> bool:
-        """Whether there is somebody who makes whole what is left in parts in the end."""
-        return self.by_tokens and once(
-            lambda: self.running > 0 or torch._C._current_graph_task_id() != -1
+    def _outputs_tokens(self) -> bool:
+        """Whether the output may stay distributed, since a model's forward or a recomputation will
+        gather it."""
+        return self.sequence_parallel and once(
+            lambda: self.running_forwards > 0 or torch._C._current_graph_task_id() != -1
         )
 
-    def _sum(self, value: Tensor, by_tokens: bool) -> Tensor:
-        """The sum of the ranks' `value`s: all of it, or this rank's tokens."""
-        parts = parts_of(value, self.group) if by_tokens else None
+    def _reduce(self, value: Tensor, sequence_parallel: bool) -> Tensor:
+        """The sum of the ranks' `value`: whole, or this rank's tokens."""
+        parts = token_sharding(value, self.group) if sequence_parallel else None
         if parts is None:
-            return together(value, self.group)
-        return Tokens(scattered(value, self.group, parts), self.group, self.draws, parts)
+            return reduce_from_region(value, self.group)
+        return SequenceShard(
+            reduce_scatter_to_sequence(value, self.group, parts), self.group, self.randomness, parts
+        )
 
-    def ended(self, *, failed: bool) -> None:
-        """A model's forward has ended: what it took is its own. Where it failed, so has its
-        region."""
-        self._taken.clear()
-        self._leave_region()
+    def end_forward(self, *, failed: bool) -> None:
+        """Forget the inputs of a forward that has ended; end its region if it `failed`."""
+        self._inputs.clear()
+        self._close_hooks()
         if failed:
-            self.draws.leave()
+            self.randomness.leave_region()
 
-    def _leave_region(self) -> None:
+    def _close_hooks(self) -> None:
         self.hooks.close()
-        self.begun.clear()
+        self.region_starts.clear()
 
-    def close(self) -> None:
-        """A region ends here."""
-        self._taken.clear()
-        self._leave_region()
-        self.draws.leave()
+    def close_region(self) -> None:
+        """End the region."""
+        self._inputs.clear()
+        self._close_hooks()
+        self.randomness.leave_region()
 
-    def forget(self) -> None:
-        """A step has ended: no region is open."""
-        self._taken.clear()
-        self._leave_region()
-        self.draws.forget()
+    def reset(self) -> None:
+        """Reset at the end of a step: no region is open."""
+        self._inputs.clear()
+        self._close_hooks()
+        self.randomness.reset()

@@ -1,15 +1,15 @@
-"""Tensors of which each rank of a replica has some tokens (sequence parallelism).
+"""Sequence parallelism: tensors of which each rank of a replica has some tokens.
 
-What a split layer gives is a sum over the ranks. Where each keeps some tokens of it, norms, dropout
-and residuals are computed once instead of on every rank, and so much less is kept for backward
-(Korthikanti et al., 2022). The tokens are the last dimension but one, whatever the user takes it
-for: what is computed token by token does not mind.
+The output of a split layer is a sum over the ranks. Where each keeps some tokens of it, norms,
+dropout and residuals are computed once instead of on every rank, and so much less is saved for
+backward (Korthikanti et al., 2022). The tokens are the last dimension but one, whatever it means to
+the user: operations that go token by token do not depend on it.
 
-    whole    split layer ═ summed, in parts ═▷ tokens ─ + ─ dropout ─ norm ═ joined ═▷ split layer
+    whole ─ split layer ═ reduce-scatter ═▷ tokens ─ + ─ dropout ─ norm ═ all-gather ═▷ split layer
 
-`Tokens` stands for the whole. What is computed token by token goes on in parts; anything else is
-given the whole, so that a forward gives the same whatever it does. What is written into the whole,
-or a view of it, reaches the parts when they are looked at next.
+`SequenceShard` stands for the whole. Token-wise operations run on the parts; anything else gets the
+whole, so that a forward gives the same whatever it does. Writes into the whole, or a view of it,
+reach the parts when they are next read.
 """
 
 from __future__ import annotations
@@ -28,89 +28,112 @@ from torch.utils import _pytree as pytree
 from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
 from shardwise.model.recomputation import StandsForPart
-from shardwise.parallel.tensor.metadata_calls import FORM
-from shardwise.parallel.tensor.regions import Parts, apart, gathered, is_stand_in, taken
-from shardwise.parallel.tensor.replica_draws import Draws
+from shardwise.parallel.tensor.regions import (
+    ShardedDim,
+    copy_to_region,
+    gather_from_region,
+    is_fake,
+    scatter_to_region,
+)
+from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
+from shardwise.parallel.tensor.torch_functions import (
+    CASTS_LIKE,
+    ELEMENTWISE,
+    ELEMENTWISE_IN_PLACE,
+    FEATURE_REDUCTIONS,
+    FORM,
+    GRAPH,
+    NORMS,
+    UNTRACKED_WRITES,
+)
 from shardwise.shards import even_ranges
 
-TOKENS = -2
-"""The dimension that is in parts."""
+TOKEN_DIM = -2
+"""The dimension that is split."""
 
 
-def parts_of(value: Tensor, group: Collectives) -> Parts | None:
-    """How `value` (..., tokens, features) is spread over the ranks; None where it has no tokens,
-    or fewer than there are ranks, or no numbers."""
-    if value.ndim < 2 or value.shape[TOKENS] < group.size or is_stand_in(value):
+def token_sharding(value: Tensor, group: Collectives) -> ShardedDim | None:
+    """How `value` (..., tokens, features) is split over the ranks; None where it has no tokens, or
+    fewer than there are ranks, or no numbers."""
+    if value.ndim < 2 or value.shape[TOKEN_DIM] < group.size or is_fake(value):
         return None
-    ranges = [each for (each,) in even_ranges(value.shape[TOKENS], group.size)]
-    return Parts(TOKENS, tuple(ranges))
+    ranges = [each for (each,) in even_ranges(value.shape[TOKEN_DIM], group.size)]
+    return ShardedDim(TOKEN_DIM, tuple(ranges))
 
 
-class Tokens(StandsForPart):
-    """A tensor (..., tokens, features) of which this rank has a part, along `parts`."""
+class SequenceShard(StandsForPart):
+    """A tensor (..., tokens, features) of which this rank has a part, along dimension `sharded`."""
 
-    parts: Parts
+    sharded: ShardedDim
     group: Collectives
-    draws: Draws
-    _part: Tensor
-    _whole: Tensor | None
+    randomness: ReplicaRandomness
+    _local: Tensor
+    _full: Tensor | None
     _versions: tuple[int, int]
-    """Of the whole and the part, when they were last the same."""
+    """Versions of the whole and of the part when they were last equal."""
 
     @staticmethod
-    def __new__(cls, part: Tensor, group: Collectives, draws: Draws, parts: Parts) -> Tokens:
-        made: Tokens = Tensor._make_wrapper_subclass(
+    def __new__(
+        cls, local: Tensor, group: Collectives, randomness: ReplicaRandomness, sharded: ShardedDim
+    ) -> SequenceShard:
+        made: SequenceShard = Tensor._make_wrapper_subclass(
             cls,
-            parts.whole_shape(part.shape),
-            dtype=part.dtype,
-            device=part.device,
-            requires_grad=part.requires_grad,
+            sharded.whole_shape(local.shape),
+            dtype=local.dtype,
+            device=local.device,
+            requires_grad=local.requires_grad,
         )
-        made._part, made._whole, made._versions = part, None, (0, 0)
-        made.group, made.draws, made.parts = group, draws, parts
-        if part.requires_grad:
+        made._local, made._full, made._versions = local, None, (0, 0)
+        made.group, made.randomness, made.sharded = group, randomness, sharded
+        if local.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(_lost)  # type: ignore[no-untyped-call]
+                made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         return made
 
     @property
-    def part(self) -> Tensor:
-        """This rank's. Raises UsageError where autograd has this tensor itself in a graph, so that
-        what it computed is not in the part's."""
+    def local(self) -> Tensor:
+        """This rank's part. Raises UsageError where autograd has recorded this tensor itself, so
+        that the part lacks what was computed."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.grad_fn is not None:
-                raise _strayed()
-            whole = self._whole
-            if whole is not None and (whole.is_inference() or whole._version != self._versions[0]):
-                with torch.set_grad_enabled(whole.requires_grad):
-                    self._part = taken(whole, self.group, self.parts)
-                self._versions = _version(whole), _version(self._part)
-            return self._part
+                raise _untracked_error()
+            full = self._full
+            if full is not None and (full.is_inference() or full._version != self._versions[0]):
+                with torch.set_grad_enabled(full.requires_grad):
+                    self._local = scatter_to_region(full, self.group, self.sharded)
+                self._versions = _version(full), _version(self._local)
+            return self._local
 
     @property
-    def has_whole(self) -> bool:
-        """Whether somebody may look at, or write to, the whole."""
-        return self._whole is not None
+    def has_full(self) -> bool:
+        """Whether the whole exists, so that someone may read or write it."""
+        return self._full is not None
 
-    def whole(self) -> Tensor:
-        """All of it, on all ranks: one tensor, however often it is asked for. Collective."""
-        part = self.part
+    def full(self) -> Tensor:
+        """The whole on all ranks: one tensor, however often it is asked for. Collective."""
+        local = self.local
         with torch._C.DisableTorchFunctionSubclass():
-            whole = self._whole
-            if whole is None or _version(part) != self._versions[1]:
+            full = self._full
+            if full is None or _version(local) != self._versions[1]:
                 # Also where no gradients are recorded: what is written to keeps the graph it has.
-                with torch.set_grad_enabled(part.requires_grad):
-                    whole = self._whole = gathered(part, self.group, self.parts)
-                self._versions = _version(whole), _version(part)
-            return whole
+                with torch.set_grad_enabled(local.requires_grad):
+                    full = self._full = gather_from_region(local, self.group, self.sharded)
+                self._versions = _version(full), _version(local)
+            return full
 
-    def like(self, part: Tensor) -> Tokens:
-        """A tensor in the same parts; this one, where the part is its own."""
-        return self if part is self._part else Tokens(part, self.group, self.draws, self.parts)
+    def like(self, local: Tensor) -> SequenceShard:
+        """A tensor split as this one; this one itself if `local` is its own part."""
+        return (
+            self
+            if local is self._local
+            else SequenceShard(local, self.group, self.randomness, self.sharded)
+        )
 
-    def form(self) -> Callable[[Tensor], Tensor]:
-        """What makes a tensor in the same parts of another part."""
-        return partial(Tokens, group=self.group, draws=self.draws, parts=self.parts)
+    def constructor(self) -> Callable[[Tensor], Tensor]:
+        """A function from a part to a tensor split as this one."""
+        return partial(
+            SequenceShard, group=self.group, randomness=self.randomness, sharded=self.sharded
+        )
 
     @classmethod
     def __torch_function__(
@@ -130,23 +153,25 @@ class Tokens(StandsForPart):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # what autograd has saved (for a checkpoint) is
-            return args[0].form()(args[0].part)  # given back: the leaf that stands for the part
-        raise _strayed()
+            return args[0].constructor()(
+                args[0].local
+            )  # given back: the leaf that stands for the part
+        raise _untracked_error()
 
 
 def _version(value: Tensor) -> int:
     return 0 if value.is_inference() else value._version
 
 
-def whole_of(values: Any) -> Any:
-    """`values`, a nest, with whole tensors in it and in the objects that it holds. Collective
-    where there are others."""
-    return pytree.tree_map(_whole_leaf, values)
+def gather_nested(values: Any) -> Any:
+    """`values`, a nest, with whole tensors in it and in the objects that it holds. Collective if
+    some are split."""
+    return pytree.tree_map(_gather_leaf, values)
 
 
-def _whole_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Tokens):
-        return leaf.whole()
+def _gather_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, SequenceShard):
+        return leaf.full()
     if isinstance(leaf, Tensor | nn.Module):
         return leaf
     names = (
@@ -156,16 +181,16 @@ def _whole_leaf(leaf: Any) -> Any:
     )
     for name in list(names):
         held = getattr(leaf, name, None)
-        if any(isinstance(each, Tokens) for each in pytree.tree_leaves(held)):
-            object.__setattr__(leaf, name, whole_of(held))
+        if any(isinstance(each, SequenceShard) for each in pytree.tree_leaves(held)):
+            object.__setattr__(leaf, name, gather_nested(held))
     return leaf
 
 
-def _lost(grad: Tensor) -> None:
-    raise _strayed()
+def _refuse_gradient(grad: Tensor) -> None:
+    raise _untracked_error()
 
 
-def _strayed() -> UsageError:
+def _untracked_error() -> UsageError:
     return UsageError(
         "A tensor of which each rank has some tokens (--sequence-parallel) went into a "
         "torch.autograd.Function, which cannot be followed. Where that is checkpointing, write "
@@ -175,141 +200,113 @@ def _strayed() -> UsageError:
     )
 
 
-_GRAPH = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf", "requires_grad")}
-"""What asks for the place in the graph, which is the part's."""
-
-_REFUSED = {Tensor.retain_grad} | {
-    getattr(Tensor, name).__set__ for name in ("data", "grad", "requires_grad")
-}
-"""What changes a tensor in a way that nobody can follow."""
-
-_CASTS = {Tensor.to, Tensor.type_as}
-"""What takes from its other arguments no more than their dtype and device."""
-
-_ELEMENTWISE = {
-    getattr(place, name)
-    for place in (torch, Tensor, F)
-    for name in ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg",
-                 "pow", "square", "sqrt", "rsqrt", "reciprocal", "exp", "log", "abs", "tanh",
-                 "sigmoid", "relu", "gelu", "silu", "clamp", "where", "clone", "detach",
-                 "contiguous", "float", "double", "half", "bfloat16", "dropout",
-                 "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__pow__",
-                 "__rpow__")
-    if hasattr(place, name)
-} - {torch.dropout}  # fmt: skip
-
-_IN_PLACE = {
-    getattr(Tensor, name)
-    for name in ("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-}
-
-_NORMS = {F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm}
-"""What takes the features together, where its second argument names them alone."""
-
-_OVER_FEATURES = {torch.mean, Tensor.mean, torch.sum, Tensor.sum}
-"""What takes the features together, where that is asked for and their dimension kept."""
-
-
 def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func`, of whose arguments some are Tokens."""
+    """Run `func` with arguments of which some are SequenceShards."""
     if func in FORM:
         return func(*args, **kwargs)
-    if func in _GRAPH:
-        return func(args[0].part, *args[1:], **kwargs)
+    if func in GRAPH:
+        return func(args[0].local, *args[1:], **kwargs)
     if func is Tensor.register_hook:
-        return args[0].part.register_hook(_Hook(args[1], args[0].form()))
+        return args[0].local.register_hook(_GradientHook(args[1], args[0].constructor()))
     if func is Tensor.requires_grad_:
-        return args[0].like(func(args[0].part, *args[1:], **kwargs))
-    if func in _REFUSED:
+        return args[0].like(func(args[0].local, *args[1:], **kwargs))
+    if func in UNTRACKED_WRITES:
         raise UsageError(
             f"{getattr(func, '__qualname__', func)} of a tensor of which each rank has some tokens "
             "(--sequence-parallel) cannot be followed: make a new tensor, or start without it."
         )
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    tokens = next(leaf for leaf in leaves if isinstance(leaf, Tokens))
-    if func in _CASTS and not isinstance(args[0], Tokens):
+    tokens = next(leaf for leaf in leaves if isinstance(leaf, SequenceShard))
+    if func in CASTS_LIKE and not isinstance(args[0], SequenceShard):
         return func(
-            args[0], *(leaf.part if isinstance(leaf, Tokens) else leaf for leaf in args[1:])
+            args[0], *(leaf.local if isinstance(leaf, SequenceShard) else leaf for leaf in args[1:])
         )
-    if not tokens.draws.is_open and _goes_by_token(func, args, kwargs):
-        found = _parts_of_all(tokens, leaves, casts=func in _CASTS)
+    if not tokens.randomness.in_region and _is_token_wise(func, args, kwargs):
+        found = _local_arguments(tokens, leaves, casts=func in CASTS_LIKE)
         if found is not None:
             given, named = pytree.tree_unflatten(found, spec)
-            with tokens.draws.own() if _draws(func, kwargs) else nullcontext():
+            with tokens.randomness.region() if _is_random(func, kwargs) else nullcontext():
                 made = func(*given, **named)
-            if func in _IN_PLACE:
+            if func in ELEMENTWISE_IN_PLACE:
                 return args[0]
-            if _has_tokens_of(made, tokens.part):
+            if _has_same_tokens(made, tokens.local):
                 return tokens.like(made)
-    return _of_wholes(func, leaves, spec)
+    return _call_on_full(func, leaves, spec)
 
 
-def _of_wholes(func: Callable[..., Any], leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """`func` of whole tensors; a tensor that it gives back, perhaps written to, as it was given."""
+def _call_on_full(func: Callable[..., Any], leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+    """Call `func` with whole tensors. A tensor that it returns, perhaps written to, becomes its
+    shard."""
     given = {}
     for leaf in leaves:
-        if isinstance(leaf, Tokens):
-            given[id(leaf.whole())] = leaf
+        if isinstance(leaf, SequenceShard):
+            given[id(leaf.full())] = leaf
     args, kwargs = pytree.tree_unflatten(
-        [leaf.whole() if isinstance(leaf, Tokens) else leaf for leaf in leaves], spec
+        [leaf.full() if isinstance(leaf, SequenceShard) else leaf for leaf in leaves], spec
     )
     return pytree.tree_map(lambda made: given.get(id(made), made), func(*args, **kwargs))
 
 
-class _Hook:
-    """A user's hook on the gradient of what is in parts; it gets one that stands for the whole."""
+class _GradientHook:
+    """A user's hook on the gradient of a part; it gets a tensor that stands for the whole."""
 
-    def __init__(self, hook: Callable[[Tensor], Any], form: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, hook: Callable[[Tensor], Any], constructor: Callable[[Tensor], Tensor]
+    ) -> None:
         self._hook = hook
-        self._form = form
+        self._constructor = constructor
 
     def __call__(self, grad: Tensor) -> Tensor | None:
-        given = self._form(grad)
-        assert isinstance(given, Tokens)
+        given = self._constructor(grad)
+        assert isinstance(given, SequenceShard)
         found = self._hook(given)
         if found is None:
             return None
-        return found.part if isinstance(found, Tokens) else taken(found, given.group, given.parts)
+        return (
+            found.local
+            if isinstance(found, SequenceShard)
+            else scatter_to_region(found, given.group, given.sharded)
+        )
 
 
-def _draws(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+def _is_random(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     return func is F.dropout and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0
 
 
-def _has_tokens_of(made: Any, part: Tensor) -> bool:
+def _has_same_tokens(made: Any, local: Tensor) -> bool:
     return (
         isinstance(made, Tensor)
         and made.ndim >= 2
-        and made.shape[TOKENS] == part.shape[TOKENS]
-        and made.device == part.device
+        and made.shape[TOKEN_DIM] == local.shape[TOKEN_DIM]
+        and made.device == local.device
     )
 
 
-def _goes_by_token(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _is_token_wise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether `func` computes each token from its own values alone."""
     if kwargs.get("out") is not None or not (args and isinstance(args[0], Tensor)):
         return False
-    if func in _IN_PLACE or kwargs.get("inplace"):
-        return isinstance(args[0], Tokens) and not args[0].has_whole
-    if func in _ELEMENTWISE:
+    if func in ELEMENTWISE_IN_PLACE or kwargs.get("inplace"):
+        return isinstance(args[0], SequenceShard) and not args[0].has_full
+    if func in ELEMENTWISE:
         return True
-    if not isinstance(args[0], Tokens):
+    if not isinstance(args[0], SequenceShard):
         return False
     second = args[1] if len(args) > 1 else None
-    if func in _NORMS:
+    if func in NORMS:
         shape = kwargs.get("normalized_shape", second)
         return isinstance(shape, Sequence) and len(shape) == 1
-    if func in _OVER_FEATURES:
+    if func in FEATURE_REDUCTIONS:
         dim = kwargs.get("dim", second)
         kept = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
         return kept is True and dim in (-1, (-1,), [-1])
-    return func in _CASTS
+    return func in CASTS_LIKE
 
 
-def bring_to_parts(tokens: Tokens, several: Any) -> Any:
-    """`several`, a nest, as `tokens` is in parts. Raises UsageError where that cannot be."""
+def shard_arguments(tokens: SequenceShard, several: Any) -> Any:
+    """`several`, a nest, split as `tokens` is. Raises UsageError where that cannot be."""
     leaves, spec = pytree.tree_flatten(several)
-    found = _parts_of_all(tokens, leaves)
+    found = _local_arguments(tokens, leaves)
     if found is None:
         raise UsageError(
             "A module that tensor_plan calls sequence_parallel has two tensors that are not in the "
@@ -318,31 +315,31 @@ def bring_to_parts(tokens: Tokens, several: Any) -> Any:
     return pytree.tree_unflatten(found, spec)
 
 
-def _parts_of_all(
-    tokens: Tokens, leaves: Sequence[Any], *, casts: bool = False
+def _local_arguments(
+    tokens: SequenceShard, leaves: Sequence[Any], *, casts: bool = False
 ) -> list[Any] | None:
-    """What of `leaves` belongs to the part of `tokens`: of what has tokens too a part, and the
-    rest as it is, its gradient to be summed, unless it is only to tell what one `casts` to. None
-    where they cannot be brought together."""
+    """The arguments for the part of `tokens`: parts of tensors that have tokens too, the rest as it
+    is, with gradients to be summed unless it only gives the dtype that one `casts` to. None where
+    they cannot be split alike."""
     found: list[Any] = []
-    alike: list[int] = []
+    replicated: list[int] = []
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tokens):
-            if leaf.group is not tokens.group or leaf.parts != tokens.parts:
+        if isinstance(leaf, SequenceShard):
+            if leaf.group is not tokens.group or leaf.sharded != tokens.sharded:
                 return None
-            found.append(leaf.part)
+            found.append(leaf.local)
         elif not isinstance(leaf, Tensor) or casts:
             found.append(leaf)
-        elif leaf.ndim < 2 or leaf.shape[TOKENS] == 1:
+        elif leaf.ndim < 2 or leaf.shape[TOKEN_DIM] == 1:
             if leaf.requires_grad and torch.is_grad_enabled():
-                alike.append(place)
+                replicated.append(place)
             found.append(leaf)
-        elif leaf.shape[TOKENS] == tokens.parts.size:
-            found.append(taken(leaf, tokens.group, tokens.parts))
+        elif leaf.shape[TOKEN_DIM] == tokens.sharded.size:
+            found.append(scatter_to_region(leaf, tokens.group, tokens.sharded))
         else:
             return None
-    if alike:
-        several = apart(tokens.group, *(found[place] for place in alike))
-        for place, value in zip(alike, several, strict=True):
+    if replicated:
+        several = copy_to_region(tokens.group, *(found[place] for place in replicated))
+        for place, value in zip(replicated, several, strict=True):
             found[place] = value
     return found

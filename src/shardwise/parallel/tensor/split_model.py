@@ -1,4 +1,4 @@
-"""Models whose layers are split over the ranks of a replica: cut, put together, given back."""
+"""Splits models over the ranks of a replica, gathers whole parameters, and restores the models."""
 
 from __future__ import annotations
 
@@ -13,35 +13,39 @@ from shardwise.collectives import Collectives
 from shardwise.errors import ModelError, UsageError
 from shardwise.model.module_hooks import Hooked, attach
 from shardwise.parallel.tensor import split_modules
-from shardwise.parallel.tensor.module_cuts import Cut, Group
-from shardwise.parallel.tensor.regions import told_by_all
-from shardwise.parallel.tensor.replica import Forwards, Replica
-from shardwise.parallel.tensor.replica_draws import Draws
-from shardwise.parallel.tensor.split_modules import SplitModule
+from shardwise.parallel.tensor.module_splits import ModuleSplit, SplitGroup
+from shardwise.parallel.tensor.regions import all_gather_tensors
+from shardwise.parallel.tensor.replica import ForwardHooks, Replica
+from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
+from shardwise.parallel.tensor.split_modules import TensorParallelModule
 from shardwise.parallel.tensor.user_hooks import HookGuard
 from shardwise.shards import Shard
 
 
-class Split:
-    """What of some models is split over the ranks of `group`, and what each rank has of it."""
+class TensorParallelModels:
+    """The tensor-parallel state of some models: what is split over `group`, and each rank's
+    part."""
 
     def __init__(
-        self, group: Collectives, device: torch.device, *, by_tokens: bool = False
+        self, group: Collectives, device: torch.device, *, sequence_parallel: bool = False
     ) -> None:
         self.replica = Replica(
-            group, Draws(group.rank, device), by_tokens, hooks=HookGuard(self._name_of)
+            group,
+            ReplicaRandomness(group.rank, device),
+            sequence_parallel,
+            hooks=HookGuard(self._name_of),
         )
         self.shards: dict[nn.Parameter, Shard] = {}
-        self.groups: list[Group] = []
+        self.groups: list[SplitGroup] = []
         self.left_whole: dict[str, str] = {}
-        """Why modules, by name, were tried and stay whole, where that is to be told."""
-        self._modules: list[SplitModule] = []
+        """Why modules, by name, were tried and stay whole, where that is worth a line."""
+        self._modules: list[TensorParallelModule] = []
         self._models: Sequence[nn.Module] = ()
         self._handles: list[Hooked] = []
         self._versions: dict[nn.Parameter, int] = {}
-        """Of what is whole for now, when it had not been written yet."""
+        """Versions of parameters that are whole at present, from before any write."""
         self.writes = False
-        """Whether what is written into what is whole for now is taken in."""
+        """Whether writes into parameters that are whole at present are kept."""
 
     @property
     def group(self) -> Collectives:
@@ -52,31 +56,32 @@ class Split:
 
     def cut(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[SplitGroup],
         models: Sequence[nn.Module],
         optimizers: Iterable[optim.Optimizer],
     ) -> None:
-        """Let this rank have its part of what `groups` name, the optimizers' state of it too.
+        """Reduce this rank's models to its parts of what `groups` name, and the optimizers' state
+        with them.
 
-        Raises ModelError, before anything is cut, for a module that two groups name, a parameter
+        Raises ModelError, before anything is split, for a module that two groups name, a parameter
         that several modules share and do not split alike, and the output map alone of torch's
         attention.
         """
-        cuts = [cut for group in groups for cut in group.cuts]
+        cuts = [cut for group in groups for cut in group.splits]
         shards = self._shards_of(cuts)
-        _check_around(shards, {cut.module for cut in cuts}, models)
+        _check_unsplit_modules(shards, {cut.module for cut in cuts}, models)
         self.groups, self.shards, self._models = list(groups), shards, models
         for optimizer in optimizers:
             state: dict[Any, Any] = optimizer.state
             for held in [p for p in state if p in shards]:
                 mine = shards[held]
-                state[held] = _of_each(state[held], mine.shape, mine.of)
+                state[held] = _map_state(state[held], mine.shape, mine.of)
         with torch.no_grad():
             for parameter, shard in shards.items():
                 parameter.data = shard.of(parameter.detach())
         for cut in cuts:
-            self._become(cut)
-        forwards = Forwards(self.replica)
+            self._split_module(cut)
+        forwards = ForwardHooks(self.replica)
         for model in models:
             self._handles += [
                 attach(model.register_forward_pre_hook, forwards.begin),
@@ -88,7 +93,7 @@ class Split:
         kind = type(module).__name__
         return next((f"{path} ({kind})" for path, each in pairs if each is module), kind)
 
-    def _shards_of(self, cuts: Iterable[Cut]) -> dict[nn.Parameter, Shard]:
+    def _shards_of(self, cuts: Iterable[ModuleSplit]) -> dict[nn.Parameter, Shard]:
         found: dict[nn.Parameter, Shard] = {}
         names: dict[nn.Parameter, str] = {}
         modules_cut: set[nn.Module] = set()
@@ -112,39 +117,45 @@ class Split:
                 names[parameter] = f"{cut.name}.{key}"
         return found
 
-    def _become(self, cut: Cut) -> None:
-        local: Mapping[str, Any] = cut.local[self.group.rank] if cut.local else {}
-        split_modules.become(
+    def _split_module(self, cut: ModuleSplit) -> None:
+        local: Mapping[str, Any] = (
+            cut.local_attributes[self.group.rank] if cut.local_attributes else {}
+        )
+        split_modules.make_tensor_parallel(
             cut.module,
             cut.style,
             self.replica,
             local,
             cut.ranges,
-            gathers=cut.gathers,
-            path=cut.path,
+            gather_output=cut.gather_output,
+            allowed=cut.allowed,
         )
-        assert isinstance(cut.module, SplitModule)
+        assert isinstance(cut.module, TensorParallelModule)
         self._modules.append(cut.module)
 
     # -- putting together -----------------------------------------------------------------
 
     def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """The whole of which every rank has its `part`, cut as `parameter` is. Collective."""
+        """The whole of which every rank has its `part`, split as `parameter` is. Collective."""
         shard = self.shards[parameter]
         shapes = [shard.part_shape(rank) for rank in range(self.group.size)]
-        near = part.detach() if part.device.type != "cpu" else part.detach().to(self._reached)
-        return shard.joined(told_by_all(near, self.group, shapes)).to(part.device)
+        near = (
+            part.detach()
+            if part.device.type != "cpu"
+            else part.detach().to(self._collective_device)
+        )
+        return shard.joined(all_gather_tensors(near, self.group, shapes)).to(part.device)
 
     def whole_of(self, parameter: nn.Parameter) -> Tensor:
-        """All of `parameter`, for a line that computes with it as in one process: in backward each
-        rank has the gradient of its part. Collective.
+        """The whole of `parameter`, for a line that computes with it as in one process: in backward
+        each rank has the gradient of its part. Collective.
 
         Raises UsageError between split layers, where each rank computes something else.
         """
         shard = self.shards.get(parameter)
         if shard is None:
             return parameter
-        if self.replica.draws.is_open:
+        if self.replica.randomness.in_region:
             raise UsageError(
                 f"A parameter of shape {shard.shape} that is split (--tensor {self.group.size}) is "
                 "used between two split layers, where each worker has other features: leave its "
@@ -153,20 +164,20 @@ class Split:
         return self.joined_as(parameter, parameter)
 
     def joined_as(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """The whole of which each rank has a `part`, cut as `parameter` is, for all to use alike;
-        `part` where it is not split. Collective."""
+        """The whole of which each rank has a `part`, split as `parameter` is, for all to use alike;
+        `part` where the parameter is not split. Collective."""
         shard = self.shards.get(parameter)
         if shard is None:
             return part
-        return _Whole.apply(part, self, parameter)  # type: ignore[no-any-return, no-untyped-call]
+        return _GatherParameter.apply(part, self, parameter)  # type: ignore[no-any-return, no-untyped-call]
 
     def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...] | None:
-        """The shape of all of it; None where it is not split."""
+        """The whole shape of a parameter; None where it is not split."""
         shard = self.shards.get(parameter)
         return None if shard is None else shard.shape
 
     @property
-    def _reached(self) -> torch.device:
+    def _collective_device(self) -> torch.device:
         return self.group.small_device
 
     @contextmanager
@@ -178,11 +189,11 @@ class Split:
         group: Collectives | None = None,
         is_here: Callable[[Tensor], bool] = lambda parameter: True,
     ) -> Iterator[None]:
-        """Inside the block the split parameters among `chosen` are whole, of what `is_here`, and
-        forwards plain.
+        """Gather the split parameters among `chosen`, of what `is_here`, for the block, and run
+        unsplit forwards inside.
 
-        With `write` they are cut anew on leaving, from the values of the first rank of `group` if
-        that is given. Collective.
+        With `write` they are split again on leaving, from the values of the first rank of `group`
+        if that is given. Collective.
         """
         split = [p for p in dict.fromkeys(chosen) if p in self.shards]
         parts = {p: p.data for p in split if is_here(p)}
@@ -190,30 +201,30 @@ class Split:
             for parameter in parts:
                 parameter.data = self.whole(parameter, parameter.data)
         if split:
-            self._show(whole=True)
+            self._set_whole(whole=True)
             self._versions = {parameter: parameter._version for parameter in parts}
             self.writes = write
         try:
             yield
             if write:
-                self._take(parts, group)
+                self._split_again(parts, group)
         finally:
             if split:
-                self._show(whole=False)
+                self._set_whole(whole=False)
                 self._versions = {}
             for parameter, part in parts.items():
                 parameter.data = part
 
     @property
     def is_whole(self) -> bool:
-        """Whether a block that `wholes` has begun is open."""
+        """Whether a block of `wholes` is open."""
         return self.replica.is_whole
 
     def written(self) -> list[nn.Parameter]:
-        """What has been written since it is whole."""
+        """The parameters that were written since they are whole."""
         return [p for p, version in self._versions.items() if p._version != version]
 
-    def _take(self, parts: Mapping[nn.Parameter, Tensor], group: Collectives | None) -> None:
+    def _split_again(self, parts: Mapping[nn.Parameter, Tensor], group: Collectives | None) -> None:
         with torch.no_grad():
             for parameter, part in parts.items():
                 value = parameter.data.contiguous()
@@ -221,18 +232,18 @@ class Split:
                     group.broadcast(value.view(-1)).wait()
                 part.copy_(self.shards[parameter].of(value))
 
-    def _show(self, *, whole: bool) -> None:
+    def _set_whole(self, *, whole: bool) -> None:
         self.replica.is_whole = whole
         for module in self._modules:
-            module.show(whole=whole)
+            module.set_sizes(whole=whole)
 
     def whole_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state of a parameter as it would be of the whole. Collective."""
+        """An optimizer's state of a parameter, gathered. Collective."""
         shard = self.shards.get(parameter)
         if shard is None:
             return state
         shape = shard.part_shape(self.group.rank)
-        return _of_each(state, shape, lambda value: self.whole(parameter, value))
+        return _map_state(state, shape, lambda value: self.whole(parameter, value))
 
     # -- giving back ----------------------------------------------------------------------
 
@@ -241,7 +252,7 @@ class Split:
         optimizers: Iterable[optim.Optimizer],
         is_here: Callable[[Tensor], bool] = lambda parameter: True,
     ) -> None:
-        """Give every rank the whole models, plain ones, of what `is_here`. Collective."""
+        """Restore whole, unsplit models on every rank, of what `is_here`. Collective."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -258,36 +269,40 @@ class Split:
         self.shards, self._modules = {}, []
 
 
-class _Whole(torch.autograd.Function):
-    """Of parts of a parameter the whole, which all ranks use alike."""
+class _GatherParameter(torch.autograd.Function):
+    """Gathers a parameter from its parts, for all ranks to use alike."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, split: Split, parameter: nn.Parameter) -> Tensor:
-        ctx.how = split, parameter
+    def forward(
+        ctx: Any, part: Tensor, split: TensorParallelModels, parameter: nn.Parameter
+    ) -> Tensor:
+        ctx.args = split, parameter
         return split.whole(parameter, part)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _OwnPart.apply(grad, *ctx.how), None, None  # type: ignore[no-untyped-call]
+        return _TakeParameterShard.apply(grad, *ctx.args), None, None  # type: ignore[no-untyped-call]
 
 
-class _OwnPart(torch.autograd.Function):
-    """Of a whole that all ranks have the part that this one has of a parameter."""
+class _TakeParameterShard(torch.autograd.Function):
+    """Takes this rank's part of a whole parameter."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, split: Split, parameter: nn.Parameter) -> Tensor:
-        ctx.how = split, parameter
+    def forward(
+        ctx: Any, whole: Tensor, split: TensorParallelModels, parameter: nn.Parameter
+    ) -> Tensor:
+        ctx.args = split, parameter
         return split.shards[parameter].of(whole)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Whole.apply(grad, *ctx.how), None, None  # type: ignore[no-untyped-call]
+        return _GatherParameter.apply(grad, *ctx.args), None, None  # type: ignore[no-untyped-call]
 
 
-def _check_around(
+def _check_unsplit_modules(
     shards: Mapping[nn.Parameter, Shard], split: set[nn.Module], models: Iterable[nn.Module]
 ) -> None:
-    """Raise ModelError for a split parameter that a module which is not split computes with."""
+    """Raise ModelError for a split parameter that a module uses which is not split."""
     for path, module in (found for model in models for found in model.named_modules()):
         if module in split:
             continue
@@ -305,8 +320,8 @@ def _check_around(
             )
 
 
-def _of_each(state: Mapping[str, Any], shape: tuple[int, ...], change: Any) -> dict[str, Any]:
-    """`state` with every tensor of `shape` changed."""
+def _map_state(state: Mapping[str, Any], shape: tuple[int, ...], change: Any) -> dict[str, Any]:
+    """`state` with `change` applied to every tensor of `shape`."""
     return {
         key: change(value)
         if isinstance(value, Tensor) and value.ndim and tuple(value.shape) == tuple(shape)

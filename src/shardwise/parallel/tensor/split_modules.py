@@ -1,7 +1,7 @@
-"""What the class of a split module becomes; its names and what hangs on it stay as they are.
+"""The classes that split modules change to; their names and attributes stay as they are.
 
-Copies and pickles of a split module are of the plain class again. While parameters are whole for a
-time (`Replica.is_whole`) its forward is the plain one.
+Copies and pickles of a split module are of its unsplit class again. While parameters are whole
+(`Replica.is_whole`) its forward is the unsplit one.
 """
 
 from __future__ import annotations
@@ -17,30 +17,35 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import UsageError
-from shardwise.parallel.tensor.graph_paths import Path
-from shardwise.parallel.tensor.regions import Parts, apart, gathered, is_stand_in
+from shardwise.parallel.tensor.graph_paths import AllowedOperations
+from shardwise.parallel.tensor.regions import (
+    ShardedDim,
+    copy_to_region,
+    gather_from_region,
+    is_fake,
+)
 from shardwise.parallel.tensor.replica import Replica
-from shardwise.parallel.tensor.sequence_parallel import Tokens, bring_to_parts
+from shardwise.parallel.tensor.sequence_parallel import SequenceShard, shard_arguments
 from shardwise.shards import Range
 
-straight = torch._C.DisableTorchFunctionSubclass
-"""Inside this block parameters are what this rank has of them, whoever computes with them."""
+on_local_tensors = torch._C.DisableTorchFunctionSubclass
+"""Inside this block parameters are this rank's parts, whoever computes with them."""
 
 
-class SplitModule(nn.Module):
+class TensorParallelModule(nn.Module):
     """A module of which each rank has a part.
 
-    `_locals` are attributes that tell of its size (out_features, num_heads), by name as they are
-    of the whole and of this rank's part.
+    `_size_attributes` has by name the attributes that depend on its size (out_features, num_heads),
+    as they are of the whole and of this rank's part.
     """
 
-    _plain: type[nn.Module]
+    _unsplit_class: type[nn.Module]
     _replica: Replica
-    _locals: Mapping[str, tuple[Any, Any]]
+    _size_attributes: Mapping[str, tuple[Any, Any]]
 
-    def show(self, *, whole: bool) -> None:
-        """Let the attributes tell of the whole, or of this rank's part."""
-        for name, (of_whole, of_part) in self._locals.items():
+    def set_sizes(self, *, whole: bool) -> None:
+        """Set the size attributes to those of the whole, or of this rank's part."""
+        for name, (of_whole, of_part) in self._size_attributes.items():
             setattr(self, name, of_whole if whole else of_part)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -55,135 +60,138 @@ class SplitModule(nn.Module):
         """Raise UsageError unless parameters are whole now."""
         if not self._replica.is_whole:
             raise UsageError(
-                f"{call} of a split {self._plain.__name__}: this rank has a part of it only. "
-                f"Inside with engine.full_parameters(), {how}; engine.save and engine.export write "
-                "whole models."
+                f"{call} of a split {self._unsplit_class.__name__}: this rank has a part of it "
+                f"only. Inside with engine.full_parameters(), {how}; engine.save and engine.export "
+                "write whole models."
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._refuse("A copy", "to read or copy whole tensors")
         reduced = list(super().__reduce_ex__(protocol))
-        reduced[:2] = copyreg._reconstructor, (self._plain, object, None)  # type: ignore[attr-defined]
-        reduced[2] = {k: v for k, v in dict(reduced[2]).items() if k not in _OWN}
+        reduced[:2] = copyreg._reconstructor, (self._unsplit_class, object, None)  # type: ignore[attr-defined]
+        reduced[2] = {k: v for k, v in dict(reduced[2]).items() if k not in _OWN_ATTRIBUTES}
         return tuple(reduced)
 
 
-_OWN = ("_replica", "_locals", "_gathers", "ranges", "path")
+_OWN_ATTRIBUTES = ("_replica", "_size_attributes", "_gather_output", "ranges", "allowed_operations")
 
 
-class Colwise(SplitModule):
-    """A linear map whose output features are split."""
+class ColwiseParallel(TensorParallelModule):
+    """A linear map split by output features."""
 
     takes_whole = True
-    """Whether what goes in is the same on all ranks."""
+    """Whether the input is the same on all ranks."""
 
-    _gathers: bool
-    """Whether the output is put together."""
+    _gather_output: bool
+    """Whether the output is gathered."""
     ranges: Sequence[Range]
-    """By rank its output features."""
+    """The output features of each rank."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """value: (..., in_features), of which all ranks have the same, or each some tokens."""
+        """value: (..., in_features), equal on all ranks, or some tokens on each."""
         replica = self._replica
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
-        if self._gathers:
-            part = replica.opened(value).given_to(self._of_part)
-            return gathered(part, replica.group, Parts(-1, self.ranges))
-        return replica.enter(value, self._of_part)
+        if self._gather_output:
+            part = replica.region_input(value).run(self._run_local)
+            return gather_from_region(part, replica.group, ShardedDim(-1, self.ranges))
+        return replica.enter_region(value, self._run_local)
 
-    def _of_part(self, whole: Tensor) -> Tensor:
-        with straight():
+    def _run_local(self, whole: Tensor) -> Tensor:
+        with on_local_tensors():
             return super().forward(whole)  # type: ignore[no-any-return]
 
 
-class Rowwise(SplitModule):
-    """A linear map whose input features are split; its bias is added once, to the sum."""
+class RowwiseParallel(TensorParallelModule):
+    """A linear map split by input features; its bias is added once, to the sum."""
 
     weight: Tensor
     bias: Tensor | None
-    path: Path | None
-    """What may stand before it, where that was tried."""
+    allowed_operations: AllowedOperations | None
+    """The operations allowed before it, if it was tried."""
 
     def forward(self, value: Tensor) -> Tensor:
         """value: (..., this rank's in_features)."""
         replica = self._replica
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
-        if self.path is not None:
-            self.path.check(value, replica.begun)
-        columns = has_columns(self._plain)
-        whole = replica.leave(
+        if self.allowed_operations is not None:
+            self.allowed_operations.check(value, replica.region_starts)
+        columns = has_columns(self._unsplit_class)
+        whole = replica.leave_region(
             lambda: value @ self.weight if columns else F.linear(value, self.weight)
         )
         # In the dtype of the product, which autocast may have chosen.
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)
 
 
-class SplitEmbedding(SplitModule):
-    """An embedding of which each rank has the rows of a part of the vocabulary."""
+class VocabParallelEmbedding(TensorParallelModule):
+    """An embedding split by its vocabulary."""
 
     weight: Tensor
     padding_idx: int | None
     ranges: Sequence[Range]
-    """By rank its rows."""
+    """The rows of each rank."""
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """numbers: any shape, of the whole vocabulary, alike on all ranks."""
+        """numbers: any shape, of the whole vocabulary, equal on all ranks."""
         replica = self._replica
         if replica.is_whole:
             return super().forward(numbers)  # type: ignore[no-any-return]
-        check_within(numbers, self.ranges[-1][1], "index out of range in self")
+        check_in_range(numbers, self.ranges[-1][1], "index out of range in self")
         first, end = self.ranges[replica.group.rank]
         elsewhere = (numbers < first) | (numbers >= end)
         padding = self.padding_idx
         if padding is not None:
             padding = padding - first if first <= padding < end else None
         rows = F.embedding((numbers - first).masked_fill(elsewhere, 0), self.weight, padding)
-        return replica.closed(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        return replica.reduce_output(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
-class OnTokens(SplitModule):
-    """A module that computes token by token, such as a norm: on this rank's tokens, where its
-    input is in parts."""
+class SequenceParallelModule(TensorParallelModule):
+    """A module that computes token by token, such as a norm; it runs on this rank's tokens if its
+    input is split."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Of tensors (..., tokens, features); those that it gives have the same tokens."""
-        found = (each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tokens))
+        """Takes and returns tensors (..., tokens, features); those returned have the same
+        tokens."""
+        found = (
+            each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, SequenceShard)
+        )
         tokens = next(found, None)
         if tokens is None:
             return super().forward(*args, **kwargs)
-        args, kwargs = bring_to_parts(tokens, (args, kwargs))
+        args, kwargs = shard_arguments(tokens, (args, kwargs))
         before = dict(self._parameters)
         trained = {k: p for k, p in before.items() if p is not None and p.requires_grad}
         if trained and torch.is_grad_enabled():
-            shared = apart(self._replica.group, *trained.values())
+            shared = copy_to_region(self._replica.group, *trained.values())
             self._parameters.update(zip(trained, shared, strict=True))  # type: ignore[arg-type]
         try:
-            with tokens.draws.own() if self.training else nullcontext():
+            with tokens.randomness.region() if self.training else nullcontext():
                 made = super().forward(*args, **kwargs)
         finally:
             self._parameters.update(before)
         return pytree.tree_map_only(Tensor, tokens.like, made)
 
     def _refuse(self, call: str, how: str) -> None:
-        """Every rank has all of it."""
+        """Do nothing: every rank has all of the module."""
 
 
-class Part(SplitModule):
-    """A module inside a split region, which computes with its part as the plain one would."""
+class LocalModule(TensorParallelModule):
+    """A module inside a region, which computes with its part as the unsplit one would."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the plain one."""
+        """Run the unsplit forward on this rank's part."""
         own = any(getattr(type(p), "is_split", False) for p in self._parameters.values())
-        with straight() if own else nullcontext():
+        with on_local_tensors() if own else nullcontext():
             return super().forward(*args, **kwargs)
 
 
-def check_within(numbers: Tensor, count: int, text: str) -> None:
-    """Raise IndexError, as torch does, where `numbers` (any shape) are not all of 0 to `count` - 1;
-    on an accelerator its assertion fails instead, and nothing waits for it."""
-    if is_stand_in(numbers):
+def check_in_range(numbers: Tensor, count: int, text: str) -> None:
+    """Raise IndexError, as torch does, where `numbers` (any shape) are not all from 0 to `count` -
+    1; on an accelerator its assertion fails instead, and nothing waits for it."""
+    if is_fake(numbers):
         return
     within = ((numbers >= 0) & (numbers < count)).all()
     if numbers.device.type != "cpu":
@@ -192,45 +200,51 @@ def check_within(numbers: Tensor, count: int, text: str) -> None:
         raise IndexError(f"{text}: from {numbers.min()} to {numbers.max()}, of {count}")
 
 
-def has_columns(plain: type[nn.Module]) -> bool:
-    """Whether `plain` keeps its weight as (in_features, out_features), as GPT-2's Conv1D does."""
-    return plain.__name__ == "Conv1D" and not issubclass(plain, nn.modules.conv._ConvNd)
+def has_columns(unsplit: type[nn.Module]) -> bool:
+    """Whether class `unsplit` stores its weight as (in_features, out_features), as GPT-2's Conv1D
+    does."""
+    return unsplit.__name__ == "Conv1D" and not issubclass(unsplit, nn.modules.conv._ConvNd)
 
 
-_classes: dict[tuple[type[nn.Module], type[SplitModule]], type[SplitModule]] = {}
+_classes: dict[tuple[type[nn.Module], type[TensorParallelModule]], type[TensorParallelModule]] = {}
 
 
-def _split_class(plain: type[nn.Module], style: type[SplitModule]) -> type[SplitModule]:
-    """One class for each pair, so that modules of one class stay so."""
-    if (plain, style) not in _classes:
-        fields = {"_plain": plain, "__module__": plain.__module__}
-        _classes[plain, style] = type(plain.__name__, (style, plain), fields)
-    return _classes[plain, style]
+def _tensor_parallel_class(
+    unsplit: type[nn.Module], style: type[TensorParallelModule]
+) -> type[TensorParallelModule]:
+    """One class for each pair of classes, so that modules of one class stay so."""
+    if (unsplit, style) not in _classes:
+        fields = {"_unsplit_class": unsplit, "__module__": unsplit.__module__}
+        _classes[unsplit, style] = type(unsplit.__name__, (style, unsplit), fields)
+    return _classes[unsplit, style]
 
 
-def become(
+def make_tensor_parallel(
     module: nn.Module,
-    style: type[SplitModule],
+    style: type[TensorParallelModule],
     replica: Replica,
     local: Mapping[str, Any],
     ranges: Sequence[Range] | None = None,
     *,
-    gathers: bool = False,
-    path: Path | None = None,
+    gather_output: bool = False,
+    allowed: AllowedOperations | None = None,
 ) -> None:
-    """Let `module` be of `style`; `local` are attributes as they are of this rank's part, `ranges`
-    what each rank has, which is put together where it `gathers`, `path` what may stand before."""
+    """Change the class of `module` to `style`.
+
+    `local` are the attributes of this rank's part, `ranges` what each rank has; with
+    `gather_output` outputs are gathered. `allowed` are the operations allowed before it.
+    """
     pairs = {name: (getattr(module, name), value) for name, value in local.items()}
-    module.__class__ = _split_class(type(module), style)
-    module.__dict__.update({"_replica": replica, "_locals": pairs, "ranges": ranges})
-    module.__dict__.update({"_gathers": gathers, "path": path})
-    assert isinstance(module, SplitModule)
-    module.show(whole=False)
+    module.__class__ = _tensor_parallel_class(type(module), style)
+    module.__dict__.update({"_replica": replica, "_size_attributes": pairs, "ranges": ranges})
+    module.__dict__.update({"_gather_output": gather_output, "allowed_operations": allowed})
+    assert isinstance(module, TensorParallelModule)
+    module.set_sizes(whole=False)
 
 
-def restore(module: SplitModule) -> None:
-    """Undo `become`."""
-    module.show(whole=True)
-    module.__class__ = module._plain  # type: ignore[assignment]
-    for name in _OWN:
+def restore(module: TensorParallelModule) -> None:
+    """Undo `make_tensor_parallel`."""
+    module.set_sizes(whole=True)
+    module.__class__ = module._unsplit_class  # type: ignore[assignment]
+    for name in _OWN_ATTRIBUTES:
         module.__dict__.pop(name, None)

@@ -1,9 +1,9 @@
-"""Whether a module's forward takes to being split: it is tried, whole against parts.
+"""Tries whether a module computes the same when it is split, before it is split for good.
 
 All ranks' parts run here at once, a thread for each, on the CPU, in evaluation and in training,
-where what is drawn is no chance. Their outputs, and the gradients of their inputs and of every
-parameter, must be those of the whole: a parameter that is not split, in the midst of what is, would
-have a part of its gradient only. Of layers that did not run nothing can be told.
+with fixed numbers in place of random ones. Their outputs, and the gradients of their inputs and of
+every parameter, must equal those of the whole: a parameter that is not split, between layers that
+are, would have a part of its gradient only. Layers that did not run prove nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.utils import _pytree as pytree
 from shardwise.collectives import Handle, Solo
 from shardwise.collectives.ordered_sums import PLAIN, Sum
 from shardwise.errors import UsageError
-from shardwise.parallel.tensor import module_cuts, split_modules
-from shardwise.parallel.tensor.graph_paths import Recorded
-from shardwise.parallel.tensor.module_cuts import Cut, Group
+from shardwise.parallel.tensor import module_splits, split_modules
+from shardwise.parallel.tensor.graph_paths import RecordedOperations
+from shardwise.parallel.tensor.module_splits import ModuleSplit, SplitGroup
 from shardwise.parallel.tensor.replica import Replica
-from shardwise.parallel.tensor.replica_draws import Draws
+from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
 from shardwise.parallel.tensor.user_hooks import silenced
-from shardwise.parallel.tensor.without_dropout import Undrawn
+from shardwise.parallel.tensor.without_dropout import WithoutRandomness
 from shardwise.randomness import preserved
 from shardwise.shards import Shard
 
@@ -36,8 +36,8 @@ LIMIT = 60.0
 """Seconds that a part may take."""
 
 
-class _Threads(Solo):
-    """A group of threads of this process; knows the one verb that regions need."""
+class _ThreadGroup(Solo):
+    """A group of threads of this process, with the one collective that regions need."""
 
     def __init__(self, rank: int, size: int, barrier: Barrier, board: list[Any]) -> None:
         super().__init__()
@@ -56,107 +56,109 @@ class _Threads(Solo):
         return Handle()
 
 
-class _Draws(Draws):
-    """Those of a part here: nothing is drawn."""
+class _NoRandomness(ReplicaRandomness):
+    """Region bookkeeping without seeds: nothing is random in a trial."""
 
-    def enter(self) -> None:
-        self._outside = self._outside if self._outside is not None else torch.empty(0)
+    def enter_region(self) -> None:
+        self._common_state = (
+            self._common_state if self._common_state is not None else torch.empty(0)
+        )
 
-    def leave(self) -> None:
-        self._outside = None
+    def leave_region(self) -> None:
+        self._common_state = None
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Whether a module takes to being split, and what is to be said where it does not."""
+class TrialResult:
+    """Whether a module computes the same when split, and why not, where that is worth a line."""
 
-    takes: bool
+    accepted: bool
     why: str | None = None
     operations: frozenset[str] = frozenset()
-    """What its forward computes between the layers."""
+    """The operations of its forward between the split layers."""
 
     def __bool__(self) -> bool:
-        return self.takes
+        return self.accepted
 
 
 NOT_RUN = "some of its layers did not run when it was tried"
 HOOKED = "a hook stands between its layers"
 
 
-def takes_to(module: nn.Module, group: Group, parts: int) -> Verdict:
-    """Whether `module` split as `group` says computes what it does whole.
+def try_split(module: nn.Module, group: SplitGroup, parts: int) -> TrialResult:
+    """Try whether `module`, split as `group` says, computes the same.
 
-    No also where it does not run on one input of shape (rows, length, features), or (rows,
-    features), where its layers do not, or a hook of the user's would see a part: then nothing can
-    be told.
+    Not accepted also where it does not run on one input of shape (rows, length, features), or
+    (rows, features), where its split layers do not run, or a hook of the user's would see a part.
     """
-    first = next(cut.module for cut in group.cuts if module_cuts.is_linear(cut.module))
+    first = next(cut.module for cut in group.splits if module_splits.is_linear(cut.module))
     with preserved(), torch.random.fork_rng(devices=[]):
         whole = _copy(module)
         if whole is None:
-            return Verdict(takes=False)
-        features = _width_of(module, module_cuts.widths(first)[0])
+            return TrialResult(accepted=False)
+        features = _width_of(module, module_splits.widths(first)[0])
         for shape in ((ROWS, LENGTH, features), (ROWS, features)):
             draw = torch.Generator().manual_seed(0)
             x = torch.randn(shape, generator=draw, dtype=torch.float64)
-            modes = [_Trial(whole, module, group, parts, x, train) for train in (False, True)]
-            if all(mode.wanted is not None for mode in modes):
-                return _judge(modes)
-    return Verdict(takes=False)
+            modes = [_TrialMode(whole, module, group, parts, x, train) for train in (False, True)]
+            if all(mode.expected is not None for mode in modes):
+                return _compare(modes)
+    return TrialResult(accepted=False)
 
 
-class _Trial:
-    """A `whole` copy of `module` run on `x` in one mode, to be compared with its parts."""
+class _TrialMode:
+    """A `whole` copy of `module` run on `x` in one mode, and the parts that are compared with
+    it."""
 
     def __init__(
         self,
         whole: nn.Module,
         module: nn.Module,
-        group: Group,
+        group: SplitGroup,
         parts: int,
         x: Tensor,
         training: bool,
     ) -> None:
-        self._whole, self._cuts, self._parts, self._x = whole, group.cuts, parts, x
+        self._whole, self._cuts, self._parts, self._x = whole, group.splits, parts, x
         self._training = training
         self._paths = {id(each): path for path, each in module.named_modules()}
-        undrawn = Undrawn()
-        self.wanted = _run(copy.deepcopy(whole).train(training), x, undrawn)
-        self._drawn = undrawn.shapes
+        fixed = WithoutRandomness()
+        self.expected = _run(copy.deepcopy(whole).train(training), x, fixed)
+        self._random_shapes = fixed.shapes
         self.was_hooked = False
-        self.path = Recorded()
+        self.allowed = RecordedOperations()
 
     @property
     def reached(self) -> set[str]:
-        """The parameters that have a gradient, by name."""
-        assert self.wanted is not None
-        return {name for name, grad in self.wanted.grads.items() if grad is not None}
+        """Names of the parameters that have a gradient."""
+        assert self.expected is not None
+        return {name for name, grad in self.expected.grads.items() if grad is not None}
 
     def is_passed(self) -> bool:
         """Whether the parts compute what the whole does."""
-        assert self.wanted is not None
+        assert self.expected is not None
         self._whole.train(self._training)
         found = self._run_parts()
         return found is not None and all(
-            _alike(each, _cut(self.wanted, self._cuts, self._paths, rank))
+            _matches(each, _expected_on_rank(self.expected, self._cuts, self._paths, rank))
             for rank, each in enumerate(found)
         )
 
-    def _run_parts(self) -> list[_Result] | None:
+    def _run_parts(self) -> list[_TrialOutputs] | None:
         barrier = Barrier(self._parts)
         board: list[Any] = [None] * self._parts
-        found: list[_Result | None] = [None] * self._parts
+        found: list[_TrialOutputs | None] = [None] * self._parts
 
         def run(rank: int) -> None:
-            group = _Threads(rank, self._parts, barrier, board)
-            draws = _Draws(rank, torch.device("cpu"))
-            replica = Replica(group, draws)
-            part = _part(self._whole, self._cuts, self._paths, replica, self.path)
-            undrawn = Undrawn(self._drawn, lambda: draws.is_open)
+            group = _ThreadGroup(rank, self._parts, barrier, board)
+            randomness = _NoRandomness(rank, torch.device("cpu"))
+            replica = Replica(group, randomness)
+            part = _split_copy(self._whole, self._cuts, self._paths, replica, self.allowed)
+            fixed = WithoutRandomness(self._random_shapes, lambda: randomness.in_region)
             try:
-                found[rank] = _run(part, self._x, undrawn, refused=self._refused)
+                found[rank] = _run(part, self._x, fixed, refused=self._refused)
             finally:
-                replica.forget()  # a part that has failed left its region open
+                replica.reset()  # a part that has failed left its region open
             if found[rank] is None:
                 barrier.abort()
 
@@ -172,27 +174,31 @@ class _Trial:
         self.was_hooked = True
 
 
-def _judge(modes: Sequence[_Trial]) -> Verdict:
-    assert modes[0].wanted is not None
+def _compare(modes: Sequence[_TrialMode]) -> TrialResult:
+    assert modes[0].expected is not None
     reached = set().union(*(mode.reached for mode in modes))
-    if any("." in name and name not in reached for name in modes[0].wanted.grads):
-        return Verdict(takes=False, why=NOT_RUN)
+    if any("." in name and name not in reached for name in modes[0].expected.grads):
+        return TrialResult(accepted=False, why=NOT_RUN)
     if all(mode.is_passed() for mode in modes):
-        seen = (mode.path.tried for mode in modes)
-        return Verdict(takes=True, operations=frozenset().union(*seen))
-    return Verdict(takes=False, why=HOOKED if any(mode.was_hooked for mode in modes) else None)
+        seen = (mode.allowed.tried for mode in modes)
+        return TrialResult(accepted=True, operations=frozenset().union(*seen))
+    return TrialResult(
+        accepted=False, why=HOOKED if any(mode.was_hooked for mode in modes) else None
+    )
 
 
 @dataclass(frozen=True)
-class _Result:
+class _TrialOutputs:
     """Outputs and the gradient of the input; gradients of parameters by name, None for none."""
 
     seen: list[Tensor]
     grads: dict[str, Tensor | None]
 
 
-def _cut(whole: _Result, several: Sequence[Cut], paths: dict[int, str], rank: int) -> _Result:
-    """What a rank must find where `whole` is right."""
+def _expected_on_rank(
+    whole: _TrialOutputs, several: Sequence[ModuleSplit], paths: dict[int, str], rank: int
+) -> _TrialOutputs:
+    """The outputs that a rank must have if the split is right."""
     grads = dict(whole.grads)
     for cut in several:
         for key, (dim, ranges) in cut.tensors.items():
@@ -200,14 +206,14 @@ def _cut(whole: _Result, several: Sequence[Cut], paths: dict[int, str], rank: in
             grad = grads.get(name)
             if grad is not None:
                 grads[name] = Shard(tuple(grad.shape), dim, tuple(ranges), rank).of(grad)
-    return _Result(whole.seen, grads)
+    return _TrialOutputs(whole.seen, grads)
 
 
 def _width_of(module: nn.Module, narrow: int) -> int:
-    """What the module takes: the input of its first layer, which need not be the one split."""
+    """The input width of the module: that of its first layer, which need not be the one split."""
     for each in module.children():
-        if module_cuts.is_linear(each):
-            return module_cuts.widths(each)[0]
+        if module_splits.is_linear(each):
+            return module_splits.widths(each)[0]
         if isinstance(each, nn.LayerNorm):
             return each.normalized_shape[-1]
     return narrow
@@ -231,14 +237,17 @@ def _copy(module: nn.Module) -> nn.Module | None:
 
 
 def _run(
-    module: nn.Module, x: Tensor, undrawn: Undrawn, refused: Callable[[], None] = lambda: None
-) -> _Result | None:
-    """What comes of `x`; None where the forward does not take it, `refused` called where a hook
-    is why."""
+    module: nn.Module,
+    x: Tensor,
+    fixed: WithoutRandomness,
+    refused: Callable[[], None] = lambda: None,
+) -> _TrialOutputs | None:
+    """Outputs and gradients on `x`; None if the forward fails. `refused` is called if a hook is
+    why."""
     x = x.clone().requires_grad_()
     named = dict(module.named_parameters())
     try:
-        with undrawn:
+        with fixed:
             outputs = [t for t in pytree.tree_leaves(module(x)) if isinstance(t, Tensor)]
         total = sum(t.square().sum() for t in outputs if t.requires_grad)
         assert isinstance(total, Tensor)
@@ -249,15 +258,17 @@ def _run(
         return None
     except Exception:  # the user's forward: whatever it raises, it does not run on this
         return None
-    return _Result([*(t.detach() for t in outputs), grad], dict(zip(named, rest, strict=True)))
+    return _TrialOutputs(
+        [*(t.detach() for t in outputs), grad], dict(zip(named, rest, strict=True))
+    )
 
 
-def _part(
+def _split_copy(
     whole: nn.Module,
-    several: Sequence[Cut],
+    several: Sequence[ModuleSplit],
     paths: dict[int, str],
     replica: Replica,
-    path: Recorded,
+    allowed: RecordedOperations,
 ) -> nn.Module:
     """A copy of `whole`, split as on one rank of `replica`."""
     made = copy.deepcopy(whole)
@@ -269,19 +280,25 @@ def _part(
             assert parameter is not None
             shard = Shard(tuple(parameter.shape), dim, tuple(ranges), rank)
             parameter.data = shard.of(parameter.detach())
-        local = cut.local[rank] if cut.local else {}
-        split_modules.become(
-            mine, cut.style, replica, local, cut.ranges, gathers=cut.gathers, path=path
+        local = cut.local_attributes[rank] if cut.local_attributes else {}
+        split_modules.make_tensor_parallel(
+            mine,
+            cut.style,
+            replica,
+            local,
+            cut.ranges,
+            gather_output=cut.gather_output,
+            allowed=allowed,
         )
     return made
 
 
-def _alike(found: _Result, wanted: _Result) -> bool:
-    if len(found.seen) != len(wanted.seen) or found.grads.keys() != wanted.grads.keys():
+def _matches(found: _TrialOutputs, expected: _TrialOutputs) -> bool:
+    if len(found.seen) != len(expected.seen) or found.grads.keys() != expected.grads.keys():
         return False
     pairs: list[tuple[Tensor | None, Tensor | None]] = [
-        *zip(found.seen, wanted.seen, strict=True),
-        *((grad, wanted.grads[name]) for name, grad in found.grads.items()),
+        *zip(found.seen, expected.seen, strict=True),
+        *((grad, expected.grads[name]) for name, grad in found.grads.items()),
     ]
     return all(
         a is b if a is None or b is None else a.shape == b.shape and _close(a, b) for a, b in pairs

@@ -1,5 +1,5 @@
-"""Hooks of the user's on modules between split layers: such a hook would see a part of the features
-and take it for all, so it is refused at the first forward that comes to it."""
+"""Refuses the user's hooks on modules between split layers, at the first forward that reaches one:
+such a hook would see a part of the features and take it for all."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _WORDS = {
 
 
 class HookGuard:
-    """Looks at the modules whose forwards begin or end while a region is open.
+    """Checks the modules whose forwards begin or end while a region is open.
 
-    `name_of` gives what messages call a module.
+    `name_of` gives the name of a module in messages.
     """
 
     def __init__(self, name_of: Callable[[nn.Module], str] | None = None) -> None:
@@ -41,7 +41,8 @@ class HookGuard:
         self._thread = 0
 
     def open(self) -> None:
-        """From here on each rank has a part. A recomputation does as its forward did."""
+        """Start checking: from here on each rank has a part. A recomputation does as its forward
+        did."""
         if self._handles or torch._C._current_graph_task_id() != -1:
             return
         for name in _GLOBAL:
@@ -57,7 +58,7 @@ class HookGuard:
         ]
 
     def close(self) -> None:
-        """All ranks have the same again."""
+        """Stop checking: all ranks have the same again."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -102,12 +103,12 @@ def _is_users(hook: Any) -> bool:
 
 
 def silent(*_: Any) -> None:
-    """Stands in for a hook of the user's where it is not to be called."""
+    """Takes the place of a user's hook that must not be called."""
 
 
 @contextmanager
 def silenced(module: nn.Module) -> Iterator[None]:
-    """Inside the block the user's hooks on `module` and what is in it do nothing, copies' too."""
+    """Silence the user's hooks on `module` and its submodules inside the block, in copies too."""
     held = [(inner, kind, vars(inner)[kind]) for inner in module.modules() for kind in _ALL]
     try:
         for inner, kind, hooks in held:

@@ -1,5 +1,5 @@
-"""Forwards without chance: what they draw is the same for whoever has the whole and for whoever has
-a part, so that the two can be compared in training too."""
+"""Runs forwards with fixed numbers in place of random ones, so that a whole and its parts
+compare."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ _FILLS: dict[Any, float] = {
     _ops.randint_like: 0.0,
     _ops.exponential_: 0.5,
 }
-"""By operation what all of its numbers are instead."""
+"""The fixed number that each random operation gives."""
 
 
-class SharedDraw(Exception):
-    """A rank would draw for itself what is one draw in the whole."""
+class SharedRandomness(Exception):
+    """Raised where a rank would draw by itself what is one draw in the whole."""
 
 
-class Undrawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside of it nothing is drawn: each number is one and the same.
+class WithoutRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces random numbers by a fixed one inside the block.
 
-    `shapes` are those of what is drawn, in order; while `is_apart`, with those of the whole given
-    as `whole`, a draw of the whole's shape raises SharedDraw: each rank has a part of the features
-    and its own chance, and the draw would be one for all features (a token that is dropped).
+    `shapes` records the shapes of random tensors in order. With those of the whole given as
+    `whole`, a tensor of the whole's shape raises SharedRandomness while `in_region`: each rank has
+    a part of the features and its own random numbers, and this one would be shared by all features
+    (a token that is dropped).
     """
 
     def __init__(
         self,
         whole: list[torch.Size] | None = None,
-        is_apart: Callable[[], bool] = lambda: False,
+        in_region: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shapes: list[torch.Size] = []
         self._whole = whole
-        self._is_apart = is_apart
+        self._in_region = in_region
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -76,5 +77,5 @@ class Undrawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = len(self.shapes)
         self.shapes.append(shape)
         whole = self._whole or []
-        if self._is_apart() and whole[place : place + 1] == [shape]:
-            raise SharedDraw
+        if self._in_region() and whole[place : place + 1] == [shape]:
+            raise SharedRandomness

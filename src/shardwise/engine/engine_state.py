@@ -1,0 +1,158 @@
+"""EngineState holds what the parts of one engine share: what it is made of, and where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn, optim
+from torch.amp import GradScaler
+
+from shardwise.config import Settings
+from shardwise.engine import exact_mode, pipeline_parallel, tensor_parallel
+from shardwise.engine.accumulation import Accumulation
+from shardwise.engine.build import States
+from shardwise.engine.engine_spec import EngineSpec
+from shardwise.engine.gradient_weighting import GradientWeighting
+from shardwise.engine.step_statistics import Aggregation, StepTotals
+from shardwise.engine.user_objects import UserObjects, living
+from shardwise.errors import ModelError, UsageError
+from shardwise.model import precision
+from shardwise.model.precision import LossScale
+from shardwise.parallel.tensor.plan import TensorPlan
+from shardwise.world import World
+
+
+@dataclass(eq=False)
+class EngineState:
+    """The engine numbered `number` in this process, as its parts see it.
+
+    The first fields never change; those from `steps` on are where training is.
+    """
+
+    world: World
+    number: int
+    spec: EngineSpec
+    objects: UserObjects
+    scale: LossScale
+    aggregation: Aggregation
+    weighting: GradientWeighting
+    accumulation: Accumulation
+    """This rank's backwards since the last step."""
+    steps: int = 0
+    """How many steps were made."""
+    totals: StepTotals | None = None
+    """What all ranks know of this step, once its gradients are reduced."""
+    in_ema: bool = False
+    """Whether the parameters are averages now."""
+    in_uneven: bool = False
+    """Whether ranks may run different numbers of forwards now."""
+    asked_to_end: bool = False
+    """Whether the exchange of a step of this engine has told all ranks of a signal to end."""
+
+    @property
+    def states(self) -> States:
+        """Parameters, gradients and optimizer state as they are laid out now."""
+        return self.objects.states
+
+    @property
+    def coordinates(self) -> tuple[int, int, int, int]:
+        """Which backward of which step of which engine and replica comes next: what random
+        numbers are drawn for."""
+        return self.number, self.steps, self.world.data_rank, self.accumulation.backwards
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether the engine can be saved now."""
+        return self.accumulation.backwards == 0 and not self.in_ema
+
+    def refuse_in_step(self, call: str) -> None:
+        """Raise UsageError unless `call` comes between two steps."""
+        if self.accumulation.backwards:
+            raise UsageError(
+                f"{call} between engine.backward and engine.step: call it after the step."
+            )
+        if self.in_ema:
+            raise UsageError(f"{call} inside engine.ema(): leave the block first.")
+
+    def parameters_changed(self) -> None:
+        """Parameters have other values now: with `--pipeline` other stages may have copies."""
+        if self.spec.pipeline is not None:
+            self.spec.pipeline.tied_weights.invalidate()
+
+
+def spec_of(
+    world: World,
+    settings: Settings,
+    models: nn.Module | Sequence[nn.Module],
+    optimizers: optim.Optimizer | Sequence[optim.Optimizer],
+    tensor_plan: TensorPlan | None,
+) -> EngineSpec:
+    """What an engine is made from. Raises ModelError for what is no model or no optimizer, and
+    ConfigError for settings that cannot be had together."""
+    shards = exact_mode.shards_of(settings, world.collectives)
+    several = _several(models, nn.Module)
+    return EngineSpec(
+        several,
+        _several(optimizers, optim.Optimizer),
+        settings.placement,
+        settings,
+        world.collectives,
+        world.data,
+        world.device,
+        world.gather_order,
+        shards,
+        tensor_parallel.begin(world, settings, tensor_plan),
+        pipeline_parallel.begin(world, settings, several),
+        world.stage,
+    )
+
+
+def build_state(
+    world: World,
+    number: int,
+    spec: EngineSpec,
+    scaler: GradScaler | None,
+    tensor_plan: TensorPlan | None,
+) -> EngineState:
+    """Take over the user's objects, and lay out their states. Collective."""
+    _refuse_second_engine(spec)
+    accumulation = Accumulation()
+    world.unstepped.watch(accumulation)
+    objects = UserObjects(world, spec, accumulation, tensor_plan)
+    scale = LossScale(scaler, active=precision.PRESETS[spec.settings.precision].scaled)
+    aggregation = (
+        Aggregation(world.data_rank)
+        if spec.micro_shards is None
+        else exact_mode.ExactAggregation(spec.micro_shards)
+    )
+    weighting = GradientWeighting(scale, spec.data_group, aggregation)
+    return EngineState(world, number, spec, objects, scale, aggregation, weighting, accumulation)
+
+
+def _refuse_second_engine(spec: EngineSpec) -> None:
+    """Raise UsageError for a parameter that another engine trains: they would undo each other's
+    work."""
+    taken = {t.parameter for other in living for t in other.states.parameters.tracked}
+    for tracked in spec.located():
+        if tracked.parameter in taken:
+            raise UsageError(
+                f"{tracked.name} is already trained by another engine. Give each parameter to "
+                "one engine, or end that one first: engine.close()."
+            )
+
+
+def _several(given: Any, kind: type[Any]) -> tuple[Any, ...]:
+    one = isinstance(given, kind) or not isinstance(given, Iterable)
+    several = (given,) if one else tuple(given)
+    wrong = [item for item in several if not isinstance(item, kind)]
+    if wrong or not several:
+        shown = type(wrong[0]).__name__ if wrong else "nothing"
+        raise ModelError(
+            f"sw.Engine(model, optimizer) takes {_KINDS[kind]}, or several, not {shown}."
+        )
+    return several
+
+
+_KINDS = {nn.Module: "a torch.nn.Module first", optim.Optimizer: "a torch optimizer second"}

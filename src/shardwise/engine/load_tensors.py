@@ -1,0 +1,347 @@
+"""Loads tensors from a checkpoint into the states: each rank reads what it holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint import document, reader
+from shardwise.checkpoint import tensor_names as names
+from shardwise.checkpoint.byte_ranges import Extent, clipped
+from shardwise.checkpoint.folders import DOCUMENT, lacks_document
+from shardwise.checkpoint.format import dtype_of
+from shardwise.checkpoint.reader import TensorReader
+from shardwise.engine.build import States
+from shardwise.engine.checkpoint_tensors import EngineTensors
+from shardwise.engine.optimizer_fields import OptimizerFields
+from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
+from shardwise.model.buffers import write
+from shardwise.shards import Shard
+from shardwise.states import tensor_spans
+from shardwise.states.existing_optimizer_state import Blank
+from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, TensorSpan
+from shardwise.states.tracked import Tracked
+
+Fill = Callable[[Tensor, int], None]
+"""Fills a flat tensor with the elements of one tensor from the given one on."""
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """Where the values of a model's tensors are: by set its files, and by the model's names those
+    in the file. `fields` are what stands beside them, where it is a checkpoint of ours."""
+
+    sets: Mapping[str, TensorReader]
+    names: Mapping[str, str]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether tensor `name` of set `kind` is there."""
+        return kind in self.sets and name in self.sets[kind].specs
+
+    @property
+    def averaged(self) -> Set[str]:
+        """The names of what has a moving average."""
+        return self.sets[AVERAGE].specs.keys() if AVERAGE in self.sets else set()
+
+    def values(self, kind: str, name: str, dtype: torch.dtype) -> tuple[TensorReader, str] | None:
+        """The files with the best values for tensor `name`, and its name there.
+
+        A master is better than the parameter made of it where the wider dtype is wanted, and
+        stands in for an average that was not kept; a parameter stands in for its master.
+        """
+        if kind == OPTIMIZER and not name.endswith(f".{tensor_spans.MASTER}"):
+            return (self.sets[kind], name) if self.has(kind, name) else None
+        if kind == AVERAGE and self.has(kind, name):
+            return self.sets[kind], name
+        plain_name = name.removesuffix(f".{tensor_spans.MASTER}") if kind == OPTIMIZER else name
+        master = tensor_spans.state_name(plain_name, tensor_spans.MASTER)
+        if plain_name not in self.names:
+            return None
+        held = self.sets[MODEL].specs[self.names[plain_name]]
+        wide = dtype.itemsize > dtype_of(held.dtype).itemsize
+        if wide and self.has(OPTIMIZER, master):
+            return self.sets[OPTIMIZER], master
+        return self.sets[MODEL], self.names[plain_name]
+
+
+def open_source(
+    path: Path, engine_tensors: EngineTensors, *, strict: bool, alone: bool, stack: ExitStack
+) -> CheckpointSource:
+    """What `path`, a checkpoint's folder or another's files, has for the model of `engine_tensors`.
+
+    The files are open until `stack` is closed. Raises CheckpointMismatch, with all names, where
+    tensors are misshapen, or with `strict` missing or unexpected; BrokenCheckpoint for one that has
+    lost what stands beside the tensors, unless those `alone` are wanted.
+    """
+    fields: dict[str, Any] = {}
+    if lacks_document(path) and not alone:
+        raise BrokenCheckpoint(
+            f"{path} has the tensors of a checkpoint, and no {DOCUMENT}, which says the rest of "
+            "it. Bring the file back, or take another checkpoint. To load the weights alone: "
+            "engine.load(path, model_only=True)."
+        )
+    if os.path.lexists(path / DOCUMENT):
+        fields = document.load(path)
+        sets: dict[str, TensorReader] = {
+            kind: stack.enter_context(closing(reader.open_set(path, files, fields["files"])))
+            for kind, files in fields["sets"].items()
+        }
+        if MODEL not in sets:
+            raise BrokenCheckpoint(f"{path / DOCUMENT} has no set of tensors {MODEL!r}.")
+    else:
+        sets = {MODEL: stack.enter_context(closing(reader.open_foreign(path)))}
+    found = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
+    _check(path, engine_tensors, sets[MODEL], found, strict=strict)
+    return CheckpointSource(sets, found.found, fields)
+
+
+def _check(
+    path: Path,
+    engine_tensors: EngineTensors,
+    tensors: TensorReader,
+    found: names.Match,
+    *,
+    strict: bool,
+) -> None:
+    """Raise CheckpointMismatch for all that does not fit."""
+    inventory = engine_tensors.inventory
+    shapes = {name: spec.shape for name, spec in inventory.parameters.items()}
+    shapes |= {name: tuple(value.shape) for name, value in inventory.buffers.items()}
+    misshapen = [
+        f"{name} (here {list(shapes[name])}, there {list(tensors.specs[theirs].shape)})"
+        for name, theirs in found.found.items()
+        if shapes[name] != tensors.specs[theirs].shape
+    ]
+    faults = [("misshapen", misshapen)]
+    if strict:
+        faults += [("missing in it", found.missing), ("unexpected in it", found.unexpected)]
+    lines = [f"{what}: {names.listed(several)}" for what, several in faults if several]
+    if lines:
+        loosely = " To load what fits and keep the rest: strict=False." if not misshapen else ""
+        raise CheckpointMismatch(
+            f"{path} is not of this model. {'; '.join(lines)}. Build the model that was saved."
+            f"{loosely}"
+        )
+
+
+def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
+    """Read what falls to `rank` of `size` of a checkpoint's bytes.
+
+    Tensors are dealt out by their bytes, the largest first. Raises BrokenCheckpoint for one that is
+    not as it was written.
+    """
+    lost = [
+        f"{name} of the set {kind}"
+        for kind, sums in source.fields["checksums"].items()
+        for name in sums
+        if not source.has(kind, name)
+    ]
+    if lost:
+        raise BrokenCheckpoint(
+            f"{path} lacks what was written: {names.listed(lost)}. Take another checkpoint."
+        )
+    loads = [0] * size
+    specs = [
+        (kind, spec)
+        for kind, tensors in sorted(source.sets.items())
+        for spec in tensors.specs.values()
+    ]
+    for kind, spec in sorted(specs, key=lambda each: (-each[1].nbytes, each[1].name)):
+        turn = loads.index(min(loads))
+        loads[turn] += spec.nbytes
+        written = source.fields["checksums"].get(kind, {}).get(spec.name)
+        if turn == rank and source.sets[kind].checksum(spec.name) != written:
+            raise BrokenCheckpoint(
+                f"{spec.name} of the set {kind} in {path} is not what was written: its CRC-32 is "
+                f"not {written}. Take another checkpoint; `shardwise checkpoint verify` tells more."
+            )
+
+
+# -- into the states -----------------------------------------------------------------------
+
+
+def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
+    """Read the model's tensors, masters and averages. Collective."""
+    states = engine_tensors.states
+    apart = _apart(engine_tensors)
+    with torch.no_grad():
+        states.parameters.meet()
+        for holding in engine_tensors.trained:
+            if _is_of_model(holding):
+                _fill(holding, source, apart)
+        for holding in engine_tensors.frozen():
+            _fill(holding, source, apart)
+        _fill_whole(engine_tensors, source)
+        if engine_tensors.spec.placement.is_sharded("optimizer"):
+            sent = [states.parameters.publish(i) for i in range(len(states.optimizer.intervals))]
+            for handle in sent:
+                handle.wait()
+            for handle in sent:
+                handle.reusable()
+        states.parameters.settle()
+
+
+def _is_of_model(holding: TensorSpan) -> bool:
+    master = f".{tensor_spans.MASTER}"
+    return holding.kind != OPTIMIZER or all(e.tensor.endswith(master) for e in holding.extents)
+
+
+def _fill_whole(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
+    """Read what every rank has whole: buffers, and parameters that are not trained."""
+    inventory = engine_tensors.inventory
+    for name, value in [*inventory.buffers.items(), *inventory.whole.items()]:
+        if name in source.names:
+            read = source.sets[MODEL].whole(source.names[name])
+            shard = engine_tensors.spec.shard_of(value)
+            found = read.view(value.shape) if shard is None else part_of(read, shard)
+            write(value.detach(), found)
+
+
+def fill_optimizers(
+    engine_tensors: EngineTensors, source: CheckpointSource, numbers: OptimizerFields
+) -> None:
+    """Read the optimizers' options and state, which replaces what there is."""
+    states = engine_tensors.states
+    numbers.take_options(engine_tensors.spec.optimizers)
+    tracked = {each.name: number for number, each in enumerate(states.parameters.tracked)}
+    entries = _entries(states, source, numbers, tracked)
+    states.optimizer.restart(entries, {tracked[n] for n in numbers.borders if n in tracked})
+    apart = _apart(engine_tensors)
+    with torch.no_grad():
+        for holding in engine_tensors.trained:
+            if not _is_of_model(holding):
+                _fill(holding, source, apart)
+    for each in engine_tensors.idle:
+        state = _whole_state(source, numbers, each.name)
+        shard = engine_tensors.spec.shard_of(each.parameter)
+        if shard is not None:
+            state = {key: part_of(value, shard) for key, value in state.items()}
+        each.take(state)
+
+
+def part_of(value: Any, shard: Shard) -> Any:
+    """What a rank has of a tensor of the parameter's size; anything else as it is."""
+    if isinstance(value, Tensor) and value.ndim and value.numel() == prod(shard.shape):
+        return shard.of(value.view(shard.shape))
+    return value
+
+
+def _whole_state(source: CheckpointSource, numbers: OptimizerFields, name: str) -> dict[str, Any]:
+    """The state of parameter `name`, as the user's optimizer has it."""
+    state = dict(numbers.state.get(name, {}))
+    tensors = source.sets.get(OPTIMIZER)
+    for full in tensors.specs if tensors is not None else ():
+        owner, _, key = full.rpartition(".")
+        if owner == name and key != tensor_spans.MASTER:
+            assert tensors is not None
+            state[key] = tensors.whole(full)
+    return state
+
+
+def _entries(
+    states: States, source: CheckpointSource, numbers: OptimizerFields, tracked: Mapping[str, int]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """By parameter its state, tensors as Blanks in the dtype that they will have here."""
+    entries: dict[nn.Parameter, dict[str, Any]] = {}
+    masters = {
+        slot.parameter: part.master.dtype
+        for part in states.optimizer.intervals
+        for slot in part.bucket.slots
+    }
+    for name, values in numbers.state.items():
+        if name in tracked:
+            entries[_parameter(states, tracked[name])] = dict(values)
+    specs = source.sets[OPTIMIZER].specs if OPTIMIZER in source.sets else {}
+    for full, spec in specs.items():
+        name, _, key = full.rpartition(".")
+        if key == tensor_spans.MASTER or name not in tracked:
+            continue
+        number = tracked[name]
+        dtype = _here(
+            dtype_of(spec.dtype),
+            source.sets[MODEL].specs[source.names[name]].dtype,
+            source.has(OPTIMIZER, tensor_spans.state_name(name, tensor_spans.MASTER)),
+            masters[number],
+        )
+        entries.setdefault(_parameter(states, number), {})[key] = Blank(spec.shape, dtype)
+    return entries
+
+
+def _here(saved: torch.dtype, parameter: str, mastered: bool, master: torch.dtype) -> torch.dtype:
+    """The dtype of a state: as it was saved, unless masters are of another dtype now."""
+    before = torch.float32 if mastered else dtype_of(parameter)
+    return master if saved.is_floating_point and saved == before else saved
+
+
+def _parameter(states: States, number: int) -> nn.Parameter:
+    return states.parameters.tracked[number].parameter
+
+
+# -- one holding ---------------------------------------------------------------------------
+
+
+def _apart(engine_tensors: EngineTensors) -> dict[str, Tracked]:
+    """By name, the parameters whose memory is not in the order of their elements."""
+    parameters = engine_tensors.states.parameters
+    frozen = [t for slab in parameters.frozen for t in slab.tracked]
+    return {t.name: t for t in [*parameters.tracked, *frozen] if not t.in_order}
+
+
+def _fill(holding: TensorSpan, source: CheckpointSource, apart: Mapping[str, Tracked]) -> None:
+    """Read all extents of a holding, span by span; what has no source stays as it is."""
+    held = holding.storage
+    fills = {
+        e.tensor: found
+        for e in holding.extents
+        if (found := _fill_of(holding, e.tensor, source, apart)) is not None
+    }
+    known = [extent for extent in holding.extents if extent.tensor in fills]
+    if not known:
+        return
+    fresh = len(known) == len(holding.extents)
+    for index, (first, end) in enumerate(held.spans):
+        value = held.take(index, fresh=fresh)
+        _fill_span(value, clipped(known, first, end), fills, fresh=fresh)
+        held.put(index, changed=True)
+
+
+def _fill_span(
+    value: Tensor, parts: Sequence[Extent], fills: Mapping[str, Fill], *, fresh: bool
+) -> None:
+    near = value if value.device.type == "cpu" else value.cpu()
+    if fresh:
+        near.zero_()  # padding takes part in updates, and must be nothing
+    for part in parts:
+        fills[part.tensor](near[part.start : part.end], part.offset)
+    if near is not value:
+        value.copy_(near)
+
+
+def _fill_of(
+    holding: TensorSpan, name: str, source: CheckpointSource, apart: Mapping[str, Tracked]
+) -> Fill | None:
+    """What fills memory with the elements of a tensor; in its own order, for one of `apart`."""
+    found = source.values(holding.kind, name, holding.storage.dtype)
+    if found is None:
+        return None
+    tensors, theirs = found
+    parameter = name.rpartition(".")[0] if holding.kind == OPTIMIZER else name
+    tracked = apart.get(parameter)
+    if tracked is None or holding.as_counted:
+        return lambda into, offset: tensors.read(theirs, offset, into)
+    laid = tracked
+
+    def fill(into: Tensor, offset: int) -> None:
+        flat = laid.flattened(tensors.whole(theirs))
+        into.copy_(flat[offset : offset + into.numel()])
+
+    return fill

@@ -1,0 +1,161 @@
+"""Reads the optimizers' part of checkpoint.json: options, and state that is one value each."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, optim
+
+from shardwise.checkpoint import json_values
+from shardwise.checkpoint.tensor_names import listed
+from shardwise.engine.checkpoint_tensors import EngineTensors
+from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
+
+
+@dataclass(frozen=True)
+class OptimizerFields:
+    """What stands in checkpoint.json of the optimizers: by optimizer and group the options, by
+    parameter what is one value, and the parameters at which segments were cut."""
+
+    options: list[list[dict[str, Any]]]
+    state: dict[str, dict[str, Any]]
+    borders: list[str]
+
+    def take_options(self, optimizers: Sequence[optim.Optimizer]) -> None:
+        """Let the groups have the options (rates, what schedulers keep there) that were saved."""
+        for optimizer, several in zip(optimizers, self.options, strict=True):
+            for group, saved in zip(optimizer.param_groups, several, strict=True):
+                for key, value in saved.items():
+                    now = group.get(key)
+                    if isinstance(now, Tensor) and isinstance(value, Tensor):
+                        now.copy_(value)  # a rate that is a tensor may be part of a CUDA graph
+                    else:
+                        group[key] = value
+
+
+def read(fields: Mapping[str, Any]) -> OptimizerFields:
+    """Raises BrokenCheckpoint for what cannot have been written."""
+    state = {
+        name: {key: json_values.decode(value) for key, value in entries.items()}
+        for name, entries in fields["state"].items()
+    }
+    for described in fields["optimizers"]:
+        names = [name for group in described["groups"] for name in group["parameters"]]
+        _check_steps({n: state[n]["step"] for n in names if "step" in state.get(n, {})})
+    return OptimizerFields(
+        [
+            [
+                {key: json_values.decode(v) for key, v in g["options"].items()}
+                for g in described["groups"]
+            ]
+            for described in fields["optimizers"]
+        ],
+        state,
+        fields["borders"],
+    )
+
+
+def _check_steps(steps: Mapping[str, Any]) -> None:
+    """Raise BrokenCheckpoint for one that would only fail in an update: no number, or one in
+    another form (a tensor or not) than those of the optimizer's other parameters."""
+    forms = Counter(isinstance(step, Tensor) for step in steps.values())
+    usual = forms[True] >= forms[False]
+    for name, step in steps.items():
+        if _kind(step) != NUMBER or isinstance(step, Tensor) != usual:
+            raise BrokenCheckpoint(
+                f"The step of {name} in checkpoint.json is {step!r:.60}, which is no number, or in "
+                "another form than the steps of others. Take another checkpoint."
+            )
+
+
+def check(
+    engine_tensors: EngineTensors, fields: Mapping[str, Any], numbers: OptimizerFields
+) -> None:
+    """Raise CheckpointMismatch for other optimizers, groups or parameters in them than those that
+    were saved, BrokenCheckpoint for options that cannot be theirs."""
+    classes = [(type(o).__name__, len(o.param_groups)) for o in engine_tensors.spec.optimizers]
+    there = [(described["class"], len(described["groups"])) for described in fields["optimizers"]]
+    if classes != there:
+
+        def said(several: list[tuple[str, int]]) -> str:
+            return " and ".join(f"{name} of {count} group(s)" for name, count in several)
+
+        raise CheckpointMismatch(
+            f"The checkpoint is of the optimizers {said(there)}, and here are {said(classes)}. "
+            "Make the same ones, or load the model alone: engine.load(path, model_only=True)."
+        )
+    _check_groups(engine_tensors, fields)
+    _check_options(engine_tensors.spec.optimizers, numbers)
+    lost = sorted(set(fields["state"]) - set(engine_tensors.optimized.values()))
+    if lost:
+        raise CheckpointMismatch(
+            f"The checkpoint has optimizer state of parameters that are in no optimizer here: "
+            f"{listed(lost)}. Give the optimizer the same ones, or load the model alone: "
+            "model_only=True."
+        )
+
+
+def _check_groups(engine_tensors: EngineTensors, fields: Mapping[str, Any]) -> None:
+    """Options go to groups by their place: raise CheckpointMismatch where that is another's."""
+    there = {
+        name: place
+        for place, group in enumerate(
+            _groups(described["groups"] for described in fields["optimizers"])
+        )
+        for name in group["parameters"]
+    }
+    names = engine_tensors.optimized
+    optimizers = engine_tensors.spec.optimizers
+    for place, group in enumerate(_groups(optimizer.param_groups for optimizer in optimizers)):
+        for name in (names[p] for p in group["params"]):
+            if there.get(name, place) != place:
+                raise CheckpointMismatch(
+                    f"{name} is in parameter group {place} here and was in group {there[name]} "
+                    "when the checkpoint was saved (counted over all optimizers), so it would get "
+                    "the rate and the options of others. Make the groups in the same order, or "
+                    "load the model alone: engine.load(path, model_only=True)."
+                )
+
+
+NUMBER = "a number"
+
+
+def _check_options(optimizers: Sequence[optim.Optimizer], numbers: OptimizerFields) -> None:
+    """Options of another kind than the optimizer has would only fail in its update."""
+    for optimizer, several in zip(optimizers, numbers.options, strict=True):
+        for place, (group, saved) in enumerate(zip(optimizer.param_groups, several, strict=True)):
+            for key, value in saved.items():
+                now = group.get(key)
+                if not _fits(now, value):
+                    raise BrokenCheckpoint(
+                        f"{key} of group {place} of {type(optimizer).__name__} is {value!r:.60} in "
+                        f"checkpoint.json, and {now!r:.60} here, which is of another kind. Take "
+                        "another checkpoint."
+                    )
+
+
+def _fits(now: Any, saved: Any) -> bool:
+    """Whether `saved` may stand where `now` does: any number for another, None for a switch."""
+    if now is None or (saved is None and not isinstance(now, int | float)):
+        return True
+    if saved is None:
+        return isinstance(now, bool)
+    if isinstance(now, tuple) and isinstance(saved, tuple | list):
+        return len(now) == len(saved) and all(map(_fits, now, saved))
+    return _kind(now) == _kind(saved)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool | int | float):
+        return NUMBER
+    if isinstance(value, Tensor):
+        return NUMBER if value.numel() == 1 else f"a tensor of {tuple(value.shape)}"
+    return "a list" if isinstance(value, list | tuple) else type(value).__name__
+
+
+def _groups(several: Iterable[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    return itertools.chain.from_iterable(several)

@@ -1,0 +1,100 @@
+"""Makes a plain state_dict of an engine's optimizer state, and gives one to a user's optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn, optim
+
+from shardwise.engine.build import States
+from shardwise.engine.engine_spec import EngineSpec
+from shardwise.errors import UsageError
+from shardwise.states.optimizer_kind import placed, state_shape
+
+
+def only(spec: EngineSpec, optimizer: optim.Optimizer | None) -> optim.Optimizer:
+    """`optimizer`, or the only one. Raises UsageError where there are several, or for another."""
+    if optimizer is None and len(spec.optimizers) != 1:
+        raise UsageError("This engine has several optimizers: say which.")
+    if optimizer is not None and not any(optimizer is each for each in spec.optimizers):
+        raise UsageError(f"This {type(optimizer).__name__} is not one that this engine has.")
+    return spec.optimizers[0] if optimizer is None else optimizer
+
+
+def make(spec: EngineSpec, states: States, optimizer: optim.Optimizer | None) -> dict[str, Any]:
+    """See Engine.optimizer_state_dict."""
+    optimizer = only(spec, optimizer)
+    # A parameter that was frozen on the way has left its state with the user's optimizer.
+    held: dict[Any, Any] = dict(optimizer.state)
+    held |= states.gathering.optimizer_state()
+    if spec.pipeline is not None:
+        held |= spec.pipeline.ownership.states_of_others(held, spec.optimizers)
+    if spec.tensor is not None:
+        order = [p for group in optimizer.param_groups for p in group["params"] if p in held]
+        held = {p: spec.tensor.whole_state(p, held[p]) for p in order}
+    numbers: dict[nn.Parameter, int] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        members = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
+        groups.append({**group, "params": members})
+    return {
+        "state": {number: held[p] for p, number in numbers.items() if p in held},
+        "param_groups": groups,
+    }
+
+
+def misfit(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
+    """Why `state` is none of an optimizer with the same groups over tensors of the same shapes."""
+    name = type(optimizer).__name__
+    if not {"state", "param_groups"} <= set(state):
+        return (
+            f"This is no state_dict of an optimizer, which has state and param_groups: it has "
+            f"{', '.join(map(str, state)) or 'nothing'}."
+        )
+    theirs = [len(group["params"]) for group in state["param_groups"]]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if theirs != ours:
+        return (
+            f"This state_dict has parameter groups of {theirs} parameters, and {name} has {ours}. "
+            "Build the optimizer over the same parameters, in the same groups."
+        )
+    for parameter, entries in _by_parameter(optimizer, state).items():
+        for key, value in entries.items():
+            if not isinstance(value, Tensor) or not value.ndim:
+                continue
+            known = state_shape(type(optimizer), key, parameter.shape)
+            if known is not None and tuple(value.shape) != known:
+                return (
+                    f"{key} of a parameter of shape {tuple(parameter.shape)} has the shape "
+                    f"{tuple(value.shape)} in this state_dict, where {name} has {known}: it is "
+                    "another model's."
+                )
+    return None
+
+
+def give(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Let `optimizer` have the options and the state of `state`, in the dtypes that these have."""
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+    options = {p: group for group in optimizer.param_groups for p in group["params"]}
+    taken = {
+        parameter: {
+            key: placed(key, value, parameter.device, options[parameter])
+            for key, value in entries.items()
+        }
+        for parameter, entries in _by_parameter(optimizer, state).items()
+    }
+    optimizer.state.clear()
+    optimizer.state.update(taken)  # type: ignore[arg-type]
+
+
+def _by_parameter(
+    optimizer: optim.Optimizer, state: Mapping[str, Any]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    found: dict[nn.Parameter, dict[str, Any]] = {}
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], saved["params"], strict=True):
+            if number in state["state"]:
+                found[parameter] = state["state"][number]
+    return found

@@ -1,0 +1,284 @@
+"""Plans and writes the tensors of a checkpoint: each rank its own byte ranges."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import document, json_values
+from shardwise.checkpoint.byte_ranges import byte_ranges, clipped, share
+from shardwise.checkpoint.checksum import ChecksumPart, joined
+from shardwise.checkpoint.folders import DOCUMENT, Draft
+from shardwise.checkpoint.format import TensorFile, TensorSpec, index, index_name, lay_out
+from shardwise.checkpoint.writer import CHUNK, TensorSink, Writer, create
+from shardwise.collectives import Collectives
+from shardwise.engine import consistency
+from shardwise.engine.checkpoint_tensors import (
+    EngineTensors,
+    average_specs,
+    optimizer_specs,
+    spec_of,
+)
+from shardwise.errors import CheckpointError, CheckpointNotWritten
+from shardwise.states.existing_optimizer_state import Blank
+from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, ReportedState, TensorSpan
+
+T = TypeVar("T")
+
+Sums = Mapping[tuple[str, str], Sequence[ChecksumPart]]
+"""By set and tensor, the checksums of the parts that a rank has written."""
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """A checkpoint before it is written, alike on all ranks."""
+
+    sets: dict[str, list[TensorFile]]
+    reported: ReportedState
+    numbers: dict[str, dict[str, Any]]
+    """By parameter what the optimizers keep of it as one value, whatever rank has it."""
+    borders: list[str]
+    """The parameters at which segments were cut."""
+
+    @property
+    def files(self) -> list[TensorFile]:
+        """All of them."""
+        return [file for files in self.sets.values() for file in files]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+
+def plan(engine_tensors: EngineTensors, limit: int) -> SavePlan:
+    """What is to be written, in files of at most `limit` bytes. Collective."""
+    inventory, states = engine_tensors.inventory, engine_tensors.states
+    reported = engine_tensors.trained.reported()
+    # Ranks may differ in the shape of a buffer that grows; who writes it tells.
+    buffers = {name: spec_of(name, value) for name, value in engine_tensors.own_buffers.items()}
+    theirs: dict[str, TensorSpec] = {}
+    for several in engine_tensors.spec.world_group.gather_objects(buffers):
+        theirs |= several
+    numbers: dict[str, dict[str, Any]] = {}
+    for part in engine_tensors.of_all_layers(_numbers(engine_tensors, reported)):
+        numbers |= part
+    tracked = states.parameters.tracked
+    borders = engine_tensors.of_all_layers(
+        [tracked[number].name for number in sorted(reported.borders)]
+    )
+    specs = {
+        MODEL: [
+            inventory.parameters[name] if name in inventory.parameters else theirs[name]
+            for name in inventory.names
+        ],
+        OPTIMIZER: _joined(engine_tensors.of_all_layers(optimizer_specs(engine_tensors, reported))),
+        AVERAGE: _joined(engine_tensors.of_all_layers(average_specs(states))),
+    }
+    sets = {
+        kind: lay_out(kind, each, limit=limit, aliases=inventory.aliases if kind == MODEL else {})
+        for kind, each in specs.items()
+        if each
+    }
+    return SavePlan(sets, reported, numbers, _joined(borders))
+
+
+def _joined(several: Iterable[Iterable[T]]) -> list[T]:
+    return list(itertools.chain.from_iterable(several))
+
+
+def _numbers(engine_tensors: EngineTensors, reported: ReportedState) -> dict[str, dict[str, Any]]:
+    """What the optimizers keep of the parameters here as one value each, by name."""
+    tracked = engine_tensors.states.parameters.tracked
+    singles = {
+        tracked[number].name: {k: v for k, v in entries.items() if not isinstance(v, Blank)}
+        for number, entries in sorted(reported.states.items())
+    }
+    return singles | {e.name: e.numbers for e in engine_tensors.idle if e.numbers or e.tensors}
+
+
+def lend(engine_tensors: EngineTensors, made: SavePlan, sink: TensorSink) -> None:
+    """Give `sink` all that this rank is to write. Collective where memory is out of order."""
+    known = {(kind, n) for kind, files in made.sets.items() for f in files for n in f.tensors}
+    apart = engine_tensors.out_of_order(made.reported)
+    for holding in [*engine_tensors.trained, *engine_tensors.beside()]:
+        _give(holding, known - apart, sink)
+    if apart:
+        for holding in engine_tensors.reordered(made.reported):
+            _give(holding, known, sink)
+
+
+def _give(holding: TensorSpan, wanted: Set[tuple[str, str]], sink: TensorSink) -> None:
+    """Lend this rank's share of what is `wanted` of a holding, by set and name, span by span."""
+    held, kind = holding.storage, holding.kind
+    mine = [part for part in holding.extents if (kind, part.tensor) in wanted]
+    first, end = share(held.numel, holding.copy, holding.copies)
+    spans = [
+        (span, max(a, first) - a, min(b, end) - a, a)
+        for span, (a, b) in enumerate(held.spans)
+        if max(a, first) < min(b, end)
+    ]
+    for number, (span, low, high, start) in enumerate(spans if mine else []):
+        if number + 1 < len(spans):
+            held.read_ahead(spans[number + 1][0])
+        memory = bytes_of(held.take(span)[low:high])
+        parts = clipped(mine, start + low, start + high)
+        sink.write(kind, byte_ranges(parts, held.dtype.itemsize, CHUNK), memory)
+        sink.settle()
+        held.put(span, changed=False)
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """The memory of a flat tensor; of a copy, where it is not on the CPU."""
+    if not flat.numel():
+        return memoryview(b"")
+    return flat.detach().cpu().view(torch.uint8).numpy().data
+
+
+# -- one after the other -------------------------------------------------------------------
+
+
+def begin(draft: Draft, made: SavePlan, group: Collectives) -> None:
+    """Make the draft's folder and its files, on rank 0; all ranks must see them. Collective.
+
+    Raises CheckpointNotWritten, or CheckpointError where they do not, on all ranks alike.
+    """
+    failure = None
+    if group.rank == 0:
+        failure = disk_error_of(lambda: _make(draft, made), draft)
+    consistency.agree(group, failure, CheckpointNotWritten)
+    draft.path = group.gather_objects(draft.path)[0]
+    seen = group.gather_objects((socket.gethostname(), draft.path.is_dir()))
+    blind = sorted({host for host, there in seen if not there})
+    if blind:
+        if group.rank == 0:
+            draft.discard()
+        raise CheckpointError(
+            f"{draft.folder} is not the same folder everywhere: {', '.join(blind)} cannot see what "
+            "rank 0 made there. Save into a folder on a file system that all hosts share."
+        )
+
+
+def _make(draft: Draft, made: SavePlan) -> None:
+    draft.begin()
+    create(draft.path, made.files)
+
+
+def write(engine_tensors: EngineTensors, made: SavePlan, draft: Draft) -> Sums:
+    """Write this rank's part, to the disk, and return the checksums of all ranks. Collective.
+
+    Raises CheckpointNotWritten on all ranks alike.
+    """
+    group = engine_tensors.spec.world_group
+    writer = Writer(draft.path, made.sets)
+    sums: Sums = {}
+
+    def finish() -> None:
+        nonlocal sums
+        sums = writer.finish()
+
+    try:
+        lend(engine_tensors, made, writer)
+        failure = disk_error_of(finish, draft)
+    finally:
+        writer.close()
+    consistency.agree(group, failure, CheckpointNotWritten)
+    return merged(group.gather_objects(sums))
+
+
+def merged(several: Sequence[Sums]) -> Sums:
+    """The parts of all ranks, by tensor."""
+    whole: dict[tuple[str, str], list[ChecksumPart]] = {}
+    for sums in several:
+        for tensor, parts in sums.items():
+            whole.setdefault(tensor, []).extend(parts)
+    return whole
+
+
+def documents(
+    made: SavePlan, sums: Sums, fields: Mapping[str, Any], more: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """The small files of a checkpoint, the one that completes it last."""
+    checksums = {
+        kind: {
+            name: f"{_checksum(placed.spec, sums.get((kind, name), ())):08x}"
+            for file in files
+            for name, placed in file.tensors.items()
+        }
+        for kind, files in made.sets.items()
+    }
+    found = dict(more)
+    for kind, files in made.sets.items():
+        if len(files) > 1:
+            found[index_name(kind)] = json.dumps(index(files), indent=1).encode() + b"\n"
+    sets = {kind: [file.name for file in files] for kind, files in made.sets.items()}
+    summed = {name: document.crc_of(data) for name, data in found.items()}
+    summed |= {file.name: document.crc_of(file.header) for file in made.files}
+    tensors = {"sets": sets, "checksums": checksums, "files": summed}
+    found[DOCUMENT] = document.dump(tensors | dict(fields))
+    return found
+
+
+def _checksum(spec: TensorSpec, parts: Sequence[ChecksumPart]) -> int:
+    crc = joined(parts, spec.nbytes)
+    assert crc is not None, f"{spec.name} was not written whole: {sorted(parts)}"
+    return crc
+
+
+def disk_error_of(work: Callable[[], Any], draft: Draft) -> str | None:
+    """Do `work`; what went wrong with the disk, in words."""
+    try:
+        work()
+    except OSError as error:
+        return draft.refused(error)
+    return None
+
+
+# -- what stands beside the tensors --------------------------------------------------------
+
+
+def state_fields(engine_tensors: EngineTensors, made: SavePlan) -> dict[str, Any]:
+    """The optimizers' numbers: groups by parameter, options, and what is one value each.
+
+    Raises CheckpointError for a value that no file can hold.
+    """
+    names = engine_tensors.optimized
+    optimizers = [
+        {
+            "class": type(optimizer).__name__,
+            "groups": [
+                {
+                    "parameters": [names[p] for p in group["params"]],
+                    "options": {
+                        key: _encoded(value, f"option {key} of {type(optimizer).__name__}")
+                        for key, value in group.items()
+                        if key not in ("params", "param_names")
+                    },
+                }
+                for group in optimizer.param_groups
+            ],
+        }
+        for optimizer in engine_tensors.spec.optimizers
+    ]
+    state = {
+        name: {key: _encoded(value, f"{key} of {name}") for key, value in entries.items()}
+        for name, entries in made.numbers.items()
+    }
+    return {"optimizers": optimizers, "state": state, "borders": made.borders}
+
+
+def _encoded(value: Any, what: str) -> Any:
+    try:
+        return json_values.encode(value)
+    except json_values.NotPlain as error:
+        raise CheckpointError(
+            f"The optimizer keeps {what} as {error}, which a checkpoint cannot hold: tensors, "
+            "numbers, text, and lists and maps of those."
+        ) from error

@@ -1,0 +1,128 @@
+"""Gives the user whole parameters, their averages, and plain optimizer state, between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from shardwise.engine import plain_state_dict, whole_tensors
+from shardwise.engine.engine_state import EngineState
+from shardwise.engine.user_objects import living
+from shardwise.errors import UsageError
+
+
+class StateAccess:
+    """The blocks in which an engine's parameters are whole, averaged, or gathered unevenly."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        state.world.current_batch.allow_uneven(self._while_some_sit_out)
+
+    @contextmanager
+    def full_parameters(self, module: nn.Module | None, *, write: bool) -> Iterator[None]:
+        """See Engine.full_parameters."""
+        state = self._state
+        if write and state.accumulation.backwards and state.spec.pipeline is not None:
+            raise UsageError(
+                "full_parameters(write=True) between engine.backward and engine.step with "
+                "--pipeline: write before or after."
+            )
+        if write and state.in_ema:
+            raise UsageError(
+                "full_parameters(write=True) inside engine.ema(), where parameters are averages "
+                "for the time of the block: write before or after."
+            )
+        with whole_tensors.full_parameters(state.spec, state.states, module, write=write):
+            yield
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """See Engine.uneven."""
+        state = self._state
+        if state.spec.pipeline is not None:
+            raise UsageError(
+                "engine.uneven() with --pipeline: no worker has all layers, so none can run a "
+                "forward alone. Inside with engine.full_parameters() each can."
+            )
+        shown = state.states.shown
+        with nullcontext() if shown is None else shown.residency.uneven():
+            state.in_uneven = True
+            try:
+                yield
+            finally:
+                state.in_uneven = False
+
+    def _while_some_sit_out(self) -> AbstractContextManager[None]:
+        """Around a batch of an evaluation of which some ranks have no sample: they serve the
+        gathers of the others."""
+        state = self._state
+        shown = state.states.shown
+        closed = state.objects not in living
+        if closed or state.in_uneven or shown is None or not shown.residency.is_collective:
+            return nullcontext()
+        return shown.residency.uneven()
+
+    @contextmanager
+    def ema(self) -> Iterator[None]:
+        """See Engine.ema."""
+        state = self._state
+        if state.states.averages is None:
+            raise UsageError(
+                "engine.ema() without a moving average: give --ema-decay 0.999 or ema_decay=0.999."
+            )
+        if state.accumulation.backwards:
+            raise UsageError(
+                "engine.ema() between engine.backward and engine.step: enter it after the step."
+            )
+        state.objects.look_for_changes()
+        with torch.no_grad():
+            context = state.states.averages.swapped_in()
+            context.__enter__()
+        state.in_ema = True
+        state.parameters_changed()
+        try:
+            yield
+        finally:
+            state.in_ema = False
+            context.__exit__(None, None, None)
+            state.parameters_changed()
+
+    def export(self, path: str | PathLike[str], model: nn.Module | None) -> None:
+        """See Engine.export."""
+        if not self._state.world.settings.trial:
+            whole_tensors.export(self._state.spec, self._state.states, path, model)
+
+    def model_state_dict(self, model: nn.Module | None) -> dict[str, Any]:
+        """See Engine.model_state_dict."""
+        return whole_tensors.model_state_dict(self._state.spec, self._state.states, model)
+
+    def optimizer_state_dict(self, optimizer: optim.Optimizer | None) -> dict[str, Any]:
+        """See Engine.optimizer_state_dict."""
+        state = self._state
+        return plain_state_dict.make(state.spec, state.states, optimizer)
+
+    def load_optimizer_state_dict(
+        self, plain: Mapping[str, Any] | None, optimizer: optim.Optimizer | None
+    ) -> None:
+        """See Engine.load_optimizer_state_dict."""
+        spec, objects = self._state.spec, self._state.objects
+        self._state.refuse_in_step("engine.load_optimizer_state_dict")
+        if spec.tensor is not None or spec.pipeline is not None:
+            raise UsageError(
+                "engine.load_optimizer_state_dict with --tensor or --pipeline, where the state is "
+                "in parts: load it into the optimizer before sw.Engine(...)."
+            )
+        if not all(spec.world_group.gather_plain(plain is not None)):
+            plain = spec.world_group.gather_objects(plain if spec.world_group.rank == 0 else None)[
+                0
+            ]
+        if plain is None:
+            raise UsageError("engine.load_optimizer_state_dict takes a state_dict on rank 0.")
+        owner = plain_state_dict.only(spec, optimizer)
+        objects.check_state(owner, plain)
+        objects.take_state(owner, plain)

@@ -1,0 +1,268 @@
+"""Warns once of each step that a Horovod script leaves out, and of operations that stall.
+
+Nothing is guessed: ranks compare weights and data when they reduce their first gradients, and paths
+of files when they save them.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import data
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from shardwise import config
+from shardwise.horovod.coordinator import OperationRequest
+from shardwise.watch.status_server import StatusServer
+from shardwise.watch.wait_graph import RankStatus, named
+
+BROADCAST = (
+    "the parameters differ between ranks when training starts, and will go on doing so. After the "
+    "model is built, write hvd.broadcast_parameters(model.state_dict(), root_rank=0)."
+)
+BROADCAST_STATE = (
+    "the optimizer's state differs between ranks when training starts. Before training, write "
+    "hvd.broadcast_optimizer_state(optimizer, root_rank=0)."
+)
+SHARD = (
+    "all ranks read the same samples: the DataLoader does not shard its dataset. Write sampler = "
+    "torch.utils.data.distributed.DistributedSampler(dataset, num_replicas=hvd.size(), "
+    "rank=hvd.rank()), and DataLoader(dataset, sampler=sampler, ...)."
+)
+SCALE = (
+    "the learning rate cannot have been scaled, for hvd.size() was never asked for: gradients are "
+    "averaged over a batch as many times as large. Write lr=args.lr * hvd.size(), and warm up."
+)
+WRAP = (
+    "an optimizer steps on gradients that are not averaged over the ranks. Write optimizer = "
+    "hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())."
+)
+PIN = (
+    "several ranks of a host train on one GPU. After hvd.init() write "
+    "torch.cuda.set_device(hvd.local_rank())."
+)
+
+Note = Mapping[str, str]
+
+
+_SHARED_SETTINGS = {"bucket_mb", "quiet"}
+"""Settings of the engine that a script in Horovod's style acts upon as well."""
+
+_ENGINE_ONLY = (config.OF_THE_ENGINE - _SHARED_SETTINGS) | {"tensor", "pipeline", "exact"}
+
+
+def idle_settings_line(given: Mapping[str, tuple[Any, str]]) -> str:
+    """The warning about settings that only `sw.Engine` acts upon, "" where there are none.
+
+    `given` has values and sources by name; what is the same without an engine is left out.
+    """
+    same = {name: config.FIELDS[name].default for name in _ENGINE_ONLY} | {"zero": 0}
+    idle = [
+        config.as_given(name, value, source)
+        for name, (value, source) in given.items()
+        if name in _ENGINE_ONLY and value != same[name]
+    ]
+    if not idle:
+        return ""
+    has, it = ("has", "it") if len(idle) == 1 else ("have", "them")
+    return (
+        f"{', '.join(idle)} {has} no effect on what hvd.DistributedOptimizer trains: only "
+        f"sw.Engine acts upon {it}. Leave {it} out, or train with sw.Engine: docs/from_horovod.md."
+    )
+
+
+def write_warning(line: str) -> None:
+    """Write a warning to stderr."""
+    if sys.__stderr__ is not None:
+        sys.__stderr__.write(f"shardwise: {line}\n")
+        sys.__stderr__.flush()
+
+
+class ScriptComparison:
+    """Compares on rank 0 what ranks report of themselves, and yields each warning once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._saved: dict[tuple[str, str], set[int]] = {}
+
+    def compare(self, notes: Mapping[int, Note]) -> Iterator[str]:
+        """Warnings from the notes that ranks send with their first gradients."""
+        if len(notes) < 2:
+            return
+        said = {key: [note.get(key, "") for note in notes.values()] for key in _KEYS}
+        if len(set(said["weights"])) > 1:
+            yield from self._once(BROADCAST)
+        if len(set(said["state"])) > 1:
+            yield from self._once(BROADCAST_STATE)
+        if len(set(said["samples"])) == 1 and said["samples"][0]:
+            yield from self._once(SHARD)
+        if "unscaled" in said["rate"]:
+            yield from self._once(SCALE)
+        devices = [device for device in said["device"] if device]
+        if len(set(devices)) < len(devices):
+            yield from self._once(PIN)
+
+    def compare_save(self, rank: int, what: list[str]) -> Iterator[str]:
+        """Warnings from a file that `rank` saves; `what` is host, path and calling line."""
+        host, path, line = what
+        ranks = self._saved.setdefault((host, path), set())
+        ranks.add(rank)
+        if len(ranks) > 1:
+            yield from self._once(
+                f"{named(ranks)} all write {path} ({line}): the last one wins, or none. Write if "
+                "hvd.rank() == 0: before it.",
+                "save",
+            )
+
+    def _once(self, line: str, about: str = "") -> Iterator[str]:
+        if (about or line) not in self._said:
+            self._said.add(about or line)
+            yield line
+
+
+_KEYS = ("weights", "state", "samples", "rate", "device")
+
+
+# -- on each rank ---------------------------------------------------------------------------------
+
+
+def describe_rank(
+    optimizer: optim.Optimizer, *, averages: bool, asked_size: bool
+) -> dict[str, str]:
+    """The note that a rank sends with its first gradients, for `ScriptComparison.compare`."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    device = params[0].device
+    return {
+        "weights": _digest(params),
+        "state": str(len(optimizer.state)),
+        "samples": _sample_digest(),
+        "rate": "unscaled" if averages and not asked_size else "",
+        "device": f"{socket.gethostname()} {device}" if device.type == "cuda" else "",
+    }
+
+
+def _digest(tensors: list[Tensor]) -> str:
+    """A digest of a few elements of each tensor."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        few = tensor.detach().reshape(-1)
+        few = few[:: max(1, few.numel() // 64)].to("cpu", torch.float64)
+        found.update(few.numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def _sample_digest() -> str:
+    """A digest of the first and last sample of a dataset that a DataLoader is reading without a
+    sharding sampler; "" where that is not known."""
+    for one in gc.get_objects():
+        if type(one).__mro__[-2:-1] == (_BaseDataLoaderIter,):
+            sampler = getattr(getattr(one, "_index_sampler", None), "sampler", None)
+            dataset = getattr(one, "_dataset", None)
+            if isinstance(sampler, data.RandomSampler | data.SequentialSampler):
+                return _first_and_last(dataset)
+    return ""
+
+
+def _first_and_last(dataset: Any) -> str:
+    """A digest of the first and last sample. Only of tensors: reading the user's own dataset would
+    run the user's code."""
+    tensors = dataset.tensors if type(dataset) is data.TensorDataset else (dataset,)
+    if any(type(tensor) is not Tensor or tensor.layout != torch.strided for tensor in tensors):
+        return ""
+    length = len(tensors[0])
+    ends = [_contents(tensor[index]) for index in (0, length - 1) for tensor in tensors]
+    return hashlib.sha256(b"|".join([str(length).encode(), *ends])).hexdigest()[:16]
+
+
+def _contents(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+class ScriptWatcher:
+    """Watches a rank for steps of plain optimizers and for calls of torch.save.
+
+    `report_save` is called with host, path and calling line of a save, for rank 0; `averages`
+    returns whether this rank has requested any reduction by now.
+    """
+
+    def __init__(
+        self, rank: int, report_save: Callable[[list[str]], None], averages: Callable[[], bool]
+    ) -> None:
+        self._rank = rank
+        self._report_save = report_save
+        self._averages = averages
+        self._paths: set[str] = set()
+        self._steps = 0
+        self._paused = False
+        self._hook = register_optimizer_step_post_hook(self._after_step)
+        self._save = torch.save
+        torch.save = self._save_and_report
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ignore steps inside the block: they are this package's own."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._hook.remove()
+        if torch.save == self._save_and_report:
+            torch.save = self._save
+
+    def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Warn on the second step without any reduction: the script does not average by hand."""
+        if self._paused:
+            return
+        self._steps += 1
+        if self._steps == 2 and self._rank == 0 and not self._averages():
+            write_warning(WRAP)
+
+    def _save_and_report(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):
+            path = str(Path(f).resolve())
+            if path not in self._paths:
+                self._paths.add(path)
+                caller = traceback.extract_stack(limit=2)[0]
+                self._report_save(
+                    [socket.gethostname(), path, f"{caller.filename}:{caller.lineno}"]
+                )
+        self._save(obj, f, *args, **kwargs)
+
+
+def warn_stalled(
+    request: OperationRequest,
+    missing: Sequence[int],
+    seconds: float,
+    timeout: float,
+    status_server: StatusServer,
+) -> None:
+    """Warn on stderr that `missing` ranks have not requested an operation, and where they are."""
+    lines = [
+        f"shardwise: {request.kind} {request.name!r} has waited {seconds:g} s for "
+        f"{named(missing)}. It fails after {timeout:g} s (--timeout)."
+    ]
+    for rank, found in sorted(status_server.ask(list(missing), stack=True).items()):
+        if isinstance(found, RankStatus):
+            lines.append(f"  rank {rank} is {found.place}")
+            lines += [f"    {frame}" for frame in found.stack]
+        else:
+            lines.append(f"  rank {rank} {found}")
+    if sys.__stderr__ is not None:
+        sys.__stderr__.write("\n".join(lines) + "\n")
+        sys.__stderr__.flush()

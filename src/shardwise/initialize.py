@@ -1,0 +1,160 @@
+"""Joins the ranks of a run: `shardwise.init` finds out who this process is and makes its World.
+
+settings ─▶ identity (launch/) ─▶ device ─▶ transport (collectives/) ─▶ World ─▶ equal seeds
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise import collectives, config, randomness
+from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch import error_file, launchers
+from shardwise.launch.identity import Identity
+from shardwise.launch.progress import ProgressWriter
+from shardwise.loop_checks import StepsWithoutEngine
+from shardwise.mesh import Mesh
+from shardwise.randomness import GeneratorStates
+from shardwise.step_log import StepLog
+from shardwise.sum_tree import MicroShards
+from shardwise.tiers import host_memory
+from shardwise.watch import process_status
+from shardwise.watch.watchdog import Watchdog
+from shardwise.world import World, refuse_second, set_current, start_timeline
+
+
+def init(seed: int | None = None, **settings: Any) -> World:
+    """Join the other ranks, whoever launched them; alone, be a group of one.
+
+    With a `seed`, torch, numpy and random are seeded with it on every rank: what is drawn from here
+    on, before the first batch or forward to train on, is what one plain process draws that is
+    seeded so. Without one, every rank goes on from where rank 0's generators are, and
+    `torch.initial_seed()` of rank 0 is the seed. With `reseed=False` generators stay where they
+    are, here and at every step: a script that seeds and saves them itself goes on doing so.
+    `settings` are keywords of `shardwise.config.Settings`, overridden by the TOML file, the
+    environment and the flags. Calling it twice is an error.
+
+    Raises ConfigError for a setting that is wrong, LaunchError when the others cannot be reached.
+    """
+    found = config.sources(os.environ, settings)
+    error_file.watch_exceptions()
+    idle = config.idle(found, config.resolve(found)[0], config.OF_A_RUN)
+    made = enter(seed, settings)
+    for line in idle:
+        made.say_once(line)
+    return made
+
+
+def enter(
+    seed: int | None, settings: dict[str, Any], on_meeting: collectives.OnMeeting | None = None
+) -> World:
+    """Do what `init` does; `on_meeting` is for `collectives.connect`."""
+    refuse_second()
+    given = dict(settings) | ({"seed": seed} if seed is not None else {})
+    error_file.watch_exceptions()
+    chosen, _ = config.resolve(config.sources(os.environ, given))
+    identity = launchers.detect(os.environ)
+    device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
+    if device.type == "cpu":
+        host_memory.keep(os.environ)
+    group = collectives.connect(
+        identity, device, chosen.timeout, chosen.transport, chosen.rendezvous, on_meeting
+    )
+    made = World(identity, group, device, ProgressWriter(os.environ), settings)
+    _configure(made, given)
+    if identity.launcher == "torchrun" and (line := collectives.exposed()) and not chosen.quiet:
+        made.say_once(line)
+    # All that follows on all ranks alike comes after the seeds: it may draw.
+    _begin_alike(made, given)
+    process_status.show_on_signal()
+    if made.size > 1:
+        made.without_engine = StepsWithoutEngine(made.size, made.say_once)
+        made.watchdog = Watchdog(group.status_server, chosen.warn_after, chosen.timeout)
+    set_current(made)
+    if chosen.timeline is not None:
+        start_timeline(chosen.timeline)
+    return made
+
+
+def _configure(made: World, given: dict[str, Any]) -> None:
+    """Settle the settings of `made` with all ranks, and what follows from them. Collective."""
+    made.settings = settings = made.settle(**given)
+    made.cut(_mesh(settings, made.size))
+    folder = None if settings.record is None else Path(settings.record)
+    made.step_log = StepLog(folder, made.rank, settings.stop_after, counts=made.counts)
+    _share_cores(made)
+    if settings.exact is not None:
+        MicroShards(settings.exact, made.size, made.rank)  # refuses what cannot be
+        randomness.fix_arithmetic(made.device)
+
+
+def _begin_alike(made: World, keywords: dict[str, Any]) -> None:
+    """Put the generators of all ranks where those of one process are."""
+    chosen, source = config.winning(config.sources(os.environ, keywords)).get("seed", (None, ""))
+    group = made.collectives
+    made.seed = group.gather_plain(torch.initial_seed() if chosen is None else chosen)[0]
+    made.seed_source = source or "torch.initial_seed()"
+    if chosen is not None:
+        randomness.seed_everything(made.seed)
+    elif made.size > 1 and made.settings.reseed:
+        states = GeneratorStates.now(made.device).plain() if made.is_main else None
+        states_of_main = group.gather_plain(states)[0]
+        if not made.is_main:
+            GeneratorStates.of_plain(states_of_main).restore(made.device)
+
+
+def _mesh(settings: config.Settings, size: int) -> Mesh:
+    """The mesh of a run of `size` ranks. Raises ConfigError for one that cannot be."""
+    if settings.exact is not None and settings.tensor > 1:
+        raise ConfigError(
+            f"--exact {settings.exact} and --tensor {settings.tensor} cannot be had together: what "
+            "a split layer adds up depends on how many workers it is split over. Leave one of "
+            "them out."
+        )
+    if not settings.reseed and (settings.tensor > 1 or settings.pipeline > 1):
+        split = "tensor" if settings.tensor > 1 else "pipeline"
+        raise ConfigError(
+            f"--no-reseed and --{split} {getattr(settings, split)} cannot be had together: the "
+            "workers of a split model draw what they have in common from seeds of the step. Leave "
+            "one of them out."
+        )
+    if settings.exact is not None and settings.pipeline > 1:
+        raise ConfigError(
+            f"--exact {settings.exact} and --pipeline {settings.pipeline} cannot be had together: "
+            "both cut a batch, each in its own way. Leave one of them out."
+        )
+    return Mesh(size, settings.tensor, settings.pipeline)
+
+
+def _share_cores(made: World) -> None:
+    """Let ranks that may run on the same cores divide them; mpirun and srun do not say how.
+
+    Each would else start a thread per core, and all would wait for each other.
+    """
+    if made.launcher in launchers.SETS_THREADS:
+        return
+    if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
+        return
+    mine = [made.host, sorted(os.sched_getaffinity(0))]
+    alike = made.collectives.gather_plain(mine).count(mine)
+    torch.set_num_threads(max(1, len(mine[1]) // alike))
+
+
+def _device(identity: Identity, wanted: str, *, sharing: bool) -> torch.device:
+    """Where a rank computes; with `sharing`, ranks of a host go round its GPUs."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if gpus < (1 if sharing or identity.own_gpus else identity.local_size):
+        shared = "let them share GPUs with --transport gloo, " if gpus else ""
+        raise LaunchError(
+            f"{identity.local_size} ranks run on this host, but it shows {gpus} GPU(s). "
+            f"Start {max(gpus, 1)} rank(s) here, {shared}or train on the CPU with --device cpu."
+        )
+    device = torch.device("cuda", identity.local_rank % gpus)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,242 @@
+"""Talks to the agent of one host, over ssh unless it is this one: the launcher's side."""
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from shardwise.errors import LaunchError
+from shardwise.launch import network, orphan_reaper
+from shardwise.launch.console import STDERR, STDOUT
+from shardwise.launch.hosts import Share
+from shardwise.launch.local_workers import HostTask
+from shardwise.launch.screen import Lines, Tail
+from shardwise.launch.ssh import command, protocol
+from shardwise.launch.ssh.command import SshOptions
+from shardwise.launch.supervisor import Supervisor
+from shardwise.launch.worker_output import LIVE
+
+READ_SIZE = 2**16
+LAST_WAIT = 6.0
+"""Seconds that an agent has to end, its reaper's patience included, once its ranks ran."""
+
+FIRST_WAIT = 1.0
+"""The same for one that started none."""
+
+
+class RemoteHost:
+    """The connection to the agent for the ranks of `share`.
+
+    `hello` and `ready` are its messages about itself and about the program, None until they come;
+    `fault` is why it will not run, None while all is well. `say` shows lines that a login prints.
+    """
+
+    def __init__(self, options: SshOptions, share: Share, say: Callable[[bytes], None]) -> None:
+        self.share = share
+        self.hello: protocol.Message | None = None
+        self.ready: protocol.Message | None = None
+        self.fault: str | None = None
+        self.is_here = network.is_here(share.host)
+        self._options = options
+        self._supervisor: Supervisor | None = None
+        self._left: set[int] = set()
+        self._errors = Tail()
+        self._say = say
+        self._lines = Lines(f"{share.host.name}: ".encode())
+        self._offset = 0.0
+        self._receiver = protocol.MessageReader(
+            protocol.FROM_AGENT, self._take, lambda noise: say(self._lines.feed(noise))
+        )
+        self._process = _start(
+            command.agent_words(sys.executable)
+            if self.is_here
+            else command.ssh_command(options, share.host)
+        )
+
+    @property
+    def group(self) -> int:
+        """The process group of the ssh, or of the agent that is here."""
+        return self._process.pid
+
+    @property
+    def input_fd(self) -> int:
+        """What is written here reaches the agent."""
+        assert self._process.stdin is not None
+        return self._process.stdin.fileno()
+
+    def connect(self, selector: selectors.BaseSelector) -> None:
+        """Read what comes from the host, whenever `selector` says so."""
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._selector = selector
+        os.set_blocking(self._process.stderr.fileno(), False)
+        selector.register(self._process.stdout, selectors.EVENT_READ, self._read)
+        selector.register(self._process.stderr, selectors.EVENT_READ, self._read_errors)
+
+    def check(self, **values: Any) -> None:
+        """Ask whether the run can start there."""
+        self._send(
+            "check", listens=self.share.first == 0, patience=self._options.patience, **values
+        )
+
+    def start(self, task: HostTask, supervisor: Supervisor) -> None:
+        """Start the ranks; from now on their messages go to `supervisor`."""
+        self._supervisor = supervisor
+        self._send("start", task=asdict(task))
+
+    def reap(self) -> None:
+        """Do nothing: the agent reports the ends of its ranks, and its own output ends with it."""
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the ranks there."""
+        self._send("signal", number=int(number))
+
+    def ask_to_end(self, number: signal.Signals) -> None:
+        """Pass on to the ranks there that someone wants them to end."""
+        self._send("ask", number=int(number))
+
+    def resize(self, window: tuple[int, int]) -> None:
+        """Send the new rows and columns of the terminal."""
+        self._send("resize", window=window)
+
+    def close(self) -> None:
+        """Tell the agent that the run is over."""
+        self._send("close")
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def wait(self, since: float) -> None:
+        """Wait for the end of the agent, asked for at `since`; kill one that is too late."""
+        until = since + (FIRST_WAIT if self._supervisor is None else LAST_WAIT)
+        try:
+            self._process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for stream in (self._process.stdout, self._process.stderr):
+            assert stream is not None
+            stream.close()
+
+    def is_gone(self) -> bool:
+        """Whether nothing is left of ssh and what it started on its options."""
+        return not orphan_reaper.signal_group(self.group, 0)
+
+    def _send(self, kind: str, **values: Any) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # its end is noticed where its output ends
+            self._process.stdin.write(protocol.encode(kind, **values))
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        data = os.read(self._process.stdout.fileno(), READ_SIZE)
+        if data:
+            self._hear(data)
+            return
+        self._selector.unregister(self._process.stdout)
+        code = self._code()
+        self._read_errors()
+        said = self._errors.text()
+        if self._supervisor is None:
+            self._give_up(command.start_failure(self._options, self.share.host, code, said))
+        else:
+            self._give_up(command.lost_host(self._options, self.share, code, said))
+
+    def _hear(self, data: bytes) -> None:
+        """Take bytes of the agent; one that breaks the protocol is heard no more."""
+        assert self._process.stdout is not None
+        try:
+            self._receiver.feed(data)
+        except protocol.ProtocolError as fault:
+            self._selector.unregister(self._process.stdout)
+            self._give_up(
+                f"{self.share.host.name} says what no agent of shardwise {version('shardwise')} "
+                f"does: {fault}. Install the same version on all hosts, and see what else writes "
+                "to the output there."
+            )
+
+    def _code(self) -> int | None:
+        try:
+            return self._process.wait(1.0)
+        except subprocess.TimeoutExpired:  # it closed its output, and goes on
+            return None
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        if self._process.stderr.fileno() not in self._selector.get_map():
+            return
+        with suppress(BlockingIOError):
+            data = os.read(self._process.stderr.fileno(), READ_SIZE)
+            self._errors.feed(data)
+            if not data:
+                self._selector.unregister(self._process.stderr)
+
+    def _take(self, message: protocol.Message) -> None:
+        getattr(self, f"_on_{message['kind']}")(message)
+
+    def _on_hello(self, message: protocol.Message) -> None:
+        self.hello = message
+        self._offset = time.time() - message["time"]
+        if message["version"] != version("shardwise"):
+            self.fault = (
+                f"{self.share.host.name} has shardwise {message['version']}, this host "
+                f"{version('shardwise')}. Install the same version on all hosts."
+            )
+
+    def _on_ready(self, message: protocol.Message) -> None:
+        self.ready = message
+
+    def _on_refused(self, message: protocol.Message) -> None:
+        self._give_up(f"On {self.share.host.name}: {message['why']}")
+
+    def _on_output(self, message: protocol.Message) -> None:
+        rank, stream = message["rank"], message["stream"]
+        if stream not in (LIVE, STDOUT, STDERR):
+            raise protocol.ProtocolError(f"output on stream {stream}")
+        self._started(rank).hear(rank, stream, protocol.bytes_of(message["data"]))
+
+    def _on_end(self, message: protocol.Message) -> None:
+        rank_exit = protocol.rank_exit(message, self._offset)
+        supervisor = self._started(rank_exit.end.rank)
+        self._left.add(rank_exit.end.rank)
+        supervisor.left(rank_exit)
+
+    def _on_saves(self, message: protocol.Message) -> None:
+        self._started().saves_first(protocol.signal_of(message["number"]))
+
+    def _started(self, rank: int | None = None) -> Supervisor:
+        """The supervisor. Raises ProtocolError for a rank that was not started there."""
+        first, count = self.share.first, self.share.count
+        if self._supervisor is None or not (rank is None or first <= rank < first + count):
+            raise protocol.ProtocolError("it tells of ranks that were not started there")
+        return self._supervisor
+
+    def _give_up(self, why: str) -> None:
+        """Note that nothing more comes from there, and why."""
+        if self.fault is not None:
+            return
+        self.fault = why
+        first, count = self.share.first, self.share.count
+        gone = [rank for rank in range(first, first + count) if rank not in self._left]
+        if self._supervisor is not None and gone:
+            self._supervisor.lost(gone, why)
+
+
+def _start(words: list[str]) -> "subprocess.Popen[bytes]":
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(
+            words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"{words[0]} cannot be started: {error.strerror}. Install an ssh client, or name it "
+            "with --ssh."
+        ) from None

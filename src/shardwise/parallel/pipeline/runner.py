@@ -1,0 +1,383 @@
+"""Runs a batch through the stages of a pipeline, in micro-batches by a schedule.
+
+For each micro-batch, and for each stage of this rank, the user's program runs once and computes
+that stage's layers only. The schedule says when; gradients of a stage's inputs go back to the stage
+that sent them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.batch_rows import row_counts, rows_of_part
+from shardwise.collectives import Collectives
+from shardwise.config import Settings
+from shardwise.errors import UsageError
+from shardwise.layout import even_cuts
+from shardwise.model.precision import NARROW
+from shardwise.parallel.pipeline.pipeline_group import PipelineGroup
+from shardwise.parallel.pipeline.schedule import Action, actions_of
+from shardwise.parallel.pipeline.split_backward import SplitBackward
+from shardwise.parallel.pipeline.stage_tensors import StageRun, StageTensor
+from shardwise.randomness import seed_everything, seed_from
+
+MICROBATCHES_PER_STAGE = 4
+"""Default number of micro-batches for each worker of a pipeline: a fifth of the time is idle."""
+
+
+def microbatch_count(settings: Settings, batch: Any, group: Collectives) -> int:
+    """The number of micro-batches of `batch`, equal in all replicas, whose ranks of this place are
+    `group`. Collective where it is not set."""
+    if settings.microbatches is not None:
+        return settings.microbatches
+    size = settings.pipeline
+    if size == 1:
+        return 1
+    rows_here = torch.tensor([float(row_count(batch))], device=group.small_device)
+    most = int(group.gather_rows(rows_here).max())
+    return max(1, min(MICROBATCHES_PER_STAGE, most // size)) * size
+
+
+def split_batch(batch: Any, count: int) -> list[tuple[int, Any]]:
+    """`batch` in `count` parts of nearly equal size, with the rows of each; where there are fewer
+    rows, the parts that get none have one row to run with."""
+    cuts = even_cuts(row_count(batch), count)
+    return [rows_of_part(batch, cuts, number) for number in range(count)]
+
+
+def row_count(batch: Any) -> int:
+    """The first dimension that the tensors of a batch share. Raises UsageError without one."""
+    lengths = row_counts(batch)
+    if len(lengths) != 1 or 0 in lengths:
+        raise UsageError(
+            "engine.forward_backward(loss_of, *batch) takes tensors of one equal first dimension "
+            f"above 0, not {lengths}: it cuts them into micro-batches. Give what is not cut to "
+            "loss_of in another way."
+        )
+    return lengths.pop()
+
+
+BucketsByKey = Callable[[Callable[[nn.Parameter], int]], Mapping[int, frozenset[int]]]
+"""Maps a key of parameters to the numbers of the buckets that have such parameters, by key."""
+
+OnStage = Callable[[int | None], None]
+"""Called with the stage that runs next; None when the schedule has ended."""
+
+
+class CollectGradients(Protocol):
+    """A block in which gradients are collected: of the buckets `among`, if given. A backward that
+    is not `usual` does not count for which gradients are expected."""
+
+    def __call__(
+        self,
+        weight: float,
+        factor: float | Tensor,
+        *,
+        last: bool,
+        keep_graph: bool = False,
+        by_hand: bool = False,
+        among: frozenset[int] | None = None,
+        usual: bool = True,
+    ) -> AbstractContextManager[None]: ...
+
+
+class GradientWeighting(Protocol):
+    """Gives the gradient that a backward starts from; the engine's exact mean is one."""
+
+    def begin(self, weight: float | Tensor) -> None:
+        """Prepare for a step in which this rank's first loss has this weight. Collective once."""
+
+    def seed(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, float | Tensor]:
+        """The gradient of `loss`, and the factor by which gradients are still to be multiplied."""
+
+
+@dataclass(eq=False)
+class _MicroBatchPass:
+    """A micro-batch on a stage, from its forward to the end of its backward."""
+
+    run: StageRun
+    dtype: torch.dtype
+    loss: Tensor | None
+    backward: SplitBackward | None = None
+    factor: float | Tensor = 1.0
+
+
+@dataclass(eq=False)
+class _PipelineBatch:
+    """The state of a batch while it runs through the stages."""
+
+    loss_of: Callable[..., Tensor]
+    parts: Sequence[tuple[float, Any]]
+    """The weight of each micro-batch, and the arguments of `loss_of`."""
+    seed: int
+    last: bool
+    """Whether this is the last batch of the step."""
+    collect: CollectGradients
+    passes: dict[tuple[int, int], _MicroBatchPass] = field(default_factory=dict)
+    inputs: Sequence[Tensor] | None = None
+    """The tensors that get gradients, where the graph may reach further."""
+    tied_gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    loss_stage: int = 0
+
+
+class PipelineRunner:
+    """Runs batches through `pipeline`."""
+
+    def __init__(
+        self, pipeline: PipelineGroup, settings: Settings, weighting: GradientWeighting
+    ) -> None:
+        self._pipeline = pipeline
+        self._settings = settings
+        self._weighting = weighting
+        self._has_tried = False
+
+    def train(
+        self,
+        loss_of: Callable[..., Tensor],
+        parts: Sequence[tuple[float, Any]],
+        *,
+        seed: int,
+        last: bool,
+        buckets: BucketsByKey,
+        inputs: Sequence[Tensor] | None,
+        on_stage: OnStage,
+        collect: CollectGradients,
+    ) -> Tensor:
+        """Run forward and backward of all `parts`; returns their mean loss, in fp64, on all
+        ranks."""
+        pipeline, partition = self._pipeline, self._pipeline.partition
+        rank, ranks = pipeline.group.rank, pipeline.group.size
+        order = actions_of(self._settings.schedule, ranks, partition.stages, len(parts), rank)
+        batch = _PipelineBatch(loss_of, parts, seed, last, collect, inputs=inputs)
+        pipeline.tied_weights.invalidate()  # user code may have written to weights since
+        self._weighting.begin(sum(weight for weight, _ in parts))
+        self._run_trial(batch)
+        ends = {a.stage: n for n, a in enumerate(order) if a.kind in "BW"}
+        has_several = len(pipeline.stages) > 1
+        by_stage = has_several and not pipeline.has_local_ties
+        among = buckets(lambda p: partition.owners[p]) if by_stage else {}
+        for number, action in enumerate(order):
+            on_stage(action.stage if has_several else None)
+            if action.kind == "F":
+                self._forward(batch, action)
+            else:
+                is_last = ends[action.stage] == number
+                self._backward(batch, action, among.get(action.stage), is_last=is_last)
+        on_stage(None)
+        # All ranks send before any receives: two ranks may each own a weight that the other uses.
+        pipeline.tied_weights.send_gradients(batch.tied_gradients)
+        for stage in sorted(pipeline.stages):
+            self._receive_tied_gradients(batch, stage, buckets)
+        mean = self._mean_loss(batch)
+        pipeline.settle()  # the next batch may not overtake messages of this one
+        return mean
+
+    def reset(self) -> None:
+        """Recover from a failed batch, so that its late messages are not taken for those of
+        another."""
+        self._pipeline.reset()
+        self._has_tried = False
+
+    def _run_trial(self, batch: _PipelineBatch) -> None:
+        """Run the program once without computing, to open the channels that it needs.
+        Collective."""
+        if self._has_tried:
+            return
+        run = StageRun(frozenset(), scheduled=True, is_trial=True)
+        seed_everything(batch.seed)
+        with self._pipeline.running(run), torch.enable_grad():
+            self._check_loss(batch.loss_of(*batch.parts[0][1]))
+        self._has_tried = True
+
+    def _check_loss(self, loss: Any) -> StageTensor:
+        if not isinstance(loss, StageTensor):
+            shown = type(loss).__name__
+            raise UsageError(
+                f"engine.forward_backward: loss_of returned a {shown} that no layer of the model "
+                "has made. It takes the batch, calls the model and returns the loss: "
+                "lambda x, y: F.cross_entropy(model(x), y)."
+            )
+        if loss.numel() != 1 or not loss.dtype.is_floating_point:
+            raise UsageError(
+                "engine.forward_backward: loss_of returns a scalar loss, a mean over the items of "
+                f"its micro-batch, not {loss.dtype} of shape {tuple(loss.shape)}."
+            )
+        return loss
+
+    def _forward(self, batch: _PipelineBatch, action: Action) -> None:
+        pipeline, stage = self._pipeline, action.stage
+        run = StageRun(frozenset([stage]), scheduled=True)
+        seed = seed_from(batch.seed, "micro", action.micro)
+        seed_everything(seed)
+        pipeline.seed_forward(seed)
+        with pipeline.running(run):
+            loss = self._check_loss(batch.loss_of(*batch.parts[action.micro][1]))
+        batch.loss_stage = loss.stage
+        value = loss.value if loss.stage == stage else None
+        if value is not None:
+            batch.losses[action.micro] = value.detach()
+        batch.passes[stage, action.micro] = _MicroBatchPass(run, loss.dtype, value)
+
+    def _backward(
+        self, batch: _PipelineBatch, action: Action, among: frozenset[int] | None, *, is_last: bool
+    ) -> None:
+        stage = action.stage
+        micro, weight = batch.passes[stage, action.micro], batch.parts[action.micro][0]
+        if action.kind != "W":
+            self._prepare_backward(batch, micro, weight)
+        if action.kind == "I":
+            self._input_backward(micro)
+            return
+        assert micro.backward is not None
+        del batch.passes[stage, action.micro]
+        with batch.collect(
+            weight,
+            micro.factor,
+            last=is_last and batch.last,
+            by_hand=micro.backward.writes_grads_itself,
+            among=among,
+        ):
+            micro.backward.weight_backward()
+            if not micro.backward.inputs_done:
+                self._send_input_gradients(micro.run)
+        self._keep_tied_gradients(batch, weight, micro.factor)
+
+    def _receive_tied_gradients(
+        self, batch: _PipelineBatch, stage: int, buckets: BucketsByKey
+    ) -> None:
+        """Collect the gradients of weights that `stage` owns and others use: sums over all
+        micro-batches."""
+        grads = self._pipeline.tied_weights.receive_gradients(stage)
+        if not grads:
+            return
+        shared = set(self._pipeline.tied_weights.owned_by(stage))
+        tied = buckets(lambda p: int(p in shared))[1]
+        with batch.collect(1.0, 1.0, last=batch.last, among=tied, usual=False):
+            parameters, values = zip(*grads, strict=True)
+            torch.autograd.backward(parameters, values)
+
+    def _prepare_backward(
+        self, batch: _PipelineBatch, micro: _MicroBatchPass, weight: float
+    ) -> None:
+        """Set up the backward of a pass: its roots, and their gradients, which are received
+        here."""
+        roots: list[Tensor] = []
+        grads: list[Tensor] = []
+        like = torch.empty((), dtype=micro.dtype, device=self._pipeline.device)
+        seed, micro.factor = self._weighting.seed(like, weight)
+        if micro.loss is not None:
+            roots.append(micro.loss)
+            grads.append(seed.view_as(micro.loss))
+        for source, target, value in micro.run.sent:
+            roots.append(value)
+            grads.append(self._pipeline.receive_gradient(source, target, value))
+        # Their gradients have come, so the values were received: the send buffers are free.
+        self._pipeline.release_sent(micro.run)
+        leaves = [leaf for _, _, leaf in micro.run.received]
+        inputs = None if batch.inputs is None else [*batch.inputs, *leaves]
+        micro.backward = SplitBackward(
+            roots, grads, leaves, self._pipeline.trained_parameters, inputs
+        )
+
+    def _input_backward(self, micro: _MicroBatchPass) -> None:
+        """Run the first half of a backward, for which the stage before waits."""
+        assert micro.backward is not None
+        if micro.run.received:
+            micro.backward.input_backward()
+            self._send_input_gradients(micro.run)
+
+    def _send_input_gradients(self, run: StageRun) -> None:
+        for source, target, leaf in run.received:
+            self._pipeline.send_gradient(source, target, leaf)
+
+    def _keep_tied_gradients(
+        self, batch: _PipelineBatch, weight: float, factor: float | Tensor
+    ) -> None:
+        """Add up the gradients of weights that another rank owns, until all micro-batches are
+        done."""
+        for parameter in self._pipeline.tied_weights.received:
+            if (grad := parameter.grad) is not None:
+                parameter.grad = None
+                if not weight:
+                    continue  # a micro-batch of weight 0 counts for nothing, even if it is NaN
+                grad = (grad.float() if grad.dtype in NARROW else grad) * factor
+                held = batch.tied_gradients.get(parameter)
+                batch.tied_gradients[parameter] = grad if held is None else held.add_(grad)
+
+    def _mean_loss(self, batch: _PipelineBatch) -> Tensor:
+        """The mean loss, broadcast from the rank that has it. Collective."""
+        pipeline = self._pipeline
+        weights = torch.tensor([weight for weight, _ in batch.parts], dtype=torch.float64)
+        losses = torch.zeros(
+            len(batch.parts), dtype=torch.float64, device=pipeline.group.small_device
+        )
+        if pipeline.rank_of(batch.loss_stage) == pipeline.group.rank:
+            rows = [batch.losses[micro].double() for micro in range(len(batch.parts))]
+            losses.copy_(torch.stack([row.reshape(()) for row in rows]))
+        pipeline.group.broadcast(losses, pipeline.rank_of(batch.loss_stage)).wait()
+        counted = torch.where(weights > 0, losses.cpu() * weights, 0.0)
+        return counted.sum() / weights.sum() if float(weights.sum()) else counted.sum()
+
+    # -- a plain forward, outside of any schedule ------------------------------------------
+
+    def backward(
+        self,
+        loss: StageTensor,
+        weight: float,
+        *,
+        last: bool,
+        keep_graph: bool,
+        buckets: BucketsByKey,
+        inputs: Sequence[Tensor] | None,
+        collect: CollectGradients,
+    ) -> Tensor:
+        """Run backward of a loss from a plain loop, stage after stage; returns its value."""
+        pipeline = self._pipeline
+        if pipeline.partition.stages > pipeline.group.size:
+            raise UsageError(
+                "engine.backward with several stages on each worker (--schedule "
+                f"{self._settings.schedule}): write loss = engine.forward_backward(loss_of, "
+                "*batch), which knows their order."
+            )
+        if any(run.is_over for run in loss.runs):
+            raise UsageError(
+                "engine.backward of a loss whose forward another backward has used up: write "
+                "retain_graph=True there, or give the sum of the losses to one backward."
+            )
+        run = StageRun(pipeline.stages)
+        for part in loss.runs:
+            run.sent += part.sent
+            run.received += part.received
+            run.in_flight += part.in_flight
+            part.in_flight.clear()
+        micro = _MicroBatchPass(
+            run, loss.dtype, loss.value if loss.stage in pipeline.stages else None
+        )
+        batch = _PipelineBatch(
+            lambda: loss, [(weight, ())], 0, last, collect, inputs=inputs, loss_stage=loss.stage
+        )
+        if micro.loss is not None:
+            batch.losses[0] = micro.loss.detach()
+        self._prepare_backward(batch, micro, weight)
+        assert micro.backward is not None
+        with collect(weight, micro.factor, last=last, keep_graph=keep_graph):
+            micro.backward.weight_backward(keep_graph=keep_graph)
+        self._send_input_gradients(run)
+        self._keep_tied_gradients(batch, weight, micro.factor)
+        pipeline.tied_weights.send_gradients(batch.tied_gradients)
+        (stage,) = pipeline.stages
+        self._receive_tied_gradients(batch, stage, buckets)
+        value = self._mean_loss(batch)
+        pipeline.settle()
+        for part in loss.runs if not keep_graph else ():
+            part.is_over = True
+            part.sent.clear()
+            part.received.clear()
+        return value

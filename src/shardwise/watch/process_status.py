@@ -1,0 +1,152 @@
+"""Reads where a thread is in the user's code, and the state of a process of this host.
+
+The first comes from Python's frames, the second from /proc.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import traceback
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+from shardwise.printable import from_here
+
+OURS = f"{Path(__file__).parents[1]}{os.sep}"
+
+STDERR = 2
+
+DEPTH = 6
+"""Frames of a stack that are reported: so many of the user's, as many of what these called."""
+
+
+OBJECTS = {
+    "Engine": "engine",
+    "Engines": "engines",
+    "World": "world",
+    "BatchRows": "world",
+    "Loader": "loader",
+    "Metrics": "metrics",
+}
+"""By class of ours that users call, the name that they know it by."""
+
+FUNCTIONS = {"init": "sw.init", "_leave": "the end of the script"}
+
+
+def main_frame() -> FrameType | None:
+    """The innermost frame of the main thread."""
+    ident = threading.main_thread().ident
+    return None if ident is None else sys._current_frames().get(ident)
+
+
+def show_on_signal() -> None:
+    """From now on SIGUSR2 shows the stacks of all threads, unless it is the user's own signal.
+
+    In C, so that it is shown too where Python cannot run: in a wait, or a loop that never ends.
+    """
+    if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+        faulthandler.register(signal.SIGUSR2, file=STDERR, all_threads=True)
+
+
+def users_line(frame: FrameType | None) -> str:
+    """The innermost line that is neither ours nor of a library: "train.py:71"; "" if none."""
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def library_call(frame: FrameType | None) -> str:
+    """What the user's innermost line has called of ours: "engine.backward"; "" if nothing."""
+    called = ""
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(OURS):
+            called = _as_called(frame.f_code.co_qualname)
+        frame = frame.f_back
+    return called
+
+
+def stack_lines(frame: FrameType | None) -> list[str]:
+    """The stack that ends in `frame`, outermost first, a line for each frame."""
+    if frame is None:
+        return []
+    frames = traceback.StackSummary.extract(traceback.walk_stack(frame))
+    frames.reverse()
+    cut = max((i for i, one in enumerate(frames) if _is_users(one.filename)), default=-1) + 1
+    first, inner = frames[max(0, cut - DEPTH) : cut], frames[cut:]
+    if len(inner) <= DEPTH:
+        return [_stack_line(one) for one in (*first, *inner)]
+    return [*map(_stack_line, (*first, inner[0])), "...", *map(_stack_line, inner[1 - DEPTH :])]
+
+
+def _stack_line(one: traceback.FrameSummary) -> str:
+    source = f": {one.line}" if one.line else ""
+    return f"{_short(one.filename)}:{one.lineno} in {one.name}{source}"
+
+
+def _as_called(qualified: str) -> str:
+    """As a user writes it: Engine.backward is engine.backward, a hook is forward."""
+    owner, _, name = qualified.rpartition(".")
+    if name == "__init__" and owner in OBJECTS:
+        return f"sw.{owner}"
+    if owner in OBJECTS and not name.startswith("_"):
+        return f"{OBJECTS[owner]}.{name}"
+    return FUNCTIONS.get(qualified, "forward")
+
+
+def _is_users(file: str) -> bool:
+    return not (file.startswith(_libraries()))
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return "<frozen", OURS, *(f"{sysconfig.get_path(name)}{os.sep}" for name in names)
+
+
+def _short(file: str) -> str:
+    return from_here(file)
+
+
+_STATES = {
+    "T": "stopped (T)",
+    "t": "stopped by a debugger (t)",
+    "Z": "ended",
+    "X": "ended",
+    "D": "waiting for a disk or the kernel (D)",
+    "R": "running (R)",
+    "S": "asleep (S)",
+}
+ENDED = "ended"
+SILENT = (_STATES["T"], _STATES["t"], ENDED)
+"""States in which nobody answers."""
+
+
+def process_start(pid: int | str = "self") -> int | None:
+    """When a process began, in ticks since the boot, which tells it from a later one of its
+    number; None where that cannot be read."""
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def process_state(pid: int, since: int | None) -> str | None:
+    """What the process that began at `since` does; None where nobody can tell."""
+    if since is None:
+        return None
+    fields = _stat_fields(pid)
+    if not fields or int(fields[19]) != since:
+        return ENDED
+    return _STATES.get(fields[0], fields[0])
+
+
+def _stat_fields(pid: int | str) -> list[str]:
+    """Those of /proc/PID/stat from the state on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,68 @@
+"""`shardwise pipeline-plan`, and a pipeline-parallel run as it advises, as a user types them."""
+
+import re
+import sys
+
+import pytest
+
+from tests.system.launcher import Launcher, script
+from tests.system.test_launchers import EXAMPLES
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+QUICK = {"OMP_NUM_THREADS": "1"}
+MODEL = [
+    *("--width", "32", "--layers", "4", "--heads", "2", "--context", "16", "--vocabulary", "256"),
+    *("--batch-size", "8", "--steps", "6", "--evaluate-every", "6", "--held-out", "8"),
+    *("--sample", "4"),
+]
+
+
+def test_the_cut_is_shown_and_what_is_advised_runs(shardwise: Launcher) -> None:
+    """The losses are those of one worker."""
+    example = str(EXAMPLES / "language_model.py")
+    shown = shardwise.run("pipeline-plan", "--pipeline", "2", example, *MODEL, env=QUICK)
+    assert shown.code == 0, shown.out + shown.err
+    assert "2 stages, balanced in time" in shown.out
+    assert "zero-bubble" in shown.out
+    advised = r"shardwise run (-n 2 --pipeline 2 --stages \S+ --microbatches \d+)"
+    (line,) = re.findall(advised, shown.out)
+    losses = {}
+    for name, flags in (("two", line.split()), ("one", ["-n", "1"])):
+        ran = shardwise.run("run", *flags, example, *MODEL, "--out", name, env=QUICK)
+        assert ran.code == 0, ran.out + ran.err
+        assert ("2 stages (1f1b): 0: embedding to" in ran.out) == (name == "two")
+        lines = (shardwise.folder / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [float(x) for line in lines for x in re.findall(r'loss": ([0-9.]+)', line)]
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-4)
+    assert len(losses["one"]) >= 6
+
+
+def test_checkpoints_of_the_script_are_left_alone(shardwise: Launcher) -> None:
+    words = (script("resumes"), "checkpoints", "--every")
+    assert shardwise.run("run", "-n", "1", *words, "4", "--epochs", "1", env=QUICK).code == 0
+    saved = sorted((shardwise.folder / "checkpoints").rglob("*"))
+    ran = shardwise.run("pipeline-plan", "--pipeline", "2", "--steps", "4", *words, "1", env=QUICK)
+    assert ran.code == 0, ran.out + ran.err
+    assert sorted((shardwise.folder / "checkpoints").rglob("*")) == saved
+
+
+def test_no_plan_without_steps_or_layers(shardwise: Launcher) -> None:
+    (shardwise.folder / "tests_bad.py").write_text("raise SystemExit(3)")
+    ran = shardwise.run("pipeline-plan", "--pipeline", "2", "tests_bad.py", env=QUICK)
+    assert ran.code != 0
+    assert "failed (exit code 3), so there are no layers to divide into stages" in ran.err
+    words = ["pipeline-plan", "--pipeline", "9", "--steps", "1", script("parts")]
+    ran = shardwise.run(*words, env=QUICK)
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert "fewer than 9 stages" in ran.err
+
+
+def test_the_old_name_goes_on_and_says_the_new_one(shardwise: Launcher) -> None:
+    ran = shardwise.run("split", "--pipeline", "2", env=QUICK)
+    assert ran.code == 2
+    assert "`shardwise split` is now called `shardwise pipeline-plan`." in ran.err
+    assert "Which model? For example: shardwise pipeline-plan" in ran.err
+    shown = shardwise.run("--help", env=QUICK)
+    assert "pipeline-plan" in shown.out
+    assert "split" not in shown.out

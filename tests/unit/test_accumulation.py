@@ -1,0 +1,92 @@
+"""How the losses of a step go together: what counts once, what is averaged, what is refused."""
+
+import pytest
+import torch
+
+from shardwise.current_batch import Batch
+from shardwise.engine.accumulation import Accumulation
+from shardwise.engine.gradient_weighting import LossWeight, divisor_of, weigh
+from shardwise.errors import UsageError
+
+LOSS = torch.tensor(2.0)
+ONE, OTHER = Batch(samples=8), Batch(samples=8)
+
+
+def count(accumulation, batch, weight=None, same_items=None, summed=False):
+    """Whether the items of one more loss had been counted; it is added."""
+    share = weigh(batch, weight, summed=summed)
+    term = accumulation.term(
+        batch, share, given=weight is not None, divisor=float(summed), same_items=same_items
+    )
+    accumulation.add(LOSS, term, float(summed))
+    return term.repeated
+
+
+def test_losses_of_one_batch_count_it_once():
+    accumulation = Accumulation()
+    assert [count(accumulation, batch) for batch in (ONE, ONE, OTHER, ONE)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert accumulation.weights == [8.0, 0.0, 8.0, 0.0]
+    assert accumulation.losses == [16.0] * 4
+
+
+def test_without_a_batch_each_loss_is_of_other_items():
+    accumulation = Accumulation()
+    assert not count(accumulation, None)
+    assert not count(accumulation, None, weight=3)
+    assert accumulation.weights == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("weights", [(8, 8), (8, None), (None, 8), (100, 50)])
+def test_a_weight_for_a_second_loss_of_a_batch_says_of_which_items(weights):
+    first, second = weights
+    accumulation = Accumulation()
+    count(accumulation, ONE, first)
+    with pytest.raises(UsageError, match=r"same_items=True.*same_items=False"):
+        count(accumulation, ONE, second)
+    assert accumulation.backwards == 1
+    assert not count(accumulation, ONE, second, same_items=False)
+    assert not count(accumulation, OTHER, second)
+
+
+def test_further_losses_of_the_same_items():
+    accumulation = Accumulation()
+    count(accumulation, ONE, 100)
+    assert count(accumulation, ONE, 100, same_items=True)
+    assert accumulation.weights == [100.0, 0.0]
+    with pytest.raises(UsageError, match="over 50 items and the one before over 100"):
+        count(accumulation, ONE, 50, same_items=True)
+    fresh = Accumulation()
+    with pytest.raises(UsageError, match="this is the first one"):
+        count(fresh, ONE, 8, same_items=True)
+    count(fresh, None)
+    assert count(fresh, None, same_items=True)
+
+
+def test_sums_have_the_factor_one_and_no_weight():
+    accumulation = Accumulation()
+    assert not count(accumulation, ONE, summed=True)
+    assert count(accumulation, ONE, summed=True)
+    assert not count(accumulation, OTHER, summed=True)
+    assert accumulation.weights == [8.0, 0.0, 8.0]
+    assert accumulation.losses == [2.0] * 3
+    assert weigh(Batch(samples=0), None, summed=True) == LossWeight(factor=0.0, items=0.0)
+    with pytest.raises(UsageError, match=r"sums .* and losses that are means"):
+        count(accumulation, ONE)
+    accumulation.clear()
+    assert not count(accumulation, ONE)
+
+
+def test_words_for_a_reduction():
+    assert divisor_of("mean", weighted=True, replicas=4) == 0
+    assert divisor_of("sum", weighted=False, replicas=4) == 1
+    assert divisor_of("ddp", weighted=False, replicas=4) == 4
+    with pytest.raises(UsageError, match="one of mean, sum, ddp, not 'total'"):
+        divisor_of("total", weighted=False, replicas=4)
+    for word in ("sum", "ddp"):
+        with pytest.raises(UsageError, match=f'reduction="{word}".*leave one of them out'):
+            divisor_of(word, weighted=True, replicas=4)

@@ -1,0 +1,248 @@
+"""Which errors are told as a sentence, and where."""
+
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+import shardwise.horovod as hvd
+from shardwise.errors import ConfigError, ModelError, PlacementError, ShardwiseError
+from shardwise.launch import environment, error_file
+from shardwise.launch.error_file import refusal_sentence
+from shardwise.world import World
+
+
+class Careless(torch.nn.Linear):
+    """A model whose own code raises an error of ours."""
+
+    def named_modules(self, *args: Any, **options: Any) -> Any:
+        raise ConfigError("by the user")
+
+
+class Failing(torch.optim.SGD):
+    """An optimizer whose own code fails once it is an engine's."""
+
+    def step(self, closure: Any = None) -> None:
+        raise TypeError("closure is None, says the user")
+
+
+def engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> None:
+    sw.Engine(model, optimizer, quiet=True, **settings)
+
+
+def raised(call: Any, *args: Any, **options: Any) -> ShardwiseError:
+    with pytest.raises(ShardwiseError) as caught:
+        call(*args, **options)
+    return caught.value
+
+
+def test_a_setting_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = refusal_sentence(raised(sw.init, exact=0))
+    assert said.startswith("the script: exact takes a whole number of 1 or more, not 0. [")
+    assert said.endswith(": call(*args, **options)]")
+    monkeypatch.setenv("SHARDWISE_EXACT", "0")
+    assert refusal_sentence(raised(hvd.init)).startswith("environment: exact takes a whole number")
+
+
+def test_what_hvd_init_refuses(solo: World) -> None:
+    assert refusal_sentence(raised(hvd.init, comm=[3])).startswith(
+        "hvd.init([3]): start the ranks that"
+    )
+    try:
+        said = refusal_sentence(raised(hvd.init, process_sets=[[7]]))
+    finally:
+        hvd.shutdown()
+    assert said.startswith("ProcessSet([7]): a process set has ranks from 0 to 0")
+
+
+def test_a_row_that_cannot_be(solo: World) -> None:
+    model = torch.nn.Linear(2, 1)
+    error = raised(engine, model, torch.optim.SGD(model.parameters()), zero=9)
+    assert isinstance(error, PlacementError)
+    assert refusal_sentence(error).startswith(f"{error} [")
+
+
+def test_what_a_dataclass_of_ours_refuses() -> None:
+    """Its __init__ is in no file."""
+    code = "import shardwise as sw; sw.init(tensor=2, device='cpu')"
+    with pytest.raises(ConfigError) as caught:
+        exec(compile(code, "<string>", "exec"), {"__file__": str(Path("train.py").resolve())})
+    assert refusal_sentence(caught.value).endswith(" > <string>:1]")
+
+
+def test_what_comes_from_the_users_code(solo: World) -> None:
+    model, good = Careless(2, 1), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(good.parameters())
+    assert refusal_sentence(raised(engine, model, optimizer)) == ""
+    error = raised(engine, good, Failing(good.parameters()), zero=1)
+    assert isinstance(error, ModelError)
+    assert isinstance(error.__cause__, TypeError)
+    assert refusal_sentence(error) == ""
+
+
+def test_an_error_of_the_users_that_came_before_is_not_hidden(solo: World, tmp_path: Path) -> None:
+    """It is the cause; what we refuse of a script that tidies up comes second."""
+    model = torch.nn.Linear(2, 1)
+    made = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+
+    def train() -> None:
+        made.backward(model(torch.ones(3, 2)).square().mean())
+        try:
+            raise ValueError("label 17 of 10")
+        finally:
+            made.save(tmp_path)
+
+    error = raised(train)
+    assert isinstance(error.__context__, ValueError)
+    assert refusal_sentence(error) == ""
+    made.step()
+
+
+def test_an_error_that_is_its_own_cause() -> None:
+    error = raised(sw.init, exact=0)
+    try:
+        raise error from error
+    except ShardwiseError:
+        assert refusal_sentence(error)
+
+
+def test_notes_of_the_users_are_shown() -> None:
+    error = raised(sw.init, exact=0)
+    error.add_note("at batch 17")
+    assert "not 0. at batch 17 [" in refusal_sentence(error)
+
+
+def test_all_lines_of_the_users_are_told(solo: World) -> None:
+    """Which of two calls of the same helper it was, and of a project that is installed."""
+    code = "def update(engine):\n    engine.step()\n\ndef train(engine):\n    update(engine)"
+    model = torch.nn.Linear(2, 1)
+    made = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    names: dict[str, Any] = {"__file__": "/venv/lib/python3.11/site-packages/project/train.py"}
+    exec(compile(code, "train.py", "exec"), names)
+    assert " > train.py:5 > train.py:2]" in refusal_sentence(raised(names["train"], made))
+
+
+@pytest.mark.parametrize(
+    ("file", "users"),
+    [
+        (Path(sys.prefix) / "lib/python3.11/site-packages/project/train.py", True),
+        (Path("/usr/lib/python3/dist-packages/project/train.py"), True),
+        (Path(sysconfig.get_path("stdlib")) / "site-packages/project/train.py", True),
+        (Path(sysconfig.get_path("stdlib")) / "contextlib.py", False),
+        (Path("<frozen runpy>"), False),
+        (Path("<stdin>"), True),
+        (Path(torch.__file__).parent / "optim/optimizer.py", False),
+        (Path(sw.__file__).parent / "engine/engine.py", False),
+    ],
+)
+def test_whose_a_file_is(file: Path, users: bool) -> None:
+    assert error_file._is_users(file) == users
+
+
+def test_errors_from_elsewhere() -> None:
+    assert refusal_sentence(ValueError("no")) == ""
+    assert refusal_sentence(ConfigError("that the user's script raised itself")) == ""
+
+
+class TestHabits:
+    """What is refused in a loop is a sentence too, by whichever way it came to us."""
+
+    @pytest.fixture
+    def made(self, solo: World) -> tuple[torch.nn.Module, torch.optim.Optimizer, sw.Engine]:
+        model = torch.nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters())
+        return model, optimizer, sw.Engine(model, optimizer, quiet=True)
+
+    def test_of_a_plain_loop(self, made: Any) -> None:
+        model, optimizer, _ = made
+        loss = model(torch.ones(3, 2)).square().mean()
+        said = refusal_sentence(raised(loss.backward))
+        assert said.startswith("loss.backward() reached weight without the engine, so")
+        assert refusal_sentence(raised(optimizer.step)).startswith(
+            "SGD.step() by hand would update"
+        )
+
+    def test_of_our_own_calls(self, made: Any, tmp_path: Path) -> None:
+        model, _, engine = made
+        output = model(torch.ones(3, 2))
+        assert "takes a scalar loss, not (3, 1). Take" in refusal_sentence(
+            raised(engine.backward, output)
+        )
+        assert "as a tensor, not float: give" in refusal_sentence(raised(engine.backward, 1.5))
+        assert refusal_sentence(raised(engine.step)).endswith(": call(*args, **options)]")
+        assert refusal_sentence(raised(engine.load, tmp_path / "none")).startswith("There is no ")
+
+    def test_arguments_in_the_wrong_order(self, solo: World) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer: Any = torch.optim.SGD(model.parameters())
+        said = refusal_sentence(raised(sw.Engine, optimizer, model))
+        assert said.startswith(
+            "sw.Engine(model, optimizer) takes a torch.nn.Module first, or several, not SGD. ["
+        )
+
+
+class TestShowing:
+    """What the hook does, which each process has after `sw.init`."""
+
+    REFUSED = "the script: exact takes a whole number of 1 or more, not 0. ["
+
+    @pytest.fixture(autouse=True)
+    def before(self, monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+        """What the hook that was there before has been given."""
+        given: list[BaseException] = []
+        for name in (environment.REPORTS_VARIABLE, environment.RANK_VARIABLE):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: given.append(error))
+        return given
+
+    def shown(self, capfd: pytest.CaptureFixture[str]) -> str:
+        error = raised(sw.init, exact=0)  # which also sets the hook
+        sys.excepthook(type(error), error, error.__traceback__)
+        return capfd.readouterr().err
+
+    def test_without_a_launcher(
+        self, capfd: pytest.CaptureFixture[str], before: list[BaseException]
+    ) -> None:
+        assert self.shown(capfd).startswith(f"shardwise: {self.REFUSED}")
+        other = ValueError("no")
+        sys.excepthook(ValueError, other, None)
+        assert [type(error) for error in before] == [ConfigError, ValueError]
+
+    def test_pythons_own_hook_is_not_called_as_well(
+        self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        assert "Traceback" not in self.shown(capfd)
+
+    def test_of_several_each_says_who_it_is(
+        self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        numbers = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        for name, value in numbers.items() | {("MASTER_ADDR", "x"), ("MASTER_PORT", "1")}:
+            monkeypatch.setenv(name, value)
+        assert self.shown(capfd).startswith(f"shardwise: rank 1 of 2: {self.REFUSED}")
+
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_the_launcher_says_it_for_several(
+        self,
+        capfd: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        size: int,
+    ) -> None:
+        monkeypatch.setenv(environment.REPORTS_VARIABLE, str(tmp_path))
+        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "SIZE": size, "LOCAL_SIZE": size}.items():
+            monkeypatch.setenv(environment.PREFIX + name, str(value))
+        monkeypatch.setenv(environment.PREFIX + "ADDRESS", "x")
+        monkeypatch.setenv(environment.PREFIX + "PORT", "1")
+        shown, told = self.shown(capfd), error_file.read(tmp_path)[0]
+        assert told.text.startswith("Traceback (most recent call last):")
+        alone = size == 1
+        assert shown.startswith(f"shardwise: {self.REFUSED}" if alone else "")
+        assert bool(shown) == alone
+        assert told.refusal.startswith("" if alone else self.REFUSED)
+        assert bool(told.refusal) != alone

@@ -1,0 +1,420 @@
+"""Who am I, under each launcher: the variables that the real ones set, as tables."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import LaunchError
+from shardwise.launch import environment, launchers, rendezvous_file, slurm
+from shardwise.launch.identity import Identity
+
+OWN = {
+    "SHARDWISE_LAUNCH_RANK": "3",
+    "SHARDWISE_LAUNCH_SIZE": "4",
+    "SHARDWISE_LAUNCH_LOCAL_RANK": "1",
+    "SHARDWISE_LAUNCH_LOCAL_SIZE": "2",
+    "SHARDWISE_LAUNCH_ADDRESS": "127.0.0.1",
+    "SHARDWISE_LAUNCH_PORT": "4321",
+}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+HOROVOD = {
+    "HOROVOD_RANK": "3",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.9.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "4242",
+}
+# Open MPI 4.1.4, mpirun -n 2, the second rank
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_MCA_orte_ess_node_rank": "1",
+    "OMPI_MCA_orte_hnp_uri": "1573584896.0;tcp://10.9.0.1:43373",
+    "PMIX_NAMESPACE": "1573584897",
+    "PMIX_RANK": "1",
+}
+# MPICH 4.0.2, mpiexec.hydra -n 2, the second rank
+HYDRA = {
+    "HYDI_CONTROL_FD": "7",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "8",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "2",
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_LOCAL_RANK": "0",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
+# Slurm 22.05, srun -N2 -n3, the third task
+STEP = {
+    "SLURMD_NODENAME": "n2",
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_NAME": "env.sh",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "3",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_TASKS_PER_NODE": "2,1",
+}
+# Slurm 22.05, a batch script of sbatch -N2 --ntasks-per-node=2, before any srun
+BATCH = {
+    "SLURMD_NODENAME": "n1",
+    "SLURM_JOB_ID": "18",
+    "SLURM_JOB_NAME": "b.sh",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+# the shell of salloc -N2 -n2, on the host where it was typed
+SALLOC = {
+    "SLURM_JOB_ID": "19",
+    "SLURM_JOB_NAME": "interactive",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NTASKS": "2",
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+}
+IN_SALLOC = STEP | {"SLURM_JOB_NAME": "interactive"}
+SHELL = STEP | {"SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "43323", "SLURM_PROCID": "0"}
+
+NAME_LAUNCHER = (
+    "from shardwise.launch import rendezvous_file; print(rendezvous_file.name_by_process())"
+)
+ALONE = Identity(launcher="python")
+SLURM_TASK = Identity(
+    launcher="Slurm",
+    rank=2,
+    size=3,
+    local_rank=0,
+    local_size=1,
+    node=1,
+    address="n1",
+    job="slurm 17.0 0",
+)
+OPENMPI_RANK = Identity(
+    launcher="Open MPI",
+    rank=1,
+    size=2,
+    local_rank=1,
+    local_size=2,
+    job="openmpi 1573584896.0;tcp://10.9.0.1:43373 1573584897",
+)
+HYDRA_RANK = Identity(launcher="MPICH", rank=1, size=2, local_rank=1, local_size=2)
+TORCHRUN_RANK = Identity(
+    launcher="torchrun",
+    rank=5,
+    size=8,
+    local_rank=1,
+    local_size=4,
+    node=1,
+    address="node0",
+    port=29500,
+)
+
+
+@pytest.mark.parametrize(
+    ("environ", "identity"),
+    [
+        ({}, ALONE),
+        (TORCHRUN, TORCHRUN_RANK),
+        (
+            HOROVOD,
+            Identity(
+                launcher="horovodrun",
+                rank=3,
+                size=4,
+                local_rank=1,
+                local_size=2,
+                node=1,
+                job="horovod:10.9.0.1:4242",
+            ),
+        ),
+        (OPENMPI, OPENMPI_RANK),
+        (HYDRA, HYDRA_RANK),
+        (
+            MVAPICH,
+            Identity(launcher="MVAPICH", rank=2, size=4, local_rank=0, local_size=2),
+        ),
+        (STEP, SLURM_TASK),
+        # a job that runs again under its old number is another run
+        (
+            STEP | {"SLURM_RESTART_COUNT": "1"},
+            Identity(
+                launcher="Slurm",
+                rank=2,
+                size=3,
+                node=1,
+                address="n1",
+                job="slurm 17.0 1",
+            ),
+        ),
+        (STEP | {"SLURM_GPUS_PER_TASK": "1"}, replace(SLURM_TASK, own_gpus=True)),
+        # inside an allocation, but nobody started us to work
+        (BATCH, ALONE),
+        (SALLOC, ALONE),
+        (SHELL, ALONE),
+        (STEP | {"SLURM_STEP_ID": str(0xFFFFFFFA)}, ALONE),
+        # srun inside salloc, and inside the shell of srun --pty
+        (IN_SALLOC, SLURM_TASK),
+        (
+            SHELL | {"SLURM_STEP_ID": "1", "SLURM_PROCID": "2"},
+            Identity(launcher="Slurm", rank=2, size=3, node=1, address="n1", job="slurm 17.1 0"),
+        ),
+        # srun --mpi=pmi2 sets two of Hydra's variables
+        (STEP | {"PMI_RANK": "2", "PMI_SIZE": "3", "PMI_FD": "13"}, SLURM_TASK),
+        # the innermost wins
+        (STEP | OPENMPI, OPENMPI_RANK),
+        (BATCH | TORCHRUN, TORCHRUN_RANK),
+        (STEP | OPENMPI | TORCHRUN, TORCHRUN_RANK),
+        (
+            STEP | HYDRA | TORCHRUN | OWN,
+            Identity(
+                launcher="shardwise run",
+                rank=3,
+                size=4,
+                local_rank=1,
+                local_size=2,
+                address="127.0.0.1",
+                port=4321,
+            ),
+        ),
+        # Hydra over the hosts of an allocation is a step itself
+        (
+            STEP | HYDRA | {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"},
+            Identity(launcher="MPICH", rank=1, size=2, job="hydra in slurm 17.0 0"),
+        ),
+        # two of one level that agree
+        (OPENMPI | HYDRA, OPENMPI_RANK),
+        # a job script may say where rank 0 listens
+        (
+            HYDRA | {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
+            Identity(
+                launcher="MPICH",
+                rank=1,
+                size=2,
+                local_rank=1,
+                local_size=2,
+                address="n1",
+                port=29500,
+            ),
+        ),
+    ],
+)
+def test_detect(environ: dict[str, str], identity: Identity) -> None:
+    assert launchers.detect(environ) == identity
+
+
+@pytest.mark.parametrize("row", launchers.LAUNCHERS, ids=lambda row: row.name)
+def test_a_row_and_what_it_reads_name_the_launcher_alike(row: launchers.Launcher) -> None:
+    environs = (OWN, TORCHRUN, HOROVOD, OPENMPI, HYDRA, MVAPICH, STEP, {})
+    found = [who for environ in environs if (who := row.read(environ)) is not None]
+    assert {who.launcher for who in found} == {row.name}
+
+
+def test_what_we_tell_is_what_we_read() -> None:
+    identity = Identity(
+        launcher="shardwise run", size=2, local_size=2, address="::1", port=1, listen_fd=7
+    )
+    assert launchers.detect(environment.identity_variables(identity)) == identity
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (TORCHRUN | {"RANK": "eight"}, "RANK='eight', set by torchrun, is not a number"),
+        (TORCHRUN | {"RANK": "8"}, "rank 8 of 8"),
+        ({"SHARDWISE_LAUNCH_RANK": "0"}, "SHARDWISE_LAUNCH_SIZE is not set"),
+    ],
+)
+def test_nonsense_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        launchers.detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            OPENMPI | HYDRA | {"PMI_RANK": "0"},
+            "Open MPI says OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=2, but MPICH says "
+            "PMI_RANK=0, PMI_SIZE=2",
+        ),
+        (TORCHRUN | HOROVOD, "torchrun says RANK=5, WORLD_SIZE=8, but horovodrun says"),
+        (OPENMPI | {"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK='x', set by Open MPI"),
+        (HYDRA | {"PMI_RANK": "2"}, r"rank 2 of 2 and local rank 1 of 2 \(PMI_RANK, PMI_SIZE"),
+        ({"HOROVOD_RANK": "1"}, "by horovodrun, but HOROVOD_SIZE is not set"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_TASKS_PER_NODE=2,1: check"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2;1"}, "'2;1' is no list of tasks"),
+        (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, r"'n\[1-' is no list of nodes"),
+    ],
+)
+def test_contradictions_are_quoted(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        launchers.detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-2,7],m03", ["n1", "n2", "n7", "m03"]),
+        ("gpu[008-011]", ["gpu008", "gpu009", "gpu010", "gpu011"]),
+        ("r[1-2]c[3,5]-ib", ["r1c3-ib", "r1c5-ib", "r2c3-ib", "r2c5-ib"]),
+        ("n[0000000001-0000000002]", ["n0000000001", "n0000000002"]),
+        ("n[9999999999]", ["n9999999999"]),
+        ("a-b,c.d,e[9-10]", ["a-b", "c.d", "e9", "e10"]),
+    ],
+)
+def test_node_lists(text: str, names: list[str]) -> None:
+    assert slurm.node_names(text) == names
+
+
+@pytest.mark.parametrize(
+    "text", ["", "n[1-2", "n1,,n2", "n[2-1]", "n[a]", "n[]", "n1]", f"n[{'9' * 5000}]"]
+)
+def test_what_is_no_node_list(text: str) -> None:
+    with pytest.raises(LaunchError, match="list of nodes"):
+        slurm.node_names(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("3", [3]), ("2(x3),1", [2, 2, 2, 1]), ("1,2(x2)", [1, 2, 2])]
+)
+def test_task_counts(text: str, counts: list[int]) -> None:
+    assert slurm.task_counts(text) == counts
+
+
+class TestSrun:
+    @pytest.mark.parametrize(
+        ("environ", "wanted"),
+        [
+            ({}, False),
+            (BATCH, True),
+            (SALLOC, True),
+            # srun, one task: a run inside it
+            (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, False),
+            # one host, and we are on it; or on the host where salloc was typed
+            (BATCH | {"SLURM_JOB_NUM_NODES": "1"}, False),
+            (SALLOC | {"SLURM_JOB_NUM_NODES": "1"}, True),
+        ],
+    )
+    def test_where_it_is_wanted(self, environ: dict[str, str], wanted: bool) -> None:
+        assert slurm.needs_srun(environ) == wanted
+
+    def test_a_run_in_every_task_is_refused(self) -> None:
+        with pytest.raises(LaunchError, match="srun started shardwise run 3 times"):
+            slurm.needs_srun(STEP)
+
+    ENDING = ("--kill-on-bad-exit=1", "--label", "--", "python", "train.py")
+
+    @pytest.mark.parametrize(
+        ("more", "size", "per_host", "flags"),
+        [
+            ({}, None, None, ("--nodes=2", "--ntasks=2")),
+            ({}, 1, None, ("--nodes=1", "--ntasks=1")),
+            ({}, None, 4, ("--nodes=2", "--ntasks=8", "--ntasks-per-node=4")),
+            ({}, 6, 4, ("--nodes=2", "--ntasks=6", "--ntasks-per-node=4")),
+            ({"SLURM_PTY_PORT": "4"}, None, None, ("--nodes=2", "--ntasks=2", "--overlap")),
+            (
+                {"SLURM_CPUS_PER_TASK": "8"},
+                None,
+                None,
+                ("--nodes=2", "--ntasks=2", "--cpus-per-task=8"),
+            ),
+        ],
+    )
+    def test_its_command(
+        self,
+        more: dict[str, str],
+        size: int | None,
+        per_host: int | None,
+        flags: tuple[str, ...],
+    ) -> None:
+        command = ("python", "train.py")
+        words = slurm.srun_command(SALLOC | more, command, size=size, per_host=per_host)
+        assert words == ("srun", *flags, *self.ENDING)
+
+    def test_without_tasks_a_rank_for_each_gpu(self) -> None:
+        environ = {name: value for name, value in SALLOC.items() if name != "SLURM_NTASKS"}
+        words = slurm.srun_command(environ | {"SLURM_GPUS_ON_NODE": "4"}, ("x",))
+        assert words[:4] == ("srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4")
+
+    def test_too_many_ranks(self) -> None:
+        with pytest.raises(LaunchError, match="-n 9 ranks do not fit on the 2 hosts of Slurm job"):
+            slurm.srun_command(SALLOC, ("x",), size=9, per_host=4)
+
+    def test_settings_and_port_go_along(self) -> None:
+        environ = slurm.srun_environment(BATCH, {"zero": "2"}, 29500)
+        assert environ["SHARDWISE_FLAGS"] == '{"zero": "2"}'
+        assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("n1", "29500")
+        assert "SLURM_NTASKS_PER_NODE" not in environ
+
+    def test_no_srun(self) -> None:
+        with pytest.raises(LaunchError, match=r"Slurm job 19, .* but no-srun cannot be started"):
+            slurm.become_srun(("no-srun",), SALLOC)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_of_one_launcher_are_told_from_others() -> None:
+    show = f"{sys.executable} -c '{NAME_LAUNCHER}'"
+    told = []
+    for command in (f"{show}; exec {show}", f"{show}; true"):
+        ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+        told.append(ran.stdout.splitlines())
+    (by_shell, by_us), (by_other_shell,) = told
+    assert by_us.startswith(f"process {os.getpid()} started at ")
+    assert len({by_shell, by_us, by_other_shell}) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_launcher_is_found_above_a_script_and_its_children_counted(tmp_path: Path) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.symlink_to("/bin/bash")
+    script = f"""sh -c "{sys.executable} -c '{NAME_LAUNCHER}'; true" & echo $$; wait"""
+    ran = subprocess.run([mpirun, "-c", script], capture_output=True, text=True, check=True)
+    number, named = sorted(ran.stdout.splitlines(), key=len)
+    assert named.startswith(f"process {number} started at ")
+
+    me = os.getpid()
+    before = rendezvous_file.living_children(me)
+    assert before is not None
+    with subprocess.Popen(["sleep", "60"]) as started:
+        assert rendezvous_file.living_children(me) == before + 1
+        started.kill()
+        while rendezvous_file.living_children(me) != before:  # dead, though nobody has asked how
+            pass

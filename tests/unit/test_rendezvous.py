@@ -1,0 +1,234 @@
+"""How ranks that were given no address find rank 0: its rendezvous file, and the rendezvous."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.collectives import rendezvous
+from shardwise.errors import LaunchError
+from shardwise.launch import environment, rendezvous_file
+from shardwise.launch.identity import Identity
+from shardwise.launch.rendezvous_file import RendezvousFile
+
+FIRST = Identity(launcher="Slurm", size=2, node=0, address="n1", job="slurm 1.0 0")
+SECOND = replace(FIRST, rank=1, node=1)
+NOTE = RendezvousFile(
+    addresses=("n1", "10.9.0.1"), port=4321, host=socket.gethostname(), pid=os.getpid()
+)
+
+
+class TestPath:
+    def test_one_host_looks_in_a_folder_of_the_users_own(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+        alone = replace(FIRST, local_size=2)
+        assert rendezvous_file.path(alone).parent == tmp_path / f"shardwise-{os.getuid()}"
+        assert rendezvous_file.path(alone) == rendezvous_file.path(replace(alone, rank=1))
+        assert rendezvous_file.path(alone) != rendezvous_file.path(
+            replace(alone, job="slurm 1.1 0")
+        )
+
+    def test_many_hosts_look_in_the_working_directory(self) -> None:
+        assert rendezvous_file.path(FIRST).parent == Path.cwd()
+        assert rendezvous_file.path(FIRST, "/shared/").parent == Path("/shared")
+
+    def test_nothing_names_the_run(self) -> None:
+        with pytest.raises(LaunchError, match=r"Name rank 0's host .*SHARDWISE_RENDEZVOUS="):
+            rendezvous_file.path(Identity(launcher="MPICH", size=2))
+
+
+class TestNote:
+    def test_it_lies_there_as_long_as_it_is_needed(self, tmp_path: Path) -> None:
+        place = tmp_path / "note"
+        assert rendezvous_file.read(place) is None
+        with rendezvous_file.written(place, NOTE):
+            assert rendezvous_file.read(place) == NOTE
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
+        with (
+            pytest.raises(
+                LaunchError, match=r"cannot write the rendezvous file in .*: No such file"
+            ),
+            rendezvous_file.written(tmp_path / "none" / "note", NOTE),
+        ):
+            pass
+
+    def test_a_run_that_is_ended_leaves_none(self, tmp_path: Path) -> None:
+        code = (
+            "import sys, time; from pathlib import Path\n"
+            "from shardwise.launch import rendezvous_file as files\n"
+            "note = files.RendezvousFile(addresses=(), port=1, host='h', pid=1)\n"
+            "with files.written(Path(sys.argv[1]), note): print('left', flush=True); time.sleep(60)"
+        )
+        words = [sys.executable, "-c", code, str(tmp_path / "note")]
+        with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"left\n"
+            assert len(list(tmp_path.iterdir())) == 1
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 128 + signal.SIGTERM
+        assert list(tmp_path.iterdir()) == []
+
+    def test_notes_of_killed_runs_are_swept(self, tmp_path: Path) -> None:
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        mine, theirs, old = (
+            tmp_path / rendezvous_file.PATTERN.format(user=os.getuid(), run=run)
+            for run in ("a", "b", "c")
+        )
+        mine.write_text(json.dumps(asdict(NOTE)))
+        theirs.write_text(json.dumps(asdict(replace(NOTE, host="elsewhere", pid=ended.pid))))
+        old.write_text(json.dumps(asdict(replace(NOTE, pid=ended.pid))))
+        half = tmp_path / f"{rendezvous_file.DRAFT}{old.name}.{ended.pid}"
+        half.write_text("{")
+        broken = old.with_name(old.name + "d")
+        broken.write_text("")
+        for place in (mine, theirs, old, half, broken):
+            os.utime(place, (1, 1))
+        fresh = old.with_name(old.name + "e")
+        fresh.write_text(json.dumps(asdict(replace(NOTE, pid=ended.pid))))
+        with rendezvous_file.written(tmp_path / "note", NOTE):
+            left = {place.name for place in tmp_path.iterdir()}
+        kept = {place.name for place in (mine, theirs, broken, fresh)}
+        assert left == {"note", *kept}
+
+    def test_a_number_that_another_user_has_now_is_no_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(pid: int, number: int) -> None:
+            raise PermissionError
+
+        old = tmp_path / rendezvous_file.PATTERN.format(user=os.getuid(), run="a")
+        old.write_text(json.dumps(asdict(NOTE)))
+        os.utime(old, (1, 1))
+        monkeypatch.setattr(os, "kill", refuse)
+        with rendezvous_file.written(tmp_path / "note", NOTE):
+            assert old.exists()
+
+    def test_what_is_no_note_is_not_read(self, tmp_path: Path) -> None:
+        place = tmp_path / "note"
+        for text in ("", "{", "[]", "{}", json.dumps(asdict(NOTE) | {"more": 1})):
+            place.write_text(text)
+            assert rendezvous_file.read(place) is None
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+    def test_a_note_of_another_user_is_not_believed(self, tmp_path: Path) -> None:
+        place = tmp_path / "note"
+        place.write_text(json.dumps(asdict(NOTE)))
+        os.chown(place, 65534, 65534)
+        assert (
+            rendezvous_file.read(place) == NOTE
+        )  # a file system may rename owners; nobody else can write
+        tmp_path.chmod(0o1777)
+        assert rendezvous_file.read(place) is None
+
+
+class TestMeeting:
+    @pytest.fixture(autouse=True)
+    def _quiet(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(rendezvous.INTERFACE, "lo")
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Iterator[str]:
+        yield f"{tmp_path}/"
+        assert list(tmp_path.iterdir()) == []
+
+    def test_both_come(self, folder: str) -> None:
+        stores: dict[int, Any] = {}
+
+        def come(identity: Identity) -> None:
+            stores[identity.rank] = rendezvous.meet(identity, 20, folder)
+
+        late = threading.Thread(target=come, args=(SECOND,))
+        late.start()
+        come(FIRST)
+        late.join()
+        stores[1].store.set("question", "42")
+        assert stores[0].store.get("question") == b"42"
+        assert stores[0].secret == stores[1].secret
+        for met in stores.values():
+            assert not met.is_open
+            met.close()
+
+    def test_one_does_not_come(
+        self, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(rendezvous, "WARN", 0.1)
+        with pytest.raises(LaunchError, match=r"Ranks 1, 2 of the 3 .*share .*SHARDWISE_REND"):
+            rendezvous.meet(replace(FIRST, size=3), 0.3, folder)
+        assert "Waiting on." in capsys.readouterr().err
+
+    def test_rank_0_does_not_come(self, folder: str) -> None:
+        with pytest.raises(
+            LaunchError, match=r"Rank 1 of 2, .* found no rendezvous file of rank 0 in"
+        ):
+            rendezvous.meet(SECOND, 0.2, folder)
+
+    def test_a_note_that_leads_nowhere(self, folder: str) -> None:
+        place = rendezvous_file.path(SECOND, folder)
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            port = closed.getsockname()[1]
+        note = replace(NOTE, addresses=("127.0.0.1", "no.such.host.invalid"), port=port)
+        began = time.monotonic()
+        with (
+            rendezvous_file.written(place, note),
+            pytest.raises(
+                LaunchError,
+                match=rf"at 127.0.0.1 or no.such.*, port {port}, within 0.2 s",
+            ),
+        ):
+            rendezvous.meet(SECOND, 0.2, folder)
+        assert time.monotonic() - began < 15
+
+    def test_rank_0_was_told_where_to_listen_and_stands_still(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(environment.RUN_SECRET_VARIABLE, "what all ranks know")
+        with socket.create_server(("127.0.0.1", 0)) as inherited:  # the kernel accepts for it
+            port = inherited.getsockname()[1]
+            told = Identity(
+                launcher="shardwise run", rank=1, size=2, address="127.0.0.1", port=port
+            )
+            began = time.monotonic()
+            with pytest.raises(LaunchError, match=r"within 0.5 s .* it does not answer") as error:
+                rendezvous.meet(told, 0.5, None)
+        assert error.value.at_fault == (0,)
+        assert time.monotonic() - began < 5
+
+    def test_one_that_does_not_come_is_named_by_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(environment.RUN_SECRET_VARIABLE, "what all ranks know")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        told = Identity(launcher="shardwise run", size=3, address="127.0.0.1", port=port)
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(rendezvous.meet, told, 3.0, None)
+            second = pool.submit(rendezvous.meet, replace(told, rank=1), 1.0, None)
+            error = second.exception()
+            assert isinstance(error, LaunchError)
+            assert "came to rank 0, but rank 2 did not come within 1 s" in str(error)
+            assert error.at_fault == (2,)
+            error = first.exception()
+            assert isinstance(error, LaunchError)
+            assert error.at_fault == (2,)
+
+    def test_told_by_the_setting(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        alone = replace(FIRST, size=1)
+        met = rendezvous.meet(alone, 10, f"127.0.0.1:{port}")
+        assert (met.store.num_keys(), met.is_open) == (1, False)
+        met.close()

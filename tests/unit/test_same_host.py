@@ -1,0 +1,69 @@
+"""Whether ranks share memory: what they agree on when they cannot."""
+
+import socket
+
+import pytest
+import torch
+
+from shardwise.collectives import Solo, connect, same_host
+from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch.identity import Identity
+
+
+class Told(Solo):
+    """A group in which the other ranks say what a test makes them say."""
+
+    def __init__(self, *others):
+        super().__init__()
+        self._others = others
+
+    def gather_plain(self, value):
+        return [value, *(other(value) for other in self._others)]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (lambda key: "elsewhere boot 1", "rank 1 elsewhere (elsewhere)"),
+        (lambda key: key + "2", "in one network namespace"),
+        (lambda key: None, "needs Linux and a readable /proc on every host, which rank 1 has not"),
+    ],
+)
+def test_ranks_apart_keep_their_group(other, said, capsys):
+    group = Told(other)
+    assert same_host.share_memory(group, 1.0, required=False) is group
+    assert capsys.readouterr().err == ""
+    with pytest.raises(LaunchError) as error:
+        same_host.share_memory(group, 1.0, required=True)
+    assert said in str(error.value)
+
+
+def test_a_host_that_refuses_memory_is_said_in_one_line(monkeypatch, capsys):
+    def refuse(name):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    group = Told(lambda value: value)
+    assert same_host.share_memory(group, 1.0, required=False) is group
+    assert capsys.readouterr().err == (
+        "shardwise: no shared memory, so Gloo is used: rank 0: Function not implemented\n"
+    )
+    with pytest.raises(LaunchError, match="--transport gloo does without"):
+        same_host.share_memory(group, 1.0, required=True)
+
+
+def test_a_failure_of_another_rank_is_everyones(monkeypatch, capsys):
+    group = Told(lambda value: "rank 1: Too many open files" if value == "" else value)
+    assert same_host.share_memory(group, 1.0, required=False) is group
+    assert "rank 1: Too many open files" in capsys.readouterr().err
+
+
+def test_the_key_tells_hosts_apart(monkeypatch):
+    here = same_host.host_key()
+    monkeypatch.setattr(socket, "gethostname", lambda: "other")
+    assert same_host.host_key() != here
+
+
+def test_a_transport_of_the_cpu_is_refused_for_gpus():
+    with pytest.raises(ConfigError, match="--transport shared is for ranks on the CPU"):
+        connect(Identity(launcher="python"), torch.device("cuda", 0), 1.0, "shared")

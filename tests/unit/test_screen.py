@@ -1,0 +1,181 @@
+"""Prefixes and progress bars: bytes in, bytes out."""
+
+import pytest
+
+from shardwise.launch import screen
+from shardwise.launch.screen import InterruptFilter, Lines, LiveRows, Screen, Tail
+
+UP, ERASE, DOWN_CLEAR = b"\x1b[1A", b"\x1b[2K", b"\x1b[0m\x1b[J"
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "color", "seen"),
+    [
+        (1, 2, False, b"[1] "),
+        (1, 11, False, b"[1]  "),
+        (10, 11, False, b"[10] "),
+        (1, 2, True, b"\x1b[35m[1]\x1b[0m "),
+        (6, 8, True, b"\x1b[36m[6]\x1b[0m "),
+    ],
+)
+def test_prefix(rank: int, size: int, color: bool, seen: bytes) -> None:
+    assert screen.prefix(rank, size, color=color) == seen
+
+
+@pytest.mark.parametrize(
+    ("pieces", "seen"),
+    [
+        ([b"one\n"], b"[1] one\n"),
+        ([b"on", b"e\ntw", b"o\n"], b"[1] one\n[1] two\n"),
+        ([b"unfinished"], b"[1] unfinished\n"),
+        ([b"a\n\nb\n"], b"[1] a\n\n[1] b\n"),
+        ([b"windows\r\n"], b"[1] windows\n"),
+        ([b"  1%\r 50%", b"\r100%\n"], b"[1] 100%\n"),
+        ([b" 50%\r"], b"[1]  50%\n"),
+        ([b""], b""),
+        ([b"\xc3", b"\xa9\n"], b"[1] \xc3\xa9\n"),
+    ],
+)
+def test_lines_of_a_pipe(pieces: list[bytes], seen: bytes) -> None:
+    lines = Lines(b"[1] ")
+    assert b"".join(map(lines.feed, pieces)) + lines.close() == seen
+
+
+def test_a_line_without_end_is_cut_and_a_bar_without_end_is_forgotten() -> None:
+    endless = Lines(b"[1] ")
+    assert endless.feed(b"x" * (screen.LONGEST_LINE + 1)) == b"[1] " + b"x" * 65537 + b"\n"
+    bar = Lines(b"[1] ")
+    assert bar.feed(b"\r 50%" * screen.LONGEST_LINE) == b""
+    assert bar.close() == b"[1]  50%\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "seen"),
+    [
+        ([b"one\ntwo"], b"[0] one\n[0] two"),
+        ([b"\n\n"], b"\n\n"),
+        # a bar that is drawn over itself
+        ([b"\r 1%", b"\r 2%"], b"\r[0]  1%\r[0]  2%"),
+        # rich: erase the line, then write
+        ([b"\r\x1b[2K50%"], b"\r\x1b[2K[0] 50%"),
+        # several rows: up, erase, write again
+        (
+            [b"a\nb", b"\r\x1b[2K\x1b[1A\x1b[2KA\nB"],
+            b"[0] a\n[0] b\r\x1b[2K\x1b[1A\x1b[2K[0] A\n[0] B",
+        ),
+        # a sequence that comes in two pieces is passed on whole
+        ([b"\x1b[3", b"1mred"], b"\x1b[31m[0] \x1b[31mred"),
+        ([b"x\x1b", b"[0m"], b"[0] x\x1b[0m"),
+        # colours go on after the prefix of the next row, until they are reset
+        ([b"\x1b[31ma\nb\x1b[0m\nc"], b"\x1b[31m[0] \x1b[31ma\n[0] \x1b[31mb\x1b[0m\n[0] c"),
+        # absolute columns count from the prefix
+        ([b"ab\x1b[7Gc"], b"[0] ab\x1b[11Gc"),
+        ([b"ab\x1b[Gc"], b"[0] ab\r[0] c"),
+        # a title, a bell, a tab
+        ([b"\x1b]0;title\x07x"], b"\x1b]0;title\x07[0] x"),
+        ([b"\ta\x07"], b"[0] \ta\x07"),
+        ([b"\xc3", b"\xa9"], b"[0] \xc3\xa9"),
+    ],
+)
+def test_what_a_live_source_shows(pieces: list[bytes], seen: bytes) -> None:
+    live = LiveRows(b"[0] ")
+    assert b"".join(map(live.feed, pieces)) == seen
+
+
+@pytest.mark.parametrize(
+    ("drawn", "clear", "redraw"),
+    [
+        (b"", b"", b""),
+        (b"done\n", b"", b""),
+        (b" 50%", b"\r" + DOWN_CLEAR, b"[0]  50%"),
+        (b"\r 49%\r 50%", b"\r" + DOWN_CLEAR, b"[0]  50%"),
+        (b" 50%\r", b"\r" + DOWN_CLEAR, b"[0]  50%\r"),
+        (b" 50%\r\x1b[2K", b"", b""),
+        (b"\x1b[32m##", b"\r" + DOWN_CLEAR, b"[0] \x1b[32m##\x1b[32m"),
+        # two rows, redrawn once, so both make room
+        (b"a\nb\r\x1b[2K\x1b[1A\x1b[2KA\nB", b"\r" + UP + DOWN_CLEAR, b"[0] A\n[0] B"),
+        # two rows that were left for good
+        (b"a\nb\r\x1b[2K\x1b[1A\x1b[2KA\nB\nC", b"\r" + DOWN_CLEAR, b"[0] C"),
+        # tqdm's second bar: written below, the cursor back on the first
+        (b"\rone\n\rtwo\x1b[1A", b"\r" + DOWN_CLEAR, b"[0] one\n[0] two\x1b[1A\r[0] one"),
+    ],
+)
+def test_room_for_a_line_from_elsewhere(drawn: bytes, clear: bytes, redraw: bytes) -> None:
+    live = LiveRows(b"[0] ")
+    live.feed(drawn)
+    assert live.clear() == clear
+    assert live.redraw() == redraw
+
+
+@pytest.mark.parametrize(
+    ("drawn", "end"),
+    [
+        (b"done\n", b""),
+        (b" 50%", b"\n"),
+        (b"\x1b[?25l\x1b[31m 50%", b"\x1b[0m\x1b[?25h\n"),
+        (b"\x1b[?25l 50%\n\x1b[?25h", b""),
+        (b"\rone\n\rtwo\x1b[1A", b"\n\n"),
+    ],
+)
+def test_the_end_of_a_live_source_tidies_the_terminal(drawn: bytes, end: bytes) -> None:
+    live = LiveRows(b"[0] ")
+    live.feed(drawn)
+    assert live.close() == end
+
+
+def test_a_live_source_forgets_rows_far_above() -> None:
+    live = LiveRows(b"[0] ")
+    live.feed(b"row\n" * 1000 + b"bar")
+    assert live.redraw() == b"[0] bar"
+    assert len(live._rows) == screen.ROWS_KEPT
+
+
+def test_a_screen_puts_lines_above_the_bar() -> None:
+    written: list[bytes] = []
+    screen = Screen(written.append, LiveRows(b"[0] "))
+    screen.draw(b"\r 50%")
+    screen.lines(b"[1] hello\n")
+    screen.lines(b"")
+    screen.draw(b"\r 51%")
+    screen.close()
+    assert written == [
+        b"\r[0]  50%",
+        b"\r\x1b[0m\x1b[J[1] hello\n[0]  50%",
+        b"\r[0]  51%",
+        b"\n",
+    ]
+
+
+def test_the_tail_is_plain_text_of_the_last_lines() -> None:
+    tail = Tail(length=2)
+    tail.feed(b"one\n\x1b[31mtwo\x1b[0m\n 1%\r 2")
+    tail.feed(b"%\nthree")
+    assert tail.text() == " 2%\nthree"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "now", "later"),
+    [
+        ([b"saving\n", b"saved\n"], b"saving\nsaved\n", b""),
+        ([b"x\nTraceback (most recent call last):\n  File\n", b"KeyboardInterrupt\n"], b"x\n", b""),
+        (
+            [
+                b"Exception ignored in: <f>\nTraceback (most",
+                b" recent call last):\nKeyboardInterrupt:\n",
+            ],
+            b"",
+            b"",
+        ),
+        (
+            [b"x\nTraceback (most recent call last):\n  File\n", b"OSError: full\n"],
+            b"x\n",
+            b"Traceback (most recent call last):\n  File\nOSError: full\n",
+        ),
+    ],
+)
+def test_after_ctrl_c_only_its_own_traceback_is_forgotten(
+    pieces: list[bytes], now: bytes, later: bytes
+) -> None:
+    hush = InterruptFilter()
+    assert b"".join(map(hush.feed, pieces)) == now
+    assert hush.close() == later
