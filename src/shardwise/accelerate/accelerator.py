@@ -231,13 +231,15 @@ class Accelerator(Stock):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state_dict of a prepared model: where its parameters are sharded, whole on rank 0 and
-        empty on the others. Collective."""
+        """The state_dict of a prepared model, a copy: where its parameters are sharded, whole on
+        rank 0 and empty on the others. Collective."""
         if self._leaves_weights:
             return {}
         trained = None if self._are_whole else self._trained.of_model(model)
-        if trained is None or not trained.engine.placement.is_sharded("parameters"):
+        if trained is None:
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        if not trained.engine.placement.is_sharded("parameters"):
+            return _copied(super().get_state_dict(model, unwrap))
         return trained.engine.model_state_dict(model)
 
     # -- checkpoints and the end ------------------------------------------------------------
@@ -316,6 +318,21 @@ class Accelerator(Stock):
         """Finish the trackers. The process group is left when the process ends."""
         for tracker in self.trackers:
             tracker.finish()
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with memory of its own, in which tied weights are one tensor.
+
+    Parameters are views of one buffer, which writers of safetensors would take for tied weights.
+    """
+    copies: dict[Any, Tensor] = {}
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            place = value.data_ptr(), value.shape, value.stride()
+            value = copies.setdefault(place if value.numel() else name, value.detach().clone())
+        found[name] = value
+    return found
 
 
 class _KeptBeside:

@@ -59,15 +59,9 @@ class Sharded:
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         """Write the model for `from_pretrained`, whole in every row. Collective."""
-        if state_dict is None:
-            state_dict = self._sharded_weights()
+        if state_dict is None and self.accelerator.engines:
+            state_dict = self.accelerator.get_state_dict(self.model)
         super()._save(output_dir, state_dict)  # type: ignore[misc]
-
-    def _sharded_weights(self) -> dict[str, Any] | None:
-        """The whole weights on rank 0; None where every rank has them anyway."""
-        if self._sharded_engines() == 0:
-            return None
-        return self.accelerator.get_state_dict(self.model)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the engines' checkpoint, and the schedule beside it. Collective."""
