@@ -35,6 +35,8 @@ LINK = re.compile(
 """A link, or code, in which there is none."""
 SHOWN = re.compile(r"^::: (\S+)(?:\n    options:\n      heading: (\S+))?", re.M)
 """What a page of the reference shows, and the name that it has there."""
+ROOMS = ("accelerate", "horovod", "transformers")
+"""The packages whose names users import."""
 COMMANDS = ("run", "doctor", "scale", "pipeline-plan", "verify", "checkpoint", "timeline")
 
 
@@ -117,7 +119,7 @@ def _files(folder: Path) -> Iterator[str]:
 
 def _public(package: Any) -> Iterator[str]:
     """What users may name: `shardwise.Engine`, `shardwise.horovod.allreduce`, ..."""
-    for module in (package, package["horovod"]):
+    for module in (package, *(package[name] for name in ROOMS)):
         yield from (f"{module.path}.{name}" for name in module.exports if name[0] != "_")
 
 
@@ -132,7 +134,7 @@ def _shown(package: Any) -> Iterator[str]:
 
 
 def _undocumented(package: Any) -> Iterator[str]:
-    for module in (package, package["horovod"]):
+    for module in (package, *(package[name] for name in ROOMS)):
         for name in module.exports or ():
             yield from _without_docstring(module[str(name)])
 

@@ -33,9 +33,10 @@ def init(seed: int | None = None, **settings: Any) -> World:
     With a `seed`, torch, numpy and random are seeded with it on every rank: what is drawn from here
     on, before the first batch or forward to train on, is what one plain process draws that is
     seeded so. Without one, every rank goes on from where rank 0's generators are, and
-    `torch.initial_seed()` of rank 0 is the seed. `settings` are keywords of
-    `shardwise.config.Settings`, overridden by the TOML file, the environment and the flags. Calling
-    it twice is an error.
+    `torch.initial_seed()` of rank 0 is the seed. With `reseed=False` generators stay where they
+    are, here and at every step: a script that seeds and saves them itself goes on doing so.
+    `settings` are keywords of `shardwise.config.Settings`, overridden by the TOML file, the
+    environment and the flags. Calling it twice is an error.
 
     Raises ConfigError for a setting that is wrong, LaunchError when the others cannot be reached.
     """
@@ -99,7 +100,7 @@ def _begin_alike(made: World, keywords: dict[str, Any]) -> None:
     made.seed_source = source or "torch.initial_seed()"
     if chosen is not None:
         randomness.seed_everything(made.seed)
-    elif made.size > 1:
+    elif made.size > 1 and made.settings.reseed:
         states = GeneratorStates.now(made.device).plain() if made.is_main else None
         states_of_main = group.gather_plain(states)[0]
         if not made.is_main:
@@ -113,6 +114,13 @@ def _mesh(settings: config.Settings, size: int) -> Mesh:
             f"--exact {settings.exact} and --tensor {settings.tensor} cannot be had together: what "
             "a split layer adds up depends on how many workers it is split over. Leave one of "
             "them out."
+        )
+    if not settings.reseed and (settings.tensor > 1 or settings.pipeline > 1):
+        split = "tensor" if settings.tensor > 1 else "pipeline"
+        raise ConfigError(
+            f"--no-reseed and --{split} {getattr(settings, split)} cannot be had together: the "
+            "workers of a split model draw what they have in common from seeds of the step. Leave "
+            "one of them out."
         )
     if settings.exact is not None and settings.pipeline > 1:
         raise ConfigError(

@@ -1208,3 +1208,42 @@ def two_losses_of_one_batch(world, zero):
 @pytest.mark.parametrize("zero", [0, 2])
 def test_losses_of_one_batch_add_up(group, zero):
     group(2)(two_losses_of_one_batch, zero)
+
+
+def state_dict_case(world, zero):
+    torch.manual_seed(0)
+    model = Tied()
+    engine = sw.Engine(model, torch.optim.AdamW(model.parameters()), zero=zero, units=("embed",))
+    engine.backward(model(world.share(batch(0))).square().mean())
+    engine.step()
+    state = engine.model_state_dict()
+    if world.rank:
+        assert state == {}
+    with engine.full_parameters():
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+    if world.is_main:
+        assert list(state) == list(expected)
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+        assert state["head.weight"] is state["embed.weight"]
+        state["embed.weight"].zero_()  # nobody else's
+    with engine.full_parameters():
+        assert torch.equal(model.embed.weight, expected["embed.weight"])
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_state_dict_is_whole_on_rank_0(group, zero):
+    group(2)(state_dict_case, zero)
+
+
+def left_folders_case(world, folder):
+    model = nn.Linear(4, 2)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    for number in range(2):
+        engine.save(f"{folder}/{number}")
+        engine.leave_folders()
+    world.barrier()
+    assert not list(Path(folder).glob("*/.lock"))
+
+
+def test_folders_that_are_left_are_not_locked(group, tmp_path):
+    group(2)(left_folders_case, str(tmp_path))

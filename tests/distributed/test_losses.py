@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
-from shardwise.errors import ModelError, ModelMismatch
+from shardwise.errors import ModelError, ModelMismatch, UsageError
 
 SIZES = [1, 2, 3]
 ROWS = 7
@@ -76,6 +76,72 @@ def test_sums_of_all_workers_are_added(group, size, how):
     """The last batch leaves a worker of three without a sample."""
     for zero in (0, 2, 3):
         group(size)(sums_case, zero, how)
+
+
+SHARES = [4, 1, 2]
+"""Rows of the backwards of a rank: as with DistributedDataParallel, each counts the same."""
+
+
+def as_ddp(loss_of, size):
+    """One process that adds up the losses of each rank and averages over the ranks."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = [loss_of(model, x) for rank in range(size) for x in shares(step, rank)]
+        loss = torch.stack(parts).sum() / size
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [p.detach() for p in model.parameters()]
+
+
+def shares(step, rank):
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(sum(SHARES), 4, generator=draw, dtype=torch.float64).split(SHARES)
+
+
+def mean_square(model, x):
+    return model(x).square().mean() / len(SHARES)
+
+
+def ddp_case(world, zero):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    engine = sw.Engine(model, optimizer, zero=zero, bucket_mb=1e-4)
+    losses = []
+    for step in range(STEPS):
+        for number, x in enumerate(shares(step, world.rank), 1):
+            engine.backward(mean_square(model, x), reduction="ddp", last=number == len(SHARES))
+        norm = engine.reduce()
+        stats = engine.step(max_norm=10.0)
+        assert stats.grad_norm == pytest.approx(norm)
+        losses.append(stats.loss)
+    compare(engine, model, losses, as_ddp(mean_square, world.size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_losses_of_a_worker_add_up_and_workers_are_averaged(group, size):
+    for zero in (0, 2, 3):
+        group(size)(ddp_case, zero)
+
+
+def mixed_reductions(world):
+    model = net()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    (x,) = data().split(100)
+    engine.backward(summed(model, x), reduction="ddp" if world.rank else "sum")
+    with pytest.raises(UsageError, match="the other kind of sums"):
+        engine.step()
+    engine.backward(summed(model, x), reduction="ddp")
+    with pytest.raises(UsageError, match="both kinds of sums"):
+        engine.backward(summed(model, x), reduction="sum")
+    engine.zero_grad()
+
+
+def test_reductions_that_differ_are_refused(group):
+    group(2)(mixed_reductions)
 
 
 def sums_through_stages(world):

@@ -9,8 +9,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
+from shardwise import initialize
 from shardwise.common_draws import CommonDraws
-from shardwise.errors import DataError, UsageError
+from shardwise.config import Settings
+from shardwise.errors import ConfigError, DataError, UsageError
 from tests.distributed.group import RankFailed
 
 SIZES = (1, 2, 3)
@@ -257,3 +259,31 @@ def test_rows_along_another_dimension(group):
 
 def too_far_case(world):
     world.share(torch.ones(2, 3), dim=2)
+
+
+def stays_case(world, zero):
+    """Generators are where the script has put them, each rank's its own."""
+    torch.manual_seed(world.rank)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(world.rank)
+    model = nn.Linear(4, 2)
+    engine = engine_of(model, zero=zero)
+    torch.manual_seed(world.rank)
+    seen = []
+    for _ in range(3):
+        engine.backward(model(torch.ones(2, 4)).square().mean())
+        engine.step()
+        seen.append(torch.rand(1).item())
+    assert seen == pytest.approx(expected)
+    engine.close()
+    return seen
+
+
+def test_generators_may_stay_the_scripts_own(group):
+    first, second = group(2, reseed=False)(stays_case, 2)
+    assert first != second
+
+
+def test_the_workers_of_a_split_model_draw_from_seeds_of_the_step():
+    with pytest.raises(ConfigError, match="--no-reseed and --pipeline 2 cannot be had together"):
+        initialize._mesh(Settings(reseed=False, pipeline=2), 2)

@@ -5,7 +5,7 @@ import torch
 
 from shardwise.current_batch import Batch
 from shardwise.engine.accumulation import Accumulation
-from shardwise.engine.gradient_weighting import LossWeight, is_summed, weigh
+from shardwise.engine.gradient_weighting import LossWeight, divisor_of, weigh
 from shardwise.errors import UsageError
 
 LOSS = torch.tensor(2.0)
@@ -16,9 +16,9 @@ def count(accumulation, batch, weight=None, same_items=None, summed=False):
     """Whether the items of one more loss had been counted; it is added."""
     share = weigh(batch, weight, summed=summed)
     term = accumulation.term(
-        batch, share, given=weight is not None, summed=summed, same_items=same_items
+        batch, share, given=weight is not None, divisor=float(summed), same_items=same_items
     )
-    accumulation.add(LOSS, term, summed=summed)
+    accumulation.add(LOSS, term, float(summed))
     return term.repeated
 
 
@@ -82,9 +82,11 @@ def test_sums_have_the_factor_one_and_no_weight():
 
 
 def test_words_for_a_reduction():
-    assert not is_summed("mean", weighted=True)
-    assert is_summed("sum", weighted=False)
-    with pytest.raises(UsageError, match="one of mean, sum, not 'total'"):
-        is_summed("total", weighted=False)
-    with pytest.raises(UsageError, match="leave one of them out"):
-        is_summed("sum", weighted=True)
+    assert divisor_of("mean", weighted=True, replicas=4) == 0
+    assert divisor_of("sum", weighted=False, replicas=4) == 1
+    assert divisor_of("ddp", weighted=False, replicas=4) == 4
+    with pytest.raises(UsageError, match="one of mean, sum, ddp, not 'total'"):
+        divisor_of("total", weighted=False, replicas=4)
+    for word in ("sum", "ddp"):
+        with pytest.raises(UsageError, match=f'reduction="{word}".*leave one of them out'):
+            divisor_of(word, weighted=True, replicas=4)

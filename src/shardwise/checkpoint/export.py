@@ -140,6 +140,18 @@ def _sweep(path: Path) -> None:
             os.close(fd)
 
 
+def plain_state(model: nn.Module) -> dict[str, Any]:
+    """The state_dict of `model` with plain names and CPU memory of its own, in which tied weights
+    are one tensor."""
+    tensors, aliases, rest = _plain(model)
+    found = tensors | {alias: tensors[first] for alias, first in aliases.items()} | rest
+    return {key: found[key] for name in model.state_dict() if (key := _plain_name(name)) in found}
+
+
+def _plain_name(key: str) -> str:
+    return key.replace("_orig_mod.", "")
+
+
 def _plain(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
     """Tensors with memory of their own, by plain name, the first name of each alias, and what else
     is in the state_dict."""
@@ -148,7 +160,7 @@ def _plain(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[st
     rest: dict[str, Any] = {}
     first_name: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     for key, value in sorted(model.state_dict().items()):
-        name = key.replace("_orig_mod.", "")
+        name = _plain_name(key)
         if not isinstance(value, Tensor):
             rest[name] = value
             continue

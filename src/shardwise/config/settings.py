@@ -198,6 +198,12 @@ class Settings:
     seed: int | None = _setting(
         "recover", "overrides the script's seed", values.whole(0, values.LARGEST_SEED), "S"
     )
+    reseed: bool = _switch(
+        "recover",
+        "seed generators at every step; off: they are the script's own",
+        default=True,
+        rare=True,
+    )
     timeout: float = _setting(
         "watch",
         "seconds a collective may wait for a rank",

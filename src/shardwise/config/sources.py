@@ -59,7 +59,7 @@ FLAGS_ALONE = (
     *("-n", "-np", "-m", "-H", "-x", "--nproc-per-node", "--host", "--hosts", "--hostfile"),
     *("--machinefile", "--port", "--interface", "--config", "--ssh", "--ssh-port", "--python"),
     *("--dry-run", "--nnodes", "--rdzv-endpoint", "--rdzv-id", "--node-rank", "--restarts"),
-    *("--max-restarts", "--log-dir", "--show", "--host-timeout", "--grace"),
+    *("--adopt", "--max-restarts", "--log-dir", "--show", "--host-timeout", "--grace"),
 )
 """The flags of the launcher, which are no settings: where ranks run, and what is shown of them."""
 
@@ -81,6 +81,7 @@ def unknown_key(name: str, known: Iterable[str], source: str) -> ConfigError:
 _ELSEWHERE = {
     "device": "sw.init",
     "seed": "sw.init",
+    "reseed": "sw.init",
     "timeout": "sw.init",
     "warn_after": "sw.init",
     "transport": "sw.init",

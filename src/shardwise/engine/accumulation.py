@@ -38,8 +38,8 @@ class Accumulation:
     weights: list[Number] = field(default_factory=list)
     losses: list[Number] = field(default_factory=list)
     indices: list[tuple[int, ...]] = field(default_factory=list)
-    summed: bool = False
-    """Whether losses are sums over items, not means."""
+    divisor: float = 0.0
+    """What the added losses are divided by; 0 where they are means: by the items."""
     stepping: bool = False
     """Whether the step has begun; it stays so where the step fails."""
     _terms: list[LossTerm] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Accumulation:
     def clear(self) -> None:
         """Begin anew: the step was made, or its gradients are forgotten."""
         self.weights, self.losses, self.indices, self._terms = [], [], [], []
-        self.summed = self.stepping = False
+        self.divisor, self.stepping = 0.0, False
 
     @property
     def backwards(self) -> int:
@@ -65,7 +65,7 @@ class Accumulation:
         weight: LossWeight,
         *,
         given: bool,
-        summed: bool,
+        divisor: float,
         same_items: bool | None = None,
     ) -> LossTerm:
         """How a loss of `batch` will count; its `weight` was `given` by the user or not.
@@ -74,26 +74,26 @@ class Accumulation:
         `same_items` says which it is, losses of one batch are of the same items, as in plain
         PyTorch, where the batch tells their number.
 
-        Raises UsageError where that is ambiguous, and for a loss that is `summed` beside means.
+        Raises UsageError where that is ambiguous, and for losses with another `divisor`.
         """
-        self._check_reduction(summed=summed)
+        self._check_reduction(divisor)
         return LossTerm(batch, weight, given, self._is_repeated(batch, weight, given, same_items))
 
-    def add(self, loss: Tensor, term: LossTerm, *, summed: bool) -> None:
+    def add(self, loss: Tensor, term: LossTerm, divisor: float) -> None:
         """Count one backward of `loss`."""
-        self.summed = summed
+        self.divisor = divisor
         self.indices.append(() if term.batch is None else term.batch.indices)
         self.weights.append(0.0 if term.repeated else term.weight.items)
         self.losses.append(_weighted(loss, term.weight.factor))
         self._terms.append(term)
 
-    def _check_reduction(self, *, summed: bool) -> None:
+    def _check_reduction(self, divisor: float) -> None:
         """Raise UsageError where earlier losses of the step were reduced in another way."""
-        if self.backwards and summed != self.summed:
+        if self.backwards and divisor != self.divisor:
             raise UsageError(
-                'One step has losses that are sums (reduction="sum") and losses that are means, '
-                "which are divided by different numbers: add them to one loss before "
-                "engine.backward, or write both in one way."
+                'One step has losses that are sums (reduction="sum" or "ddp") and losses that are '
+                "means, or both kinds of sums, which are divided by different numbers: add them to "
+                "one loss before engine.backward, or write all in one way."
             )
 
     def _is_repeated(
@@ -123,7 +123,7 @@ class Accumulation:
                 "of this step has counted, and this is the first one: leave it out here."
             )
         before = (earlier or self._terms)[-1].weight.items
-        if not self.summed and float(weight.items) != float(before):
+        if not self.divisor and float(weight.items) != float(before):
             raise UsageError(
                 f"same_items=True, but this loss is a mean over {float(weight.items):g} items and "
                 f"the one before over {float(before):g}. Means over other numbers cannot be added "

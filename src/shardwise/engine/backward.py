@@ -15,7 +15,7 @@ from shardwise.current_batch import Batch
 from shardwise.engine import start_lines, usage_checks
 from shardwise.engine.accumulation import LossTerm
 from shardwise.engine.engine_state import EngineState
-from shardwise.engine.gradient_weighting import LossWeight, is_summed, weigh
+from shardwise.engine.gradient_weighting import LossWeight, divisor_of, weigh
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.user_objects import living
 from shardwise.errors import CollectiveError
@@ -58,13 +58,14 @@ class BackwardRunner:
     ) -> None:
         """See Engine.backward."""
         usage_checks.check_loss(loss)
-        given, summed = weight is not None, is_summed(reduction, weighted=weight is not None)
+        given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
+        summed = divisor > 0
         batch = self._begin(weighted=given or summed, anew=given and not same_items)
         weighed = weigh(batch, weight, summed=summed)
         term = self._accumulation.term(
-            batch, weighed, given=given, summed=summed, same_items=same_items
+            batch, weighed, given=given, divisor=divisor, same_items=same_items
         )
-        self._announce(None, loss, batch, summed=summed)
+        self._announce(None, loss, batch, summed=summed, averaged=reduction == "ddp")
         if last is None:
             last = batch.last if batch is not None else True
         factor = weighed.factor
@@ -72,7 +73,7 @@ class BackwardRunner:
             loss = self._stage_by_stage(loss, float(factor), last=last, keep_graph=retain_graph)
         else:
             self._seed_autograd(loss, factor, last=last, keep_graph=retain_graph)
-        self._end(loss, term, summed=summed)
+        self._end(loss, term, divisor)
 
     def forward_backward(
         self,
@@ -85,7 +86,8 @@ class BackwardRunner:
     ) -> Tensor:
         """See Engine.forward_backward."""
         self._world.draws.begin()
-        given, summed = weight is not None, is_summed(reduction, weighted=weight is not None)
+        given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
+        summed = divisor > 0
         of = self._begin(weighted=given or summed, anew=given and not same_items)
         count = runner.microbatch_count(self._spec.settings, batch, self._spec.data_group)
         cut = runner.split_batch(batch, count)
@@ -97,7 +99,7 @@ class BackwardRunner:
         factors = [float(each > 0) for each in items] if summed else items
         weighed = LossWeight(factor=sum(factors), items=sum(items))
         term = self._accumulation.term(
-            of, weighed, given=given, summed=summed, same_items=same_items
+            of, weighed, given=given, divisor=divisor, same_items=same_items
         )
         self._announce(count)
         parts = [(factor, part) for factor, (_, part) in zip(factors, cut, strict=True)]
@@ -105,7 +107,7 @@ class BackwardRunner:
         run = self._one_by_one if self._pipeline is None else self._through_stages
         with self.abandoning():
             loss = run(loss_of, parts, last=last)
-        self._end(loss, term, summed=summed)
+        self._end(loss, term, divisor)
         return loss * weighed.factor if summed else loss
 
     def abandon(self) -> None:
@@ -160,6 +162,9 @@ class BackwardRunner:
         self.check_gradients()
         return batch
 
+    def _divisor(self, reduction: str, *, weighted: bool) -> float:
+        return divisor_of(reduction, weighted=weighted, replicas=self._world.data_size)
+
     def _announce(
         self,
         parts: int | None,
@@ -167,18 +172,20 @@ class BackwardRunner:
         batch: Batch | None = None,
         *,
         summed: bool = False,
+        averaged: bool = False,
     ) -> None:
-        """Print, at the first backward, into how many `parts` batches are cut; and of its `loss`,
-        where it is known, whether it looks like a sum but is not `summed`."""
+        """Print, at the first backward, into how many `parts` batches are cut, and whether losses
+        are `averaged` over workers; and of its `loss`, where it is known, whether it looks like a
+        sum but is not `summed`."""
         if not self._announced:
             self._announced = True
-            start_lines.announce_batch(self._world, self._spec, parts)
+            start_lines.announce_batch(self._world, self._spec, parts, averaged=averaged)
             if loss is not None and batch is not None and not summed:
                 start_lines.announce_sum(self._world, self._spec, loss, batch.samples)
 
-    def _end(self, loss: Tensor, term: LossTerm, *, summed: bool) -> None:
+    def _end(self, loss: Tensor, term: LossTerm, divisor: float) -> None:
         self._world.current_batch.train()
-        self._accumulation.add(loss, term, summed=summed)
+        self._accumulation.add(loss, term, divisor)
         buffers = self._objects.buffers
         if term.batch is not None and term.batch.samples == 0:
             buffers.restore()

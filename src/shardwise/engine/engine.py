@@ -131,7 +131,9 @@ class Engine:
 
         Without `weight` it is the number of samples that the Loader last gave; without a Loader,
         1. A device tensor is fine. With `reduction="sum"` the loss is a sum over items, and those
-        of all workers and backwards are added.
+        of all workers and backwards are added. With `reduction="ddp"` losses are what
+        DistributedDataParallel takes them for: those of a worker add up, whatever they are means
+        over, and the sums are averaged over the workers.
 
         Several losses of one batch add up, as in plain PyTorch: its samples count once. With
         `weight`, `same_items` says so of a further loss of the items that an earlier backward of
@@ -161,7 +163,7 @@ class Engine:
         same_items: bool | None = None,
     ) -> Tensor:
         """`loss = loss_of(*batch)`, then `backward(loss)`, in micro-batches; returns the mean loss,
-        or with `reduction="sum"` the sum.
+        or with `reduction="sum"` or `"ddp"` the sum.
 
         `loss_of` calls the model and returns a scalar loss that is a mean over the items of what
         it is given: the rows of `batch`, a nest of tensors of one equal first dimension, are cut
@@ -268,6 +270,15 @@ class Engine:
         """
         self._access.export(path, model)
 
+    def model_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
+        """The state_dict of `model` (default: the only one) with whole tensors, on rank 0; on the
+        other ranks an empty one.
+
+        Its tensors are on the CPU and nobody else's; tied weights are one tensor. Collective where
+        parameters are sharded, and then rank 0 holds the whole model while it is copied.
+        """
+        return self._access.model_state_dict(model)
+
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
         """The state_dict that `optimizer` (default: the only one) would have in one process.
 
@@ -347,6 +358,11 @@ class Engine:
         not whole, CheckpointMismatch for another model's.
         """
         self._checkpoints.load(Path(path), strict=strict, model_only=model_only)
+
+    def leave_folders(self) -> None:
+        """Let other jobs save where this engine has: for those who save into a folder of its own
+        each time. The next save into one of them claims it again."""
+        self._checkpoints.saver.leave()
 
     # -- the engine itself --------------------------------------------------------------------
 

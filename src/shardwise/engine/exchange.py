@@ -59,7 +59,7 @@ def exchange(
         unsaved=unsaved,
         asked=asked,
         written=written,
-        summed=accumulation.summed,
+        divisor=accumulation.divisor,
     )
     report = mine.row(group.small_device)
     # Looked at on the CPU: one copy from a GPU, and no more waiting for it.

@@ -8,7 +8,8 @@ up to about 1, so that 16-bit gradients stay in range, and where all weights are
 are powers of two, which scale every gradient exactly in every dtype.
 
 A loss that is a sum over items is seeded with 1 / divisor instead, and the sums of all ranks are
-added: what is divided then is only what the seeds have scaled.
+added: what is divided then is only what the seeds have scaled. With reduction="ddp" the same sum is
+divided by the number of replicas, as DistributedDataParallel does.
 
 A 16-bit loss takes only a 16-bit seed, which would round the weight. It gets the power of two near
 its seed, and each gradient is multiplied by the rest, in fp32, on its way to its bucket.
@@ -28,7 +29,7 @@ from shardwise.engine.step_statistics import Aggregation
 from shardwise.errors import UsageError
 from shardwise.model.precision import NARROW, LossScale
 
-REDUCTIONS = ("mean", "sum")
+REDUCTIONS = ("mean", "sum", "ddp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,17 +57,20 @@ def weigh(batch: Batch | None, weight: float | Tensor | None, *, summed: bool) -
     return LossWeight(factor=1.0 if items else 0.0, items=items)
 
 
-def is_summed(reduction: str, *, weighted: bool) -> bool:
-    """Whether losses are sums over items rather than means. Raises UsageError for another word,
-    and for the weight of a sum, which has none."""
+def divisor_of(reduction: str, *, weighted: bool, replicas: int) -> float:
+    """What the added losses of a step are divided by: 1 for sums, the number of `replicas` for
+    "ddp", and 0 for means, which are divided by the items that the step has seen. Raises UsageError
+    for another word, and for a weight beside a reduction that has none."""
     if reduction not in REDUCTIONS:
         raise UsageError(f"reduction is one of {', '.join(REDUCTIONS)}, not {reduction!r}.")
-    if reduction == "sum" and weighted:
+    if reduction == "mean":
+        return 0.0
+    if weighted:
         raise UsageError(
-            'weight= says what a mean is over, and reduction="sum" that this loss is no mean: '
-            "leave one of them out."
+            f'weight= says what a mean is over, and reduction="{reduction}" that this loss is '
+            "added as it is: leave one of them out."
         )
-    return reduction == "sum"
+    return float(replicas) if reduction == "ddp" else 1.0
 
 
 def _items(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:

@@ -52,12 +52,13 @@ class RandomState:
             spec.pipeline.seed_forward(randomness.seed_from(seed, "line", *self._state.coordinates))
 
     def reseed(self) -> None:
-        """Seed the generators by what is drawn next, so that it is a pure function of that."""
+        """Seed the generators by what is drawn next, so that it is a pure function of that;
+        unless they are the script's own (`--no-reseed`)."""
         state = self._state
         self._is_apart = True
         state.world.draws.part()
         self._forget_common_draws()
         backwards = state.accumulation.backwards
         seed = state.aggregation.seed(state.world.seed, state.number, state.steps, backwards)
-        if seed is not None:
+        if seed is not None and state.world.settings.reseed:
             randomness.seed_everything(seed)

@@ -57,9 +57,12 @@ def announce_activations(world: World, spec: EngineSpec, activations: Activation
         world.print(f"  activations: {line}")
 
 
-def announce_batch(world: World, spec: EngineSpec, parts: int | None) -> None:
-    """The last lines, at the first backward: the batch, in how many `parts` it goes through the
-    stages (None: whole, from one to the next), and what promise 1 does not cover."""
+def announce_batch(
+    world: World, spec: EngineSpec, parts: int | None, *, averaged: bool = False
+) -> None:
+    """The last lines, at the first backward: the batch, whether losses are `averaged` over the
+    workers, in how many `parts` it goes through the stages (None: whole, from one to the next), and
+    what promise 1 does not cover."""
     if spec.pipeline is None and parts is None and spec.settings.microbatches is not None:
         world.say_once(
             f"--microbatches {spec.settings.microbatches} does nothing, since engine.backward "
@@ -67,7 +70,7 @@ def announce_batch(world: World, spec: EngineSpec, parts: int | None) -> None:
         )
     if spec.settings.quiet:
         return
-    world.print(_batch_line(world))
+    world.print(_batch_line(world, averaged=averaged))
     if spec.pipeline is not None and parts is not None:
         world.print(f"  it goes through the stages in {many(parts, 'part')}")
     elif spec.pipeline is not None and spec.pipeline.partition.stages == spec.pipeline.group.size:
@@ -118,6 +121,8 @@ def _run_line(world: World, spec: EngineSpec) -> str:
     transport = f"over {world.collectives.name}, " if world.size > 1 else ""
     row = f"{spec.placement.name} ({sharded_states(spec.placement)})"
     seed = f"seed {world.seed} ({world.seed_source})"
+    if not world.settings.reseed:
+        seed = "generators as the script seeds them"
     return f"shardwise: {workers}, {transport}{row}, {precision_in_words(spec)}, {seed}"
 
 
@@ -219,7 +224,9 @@ def _in_turn_line(spec: EngineSpec) -> str:
     )
 
 
-def _batch_line(world: World) -> str:
+def _batch_line(world: World, *, averaged: bool) -> str:
+    if averaged:
+        return "  batch: as the script gives it to each worker, whose losses are averaged"
     streams = world.current_batch.training_streams()
     plan = streams[-1].plan if streams else None
     if plan is None or plan.batch_size is None:

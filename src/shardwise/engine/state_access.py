@@ -97,6 +97,10 @@ class StateAccess:
         if not self._state.world.settings.trial:
             whole_tensors.export(self._state.spec, self._state.states, path, model)
 
+    def model_state_dict(self, model: nn.Module | None) -> dict[str, Any]:
+        """See Engine.model_state_dict."""
+        return whole_tensors.model_state_dict(self._state.spec, self._state.states, model)
+
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None) -> dict[str, Any]:
         """See Engine.optimizer_state_dict."""
         state = self._state

@@ -153,10 +153,10 @@ class StepRunner:
         try:
             if not totals.alike:
                 raise self._options.difference(self._spec.world_group)
-            if math.isnan(totals.summed):
+            if math.isnan(totals.divisor):
                 raise UsageError(
-                    'Losses of this step are sums on some ranks (reduction="sum") and means on '
-                    "others: write them in one way."
+                    'Losses of this step are sums on some ranks (reduction="sum" or "ddp") and '
+                    "means, or the other kind of sums, on others: write them in one way."
                 )
             usage_checks.check_calls(
                 self._world,
@@ -331,7 +331,7 @@ class StepRunner:
         state, gradients = self._state, self._objects.states.gradients
         if totals.weight:
             state.scale.update(overflow=not math.isfinite(totals.squared_norm))
-            factors = totals.backwards if totals.summed else totals.weight
+            factors = totals.backwards if totals.divisor else totals.weight
             state.weighting.follow(factors, totals.backwards)
         gradients.clear()
         if totals.several and self._spec.settings.reduce_dtype == "fp32":

@@ -22,9 +22,9 @@ class StepStats:
     """What a step did, over all workers. Plain numbers, alike on all ranks.
 
     `loss` is the mean over all items of all workers and micro-batches, or their sum where the
-    losses were sums; `weight` is the number of items, `grad_norm` the global 2-norm of the gradient
-    before clipping. `skipped` when nothing was updated: the total weight was zero, or a gradient
-    overflowed under a loss scale.
+    losses were sums (with reduction="ddp" the mean of the workers' sums); `weight` is the number of
+    items, `grad_norm` the global 2-norm of the gradient before clipping. `skipped` when nothing was
+    updated: the total weight was zero, or a gradient overflowed under a loss scale.
     """
 
     loss: float
@@ -79,7 +79,7 @@ class StepReport:
     """What a rank reports to all others at a step, as one fp64 vector.
 
     | weights | losses x factor | squared norm | backwards | options | calls | rows | used, packed |
-    late, packed | news | several | unsaved | asked | written | summed |
+    late, packed | news | several | unsaved | asked | written | divisor |
 
     How many numbers the first three are is a matter of the step's parts. `backwards` leaves out
     those of weight 0. `options` is a checksum of the optimizers' options, `calls` one of the calls
@@ -88,8 +88,8 @@ class StepReport:
     gradient. `late` is by bucket: a gradient came after the bucket had started. `news`: a buffer
     was seen to change for the first time. `several`: there was more than one backward. `unsaved`: a
     save in the background has failed. `asked`: the signal that asked this rank to end, or 0; of all
-    ranks the highest. `written`: user code has written into parameters. `summed`: the losses are
-    sums, not means.
+    ranks the highest. `written`: user code has written into parameters. `divisor`: what the added losses are
+    divided by, 0 for means.
     """
 
     weights: list[Number]
@@ -106,11 +106,11 @@ class StepReport:
     unsaved: bool
     asked: int
     written: bool
-    summed: bool
+    divisor: float
 
     def row(self, device: torch.device) -> Tensor:
         """The vector, on `device`. Numbers of an accelerator move together, or stay there."""
-        flags = self.news, self.several, self.unsaved, self.asked, self.written, self.summed
+        flags = self.news, self.several, self.unsaved, self.asked, self.written, self.divisor
         numbers = [*_packed(self.used), *_packed(self.late), *map(float, flags)]
         known = [float(self.backwards), self.options, self.calls, self.rows, *numbers]
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
@@ -146,7 +146,7 @@ class StepReport:
             unsaved=any(row[2] for row in flags),
             asked=int(max(row[3] for row in flags)),
             written=any(row[4] for row in flags),
-            summed=_common([row[5] for row in flags]),
+            divisor=_common([row[5] for row in flags]),
         )
 
 
@@ -162,7 +162,7 @@ class StepTotals:
     buffer was seen to change for the first time, `several` whether any rank made more than one
     backward, `unsaved` whether a save in the background has failed. `asked` is the signal that
     asked any to end, or 0. `written` says whether user code has written into parameters of any
-    rank, `summed` whether the losses are sums: NaN where ranks differ.
+    rank, `divisor` what the added losses are divided by, 0 for means: NaN where ranks differ.
     """
 
     weight: float
@@ -179,12 +179,12 @@ class StepTotals:
     unsaved: bool
     asked: int
     written: bool
-    summed: float
+    divisor: float
 
     @property
     def denominator(self) -> float:
         """What the added losses and gradients are divided by."""
-        return 1.0 if self.summed else self.weight
+        return self.divisor or self.weight
 
     @property
     def alike(self) -> bool:

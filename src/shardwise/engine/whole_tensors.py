@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.export import write_model
+from shardwise.checkpoint.export import plain_state, write_model
 from shardwise.engine import consistency, initial_values, unit_assignment
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
@@ -127,11 +127,25 @@ def export(
     spec: EngineSpec, states: States, path: str | PathLike[str], model: nn.Module | None
 ) -> None:
     """See Engine.export."""
+    with _on_the_first(spec, states, model, "export(path, model)") as whole:
+        if spec.world_group.rank == 0:
+            write_model(whole, Path(path))
+
+
+def model_state_dict(spec: EngineSpec, states: States, model: nn.Module | None) -> dict[str, Any]:
+    """See Engine.model_state_dict."""
+    with _on_the_first(spec, states, model, "model_state_dict(model)") as whole:
+        return plain_state(whole) if spec.world_group.rank == 0 else {}
+
+
+@contextmanager
+def _on_the_first(
+    spec: EngineSpec, states: States, model: nn.Module | None, call: str
+) -> Iterator[nn.Module]:
+    """Inside the block `model` (default: the only one) is whole on rank 0. Collective."""
     if model is None:
         if len(spec.models) != 1:
-            raise UsageError(
-                "This engine has several models: say which, engine.export(path, model)."
-            )
+            raise UsageError(f"This engine has several models: say which, engine.{call}.")
         model = spec.models[0]
     shown, here = states.shown, spec.data_group.rank == 0  # the first replica
     if spec.is_whole:
@@ -142,5 +156,4 @@ def export(
     else:
         whole = shown.residency.whole(unit_assignment.units_in(shown.sections, model), here=here)
     with whole, _joined(spec, model, write=False, here=here):
-        if spec.world_group.rank == 0:
-            write_model(model, Path(path))
+        yield model

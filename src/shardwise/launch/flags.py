@@ -62,6 +62,18 @@ class Typed(click.ParamType):  # type: ignore[type-arg]
             raise ConfigError(f"{shown} takes {wanted}, not {value!r}.") from None
 
 
+ADOPTED = ("accelerate", "transformers")
+"""The libraries whose classes `--adopt` puts ours in the place of, as adopt.py does it."""
+
+
+def adopted(text: str) -> tuple[str, ...]:
+    """Names of libraries whose scripts run unchanged."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names or any(name not in ADOPTED for name in names):
+        raise ValueError("names out of " + ", ".join(ADOPTED))
+    return names
+
+
 def refuse_twice(order: Iterable[click.Parameter]) -> None:
     """Raise ConfigError for a list that comes twice in `order`: both may be meant.
 
@@ -135,6 +147,14 @@ def own() -> Iterator[Flag]:
         shown="-m MODULE",
         is_flag=True,
         help="run a module, as python -m does",
+    )
+    yield Flag(
+        ["--adopt"],
+        group="where",
+        shown="--adopt NAMES",
+        listed=True,
+        type=Typed(adopted),
+        help=f"our classes in the place of theirs: {', '.join(ADOPTED)}",
     )
     yield Flag(
         ["--port"],

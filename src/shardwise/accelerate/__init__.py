@@ -1,0 +1,11 @@
+"""Hugging Face Accelerate over this engine: `from shardwise.accelerate import Accelerator`.
+
+accelerator.py   the Accelerator: what is prepared is trained by engines
+optimizer.py     a prepared optimizer, which steps its engine
+checkpoints.py   save_state and load_state: any placement and number of workers
+refusals.py      what Accelerate offers and this engine does otherwise
+"""
+
+from shardwise.accelerate.accelerator import Accelerator
+
+__all__ = ["Accelerator"]

@@ -1,0 +1,365 @@
+"""Accelerate's Accelerator, whose models and optimizers are trained by engines."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator as Stock
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DynamoBackend, extract_model_from_parallel
+from torch import Tensor, nn, optim
+
+import shardwise as sw
+from shardwise.accelerate import checkpoints, refusals
+from shardwise.accelerate.optimizer import ShardedOptimizer
+from shardwise.bridging.joining import SETTINGS, join
+from shardwise.bridging.trained import TrainedModels
+from shardwise.config import OF_THE_ENGINE
+from shardwise.errors import UsageError
+
+_PRECISION = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}
+
+
+class Accelerator(Stock):
+    """Accelerate's own, over engines: ZeRO and offload by flags, environment, TOML or keywords.
+
+    Takes what Accelerate's takes, and settings of Shardwise (`zero=3`, `offload_optimizer="cpu"`).
+    `prepare` gives models back as they are, not wrapped. Losses are reduced as Accelerate does with
+    DistributedDataParallel, and generators are the script's own. docs/from_accelerate.md says what
+    differs.
+
+    Attributes: `world`, and `engines`, one for each set of models and optimizers that have
+    parameters in common. Raises UsageError for plugins of other engines.
+    """
+
+    _optimizers: list[Any]
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self._settings = {n: keywords.pop(n) for n in SETTINGS & keywords.keys()}
+        given = _bound(arguments, keywords)
+        refusals.check_arguments(given)
+        self._settings = refusals.settings_of(given.get("kwargs_handlers")) | self._settings
+        if given.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
+            self._settings.setdefault("device", "cpu")
+        self.world = join(self._settings, "shardwise.accelerate.Accelerator")
+        if self.world.device.type == "cpu":
+            given["cpu"] = True
+        super().__init__(**given)
+        refusals.check_arguments({"mixed_precision": self.mixed_precision})
+        refusals.check_compiler(self.state.dynamo_plugin)
+        self._check_ranks()
+        self._trained = TrainedModels(self._make_engine)
+        self._more_to_come = 0
+        self._are_whole = False
+        """Whether parameters are whole now, for the user's hooks."""
+        self._leaves_weights = False
+        """Whether weights are the engines' to save: nobody needs them whole."""
+
+    def _check_ranks(self) -> None:
+        if self.num_processes != self.world.size:
+            PartialState._reset_state()
+            AcceleratorState._reset_state()
+            raise UsageError(
+                f"Accelerate was set up for {self.num_processes} process(es) before this run of "
+                f"{self.world.size} was joined, as by TrainingArguments or PartialState: call "
+                "shardwise.accelerate.Accelerator, or shardwise.init(reseed=False), before."
+            )
+
+    @property
+    def engines(self) -> list[sw.Engine]:
+        """The engines, in the order in which their models came to be complete."""
+        return [each.engine for each in self._trained]
+
+    # -- what is prepared -------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, data loaders and schedulers, as Accelerate does. Models come
+        back as they are; an engine is made as soon as the models of an optimizer are there.
+        Collective."""
+        prepared = super().prepare(*args, device_placement=device_placement)
+        self._trained.form(self._models, [each.optimizer for each in self._optimizers])
+        return prepared
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Place `model` on the device, in the precision asked for. `prepare` makes its engine."""
+        del evaluation_mode  # nothing wraps it in either mode
+        plugin = self.state.dynamo_plugin
+        backend, plugin.backend = plugin.backend, DynamoBackend.NO
+        try:
+            return super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[no-any-return]
+        finally:
+            plugin.backend = backend
+
+    def prepare_optimizer(
+        self, optimizer: optim.Optimizer, device_placement: bool | None = None
+    ) -> optim.Optimizer:
+        """Give `optimizer` the face that a script expects. `prepare` makes its engine."""
+        del device_placement  # its state is the engine's to place
+        if not getattr(optimizer, "_is_accelerate_prepared", False):
+            optimizer = ShardedOptimizer(optimizer, self._trained)
+        if not any(optimizer is each for each in self._optimizers):
+            self._optimizers.append(optimizer)
+        return optimizer
+
+    def _make_engine(self, models: list[nn.Module], optimizers: list[optim.Optimizer]) -> sw.Engine:
+        settings: dict[str, Any] = {}
+        for model in models:  # the engine has the precision from now on
+            extract_model_from_parallel(model, keep_fp32_wrapper=False)
+        if self.native_amp and self.mixed_precision in _PRECISION:
+            settings["precision"] = _PRECISION[self.mixed_precision]
+        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+            settings["compile"] = True
+        settings |= {n: v for n, v in self._settings.items() if n in OF_THE_ENGINE}
+        engine = sw.Engine(models, optimizers, scaler=self.scaler, **settings)
+        engine.track(schedules_of_accelerate=_KeptBeside())
+        return engine
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward of `loss`, divided by the accumulation steps, in every engine that it reaches.
+
+        Takes `retain_graph`; raises UsageError for other arguments of torch's backward.
+        """
+        retain_graph = bool(kwargs.pop("retain_graph", False))
+        if kwargs:
+            raise UsageError(
+                f"accelerator.backward(loss, {next(iter(kwargs))}=...): gradients go to all "
+                "prepared parameters that the loss reaches, and once. Leave it out."
+            )
+        last = self.sync_gradients and not self._more_to_come
+        self._trained.backward(
+            loss / self.gradient_accumulation_steps, last=last, retain_graph=retain_graph
+        )
+
+    @contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Inside the block a backward is not the last one of its step, which saves communication
+        and changes no result."""
+        del model
+        self._more_to_come += 1
+        try:
+            yield
+        finally:
+            self._more_to_come -= 1
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: Iterable[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Batches are as many on every rank, in training: raises UsageError for other wishes."""
+        del joinables
+        even = self.even_batches if even_batches is None else even_batches
+        if self.use_distributed and not even:
+            raise refusals.uneven_batches()
+        samplers: list[Any] = [getattr(each, "batch_sampler", None) for each in self._dataloaders]
+        found = [(s, s.even_batches) for s in samplers if hasattr(s, "even_batches")]
+        try:
+            for sampler, _ in found:
+                sampler.even_batches = even
+            yield
+        finally:
+            for sampler, before in found:
+                sampler.even_batches = before
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing to do: the engine has the loss scale, and gives gradients without it."""
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Clip in the step to come by the norm of `parameters` over all workers; the norm before.
+
+        The 2-norm of all that an engine trains takes one small collective. Other norms, and parts
+        of the parameters, take the whole gradients for a moment. Collective. Raises UsageError
+        between micro-batches, where a rank has a part of the gradient only.
+        """
+        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._check_boundary("clip_grad_norm_")
+        norm = self._trained.clip(several, float(max_norm)) if norm_type == 2 else None
+        if norm is None:
+            with self._trained.full_gradients(several):
+                return nn.utils.clip_grad_norm_(several, max_norm, norm_type=norm_type)
+        dtype = torch.promote_types(several[0].dtype, torch.float32)
+        return torch.tensor(norm, device=self.device, dtype=dtype)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clip every element of the gradients, which are whole for that moment. Collective."""
+        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._check_boundary("clip_grad_value_")
+        with self._trained.full_gradients(several):
+            nn.utils.clip_grad_value_(several, clip_value)
+
+    def _check_boundary(self, call: str) -> None:
+        if not self.sync_gradients:
+            raise UsageError(
+                f"accelerator.{call} between micro-batches of a step would clip a part of the "
+                "gradient, another one on each worker. Write before it: "
+                "if accelerator.sync_gradients:"
+            )
+
+    # -- whole weights ----------------------------------------------------------------------
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Inside the block ranks may run other numbers of forwards: `generate`, an evaluation on
+        rank 0 alone. All ranks enter and leave."""
+        with ExitStack() as blocks:
+            for engine in self.engines:
+                blocks.enter_context(engine.uneven())
+            yield
+
+    @contextmanager
+    def full_parameters(self, model: nn.Module, write: bool = False) -> Iterator[None]:
+        """Inside the block the parameters of `model` are whole, to read or to write. Collective."""
+        trained = self._trained.of_model(model)
+        if trained is None:
+            yield
+            return
+        with trained.engine.full_parameters(model, write=write):
+            yield
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The state_dict of a prepared model, a copy: where its parameters are sharded, whole on
+        rank 0 and empty on the others. Collective."""
+        if self._leaves_weights:
+            return {}
+        trained = None if self._are_whole else self._trained.of_model(model)
+        if trained is None:
+            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        if not trained.engine.placement.is_sharded("parameters"):
+            return _copied(super().get_state_dict(model, unwrap))
+        return trained.engine.model_state_dict(model)
+
+    # -- checkpoints and the end ------------------------------------------------------------
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Any:
+        """Save all that is prepared and registered, as Accelerate does; weights and optimizers in
+        the engine's format, which any placement and number of workers loads. Collective."""
+        if not safe_serialization:
+            self.world.say_once("save_state writes safetensors, whatever safe_serialization says.")
+        if self.world.settings.trial:
+            return output_dir
+        with self._hooks_see_whole(self._save_model_state_pre_hook, _drop_weights):
+            folder = super().save_state(output_dir, safe_serialization, **kwargs)
+        checkpoints.save(self.engines, Path(folder), self.world)
+        return folder
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Go on from what `save_state` has written, here or in stock Accelerate. Collective."""
+        found: list[str] = []
+
+        def take(models: list[nn.Module], folder: str) -> None:
+            models.clear()
+            found.append(folder)
+
+        with self._hooks_see_whole(self._load_model_state_pre_hook, take, write=True):
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        self.load_engines(found[0])
+
+    def load_engines(self, folder: str, *, model_only: bool = False) -> None:
+        """Load the weights in `folder`, which `save_state` has written, and unless `model_only` the
+        state of the optimizers; nothing else. Collective."""
+        checkpoints.load(list(self._trained), Path(folder), self.world, model_only=model_only)
+
+    @contextmanager
+    def _hooks_see_whole(self, hooks: Any, last: Any, write: bool = False) -> Iterator[None]:
+        """Inside the block the user's `hooks` see whole weights, then `last` is called; optimizers
+        are left out, which the engines save."""
+        optimizers, self._optimizers = self._optimizers, []
+        key = object()
+        with ExitStack() as blocks:
+            if hooks:
+                for each in self._trained:
+                    blocks.enter_context(each.engine.full_parameters(write=write))
+            self._are_whole, self._leaves_weights = bool(hooks), not hooks
+            hooks[key] = last
+            try:
+                yield
+            finally:
+                del hooks[key]
+                self._are_whole = self._leaves_weights = False
+                self._optimizers = optimizers
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader that leaves out the first batches, as Accelerate's.
+
+        A loop over a DataLoader draws a seed as it begins. That is drawn from a copy of torch's
+        generator here, so that what a resumed run draws next is what the first one drew.
+        """
+        loader = super().skip_first_batches(dataloader, num_batches)
+        plain = getattr(loader, "base_dataloader", loader)
+        if getattr(plain, "generator", None) is None:
+            plain.generator = torch.Generator()
+            plain.generator.set_state(torch.get_rng_state())
+        return loader
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Give models and optimizers back as plain ones, and forget them. Collective."""
+        self._trained.close()
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Finish the trackers. The process group is left when the process ends."""
+        for tracker in self.trackers:
+            tracker.finish()
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with memory of its own, in which tied weights are one tensor.
+
+    Parameters are views of one buffer, which writers of safetensors would take for tied weights.
+    """
+    copies: dict[Any, Tensor] = {}
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            place = value.data_ptr(), value.shape, value.stride()
+            value = copies.setdefault(place if value.numel() else name, value.detach().clone())
+        found[name] = value
+    return found
+
+
+class _KeptBeside:
+    """Tells an engine that schedules are saved, which Accelerate and Trainer do in files of their
+    own."""
+
+    def get_last_lr(self) -> list[float]:
+        """As a scheduler has it."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: see there."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing either."""
+
+
+def _drop_weights(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+    """The last hook before Accelerate writes weights: the engines do."""
+    del models, folder
+    weights.clear()
+
+
+def _bound(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of Accelerate's constructor by name. Raises TypeError as that does."""
+    signature = inspect.signature(Stock.__init__)
+    given = dict(signature.bind(None, *arguments, **keywords).arguments)
+    given.pop("self")
+    return given

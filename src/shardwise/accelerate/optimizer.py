@@ -1,0 +1,75 @@
+"""A prepared optimizer, which steps the engine that trains with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import optim
+
+from shardwise.bridging.trained import Trained, TrainedModels
+from shardwise.errors import UsageError
+
+
+class ShardedOptimizer(AcceleratedOptimizer):
+    """Stands where Accelerate's own does: `step` and `zero_grad` count in the last micro-batch of
+    a step alone, and go to the engine.
+
+    Before its engine is made it is the plain optimizer. `state_dict` and `load_state_dict` have the
+    whole state, and are collective then.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, trained: TrainedModels) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+        self._trained = trained
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update, in the last micro-batch of a step. Collective.
+
+        Raises UsageError where no engine trains with it.
+        """
+        if self.gradient_state.sync_gradients:
+            self._engine().step(self.optimizer, closure)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget the gradients since the last step, in the last micro-batch of one. What the step
+        has used is cleared already."""
+        if self.gradient_state.sync_gradients:
+            if (trained := self._trained.of(self.optimizer)) is not None:
+                trained.clear()
+            else:
+                self.optimizer.zero_grad(set_to_none is not False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, on every rank. Collective."""
+        if (trained := self._trained.of(self.optimizer)) is None:
+            return self.optimizer.state_dict()  # type: ignore[no-any-return]
+        return trained.engine.optimizer_state_dict(self.optimizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the state of a plain optimizer over the same parameters. Collective."""
+        if (trained := self._trained.of(self.optimizer)) is None:
+            self.optimizer.load_state_dict(state_dict)
+        else:
+            trained.engine.load_optimizer_state_dict(state_dict, self.optimizer)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step updated nothing. Raises UsageError while it waits for the other
+        optimizers of its model: a scheduler would be a step ahead."""
+        trained = self._trained.of(self.optimizer)
+        if trained is None:
+            return False
+        trained.check_complete("A scheduler's step")
+        return trained.skipped
+
+    def _engine(self) -> Trained:
+        trained = self._trained.of(self.optimizer)
+        if trained is None:
+            raise UsageError(
+                f"{type(self.optimizer).__name__}.step() trains nothing: its parameters belong to "
+                "no model that was prepared, or to a copy of one. Prepare the model that it was "
+                "made for."
+            )
+        return trained

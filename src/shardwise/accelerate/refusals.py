@@ -1,0 +1,90 @@
+"""What Accelerate offers and this engine does otherwise: each refusal says what to write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs
+
+from shardwise.errors import UsageError
+
+_PLUGINS = {
+    "deepspeed_plugin": "DeepSpeed",
+    "deepspeed_plugins": "DeepSpeed",
+    "fsdp_plugin": "FSDP",
+    "megatron_lm_plugin": "Megatron-LM",
+    "torch_tp_plugin": "tensor parallelism of torch",
+    "parallelism_config": "a parallelism of its own",
+}
+
+_VARIABLES = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism of its own",
+}
+
+_INSTEAD = (
+    "Leave it out: shardwise.accelerate shards by itself, by --zero 0 to 3 of shardwise run, "
+    "SHARDWISE_ZERO, or Accelerator(zero=3)."
+)
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for another engine among the arguments of an Accelerator, or in what
+    `accelerate launch` has set."""
+    for name, what in _PLUGINS.items():
+        if given.get(name) is not None:
+            raise UsageError(f"Accelerator({name}=...) asks for {what}. {_INSTEAD}")
+    for name, what in _VARIABLES.items():
+        if os.environ.get(name, "false").lower() == "true":
+            raise UsageError(
+                f"{name} asks for {what}, as `accelerate launch` sets it from its configuration. "
+                f"{_INSTEAD} Start with `accelerate launch --multi_gpu script.py`, or with "
+                "shardwise run."
+            )
+    if str(given.get("mixed_precision")) == "fp8":
+        raise UsageError('mixed_precision="fp8" is not there: write "bf16", or "no".')
+
+
+def settings_of(handlers: list[Any] | None) -> dict[str, Any]:
+    """What `kwargs_handlers` mean as settings of an engine. Raises UsageError for what cannot be
+    had."""
+    found: dict[str, Any] = {}
+    for handler in handlers or []:
+        if isinstance(handler, DistributedDataParallelKwargs):
+            hook = getattr(handler.comm_hook, "value", handler.comm_hook)
+            if hook != "no":
+                raise UsageError(
+                    f"DistributedDataParallelKwargs(comm_hook={hook!r}): gradients are summed as "
+                    "they are. 16-bit models may sum in their own dtype: --reduce-dtype param."
+                )
+            if handler.bucket_cap_mb != 25:
+                found["bucket_mb"] = float(handler.bucket_cap_mb)
+        if isinstance(handler, AutocastKwargs) and not handler.enabled:
+            raise UsageError(
+                'AutocastKwargs(enabled=False) for a whole Accelerator: write mixed_precision="no".'
+            )
+    return found
+
+
+def check_compiler(plugin: Any) -> None:
+    """Raise UsageError for a compiler that units are not compiled by."""
+    backend = getattr(plugin.backend, "value", plugin.backend)
+    mode = getattr(plugin, "mode", None)
+    if str(backend).upper() not in ("NO", "INDUCTOR") or mode not in (None, "default"):
+        raise UsageError(
+            f"dynamo_backend={str(backend).lower()!r}, mode={mode!r}: units are compiled by "
+            'torch.compile as it is (--compile). Write dynamo_backend="inductor", or leave it out.'
+        )
+
+
+def uneven_batches() -> UsageError:
+    """The error for training on other numbers of batches on other ranks."""
+    return UsageError(
+        "join_uneven_inputs with even_batches=False: a worker that has no batch left would have to "
+        "make the backwards of the others. Leave even_batches on, which repeats samples; or give "
+        "the script a shardwise.Loader, which gives such a worker a sample that counts nothing."
+    )

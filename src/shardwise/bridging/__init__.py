@@ -1,0 +1,1 @@
+"""What the bridges to other libraries have in common: joining a run, and engines by parameters."""

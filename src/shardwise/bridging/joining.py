@@ -1,0 +1,76 @@
+"""Joins the run under a library that finds out by environment variables which rank it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.config import FIELDS, OF_THE_ENGINE
+from shardwise.errors import UsageError
+
+SETTINGS = frozenset(FIELDS)
+"""The keywords of a bridge that are settings of Shardwise."""
+
+
+def join(settings: Mapping[str, Any], library: str) -> sw.World:
+    """The world of this process, which is made by `sw.init` where the script has not called it.
+
+    Generators stay the script's own then, since these libraries seed and save them themselves. Of
+    `settings`, those of a run go to `sw.init`. Raises UsageError for a model in parts, of which
+    `library` knows nothing, and for settings of a run that has begun.
+    """
+    given = {name: value for name, value in settings.items() if name not in OF_THE_ENGINE}
+    try:
+        world = sw.world()
+    except UsageError:
+        world = sw.init(**{"reseed": False, **given})
+    else:
+        for name, value in given.items():
+            found = world.device.type if name == "device" else getattr(world.settings, name)
+            if found != value:
+                raise UsageError(
+                    f"{name}={value!r} comes too late: this process has joined its run already. "
+                    f"Give it to the first of shardwise.init(...) and {library}, or as a flag."
+                )
+    _refuse_parts(world, library)
+    _tell_environment(world)
+    return world
+
+
+def _refuse_parts(world: sw.World, library: str) -> None:
+    for name in ("tensor", "pipeline"):
+        if (size := getattr(world, f"{name}_size")) > 1:
+            raise UsageError(
+                f"{library} with --{name} {size}: it gives every worker batches of its own, and "
+                "the workers of a replica need the same. Leave the flag out (--zero 3 shards "
+                "models that are too large for one), or write the loop with sw.Engine."
+            )
+
+
+def _tell_environment(world: sw.World) -> None:
+    """Set the variables by which torch's libraries know a rank, where its launcher sets others.
+
+    Nobody listens at MASTER_ADDR: the process group is made, and is taken over as it is. Where
+    Accelerate computes is said by variables of its own.
+    """
+    if world.device.type == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    else:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(world.device)
+    if not dist.is_initialized():
+        return  # one process without a launcher, which needs none
+    first = world.broadcast_object(world.host)
+    told = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "MASTER_ADDR": first,
+        "MASTER_PORT": 29500,
+    }
+    for name, value in told.items():
+        os.environ.setdefault(name, str(value))

@@ -1,0 +1,12 @@
+"""The Hugging Face Trainer over this engine: `from shardwise.transformers import Trainer`.
+
+Any other trainer is had by `on`: `SFT = shardwise.transformers.on(SFTTrainer)`; one that is made
+already by `prepare_trainer(trainer)`. What is imported here lets TrainingArguments join the run.
+"""
+
+from shardwise.transformers.joining import join_with_arguments
+from shardwise.transformers.trainer import Seq2SeqTrainer, Trainer, on, prepare_trainer
+
+__all__ = ["Seq2SeqTrainer", "Trainer", "on", "prepare_trainer"]
+
+join_with_arguments()

@@ -1,0 +1,55 @@
+"""TrainingArguments ask which rank this is before there is a Trainer: then the run is joined."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from transformers import TrainingArguments
+
+from shardwise.bridging.joining import join
+from shardwise.errors import UsageError
+
+_NAME = "_setup_devices"
+"""The property of TrainingArguments that finds out device, rank and size, once."""
+
+
+def join_with_arguments() -> None:
+    """Let TrainingArguments join the run when they look for their device; once more does
+    nothing.
+
+    On the CPU, and under srun or mpirun, they would take each rank for a run of its own.
+    """
+    stock = getattr(TrainingArguments, _NAME)
+    if isinstance(stock, _Joining):
+        return
+    joining = _Joining(stock.func)
+    joining.__set_name__(TrainingArguments, _NAME)
+    setattr(TrainingArguments, _NAME, joining)
+
+
+class _Joining(cached_property):  # type: ignore[type-arg]
+    """The property, after the run is joined."""
+
+    def __init__(self, stock: Any) -> None:
+        def found(arguments: Any) -> Any:
+            join({"device": "cpu"} if arguments.use_cpu else {}, "TrainingArguments")
+            return stock(arguments)
+
+        super().__init__(found)
+
+
+def check_arguments(arguments: Any, workers: int) -> None:
+    """Raise UsageError for what a Trainer over engines cannot have."""
+    if arguments.n_gpu > 1:
+        raise UsageError(
+            f"This process sees {arguments.n_gpu} GPUs and is alone, where Trainer would take "
+            f"nn.DataParallel. Start one worker for each: shardwise run -n {arguments.n_gpu} "
+            "script.py; or show it one: CUDA_VISIBLE_DEVICES=0."
+        )
+    if arguments.auto_find_batch_size and workers > 1:
+        raise UsageError(
+            "auto_find_batch_size on several workers: one that runs out of memory alone would "
+            "leave the others waiting in its collectives. Find the size with one worker, and "
+            "write per_device_train_batch_size."
+        )

@@ -1,0 +1,156 @@
+"""Trainers of transformers, and of libraries on top of it, whose models are trained by engines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import trainer as stock
+
+from shardwise.accelerate import Accelerator, checkpoints
+from shardwise.bridging.joining import SETTINGS
+from shardwise.transformers.joining import check_arguments
+
+SCHEDULER = "scheduler.pt"
+"""The file that transformers keeps the state of the schedule in."""
+
+
+class Sharded:
+    """What makes a Trainer train by engines; stands before its class.
+
+    Takes settings of Shardwise as keywords beside the trainer's own (`zero=3`). The result is that
+    of the stock Trainer with DistributedDataParallel; docs/from_transformers.md says what differs.
+    """
+
+    accelerator: Accelerator
+    args: Any
+    model: nn.Module
+    lr_scheduler: Any
+    state: Any
+    _settings: dict[str, Any]
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self._settings = {name: keywords.pop(name) for name in SETTINGS & keywords.keys()}
+        super().__init__(*arguments, **keywords)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the Accelerator, which is ours."""
+        settings = self._settings
+
+        def make(**arguments: Any) -> Accelerator:
+            return Accelerator(**arguments, **settings)
+
+        theirs, stock.Accelerator = stock.Accelerator, make
+        try:
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        finally:
+            stock.Accelerator = theirs
+        check_arguments(self.args, self.accelerator.world.size)
+
+    # -- saving -----------------------------------------------------------------------------
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        """Write the model for `from_pretrained`, whole in every row. Collective."""
+        if state_dict is None and self.accelerator.engines:
+            state_dict = self.accelerator.get_state_dict(self.model)
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the engines' checkpoint, and the schedule beside it. Collective."""
+        world = self.accelerator.world
+        checkpoints.save(self.accelerator.engines, Path(output_dir), world)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+
+    # -- loading ----------------------------------------------------------------------------
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Go on from what was saved here, or by a stock Trainer. Collective."""
+        if checkpoint is None or not checkpoints.is_ours(Path(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        self.accelerator.load_engines(checkpoint)
+        schedule = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
+        self.lr_scheduler.load_state_dict(schedule)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with self._writable():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint: by the engines where they have written it.
+        Collective."""
+        best = self.state.best_model_checkpoint
+        if self.accelerator.engines and checkpoints.is_ours(Path(best)):
+            self.accelerator.load_engines(best, model_only=True)
+            return
+        with self._writable():
+            super()._load_best_model()  # type: ignore[misc]
+
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        """Inside the block weights are whole, to be written."""
+        with self.accelerator.full_parameters(self.model, write=True):
+            yield
+
+    # -- evaluation -------------------------------------------------------------------------
+
+    def prediction_step(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        """As the trainer's own; what it generates may have another length on each rank."""
+        with self._generates_apart():
+            return super().prediction_step(model, *arguments, **keywords)  # type: ignore[misc]
+
+    @contextmanager
+    def _generates_apart(self) -> Iterator[None]:
+        """Inside the block `model.generate` may take other numbers of forwards on other ranks.
+
+        Not the whole step is such a block: it has collectives of its own, in which a rank would
+        wait that is still to serve the forwards of others.
+        """
+        plain = getattr(self.model, "generate", None)
+        if plain is None or self._sharded_engines() == 0:
+            yield
+            return
+
+        def generate(*arguments: Any, **keywords: Any) -> Any:
+            with self.accelerator.uneven():
+                return plain(*arguments, **keywords)
+
+        vars(self.model)["generate"] = generate
+        try:
+            yield
+        finally:
+            del vars(self.model)["generate"]
+
+    def _sharded_engines(self) -> int:
+        return sum(e.placement.is_sharded("parameters") for e in self.accelerator.engines)
+
+
+def on(trainer: type[Any]) -> type[Any]:
+    """`trainer`, a class derived from transformers.Trainer, over engines."""
+    if issubclass(trainer, Sharded):
+        return trainer
+    return type(trainer.__name__, (Sharded, trainer), {"__doc__": trainer.__doc__})
+
+
+def prepare_trainer(trainer: Any, **settings: Any) -> Any:
+    """Let `trainer`, which is made and has not trained, train by engines; returns it.
+
+    `settings` are those of Shardwise, such as zero=3.
+    """
+    trainer.__class__ = on(type(trainer))
+    trainer._settings = settings
+    trainer.create_accelerator_and_postprocess()
+    return trainer
+
+
+Trainer = cast(Any, on(transformers.Trainer))
+Seq2SeqTrainer = cast(Any, on(transformers.Seq2SeqTrainer))

@@ -1,0 +1,353 @@
+"""The Hugging Face Trainer over engines: the results of the stock Trainer in one process."""
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.errors import UsageError
+from tests.distributed.test_accelerate import fresh, ranks
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+pytest.importorskip("accelerate", reason="the accelerate package is not there")
+transformers = pytest.importorskip("transformers", reason="the transformers package is not there")
+
+ROWS, LENGTH, WORDS = 24, 10, 40
+STOCK = transformers.TrainingArguments._setup_devices
+"""What asks for the rank, before shardwise.transformers lets it join the run."""
+
+
+def gpt2(dropout=0.0):
+    torch.manual_seed(5)
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_positions=32, n_embd=16, n_layer=3, n_head=2, resid_pdrop=dropout,
+        embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def texts(rows=ROWS, seed=1):
+    """Rows whose labels are of different lengths, so that a mean of means is not the mean."""
+    draw = torch.Generator().manual_seed(seed)
+    words = torch.randint(2, WORDS, (rows, LENGTH), generator=draw)
+    labels = words.clone()
+    for row in range(rows):
+        labels[row, 3 + row % 7 :] = -100
+    return [{"input_ids": w, "labels": y} for w, y in zip(words, labels, strict=True)]
+
+
+def arguments(folder, **options):
+    kept = {
+        "learning_rate": 1e-2,
+        "num_train_epochs": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "save_strategy": "no",
+        "warmup_steps": 2,
+        "max_grad_norm": 0.5,
+    }
+    return transformers.TrainingArguments(str(folder), **kept | options)
+
+
+def quietly():
+    warnings.simplefilter("default")  # of transformers and torch, about each other
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def stock(folder, total, **options):
+    """A stock Trainer in one process, with batches of `total` rows."""
+    quietly()
+    fresh()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            patch.delenv(name)
+        patch.setattr(transformers.TrainingArguments, "_setup_devices", STOCK)
+        return transformers.Trainer(
+            gpt2(),
+            arguments(folder, per_device_train_batch_size=total, **options),
+            train_dataset=texts(),
+            eval_dataset=texts(7, seed=2),
+        )
+
+
+def ours(world, folder, each, model=None, zero=0, kind=None, **options):
+    import shardwise.transformers
+
+    quietly()
+    fresh()
+    trainer = kind or shardwise.transformers.Trainer
+    return trainer(
+        model=gpt2() if model is None else model,
+        args=arguments(folder, per_device_train_batch_size=each, **options),
+        train_dataset=texts(),
+        eval_dataset=texts(7, seed=2),
+        zero=zero,
+        quiet=True,
+    )
+
+
+def figures(trainer):
+    names = ("loss", "grad_norm", "learning_rate")
+    return [[float(log[n]) for n in names] for log in trainer.state.log_history if "loss" in log]
+
+
+def parity_case(world, zero, folder):
+    """Token means over all workers and micro-batches, clipped, scheduled: as in one process."""
+    accumulate = {"gradient_accumulation_steps": 2}
+    plain = stock(folder, 4, **accumulate)
+    plain.train()
+    expected = figures(plain)
+    trainer = ours(world, folder, 4 // world.size, zero=zero, **accumulate)
+    trainer.train()
+    seen = figures(trainer)
+    assert len(seen) == len(expected) == 6
+    for mine, theirs in zip(seen, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    with trainer.accelerator.full_parameters(trainer.model):
+        for a, b in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=1e-3, atol=1e-4)
+    mean = trainer.evaluate()["eval_loss"]
+    predicted = trainer.predict(texts(7, seed=2))
+    assert predicted.predictions.shape[0] == 7
+    trainer.accelerator.free_memory()
+    return mean, float(predicted.predictions.sum())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_results_of_the_stock_trainer(group, size, tmp_path):
+    for zero in (0, 1, 2, 3):
+        found = ranks(group, size)(parity_case, zero, str(tmp_path))
+        assert all(each == found[0] for each in found)
+
+
+def recomputed_case(world, zero, folder):
+    options = {"max_steps": 3}
+    plain = stock(folder, 4, **options)
+    plain.train()
+    trainer = ours(
+        world, folder, 4 // world.size, zero=zero, activation_checkpointing=True, **options
+    )
+    trainer.train()
+    for mine, theirs in zip(figures(trainer), figures(plain), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    trainer.accelerator.free_memory()
+
+
+def test_activations_recomputed_by_their_flag(group, tmp_path):
+    for zero in (0, 3):
+        ranks(group, 2)(recomputed_case, zero, str(tmp_path))
+
+
+def saves_case(world, zero, folder):
+    trainer = ours(
+        world, folder, 4, model=gpt2(0.2), zero=zero, save_strategy="steps", save_steps=2,
+        save_total_limit=None,
+    )  # fmt: skip
+    trainer.train()
+    seen = figures(trainer)
+    trainer.accelerator.free_memory()
+    return seen
+
+
+def resumes_case(world, zero, folder):
+    trainer = ours(world, folder, 4, model=gpt2(0.2), zero=zero)
+    torch.rand(10)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert trainer.state.global_step == 6
+    seen = figures(trainer)
+    trainer.accelerator.free_memory()
+    return seen
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_resumed_in_mid_epoch_without_a_difference(group, tmp_path, zero):
+    whole = ranks(group, 2)(saves_case, zero, str(tmp_path))
+    assert ranks(group, 2)(resumes_case, zero, str(tmp_path)) == whole
+
+
+def other_size_case(world, folder):
+    trainer = ours(world, folder, 8, model=gpt2(0.2), zero=1)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    seen = figures(trainer)
+    trainer.accelerator.free_memory()
+    return len(seen), seen[1]
+
+
+def test_resumed_on_another_number_of_workers(group, tmp_path):
+    (before, _) = ranks(group, 2)(saves_case, 3, str(tmp_path))
+    ((steps, second),) = ranks(group, 1)(other_size_case, str(tmp_path))
+    assert (steps, second) == (6, before[1])
+
+
+def whole_weights_case(world, zero, folder):
+    """What from_pretrained reads is what was trained, in every row."""
+    trainer = ours(world, folder, 4, zero=zero, max_steps=2)
+    trainer.train()
+    trainer.save_model(f"{folder}/saved")
+    with trainer.accelerator.full_parameters(trainer.model):
+        kept = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    world.barrier()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/saved")
+    trainer.accelerator.save_state(f"{folder}/state")
+    world.barrier()
+    engines = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/state/step-2")
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, kept[name]), name
+        assert torch.equal(engines.state_dict()[name], value), name
+    trainer.accelerator.free_memory()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_saved_models_are_whole(group, tmp_path, zero):
+    ranks(group, 2)(whole_weights_case, zero, str(tmp_path))
+
+
+def best_case(world, zero, only_model, folder):
+    """The highest loss is called the best, so that it is not the last one."""
+    trainer = ours(
+        world, folder, 4, zero=zero, warmup_steps=0, max_steps=4, eval_strategy="steps",
+        eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True,
+        metric_for_best_model="loss", greater_is_better=True, save_only_model=only_model,
+    )  # fmt: skip
+    trainer.train()
+    history = trainer.state.log_history
+    losses = [log["eval_loss"] for log in history if "eval_loss" in log]
+    assert losses[-1] < max(losses)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses), rel=1e-6)
+    trainer.accelerator.free_memory()
+
+
+@pytest.mark.parametrize("only_model", [False, True])
+def test_the_best_model_is_loaded_at_the_end(group, tmp_path, only_model):
+    for zero in (0, 3):
+        ranks(group, 2)(best_case, zero, only_model, str(tmp_path / str(zero)))
+
+
+def t5():
+    config = transformers.T5Config(
+        vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2,
+        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def generates_case(world, zero, folder):
+    """What is generated ends after other numbers of forwards on the ranks."""
+    from shardwise.transformers import on
+
+    quietly()
+    fresh()
+    model, plain = t5(), t5()
+    options = {"predict_with_generate": True, "generation_max_length": 6 + 5 * world.rank}
+    args = transformers.Seq2SeqTrainingArguments(
+        folder, report_to=[], disable_tqdm=True, use_cpu=True, max_steps=2, save_strategy="no",
+        dataloader_pin_memory=False, per_device_train_batch_size=2, **options,
+    )  # fmt: skip
+    rows = [{"input_ids": t["input_ids"], "labels": t["input_ids"]} for t in texts(8)]
+    trainer = on(transformers.Seq2SeqTrainer)(
+        model=model, args=args, train_dataset=rows, eval_dataset=rows[:5], zero=zero, quiet=True
+    )
+    trainer.train()
+    before = dict(vars(trainer.model))
+    found = trainer.predict(rows[:5]).predictions
+    state = trainer.accelerator.get_state_dict(model)
+    if world.is_main:
+        plain.load_state_dict(state)
+        words = torch.stack([row["input_ids"] for row in rows[:5]])
+        expected = plain.eval().generate(input_ids=words, max_length=6)
+        assert found[:5, : expected.shape[1]].tolist() == expected.tolist()
+    assert "generate" not in before.keys() | vars(trainer.model).keys()
+    trainer.accelerator.free_memory()
+
+
+def test_generation_inside_an_evaluation(group, tmp_path):
+    for zero in (0, 3):
+        ranks(group, 2)(generates_case, zero, str(tmp_path))
+
+
+def lora(rank=2):
+    import peft
+
+    config = peft.LoraConfig(
+        r=rank, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM",
+        lora_dropout=0.0,
+    )  # fmt: skip
+    quietly()
+    model = gpt2()
+    torch.manual_seed(7)
+    return peft.get_peft_model(model, config)
+
+
+def lora_case(world, zero, folder):
+    import peft
+
+    trainer = ours(
+        world, folder, 4, model=lora(), zero=zero, max_steps=4, save_strategy="steps", save_steps=2
+    )
+    trainer.train()
+    trainer.save_model(f"{folder}/adapter")
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.accelerator.free_memory()
+    world.barrier()
+    assert sorted(path.name for path in Path(f"{folder}/adapter").glob("*.safetensors")) == [
+        "adapter_model.safetensors"
+    ]
+    loaded = peft.PeftModel.from_pretrained(gpt2(), f"{folder}/adapter")
+    again = ours(world, folder, 4, model=loaded.merge_and_unload(), zero=zero)
+    assert again.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    resumed = ours(world, folder, 4, model=lora(), zero=zero, max_steps=4)
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert resumed.evaluate()["eval_loss"] == loss
+    with resumed.accelerator.full_parameters(resumed.model, write=True):
+        resumed.model.merge_adapter()
+    assert resumed.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    resumed.accelerator.free_memory()
+
+
+def test_adapters_of_peft(group, tmp_path):
+    pytest.importorskip("peft", reason="the peft package is not there")
+    for zero in (0, 3):
+        ranks(group, 2)(lora_case, zero, str(tmp_path / str(zero)))
+
+
+def prepared_case(world, folder):
+    """A trainer that was made by somebody else, of a class of its own."""
+    from shardwise.transformers import on, prepare_trainer
+
+    class Own(transformers.Trainer):
+        pass
+
+    quietly()
+    fresh()
+    args = arguments(folder, per_device_train_batch_size=4, max_steps=2)
+    trainer = Own(model=gpt2(), args=args, train_dataset=texts())
+    assert prepare_trainer(trainer, zero=2, quiet=True) is trainer
+    assert isinstance(trainer, Own)
+    trainer.train()
+    (engine,) = trainer.accelerator.engines
+    assert (engine.steps, engine.placement.name) == (2, "ZERO_2")
+    assert on(type(trainer)) is type(trainer)
+    trainer.train()  # again: from where it is, by an engine of its own
+    trainer.accelerator.free_memory()
+
+
+def test_a_trainer_that_is_made_already(group, tmp_path):
+    ranks(group, 2)(prepared_case, str(tmp_path))
+
+
+def refusals_case(world, folder):
+    with pytest.raises(UsageError, match="auto_find_batch_size on several workers"):
+        ours(world, folder, 4, auto_find_batch_size=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_what_cannot_be_had_says_what_to_write(group, tmp_path):
+    ranks(group, 2)(refusals_case, str(tmp_path / "out"))
