@@ -88,8 +88,8 @@ class StepReport:
     gradient. `late` is by bucket: a gradient came after the bucket had started. `news`: a buffer
     was seen to change for the first time. `several`: there was more than one backward. `unsaved`: a
     save in the background has failed. `asked`: the signal that asked this rank to end, or 0; of all
-    ranks the highest. `written`: user code has written into parameters. `divisor`: what the added losses are
-    divided by, 0 for means.
+    ranks the highest. `written`: user code has written into parameters. `divisor`: what the added
+    losses are divided by, 0 for means.
     """
 
     weights: list[Number]
