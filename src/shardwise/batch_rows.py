@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise import config
+from shardwise.bucket_layout import even_cuts
 from shardwise.collectives.base import Collectives
 from shardwise.common_draws import SHARE, CommonCalls, CommonDraws
 from shardwise.current_batch import Batch, CurrentBatch, StreamShape
 from shardwise.errors import DataError, UsageError
-from shardwise.layout import even_cuts
 from shardwise.nested_batch import Rows, dimension
 from shardwise.step_log import StepLog
 

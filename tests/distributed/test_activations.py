@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
-from shardwise.model import saved_tensors
+from shardwise.model import activation_offload
 from tests.distributed.test_engine import batch
 
 WAYS = {
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 def trained(world, settings, *, rows=13, micro=4, two_at_once=False):
     """The whole state after some steps, and what each rank's generator draws then."""
-    saved_tensors.LEAST = 64
+    activation_offload.LEAST = 64
     if settings.get("compile"):
         torch.compiler.reset()  # else torch runs a block eagerly that it has compiled too often
     world.engines = 0  # the randomness of a step depends on the number of its engine

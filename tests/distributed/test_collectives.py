@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shardwise import sum_tree
+from shardwise.bucket_layout import even_cuts
 from shardwise.collectives import Sum, gloo, gloo_exchange, listeners, ordered_sums
 from shardwise.errors import CollectiveError, PeerLost
-from shardwise.layout import even_cuts
 
 TRANSPORTS = ["shared", "gloo"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]

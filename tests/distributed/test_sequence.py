@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import ModelError, UsageError
-from shardwise.parallel.tensor.regions import reduce_scatter_to_sequence
+from shardwise.parallel.tensor.region_collectives import reduce_scatter_to_sequence
 from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
 from shardwise.parallel.tensor.sequence_parallel import SequenceShard, gather_nested, token_sharding
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.layout import even_cuts
+from shardwise.bucket_layout import even_cuts
 from shardwise.states import storage
 from tests.disk import on_a_disk
 from tests.parity.pairwise import pairwise

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.layout import padding
+from shardwise.bucket_layout import padding
 from shardwise.states.bucket_reducer import IN_FLIGHT
 
 FORMULAS = {

@@ -68,7 +68,7 @@ LEFT_OUT = [
     rarely(COLLECTIVE, ("states/bucket_reducer.py",), "zero 0"),
     rarely(COLLECTIVE, ("states/bucket_reducer.py",), "zero 3"),
     often(COLLECTIVE, ("engine/step.py",), "zero 2, averaged"),
-    rarely(COLLECTIVE, ("states/averages.py",), "zero 2, averaged"),
+    rarely(COLLECTIVE, ("states/ema.py",), "zero 2, averaged"),
     rarely(COLLECTIVE, ("states/interval_gather.py",), "zero 2, averaged"),
     often(COLLECTIVE, ("states/bucket_gathers.py", "states/whole_units.py"), "zero 3"),
     rarely(COLLECTIVE, ("states/sharded_parameters.py",), "zero 3"),
@@ -76,7 +76,7 @@ LEFT_OUT = [
     rarely(COLLECTIVE, ("model/batch_norm_statistics.py",), "SyncBatchNorm"),
     rarely(COLLECTIVE, ("model/sync_batch_norm.py",), "SyncBatchNorm"),
     rarely(COLLECTIVE, ("states/bucket_reducer.py",), "exact"),
-    rarely(COLLECTIVE, ("parallel/tensor/regions.py",), "tensor"),
+    rarely(COLLECTIVE, ("parallel/tensor/region_collectives.py",), "tensor"),
     rarely(COLLECTIVE, ("parallel/tensor/split_model.py",), "tensor"),
     rarely(
         COLLECTIVE,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.layout import Spec, lay_out
+from shardwise.bucket_layout import Spec, lay_out
 from shardwise.states.bucket_reducer import BucketViews
 from shardwise.states.tracked import Tracked
 

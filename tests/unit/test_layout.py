@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout import (
+from shardwise.bucket_layout import (
     ALIGNMENT,
     Bucket,
     Piece,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.layout import Piece, even_cuts
+from shardwise.bucket_layout import Piece, even_cuts
 from shardwise.shards import Shard
 
 

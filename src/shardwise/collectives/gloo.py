@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.bucket_layout import even_cuts
 from shardwise.collectives.base import (
     Collectives,
     Counts,
@@ -28,7 +29,6 @@ from shardwise.collectives.gloo_messages import (
 )
 from shardwise.collectives.ordered_sums import PLAIN, Sum, sum_in_rank_order
 from shardwise.collectives.torch_backend import gathered_rows, interval, split_group
-from shardwise.layout import even_cuts
 from shardwise.watch.status_server import StatusServer
 
 LONG = 1 << 22

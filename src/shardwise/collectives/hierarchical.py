@@ -22,6 +22,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from shardwise.bucket_layout import even_cuts
 from shardwise.collectives.base import Collectives, Cuts, Handle, check_groups
 from shardwise.collectives.gloo import Gloo
 from shardwise.collectives.ordered_sums import PLAIN, Sum, sum_in_rank_order
@@ -31,7 +32,6 @@ from shardwise.collectives.shared_memory import MappedMemory, SharedMemory
 from shardwise.collectives.shared_work import DONE, HALFWAY, READY, Messages, Steps
 from shardwise.collectives.socket_mesh import INLINE, MeshMessage
 from shardwise.collectives.torch_backend import interval
-from shardwise.layout import even_cuts
 from shardwise.sum_tree import node_sizes
 
 Hosts = Sequence[Sequence[int]]

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.bucket_layout import even_cuts
 from shardwise.collectives.base import Collectives, Counts, Cuts, GroupRanks, Handle, column
 from shardwise.collectives.ordered_sums import PLAIN, Sum, sum_in_tree
 from shardwise.collectives.torch_backend import explained, interval, real_view, split_group
-from shardwise.layout import even_cuts
 from shardwise.watch.status_server import StatusServer
 
 # torch 2.13 renamed these two, and warns of the old names.

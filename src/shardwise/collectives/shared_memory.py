@@ -23,6 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from shardwise.bucket_layout import even_cuts
 from shardwise.collectives.arena import Arena
 from shardwise.collectives.base import (
     Collectives,
@@ -57,7 +58,6 @@ from shardwise.collectives.socket_mesh import (
 )
 from shardwise.collectives.torch_backend import gathered_rows, interval, real_view
 from shardwise.errors import CollectiveError
-from shardwise.layout import even_cuts
 
 
 class MappedMemory(Collectives):

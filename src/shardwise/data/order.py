@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.layout import even_cuts
+from shardwise.bucket_layout import even_cuts
 from shardwise.randomness import seed_from
 
 T = TypeVar("T")

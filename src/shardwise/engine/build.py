@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise import layout
+from shardwise import bucket_layout
 from shardwise.engine import initial_values, unit_assignment, usage_checks
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.unit_assignment import Sections
@@ -20,7 +20,7 @@ from shardwise.errors import ModelError
 from shardwise.model import sync_batch_norm
 from shardwise.model.module_hooks import Hooked
 from shardwise.placement import STATES
-from shardwise.states.averages import Averages
+from shardwise.states.ema import Averages
 from shardwise.states.gradients import Gradients
 from shardwise.states.interval_gather import IntervalGather
 from shardwise.states.optimizer_kind import OptimizerKind
@@ -358,10 +358,10 @@ def _parameters(
 
 def _spec(
     spec: EngineSpec, tracked: Tracked, owner: ParameterGroup | None, unit: int
-) -> layout.Spec:
+) -> bucket_layout.Spec:
     """A parameter for the layout; it is frozen where no group owns it."""
     number = -1 if owner is None else spec.optimizers.index(owner.optimizer)
-    return layout.Spec(
+    return bucket_layout.Spec(
         name=tracked.name,
         numel=tracked.parameter.numel(),
         itemsize=tracked.dtype.itemsize,
@@ -375,10 +375,10 @@ def _spec(
     )
 
 
-def _buckets(spec: EngineSpec, specs: Sequence[layout.Spec]) -> list[layout.Bucket]:
+def _buckets(spec: EngineSpec, specs: Sequence[bucket_layout.Spec]) -> list[bucket_layout.Bucket]:
     capacity = int(spec.settings.bucket_mb * 2**20)
-    buckets = layout.lay_out(
+    buckets = bucket_layout.lay_out(
         specs, ranks=spec.shard_group.size, capacity=capacity, grain=spec.summation.grain
     )
-    layout.check(buckets, specs, spec.shard_group.size)
+    bucket_layout.check(buckets, specs, spec.shard_group.size)
     return buckets

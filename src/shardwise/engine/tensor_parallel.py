@@ -10,9 +10,9 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import ConfigError, ModelError, ModelMismatch
 from shardwise.parallel.tensor import known_modules
 from shardwise.parallel.tensor import plan as plans
-from shardwise.parallel.tensor.module_splits import SplitGroup
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.parallel.tensor.split_model import TensorParallelModels
+from shardwise.parallel.tensor.split_rules import SplitGroup
 from shardwise.world import World
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise import layout
+from shardwise import bucket_layout
 from shardwise.errors import BadCall
 from shardwise.horovod.compression import Compression, Compressor
 from shardwise.horovod.context import current
@@ -129,7 +129,11 @@ class FlatBucket(GradientBucket):
     """Parameters of one dtype, whose gradients lie end to end in one permanent buffer."""
 
     def __init__(
-        self, name: str, tracked: Sequence[Tracked], options: ReductionOptions, found: layout.Bucket
+        self,
+        name: str,
+        tracked: Sequence[Tracked],
+        options: ReductionOptions,
+        found: bucket_layout.Bucket,
     ) -> None:
         super().__init__(name, tracked, options)
         first = tracked[0]
@@ -271,7 +275,7 @@ def _laid_out(
     for number in sorted({groups[index] for index in indices}, reverse=True):
         members = [index for index in indices if groups[index] == number]
         specs = [
-            layout.Spec(
+            bucket_layout.Spec(
                 name=tracked[index].name,
                 numel=tracked[index].shape.numel(),
                 itemsize=tracked[index].dtype.itemsize,
@@ -279,7 +283,7 @@ def _laid_out(
             )
             for index in members
         ]
-        for found_layout in layout.lay_out(
+        for found_layout in bucket_layout.lay_out(
             specs, ranks=1, capacity=largest if number else capacity
         ):
             held = [members[slot.parameter] for slot in found_layout.slots]

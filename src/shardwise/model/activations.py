@@ -16,10 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.config import Settings
 from shardwise.model import units
+from shardwise.model.activation_offload import SavedTensors
 from shardwise.model.module_hooks import Hooked, attach
 from shardwise.model.offloaded_tensor import DiskTarget, HostTarget, OffloadTarget, StagedDiskTarget
 from shardwise.model.recomputation import RecomputedForward
-from shardwise.model.saved_tensors import SavedTensors
 from shardwise.placement import Tier
 from shardwise.tiers.spool import Spool
 

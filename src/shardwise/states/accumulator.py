@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardwise.bucket_layout import Bucket
 from shardwise.collectives import Handle
-from shardwise.layout import Bucket
 from shardwise.states import squared_sums
 from shardwise.states.storage import MemoryStorage, Span, Storage
 from shardwise.sum_tree import MicroShards

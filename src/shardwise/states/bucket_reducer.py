@@ -18,8 +18,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from shardwise.bucket_layout import Bucket
 from shardwise.collectives import Collectives, Handle, Sum
-from shardwise.layout import Bucket
 from shardwise.model.precision import NARROW
 from shardwise.placement import Placement
 from shardwise.states.accumulator import Accumulator, GradientBucket, Summation

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise.layout import Piece
+from shardwise.bucket_layout import Piece
 from shardwise.states.inner_optimizer import InnerOptimizer
 from shardwise.states.optimizer_kind import OptimizerKind, placed
 from shardwise.states.optimizer_lr_and_options import ParameterGroup

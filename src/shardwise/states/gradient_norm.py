@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence, Set
 import torch
 from torch import Tensor
 
-from shardwise.layout import Piece
+from shardwise.bucket_layout import Piece
 from shardwise.states.accumulator import GradientBucket, Summation
 from shardwise.states.squared_sums import squared_sum
 from shardwise.states.storage import MemoryStorage

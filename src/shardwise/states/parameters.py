@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from shardwise.bucket_layout import Bucket
 from shardwise.collectives import Collectives, Handle
 from shardwise.errors import BrokenView
-from shardwise.layout import Bucket
 from shardwise.states.sharded_bucket import ShardedBucket
 from shardwise.states.storage import MemoryStorage, Storage
 from shardwise.states.tracked import Tracked

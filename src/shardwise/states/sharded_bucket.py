@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from shardwise.layout import Bucket
+from shardwise.bucket_layout import Bucket
 from shardwise.states.storage import Storage
 from shardwise.states.tracked import Tracked
 

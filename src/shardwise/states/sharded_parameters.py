@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from shardwise.bucket_layout import Bucket
 from shardwise.collectives import Collectives, Handle
 from shardwise.errors import BrokenView
-from shardwise.layout import Bucket
 from shardwise.model.meta import make_real
 from shardwise.states.parameters import ParameterPlaces, Parameters, check_place
 from shardwise.states.read_only import read_only

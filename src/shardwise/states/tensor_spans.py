@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.bucket_layout import Bucket, Slot
 from shardwise.checkpoint.byte_ranges import Extent, extents, of_whole
 from shardwise.collectives import Collectives
-from shardwise.layout import Bucket, Slot
 from shardwise.shards import Shard
-from shardwise.states.averages import Averages
+from shardwise.states.ema import Averages
 from shardwise.states.existing_optimizer_state import Blank
 from shardwise.states.optimizer_state import OptimizerState
 from shardwise.states.parameters import Parameters

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import optim
 
-from shardwise.layout import Piece
+from shardwise.bucket_layout import Piece
 from shardwise.states.update_intervals import (
     UpdateInterval,
     UpdateSegment,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.layout import Bucket, Piece
+from shardwise.bucket_layout import Bucket, Piece
 from shardwise.states.storage import Span, Storage
 
 

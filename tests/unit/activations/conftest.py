@@ -2,12 +2,12 @@
 
 import pytest
 
-from shardwise.model import saved_tensors
+from shardwise.model import activation_offload
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Move small tensors too, a few at once."""
-    monkeypatch.setattr(saved_tensors, "LEAST", 64)
-    monkeypatch.setattr(saved_tensors, "LEAVING", 4096)
-    monkeypatch.setattr(saved_tensors, "AHEAD", 4096)
+    monkeypatch.setattr(activation_offload, "LEAST", 64)
+    monkeypatch.setattr(activation_offload, "LEAVING", 4096)
+    monkeypatch.setattr(activation_offload, "AHEAD", 4096)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UsageError
-from shardwise.model import saved_tensors
+from shardwise.model import activation_offload
+from shardwise.model.activation_offload import SavedTensors
 from shardwise.model.activations import OffloadScope
 from shardwise.model.offloaded_tensor import DiskTarget, HostTarget, StagedDiskTarget
-from shardwise.model.saved_tensors import SavedTensors
 from shardwise.tiers.spool import Spool
 from tests.unit.activations.models import CPU, make, x
 
@@ -93,7 +93,7 @@ def test_memory_is_freed_in_forward_and_on_the_way_back(folder: Path) -> None:
     held, alive = [], []
     for number in range(50):
         tensor = torch.full((1024,), float(number))
-        alive.append(saved_tensors.StorageWeakRef(tensor.untyped_storage()))
+        alive.append(activation_offload.StorageWeakRef(tensor.untyped_storage()))
         held.append(saved.pack(tensor))
         del tensor
         assert sum(not one.expired() for one in alive) <= 4096 // 4096 + 2

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.model.activation_offload import SavedTensors
 from shardwise.model.activations import OffloadScope
 from shardwise.model.offloaded_tensor import HostTarget, StagedDiskTarget
-from shardwise.model.saved_tensors import SavedTensors
 from shardwise.tiers.spool import Spool
 from tests.unit.activations.models import CPU, WAYS, make, on, same, x
 

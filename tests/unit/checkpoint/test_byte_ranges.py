@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise import layout
+from shardwise import bucket_layout
 from shardwise.checkpoint.byte_ranges import (
     ByteRange,
     Extent,
@@ -20,7 +20,7 @@ from shardwise.checkpoint.checksum import ChecksumPart, joined
 
 def test_a_table():
     #   bucket | b: 16..19 of 20 | a: 0..4 |, an interval from 16 on
-    pieces = [layout.Piece(1, 16, 20, 16), layout.Piece(0, 32, 37, 0)]
+    pieces = [bucket_layout.Piece(1, 16, 20, 16), bucket_layout.Piece(0, 32, 37, 0)]
     parts = extents(pieces, 16, {0: "a", 1: "b"})
     assert parts == [Extent("b", 0, 4, 16), Extent("a", 16, 21, 0)]
     assert clipped(parts, 2, 18) == [Extent("b", 0, 2, 18), Extent("a", 14, 16, 0)]
@@ -46,12 +46,12 @@ def test_a_table():
 def test_every_byte_is_written_once(numels, ranks, copies, span, whole):
     """Buckets of `ranks`, each interval held `copies` times and lent in spans of `span`."""
     specs = [
-        layout.Spec(name=f"t{i}", numel=n, itemsize=4, key=0, whole=whole)
+        bucket_layout.Spec(name=f"t{i}", numel=n, itemsize=4, key=0, whole=whole)
         for i, n in enumerate(numels)
     ]
     names = {i: spec.name for i, spec in enumerate(specs)}
     written = {spec.name: [0] * (spec.numel * 4) for spec in specs}
-    for bucket in layout.lay_out(specs, ranks=ranks, capacity=400):
+    for bucket in bucket_layout.lay_out(specs, ranks=ranks, capacity=400):
         for rank in range(ranks):
             own = bucket.interval(rank)
             parts = extents(bucket.pieces(*own), own[0], names)

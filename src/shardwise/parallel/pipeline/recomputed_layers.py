@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import UsageError
+from shardwise.model.activation_offload import Kept
 from shardwise.model.recomputation import RecomputedForward
-from shardwise.model.saved_tensors import Kept
 
 
 def in_checkpoint() -> bool:

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise.bucket_layout import even_cuts
 from shardwise.collectives import Collectives
 from shardwise.config import Settings
 from shardwise.errors import DataError, UsageError
-from shardwise.layout import even_cuts
 from shardwise.model.precision import NARROW
 from shardwise.nested_batch import Rows
 from shardwise.parallel.pipeline.pipeline_group import PipelineGroup

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.parallel.tensor import module_splits
-from shardwise.parallel.tensor.module_splits import SplitGroup, range_length
+from shardwise.parallel.tensor import split_rules
+from shardwise.parallel.tensor.split_rules import SplitGroup, range_length
 from shardwise.shards import Ranges
 
 
@@ -56,10 +56,10 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
     """
     heads = _number(name, module, how.heads)
     kv_heads = heads if how.kv_heads is None else _number(name, module, how.kv_heads)
-    of_kv = module_splits.even_split(f"{name} of {kv_heads} heads", kv_heads, parts)
+    of_kv = split_rules.even_split(f"{name} of {kv_heads} heads", kv_heads, parts)
     of_heads = [_scaled(each, heads // kv_heads) for each in of_kv]
     out = _child(name, module, how.out)
-    head_dim = module_splits.widths(out)[0] // heads
+    head_dim = split_rules.widths(out)[0] // heads
     group = SplitGroup("attention", name)
     if isinstance(how.qkv, str):
         fused = _child(name, module, how.qkv)
@@ -72,25 +72,25 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
             )
             for mine, kv in zip(of_heads, of_kv, strict=True)
         ]
-        if module_splits.widths(fused)[1] != query + 2 * key:
+        if split_rules.widths(fused)[1] != query + 2 * key:
             raise ModelError(
-                f"{name}.{how.qkv} makes {module_splits.widths(fused)[1]} features, and queries, "
+                f"{name}.{how.qkv} makes {split_rules.widths(fused)[1]} features, and queries, "
                 f"keys and values of {heads} heads of {head_dim} are {query + 2 * key}."
             )
-        group.splits.append(module_splits.colwise(f"{name}.{how.qkv}", fused, ranges))
+        group.splits.append(split_rules.colwise(f"{name}.{how.qkv}", fused, ranges))
     else:
         for child, mine in zip(how.qkv, (of_heads, of_kv, of_kv), strict=True):
             linear = _child(name, module, child)
-            each = module_splits.widths(linear)[1] // (heads if mine is of_heads else kv_heads)
+            each = split_rules.widths(linear)[1] // (heads if mine is of_heads else kv_heads)
             ranges = [_scaled(part, each) for part in mine]
-            group.splits.append(module_splits.colwise(f"{name}.{child}", linear, ranges))
+            group.splits.append(split_rules.colwise(f"{name}.{child}", linear, ranges))
     rows = [_scaled(part, head_dim) for part in of_heads]
-    group.splits.append(module_splits.rowwise(f"{name}.{how.out}", out, rows))
+    group.splits.append(split_rules.rowwise(f"{name}.{how.out}", out, rows))
     for child in how.per_head:
         if (table := module._modules.get(child)) is not None:
             tensors = {"weight": (1, of_heads)}
             group.splits.append(
-                module_splits.local_module(f"{name}.{child}", table, tensors, [{}] * parts)
+                split_rules.local_module(f"{name}.{child}", table, tensors, [{}] * parts)
             )
     local: list[dict[str, Any]] = [
         {width: getattr(module, width) // heads * range_length(part) for width in how.widths}
@@ -101,7 +101,7 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
             for own, part in zip(local, several, strict=True):
                 own[attribute] = range_length(part)
     if any(local):
-        group.splits.append(module_splits.local_module(name, module, {}, local))
+        group.splits.append(split_rules.local_module(name, module, {}, local))
     return group
 
 
@@ -120,7 +120,7 @@ def _child(name: str, module: nn.Module, child: str) -> nn.Module:
     found: Any = module
     for part in child.split("."):
         found = getattr(found, part, None)
-    if not isinstance(found, nn.Module) or not module_splits.is_linear(found):
+    if not isinstance(found, nn.Module) or not split_rules.is_linear(found):
         raise ModelError(
             f"{name} has no linear map called {child!r}: name it in sw.Attention(...)."
         )

@@ -13,8 +13,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
 from shardwise.model.precision import NARROW
-from shardwise.parallel.tensor.regions import all_gather_tensors
-from shardwise.parallel.tensor.split_modules import ColwiseParallel, check_in_range
+from shardwise.parallel.tensor.parallel_layers import ColwiseParallel, check_in_range
+from shardwise.parallel.tensor.region_collectives import all_gather_tensors
 
 _REDUCTIONS = ("mean", "sum", "none")
 

@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.parallel.tensor import module_splits
+from shardwise.parallel.tensor import split_rules
 from shardwise.parallel.tensor.attention import Attention, split_attention
 from shardwise.parallel.tensor.graph_paths import AllowedOperations
-from shardwise.parallel.tensor.module_splits import SplitGroup
 from shardwise.parallel.tensor.multihead_attention import split_multihead
-from shardwise.parallel.tensor.split_modules import RowwiseParallel
+from shardwise.parallel.tensor.parallel_layers import RowwiseParallel
+from shardwise.parallel.tensor.split_rules import SplitGroup
 from shardwise.parallel.tensor.split_trial import TrialResult, try_split
 
 ATTENTION = {
@@ -174,7 +174,7 @@ def _groups_of(
     free = [
         child
         for child, each in module.named_children()
-        if module_splits.is_linear(each) and each not in taken
+        if split_rules.is_linear(each) and each not in taken
     ]
     used: set[str] = set()
     for group, children in _candidates(name, module, free, parts):
@@ -196,7 +196,7 @@ def _known_attention(
 
 def _are_linear(module: nn.Module, children: Sequence[str]) -> bool:
     found = [module._modules.get(child) for child in children]
-    return all(each is not None and module_splits.is_linear(each) for each in found)
+    return all(each is not None and split_rules.is_linear(each) for each in found)
 
 
 def _module_to_try(module: nn.Module, children: Sequence[str]) -> nn.Module:
@@ -248,13 +248,13 @@ def _candidates(
             return  # its widths are not those of attention
     for first, second in pairwise(free):
         one, other = (getattr(module, child) for child in (first, second))
-        if module_splits.widths(one)[1] == module_splits.widths(other)[0] >= parts:
+        if split_rules.widths(one)[1] == split_rules.widths(other)[0] >= parts:
             yield _pair(name, module, (first,), second, parts), (first, second)
     for first, gate, second in zip(free, free[1:], free[2:], strict=False):
         several = [getattr(module, child) for child in (first, gate, second)]
-        if len({module_splits.widths(several[0]), module_splits.widths(several[1])}) == 1:
-            width = module_splits.widths(several[0])[1]
-            if width == module_splits.widths(several[2])[0] >= parts:
+        if len({split_rules.widths(several[0]), split_rules.widths(several[1])}) == 1:
+            width = split_rules.widths(several[0])[1]
+            if width == split_rules.widths(several[2])[0] >= parts:
                 yield _pair(name, module, (first, gate), second, parts), (first, gate, second)
 
 
@@ -277,16 +277,16 @@ def _pair(name: str, module: nn.Module, into: Sequence[str], out: str, parts: in
     features."""
     last = module._modules[out]
     assert last is not None
-    width = module_splits.widths(last)[0]
-    ranges = module_splits.even_split(
+    width = split_rules.widths(last)[0]
+    ranges = split_rules.even_split(
         f"{name or type(module).__name__} of width {width}", width, parts
     )
     group = SplitGroup("feed-forward", name)
     for child in into:
         linear = module._modules[child]
         assert linear is not None
-        group.splits.append(module_splits.colwise(_child_name(name, child), linear, ranges))
-    group.splits.append(module_splits.rowwise(_child_name(name, out), last, ranges))
+        group.splits.append(split_rules.colwise(_child_name(name, child), linear, ranges))
+    group.splits.append(split_rules.rowwise(_child_name(name, out), last, ranges))
     return group
 
 
@@ -302,7 +302,7 @@ def disable_fused_inference(
             if inside and hasattr(module, "activation_relu_or_gelu"):
                 name = ".".join(part for part in (prefix, path) if part)
                 plain = [{"activation_relu_or_gelu": 0}] * parts
-                inside[0].splits.append(module_splits.local_module(name, module, {}, plain))
+                inside[0].splits.append(split_rules.local_module(name, module, {}, plain))
 
 
 def _child_name(name: str, child: str) -> str:

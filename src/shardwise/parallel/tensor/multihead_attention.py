@@ -11,10 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import ModelError
-from shardwise.parallel.tensor import module_splits
-from shardwise.parallel.tensor.module_splits import ModuleSplit, SplitGroup
-from shardwise.parallel.tensor.regions import ShardedDim, gather_from_region, reduce_from_region
-from shardwise.parallel.tensor.split_modules import TensorParallelModule
+from shardwise.parallel.tensor import split_rules
+from shardwise.parallel.tensor.parallel_layers import TensorParallelModule
+from shardwise.parallel.tensor.region_collectives import (
+    ShardedDim,
+    gather_from_region,
+    reduce_from_region,
+)
+from shardwise.parallel.tensor.split_rules import ModuleSplit, SplitGroup
 from shardwise.shards import Range
 
 
@@ -150,9 +154,9 @@ def split_multihead(name: str, module: nn.MultiheadAttention, parts: int) -> Spl
             f"{name} has add_bias_kv or add_zero_attn, which --tensor does not split: leave it "
             f'whole with tensor_plan={{"{name}": "whole"}}.'
         )
-    heads = module_splits.even_split(f"{name} of {module.num_heads} heads", module.num_heads, parts)
-    each = module_splits.even_split(name, module.embed_dim, parts, grain=module.head_dim)
-    fused = module_splits.even_split(
+    heads = split_rules.even_split(f"{name} of {module.num_heads} heads", module.num_heads, parts)
+    each = split_rules.even_split(name, module.embed_dim, parts, grain=module.head_dim)
+    fused = split_rules.even_split(
         name, 3 * module.embed_dim, parts, grain=module.head_dim, blocks=3
     )
     tensors: dict[str, Any] = {}
@@ -163,11 +167,11 @@ def split_multihead(name: str, module: nn.MultiheadAttention, parts: int) -> Spl
         tensors |= dict.fromkeys(names, (0, each))
     if module.in_proj_bias is not None:
         tensors["in_proj_bias"] = (0, fused)
-    local = [{"num_heads": module_splits.range_length(part)} for part in heads]
+    local = [{"num_heads": split_rules.range_length(part)} for part in heads]
     of_heads = [part[0] for part in heads]
     attend = ModuleSplit(name, module, SplitMultiheadAttention, tensors, local, of_heads)
-    width = [{"in_features": module_splits.range_length(part)} for part in each]
-    out = module_splits.local_module(
+    width = [{"in_features": split_rules.range_length(part)} for part in each]
+    out = split_rules.local_module(
         f"{name}.out_proj", module.out_proj, {"weight": (1, each)}, width
     )
     return SplitGroup("attention", name, [attend, out])

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.parallel.tensor import module_splits
+from shardwise.parallel.tensor import split_rules
 from shardwise.parallel.tensor.attention import Attention, split_attention
-from shardwise.parallel.tensor.module_splits import SplitGroup
+from shardwise.parallel.tensor.split_rules import SplitGroup
 
 WHOLE = "whole"
 SEQUENCE_PARALLEL = "sequence_parallel"
@@ -122,17 +122,17 @@ def planned_groups(planned: Sequence[PlannedModule], parts: int) -> list[SplitGr
     return groups
 
 
-def _split_of(each: PlannedModule, parts: int) -> module_splits.ModuleSplit:
+def _split_of(each: PlannedModule, parts: int) -> split_rules.ModuleSplit:
     if each.style == SEQUENCE_PARALLEL:
-        return module_splits.sequence_parallel(each.name, each.module)
+        return split_rules.sequence_parallel(each.name, each.module)
     if each.style == "embedding":
-        return module_splits.embedding(each.name, each.module, parts)
-    if not module_splits.is_linear(each.module):
-        return module_splits.colwise(each.name, each.module, ())  # raises
-    into, out = module_splits.widths(each.module)
+        return split_rules.embedding(each.name, each.module, parts)
+    if not split_rules.is_linear(each.module):
+        return split_rules.colwise(each.name, each.module, ())  # raises
+    into, out = split_rules.widths(each.module)
     if each.style == "rowwise":
-        ranges = module_splits.even_split(f"{each.name} of {into} input features", into, parts)
-        return module_splits.rowwise(each.name, each.module, ranges)
-    ranges = module_splits.even_split(f"{each.name} of {out} output features", out, parts)
+        ranges = split_rules.even_split(f"{each.name} of {into} input features", into, parts)
+        return split_rules.rowwise(each.name, each.module, ranges)
+    ranges = split_rules.even_split(f"{each.name} of {out} output features", out, parts)
     gather_output = each.style == "colwise_rep"
-    return module_splits.colwise(each.name, each.module, ranges, gather_output=gather_output)
+    return split_rules.colwise(each.name, each.module, ranges, gather_output=gather_output)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.collectives import Collectives
 from shardwise.model.recomputation import once
-from shardwise.parallel.tensor.regions import (
+from shardwise.parallel.tensor.region_collectives import (
     copy_to_region,
     gather_from_sequence,
     is_fake,

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
 from shardwise.model.recomputation import StandsForPart
-from shardwise.parallel.tensor.regions import (
+from shardwise.parallel.tensor.region_collectives import (
     ShardedDim,
     copy_to_region,
     gather_from_region,

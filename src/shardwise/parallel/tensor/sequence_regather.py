@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.collectives import Collectives
-from shardwise.model.saved_tensors import Kept
-from shardwise.parallel.tensor.regions import ShardedDim, all_gathered
+from shardwise.model.activation_offload import Kept
+from shardwise.parallel.tensor.region_collectives import ShardedDim, all_gathered
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 

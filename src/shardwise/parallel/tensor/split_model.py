@@ -12,12 +12,12 @@ from torch import Tensor, nn, optim
 from shardwise.collectives import Collectives
 from shardwise.errors import ModelError, UsageError
 from shardwise.model.module_hooks import Hooked, attach
-from shardwise.parallel.tensor import split_modules
-from shardwise.parallel.tensor.module_splits import ModuleSplit, SplitGroup
-from shardwise.parallel.tensor.regions import all_gather_tensors
+from shardwise.parallel.tensor import parallel_layers
+from shardwise.parallel.tensor.parallel_layers import TensorParallelModule
+from shardwise.parallel.tensor.region_collectives import all_gather_tensors
 from shardwise.parallel.tensor.replica import ForwardHooks, Replica
 from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
-from shardwise.parallel.tensor.split_modules import TensorParallelModule
+from shardwise.parallel.tensor.split_rules import ModuleSplit, SplitGroup
 from shardwise.parallel.tensor.user_hooks import HookGuard
 from shardwise.shards import Shard
 
@@ -121,7 +121,7 @@ class TensorParallelModels:
         local: Mapping[str, Any] = (
             cut.local_attributes[self.group.rank] if cut.local_attributes else {}
         )
-        split_modules.make_tensor_parallel(
+        parallel_layers.make_tensor_parallel(
             cut.module,
             cut.style,
             self.replica,
@@ -263,7 +263,7 @@ class TensorParallelModels:
             for parameter in filter(is_here, self.shards):
                 parameter.data = self.whole(parameter, parameter.data)
         for module in self._modules:
-            split_modules.restore(module)
+            parallel_layers.restore(module)
         for handle in self._handles:
             handle.remove()
         self.shards, self._modules = {}, []

@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 from shardwise.collectives import Handle, Solo
 from shardwise.collectives.ordered_sums import PLAIN, Sum
 from shardwise.errors import UsageError
-from shardwise.parallel.tensor import module_splits, split_modules
+from shardwise.parallel.tensor import parallel_layers, split_rules
 from shardwise.parallel.tensor.graph_paths import RecordedOperations
-from shardwise.parallel.tensor.module_splits import ModuleSplit, SplitGroup
 from shardwise.parallel.tensor.replica import Replica
 from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
+from shardwise.parallel.tensor.split_rules import ModuleSplit, SplitGroup
 from shardwise.parallel.tensor.user_hooks import silenced
 from shardwise.parallel.tensor.without_dropout import WithoutRandomness
 from shardwise.randomness import preserved
@@ -91,12 +91,12 @@ def try_split(module: nn.Module, group: SplitGroup, parts: int) -> TrialResult:
     Not accepted also where it does not run on one input of shape (rows, length, features), or
     (rows, features), where its split layers do not run, or a hook of the user's would see a part.
     """
-    first = next(cut.module for cut in group.splits if module_splits.is_linear(cut.module))
+    first = next(cut.module for cut in group.splits if split_rules.is_linear(cut.module))
     with preserved(), torch.random.fork_rng(devices=[]):
         whole = _copy(module)
         if whole is None:
             return TrialResult(accepted=False)
-        features = _width_of(module, module_splits.widths(first)[0])
+        features = _width_of(module, split_rules.widths(first)[0])
         for shape in ((ROWS, LENGTH, features), (ROWS, features)):
             draw = torch.Generator().manual_seed(0)
             x = torch.randn(shape, generator=draw, dtype=torch.float64)
@@ -212,8 +212,8 @@ def _expected_on_rank(
 def _width_of(module: nn.Module, narrow: int) -> int:
     """The input width of the module: that of its first layer, which need not be the one split."""
     for each in module.children():
-        if module_splits.is_linear(each):
-            return module_splits.widths(each)[0]
+        if split_rules.is_linear(each):
+            return split_rules.widths(each)[0]
         if isinstance(each, nn.LayerNorm):
             return each.normalized_shape[-1]
     return narrow
@@ -281,7 +281,7 @@ def _split_copy(
             shard = Shard(tuple(parameter.shape), dim, tuple(ranges), rank)
             parameter.data = shard.of(parameter.detach())
         local = cut.local_attributes[rank] if cut.local_attributes else {}
-        split_modules.make_tensor_parallel(
+        parallel_layers.make_tensor_parallel(
             mine,
             cut.style,
             replica,

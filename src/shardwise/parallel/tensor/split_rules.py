@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.parallel.tensor.graph_paths import AllowedOperations
-from shardwise.parallel.tensor.split_modules import (
+from shardwise.parallel.tensor.parallel_layers import (
     ColwiseParallel,
     LocalModule,
     RowwiseParallel,

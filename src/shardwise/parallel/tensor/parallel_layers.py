@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import UsageError
 from shardwise.parallel.tensor.graph_paths import AllowedOperations
-from shardwise.parallel.tensor.regions import (
+from shardwise.parallel.tensor.region_collectives import (
     ShardedDim,
     copy_to_region,
     gather_from_region,
