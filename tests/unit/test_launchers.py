@@ -243,7 +243,7 @@ def test_detect(environ: dict[str, str], identity: Identity) -> None:
 def test_a_row_and_what_it_reads_name_the_launcher_alike(row: launchers.Launcher) -> None:
     environs = (OWN, TORCHRUN, HOROVOD, OPENMPI, HYDRA, MVAPICH, STEP, {})
     found = [who for environ in environs if (who := row.read(environ)) is not None]
-    assert {who.launcher for who in found} == {row.name}
+    assert {who.launcher for who in found} == {row.name}, f"a table of {row.name} in environs"
 
 
 def test_what_we_tell_is_what_we_read() -> None:

@@ -228,7 +228,8 @@ class Engine:
     def full_parameters(
         self, module: nn.Module | None = None, *, write: bool = False
     ) -> Iterator[None]:
-        """Inside the block the parameters of `module` (default: all) are whole, to read or write.
+        """Inside the block the parameters of `module` (default: all) are whole, to read or write,
+        and autograd is off, as under `torch.no_grad()`.
 
         With `write=True` rank 0's values are everyone's on leaving, masters included; between
         backward and step the gradients stay what they are (SAM). Collective: every rank enters and
