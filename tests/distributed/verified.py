@@ -94,6 +94,6 @@ def main(
     except BaseException:
         traceback.print_exc()
         code = 1
-    world._leave()
+    world.leave()
     sys.stdout.flush()
     os._exit(code)

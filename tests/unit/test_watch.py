@@ -8,10 +8,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from operator import attrgetter
 
 import pytest
 
-from shardwise import authentication
+import shardwise
+from shardwise import authentication, batch_rows, initialize, world
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.watch import hang_report, process_status, wait_graph
 from shardwise.watch.status_server import StatusServer
@@ -22,6 +24,13 @@ from shardwise.watch.waits import Waits
 def waits(rank, *missing, verb="engine.backward", line="train.py:71", **more):
     fields = {"call": "reduce-scatter (call 12)", "missing": missing, "seconds": 60.4, **more}
     return RankStatus(rank=rank, verb=verb, line=line, **fields)
+
+
+def _has(room, qualified):
+    try:
+        return bool(attrgetter(qualified)(room))
+    except AttributeError:
+        return False
 
 
 def busy(rank, verb="", line="train.py:30", **more):
@@ -193,10 +202,19 @@ class TestWhereabouts:
             ("Metrics.compute", "metrics.compute"),
             ("Residency._before.<locals>.hook", "forward"),
             ("init", "sw.init"),
+            ("leave", "the end of the script"),
+            ("Alike.__iter__", "world.alike"),
         ],
     )
     def test_verbs_are_those_of_the_user(self, qualified, said):
         assert process_status._as_called(qualified) == said
+
+    def test_the_names_that_are_looked_for_exist(self):
+        """A class or function that is renamed would be reported as a forward."""
+        rooms = (shardwise, world, initialize, batch_rows)
+        for qualified in (*process_status.OBJECTS, *process_status.FUNCTIONS):
+            found = [attrgetter(qualified)(room) for room in rooms if _has(room, qualified)]
+            assert found, qualified
 
     def test_a_thread_without_frames(self):
         assert (process_status.users_line(None), process_status.library_call(None)) == ("", "")

@@ -36,7 +36,11 @@ OBJECTS = {
 }
 """By class of ours that users call, the name that they know it by."""
 
-FUNCTIONS = {"init": "sw.init", "_leave": "the end of the script"}
+FUNCTIONS = {
+    "init": "sw.init",
+    "leave": "the end of the script",
+    "Alike.__iter__": "world.alike",
+}
 
 
 def main_frame() -> FrameType | None:
