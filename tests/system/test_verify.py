@@ -44,9 +44,9 @@ def test_the_exact_mode_has_the_same_bits_and_leaves_no_records(shardwise: Launc
     assert placement["losses"] == placement["reference_losses"]
     assert len(placement["losses"]) == 3
     assert {path.name for path in out(shardwise).iterdir()} == {
-        *("runs", "verify.html", "verify.json", "verify.png")
+        *("verify-logs", "verify.html", "verify.json", "verify.png")
     }
-    assert {path.suffix for path in (out(shardwise) / "runs").iterdir()} == {".txt"}
+    assert {path.suffix for path in (out(shardwise) / "verify-logs").iterdir()} == {".txt"}
 
 
 @pytest.mark.full
@@ -122,7 +122,7 @@ def test_interrupted_it_leaves_nothing_behind(shardwise: Launcher) -> None:
     process = shardwise.start(
         "verify", "-n", "2", "--out", "runs", script("measured"), "linger", env=QUICK
     )
-    output = out(shardwise) / "runs" / "01.txt"
+    output = out(shardwise) / "verify-logs" / "01.txt"
     until = time.monotonic() + 60
     while not (output.exists() and output.read_text()) and time.monotonic() < until:
         time.sleep(0.1)

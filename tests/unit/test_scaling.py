@@ -363,3 +363,10 @@ def test_the_kind_says_what_a_batch_counts_whatever_else_is_set(
     monkeypatch.setenv("SHARDWISE_BATCH", "worker" if kind == "strong" else "total")
     ended = runs.run(replace(made.plan, words=(str(script),)), kind, 1, lambda steps: None)
     assert ended.log.read_text().splitlines()[-1] == batch
+
+
+def test_only_what_an_earlier_run_left_is_removed(tmp_path: Path) -> None:
+    for name in ("output.txt", "rank-0.jsonl", "rank-0.pt", "notes.txt"):
+        (tmp_path / name).write_text("")
+    assert runs._folder(tmp_path) == tmp_path
+    assert {path.name for path in tmp_path.iterdir()} == {"rank-0.pt", "notes.txt"}

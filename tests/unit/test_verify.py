@@ -16,6 +16,7 @@ from shardwise.errors import LaunchError
 from shardwise.tensor_log import Part, TensorLog
 from shardwise.verify import causes, placements, records, report, verdicts
 from shardwise.verify.causes import Suspect
+from shardwise.verify.command import LOGS, _log_folder
 from shardwise.verify.comparing import compare
 from shardwise.verify.flow import Verification
 from shardwise.verify.placements import Placement
@@ -472,3 +473,14 @@ def test_a_report_has_page_picture_and_json(tmp_path: Path, off: float) -> None:
     assert result.verdict.words in page
     assert "<svg" in page
     assert (tmp_path / "verify.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_what_an_earlier_call_left_is_removed(tmp_path: Path) -> None:
+    logs = tmp_path / LOGS
+    for folder in (tmp_path / "runs", logs / "record-abc", logs / "mine"):
+        folder.mkdir(parents=True)
+    kept = [tmp_path / "runs/01.txt", logs / "mine/01.txt", logs / "notes.txt"]
+    for path in (*kept, logs / "01.txt", logs / "record-abc/x"):
+        path.write_text("")
+    assert _log_folder(tmp_path) == logs
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +17,7 @@ from shardwise.scaling import records
 from shardwise.scaling.records import Measured, TooFew
 
 STRONG, WEAK = "strong", "weak"
+LOG = "output.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +67,8 @@ OnStep = Callable[[int], None]
 
 def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> MeasuredRun:
     """Run the script once. Raises KeyboardInterrupt after ending the run, if that is pressed."""
-    folder = plan.out / "runs" / f"{kind}-{workers}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    log = folder / "output.txt"
+    folder = _folder(plan.out / "runs" / f"{kind}-{workers}")
+    log = folder / LOG
     start = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -87,6 +86,16 @@ def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> Measured
         return replace(ended, measured=records.read(folder, workers, plan.warmup))
     except TooFew as error:
         return replace(ended, error=str(error))
+
+
+def _folder(folder: Path) -> Path:
+    """The folder of a run, without the log and the records of an earlier one: nothing else that
+    lies there is touched."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.name == LOG or re.fullmatch(r"rank-\d+\.jsonl", path.name):
+            path.unlink()
+    return folder
 
 
 def _command(plan: ScalingPlan, kind: str, workers: int, folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -23,11 +24,14 @@ from shardwise.verify.flow import Verification
 from shardwise.verify.plan import Plan
 from shardwise.verify.records import Training
 from shardwise.verify.report import Report
-from shardwise.verify.runs import Run, RunFailed
+from shardwise.verify.runs import RECORDS, Run, RunFailed
 from shardwise.verify.verdicts import Result
 
 NEEDS = ("matplotlib", "jinja2")
 FAILED = 1
+LOGS = "verify-logs"
+"""The folder, beside the report, of what each run printed."""
+
 LINES_OF_OUTPUT = 60
 """How many of the last lines of a run that failed are shown, its traceback among them."""
 
@@ -93,10 +97,8 @@ def verify(plan: Plan, json_file: Path | None) -> int:
 
 @contextmanager
 def _maker(out: Path, console: Console) -> Iterator[Maker]:
-    """What makes runs, with their logs in a fresh folder of `out`."""
-    folder = out / "runs"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """What makes runs, with their logs in a folder of `out`."""
+    folder = _log_folder(out)
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.fields[what]}"),
@@ -107,6 +109,21 @@ def _maker(out: Path, console: Console) -> Iterator[Maker]:
     )
     with bar:
         yield Maker(folder, bar, bar.add_task("", total=None, what=""))
+
+
+def _log_folder(out: Path) -> Path:
+    """The folder of logs in `out`, without what an earlier call has left in it: nothing else that
+    lies there is touched."""
+    folder = out / LOGS
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.is_symlink():
+            continue
+        if path.is_file() and re.fullmatch(r"\d{2,}\.txt", path.name):
+            path.unlink()
+        elif path.is_dir() and path.name.startswith(RECORDS):
+            shutil.rmtree(path, ignore_errors=True)
+    return folder
 
 
 def _say(result: Result, console: Console) -> None:

@@ -21,6 +21,8 @@ from shardwise.verify.placements import Placement
 from shardwise.verify.records import Training
 
 SHIM = "shardwise.verify.script"
+RECORDS = "record-"
+"""What the names of folders begin with that runs record into."""
 
 OnStep = Callable[[int], None]
 
@@ -71,7 +73,7 @@ def last_words(output: str) -> str:
 def make(run: Run, name: str, log: Path, on_step: OnStep) -> Training:
     """Make the run called `name`, all its output going to `log`. Raises RunFailed; ended by Ctrl-C
     it ends its ranks first. What was recorded is removed in any case."""
-    folder = Path(tempfile.mkdtemp(prefix="record-", dir=log.parent))
+    folder = Path(tempfile.mkdtemp(prefix=RECORDS, dir=log.parent))
     try:
         if run.values is not None:
             (folder / WANTED).write_text(json.dumps({"names": list(run.values)}))
