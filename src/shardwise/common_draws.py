@@ -198,6 +198,7 @@ class CommonCalls:
     def __init__(self) -> None:
         self._made: Counter[tuple[str, str]] = Counter()
         self._left = DIGESTED
+        self._counts_shares = True
         self._rows: float | Tensor = 0.0
 
     def note(self, call: str) -> None:
@@ -215,7 +216,8 @@ class CommonCalls:
         """A checksum of how often each call was made."""
         counts = Counter[str]()
         for (call, _), times in self._made.items():
-            counts[call] += times
+            if call != SHARE or self._counts_shares:
+                counts[call] += times
         return float(zlib.crc32(repr(sorted(counts.items())).encode()))
 
     @property
@@ -231,6 +233,11 @@ class CommonCalls:
     def stop_digesting(self) -> None:
         """Look at no more rows: it was said that they differ."""
         self._left = 0
+
+    def stop_counting_shares(self) -> None:
+        """Leave shared batches out of the number: it was said that ranks have other numbers of
+        them. All ranks do so at the same step."""
+        self._counts_shares = False
 
     def clear(self) -> None:
         """A step has compared them: begin anew."""

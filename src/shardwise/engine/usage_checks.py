@@ -10,7 +10,7 @@ from weakref import WeakMethod
 from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.common_draws import SHARE, apart_in_calls, apart_in_shares, nearly_alike
+from shardwise.common_draws import SHARE, apart_in_calls, apart_in_shares
 from shardwise.errors import ModelError, UsageError
 from shardwise.placement import Placement
 from shardwise.states.resting import is_sharded, sharded_copy
@@ -82,6 +82,7 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
             "world.any(flag)."
         )
     if calls_differ:
+        world.calls.stop_counting_shares()
         world.say_once(
             "workers have trained on different numbers of batches since the last step: "
             f"{apart_in_shares(made)}. Where one has left a loop before the others, let all "
@@ -89,7 +90,7 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
         )
         return
     world.calls.stop_digesting()
-    rank = next(n for n, (_, rows) in enumerate(told) if not nearly_alike([told[0][1], rows]))
+    rank = max(range(len(told)), key=lambda n: abs(told[n][1] - told[0][1]))
     lines = " and ".join(dict.fromkeys(line for call, line, _ in made[0] if call == SHARE))
     world.say_once(
         f"world.share ({lines}) was given another batch on worker {rank} than on worker 0, and it "
