@@ -20,6 +20,9 @@ from shardwise.errors import DataError
 _WHOLE = (str, bytes, bytearray, torch.Size)
 """What has a length and is no column: it stays as it is."""
 
+_PLAIN_VALUES = (str, bytes, int, float, type(None))
+"""What is written alike in every process; an object may have its address in its `repr`."""
+
 
 class Rows:
     """A nest and the number of rows of it, counted along `dim` in tensors and arrays.
@@ -53,7 +56,7 @@ class Rows:
             elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
                 row = np.ascontiguousarray(leaf.take([0], axis=self._dim).astype(np.float64))
                 number = number + _digest(torch.from_numpy(row))
-            elif _is_column(leaf):
+            elif _is_column(leaf) and isinstance(leaf[0], _PLAIN_VALUES):
                 number = number + zlib.crc32(repr(leaf[0]).encode()) / 2**32
         return number
 

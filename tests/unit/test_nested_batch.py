@@ -103,3 +103,12 @@ def test_rows_along_another_dimension_are_contiguous_where_the_batch_is():
 
 def test_a_part_without_rows_has_the_first_one():
     assert Rows((X + 1, list("abcdef")), call="share").taken(3, 3) == (torch.tensor([1]), ["a"])
+
+
+def test_only_plain_values_of_a_column_are_digested():
+    assert (
+        Rows([X, [Sample() for _ in X]], call="share").digest() == Rows([X], call="share").digest()
+    )
+    digests = {Rows([*name], call="share").digest() for name in ("ab", "bb")}
+    assert len(digests) == 2
+    assert Rows([X, [{1, 2} for _ in X]], call="share").digest() == Rows([X], call="share").digest()
