@@ -63,6 +63,15 @@ class Fingerprint:
         return float(self.sketch.norm())
 
 
+def can_be_taken(values: Tensor) -> bool:
+    """Whether `values` have elements in memory to look at: not so sparse, nested or quantized
+    tensors, those on meta, nor those of a class that holds others inside."""
+    if type(values).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    odd = values.is_nested or values.is_quantized or values.is_meta
+    return values.layout is torch.strided and not odd
+
+
 def nothing() -> Fingerprint:
     """Of no element: what sums begin with."""
     return Fingerprint(0, 0, 0, torch.zeros(BINS, dtype=torch.float64), 0.0)

@@ -53,9 +53,9 @@ class Fed:
     rows: int = 0
 
     def add(self, nest: Any) -> None:
-        """Count the tensors of a batch, in any nest."""
+        """Count the tensors of a batch, in any nest; of sparse ones the rows alone."""
         tensors = [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
-        for value in tensors:
+        for value in filter(fingerprints.can_be_taken, tensors):
             value = value.detach()
             if value.is_complex():
                 value = torch.view_as_real(value)

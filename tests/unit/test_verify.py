@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import fingerprints
+from shardwise import fingerprints, tensor_log
 from shardwise.errors import LaunchError
+from shardwise.model.module_records import tensors_beside
 from shardwise.tensor_log import Part, TensorLog
 from shardwise.verify import causes, placements, records, report, verdicts
 from shardwise.verify.causes import Suspect
@@ -167,6 +168,23 @@ class TestRecords:
         assert not weight.strays
         assert buffer.strays == [1]
         assert (step.fed.rows, step.fed.elements) == (5, 10)
+
+    def test_an_engine_that_ended_early_takes_no_other_with_it(self, tmp_path: Path) -> None:
+        logs = [TensorLog(tmp_path, rank) for rank in range(2)]
+        for rank, engine, step in ((0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 1, 0), (1, 1, 0)):
+            logs[rank].write(engine, step, FIGURES | {"fed": fed(rank)}, [])
+        found = records.read(tmp_path)
+        assert {engine: len(steps) for engine, steps in found.engines.items()} == {0: 1, 1: 1}
+
+    def test_sparse_tensors_of_a_module_are_left_out(self) -> None:
+        module = torch.nn.Module()
+        module.register_buffer("sparse", torch.eye(3).to_sparse())
+        module.register_buffer("dense", torch.ones(3))
+        module.plain = torch.eye(3).to_sparse_csr()
+        assert [part.name for part in tensors_beside([("", module)], 0)] == ["dense"]
+        counted = tensor_log.Fed()
+        counted.add([torch.eye(3).to_sparse(), torch.ones(3)])
+        assert (counted.elements, counted.rows) == (3, 3)
 
     def test_values_that_were_not_wanted_are_left_out(self, tmp_path: Path) -> None:
         (tmp_path / "wanted.json").write_text(json.dumps({"names": ["a"]}))

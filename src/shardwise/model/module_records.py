@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.current_batch import Batch
+from shardwise.fingerprints import can_be_taken
 from shardwise.model.module_hooks import Hooked, attach
 from shardwise.tensor_log import Fed, Part
 
@@ -83,7 +84,8 @@ def tensors_beside(
     models: Named, copy: int, runs: Callable[[nn.Module], bool] = lambda module: True
 ) -> Iterator[Part]:
     """Buffers of `models`, those too that no checkpoint has, and tensors that are plain attributes
-    of a module; whole, as this rank, number `copy` of those that have them, has them."""
+    of a module, but for sparse ones and their like; whole, as this rank, number `copy` of those
+    that have them, has them."""
     seen: set[int] = set()
     for prefix, model in models:
         for path, module in model.named_modules():
@@ -92,6 +94,8 @@ def tensors_beside(
             several = [(BUFFER, key, value) for key, value in module._buffers.items()]
             several += [(ATTRIBUTE, key, value) for key, value in vars(module).items()]
             for kind, key, value in several:
-                if isinstance(value, Tensor) and not value.is_meta and id(value) not in seen:
-                    seen.add(id(value))
+                if not isinstance(value, Tensor) or id(value) in seen:
+                    continue
+                seen.add(id(value))
+                if can_be_taken(value):
                     yield Part(kind, joined(prefix, path, key), value, copy=copy)

@@ -110,9 +110,12 @@ def read(folder: Path) -> Training:
     engines: dict[int, list[Step]] = defaultdict(list)
     order: dict[int, list[str]] = {}
     parameters: dict[int, Any] = {}
+    ended: set[int] = set()
     for (engine, step), several in sorted(files.items()):
         if len(several) < len(ranks):
-            break  # the run ended between the ranks' writes
+            ended.add(engine)  # the run ended between the ranks' writes
+        if engine in ended:
+            continue
         rows = [(rank, torch.load(path, weights_only=True)) for rank, path in several]
         engines[engine].append(_step(step, rows))
         order[engine] = rows[0][1]["order"] or order.get(engine, [])
