@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, UsageError
+from shardwise.randomness import seed_everything
 from shardwise.verify import runs, verdicts
 from shardwise.verify.flags import placement_of
 from shardwise.verify.flow import Verification
@@ -143,7 +144,7 @@ def _train(make: Callable[[], Made], steps: int) -> None:
 
 def _train_plain(make: Callable[[], Made], steps: int) -> None:
     """The same loop as plain PyTorch has it."""
-    torch.manual_seed(0)
+    seed_everything(0)
     model, optimizer, batches, loss_of = make()
     for batch in islice(cycle(batches), steps):
         optimizer.zero_grad()
