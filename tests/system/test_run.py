@@ -416,7 +416,10 @@ class TestRefusing:
             (["pipeline-plan", "--pipeline", "2", "trian.py"], "There is no script trian.py in"),
             (["train.py", "-n", "2"], "no command 'train.py'. Did you mean: shardwise run train"),
             (["env"], "no command 'env'. Did you mean: shardwise run env"),
-            (["plan", "train.py"], "no command 'plan'. There are: checkpoint, doctor, run, scale"),
+            (
+                ["plan", "train.py"],
+                "no command 'plan'. There are: checkpoint, doctor",
+            ),
         ],
     )
     def test_said_in_one_line(self, shardwise: Launcher, words: list[str], message: str) -> None:

@@ -1,5 +1,6 @@
 """ARCHITECTURE.md and the pages of docs/design say what the tree is."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -32,3 +33,14 @@ def test_files_that_are_named_exist(page: Path) -> None:
     named = set(re.findall(r"`([\w/]+\.py)`", page.read_text()))
     homes = (ROOT / "src" / "shardwise", ROOT)
     assert [name for name in sorted(named) if not any((h / name).exists() for h in homes)] == []
+
+
+PACKAGES = sorted((ROOT / "src" / "shardwise").rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.parent.name)
+def test_files_that_a_package_lists_exist(package: Path) -> None:
+    listed = ast.get_docstring(ast.parse(package.read_text())) or ""
+    homes = (package.parent, ROOT / "src" / "shardwise")
+    named = re.findall(r"(?<![\w/])([\w/]+\.py)\b", listed)
+    assert [name for name in named if not any((h / name).exists() for h in homes)] == []

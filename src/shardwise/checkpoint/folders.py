@@ -5,7 +5,7 @@ checkpoints/
 ├── .step-200.partial/   being written; gets its name when all of it is on the disk
 ├── .step-100.replaced/  the older of two of one step, until the newer has its name
 ├── .step-50.gone/       being removed; .gone.1 and so on, where one cannot be
-└── .lock                held by the job that saves here (claim.py)
+└── .lock                held by the job that saves here (folder_lock.py)
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class Arrivals(Protocol):
 class GlooExchange:
     """The messages of rank `rank` in one group, over Gloo's point-to-point verbs.
 
-    `channel` is a name of the group that all of its ranks share; `timeout` is for messages of
-    errors. Messages know whom they are from: a rank that is lost, or does not come, is named.
+    `group` is the process group of torch that carries them; `timeout` is for messages of errors.
+    Messages know whom they are from: a rank that is lost, or does not come, is named.
     """
 
     def __init__(

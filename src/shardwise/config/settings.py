@@ -97,7 +97,7 @@ class Settings:
     offload_params: Tier | None = _tier("spread", "sharded parameters rest there")
     offload_gradients: Tier | None = _tier("spread", "sharded gradients rest there", rare=True)
     shard_within: str = _choice(
-        "spread", "host: shard in each host, replicate between", ("all", "host")
+        "spread", "host: shard in each host, replicate between", ("all", "host"), rare=True
     )
     units: tuple[str, ...] | None = _setting(
         "spread",
@@ -118,7 +118,7 @@ class Settings:
     )
     pipeline: int = _setting(
         "spread",
-        "pipeline parallel: the layers in stages on P workers",
+        "pipeline parallel: stages on P workers",
         values.whole(1, values.MOST_RANKS),
         "P",
         default=1,

@@ -19,7 +19,7 @@ build.py               lays out the three states, and takes them apart
 unit_assignment.py     the unit that each parameter is gathered with
 initial_values.py      rank 0's values for all, memory for meta tensors
 consistency.py         all ranks have the same model, options and writes
-tensor_parallel.py, pipeline_parallel.py, pipeline_runner.py
+tensor_parallel.py, pipeline_parallel.py   what they exclude; applied to the model
 
 In a step:
 
@@ -29,6 +29,7 @@ exchange.py            the one small collective of a step
 step_statistics.py     what ranks report, and the totals of all
 exact_mode.py          the same for the exact mode
 closures.py            steps with a closure
+recording.py           writes down what a step computed, for `shardwise verify`
 diagnosis.py           who is to blame for a gradient that is not finite
 
 Checkpoints and plain tensors:

@@ -37,8 +37,8 @@ def exchange(
     alike, `calls` are those that all ranks make alike; `unsaved` says whether a save in the
     background has failed here, `asked` is the signal that asked this rank to end, or 0, `written`
     whether user code has written into parameters. Raises UsageError, on all ranks alike, for
-    gradients that came too late where `parts` refuses them. Of the ranks of a replica one `counts`:
-    all have the same batches.
+    gradients that came too late where `aggregation` refuses them. Of the ranks of a replica one
+    `counts`: all have the same batches.
 
     On the way, buffers that forward changes become their mean over the ranks, and gradients that
     came too late for their bucket on any rank are reduced by all.

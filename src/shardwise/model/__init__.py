@@ -12,7 +12,7 @@ meta/                     parameters without memory; their values, one by one
 activations.py            kept or recomputed, resting on a tier
 recomputation.py          a unit's forward, run again in backward
 unit_attributes.py        what a forward changes beside buffers
-saved_tensors.py          what autograd saves, moved
+activation_offload.py     what autograd saves, moved
 offloaded_tensor.py       one such tensor on its way to the host or a disk
 forward_events.py         forwards in the timeline
 """

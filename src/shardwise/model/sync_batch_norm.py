@@ -270,7 +270,7 @@ def _run_eagerly() -> None:
 def convert(models: Sequence[nn.Module], order: GatherOrder, feed: CurrentBatch) -> int:
     """Let every BatchNorm of `models` use the statistics of all ranks of `order`; returns how many.
 
-    Subclasses too, but for those that normalise in a forward of their own (see `out_of_reach`).
+    Subclasses too, but for those that normalise in a forward of their own (see `is_out_of_reach`).
     """
     found = _to_convert(models)
     if not found:

@@ -170,7 +170,7 @@ def minus(whole: Intervals, taken: Intervals) -> list[Interval]:
 
 
 def clipped(whole: Intervals, begin: float, end: float) -> list[Interval]:
-    """The part of `intervals` between `begin` and `end`."""
+    """The part of `whole` between `begin` and `end`."""
     first = max(0, bisect_right(whole, (begin, float("inf"))) - 1)
     found = []
     for number in range(first, len(whole)):

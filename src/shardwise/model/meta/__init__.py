@@ -1,12 +1,11 @@
 """Builds models whose parameters have no memory, and makes their values one by one.
 
-block.py     the block inside which models are built
-values.py    what comes out of it
-recorder.py  the mode that watches a model being built
-calls.py     a call on its way onto the tape
-records.py   what a storage holds now
-tape.py      operations, and how they are repeated
-heap.py      memory for a moment
+deferred_init.py    the block inside which models are built
+materialize.py      makes the values of its parameters
+recorder.py         the mode that watches a model being built
+calls.py            puts a call onto the tape
+storage_records.py  what a storage holds now
+tape.py             operations, and how they are repeated
 """
 
 from shardwise.model.meta.deferred_init import on_meta

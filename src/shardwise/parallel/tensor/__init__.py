@@ -3,10 +3,10 @@
 plan.py                  matches the user's tensor_plan with modules
 known_modules.py         finds splits in known modules; split_trial.py  tries them in others,
                          without_dropout.py  where no random number differs
-module_splits.py         describes the split of a module; attention.py, multihead_attention.py
+split_rules.py           describes the split of a module; attention.py, multihead_attention.py
 split_model.py           splits models, gathers whole parameters, restores the models
-split_modules.py         the classes of split modules: column-wise, row-wise, embedding
-regions.py               collectives of tensor-parallel regions, with their backwards
+parallel_layers.py       the classes of split modules: column-wise, row-wise, embedding
+region_collectives.py    collectives of tensor-parallel regions, with their backwards
 replica.py               enters and leaves regions; replica_randomness.py  seeds them
 graph_paths.py           refuses untried operations inside regions; user_hooks.py  refuses hooks
 sequence_parallel.py     tensors of which each rank has some tokens
