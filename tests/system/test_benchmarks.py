@@ -4,7 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -29,27 +29,30 @@ def run(command: str, *arguments: str | Path, code: int = 0) -> str:
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("figures")
-
-
-@pytest.fixture
-def step_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module; other folders of scripts have modules of the same names."""
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a module of benchmarks/; other folders of scripts have modules of the same names."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     names = [path.stem for path in BENCHMARKS.glob("*.py")]
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module("step_time")
+    yield importlib.import_module
     for name in names:
         sys.modules.pop(name, None)
 
 
 @pytest.fixture
-def formulas(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("formulas")
+def figures(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("figures")
+
+
+@pytest.fixture
+def step_time(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("step_time")
+
+
+@pytest.fixture
+def formulas(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("formulas")
 
 
 def test_contenders_do_the_same_work(tmp_path: Path) -> None:
@@ -241,9 +244,8 @@ def test_the_formula_of_a_row(
     assert formulas.in_memory(zero, tier, of_states) == in_memory
 
 
-def test_a_state_that_is_not_its_formula_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    memory_report = importlib.import_module("memory_report")
+def test_a_state_that_is_not_its_formula_shows(load: Callable[[str], ModuleType]) -> None:
+    memory_report = load("memory_report")
     given = {"name": "a", "formula": 100.0, "in_memory": 100, "resident": None, "peak": None}
     lines = [
         memory_report.Line(**given, state=state, padding=padding)
@@ -301,16 +303,15 @@ def test_a_contender_that_trains_something_else_shows(figures: ModuleType) -> No
 
 @pytest.mark.parametrize("limit", [0, 1, 5, 8, 19, 20, 33])
 def test_the_largest_size_is_found_in_few_attempts(
-    monkeypatch: pytest.MonkeyPatch, limit: int
+    load: Callable[[str], ModuleType], limit: int
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     tried: list[int] = []
 
     def attempt(layers: int) -> object:
         tried.append(layers)
         return True if layers <= limit else None
 
-    found = importlib.import_module("largest").largest(attempt, 20)
+    found = load("largest").largest(attempt, 20)
     assert found == min(limit, 20)
     assert len(tried) == len(set(tried)) <= 9
 
