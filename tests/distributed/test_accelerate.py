@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -464,6 +465,8 @@ def refusals_case(world):
         accelerator.backward((model(x) - y).square().mean())
         with pytest.raises(UsageError, match=r"if accelerator\.sync_gradients:"):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(UsageError, match=r"save_state\(\) between .*accelerator\.sync_gradients:"):
+        accelerator.save_state("nowhere")
     with (
         pytest.raises(UsageError, match="even_batches on"),
         accelerator.join_uneven_inputs([model], even_batches=False),
@@ -587,6 +590,70 @@ def named_case(world, zero, folder):
 @pytest.mark.parametrize("zero", [0, 3])
 def test_numbered_checkpoints_and_whole_models(group, tmp_path, zero):
     ranks(group, 2)(named_case, zero, str(tmp_path))
+
+
+def without_optimizer_case(world, zero):
+    """A norm of parameters that no optimizer has would silently be another one."""
+    accelerator = ours(zero=zero)
+    model = net()
+    said = pytest.warns(UserWarning, match="in no optimizer") if world.is_main else nullcontext()
+    with said:
+        model, optimizer = accelerator.prepare(model, optimizer_of(model[1:]))
+    x, y = data().tensors
+    accelerator.backward((model(x) - y).square().mean())
+    for norm in (2, float("inf")):
+        with pytest.raises(UsageError, match=r"of 0\.weight and 1 more, which no prepared optim"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=norm)
+    with pytest.raises(UsageError, match=r"clip_grad_value_ of 0\.weight"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+    with pytest.raises(UsageError, match="takes a norm above 0"):
+        accelerator.clip_grad_norm_(model[1:].parameters(), 0.0)
+    accelerator.clip_grad_norm_(model[1:].parameters(), 1.0)
+    model[0].requires_grad_(False)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    accelerator.free_memory()
+
+
+def test_clipping_names_parameters_without_an_optimizer(group):
+    for zero in (0, 3):
+        ranks(group, 2)(without_optimizer_case, zero)
+
+
+def one_step(accelerator, model, optimizer):
+    x, y = data().tensors
+    accelerator.backward((model(x) - y).square().mean())
+    optimizer.step()
+
+
+def taken_over_case(world, zero):
+    """The second Accelerator goes on where the first one was."""
+    x, y = data().tensors
+    plain = net()
+    alone = optimizer_of(plain)
+    for _ in range(3):
+        alone.zero_grad()
+        (plain(x) - y).square().mean().backward()
+        alone.step()
+    model, first, second = net(), ours(zero=zero), ours(zero=zero)
+    model, optimizer = first.prepare(model, optimizer_of(model))
+    one_step(first, model, optimizer)
+    model, optimizer = second.prepare(model, optimizer)
+    assert (len(first.engines), len(second.engines)) == (0, 1)
+    one_step(second, model, optimizer)
+    with pytest.raises(UsageError, match="another Accelerator or Trainer has prepared the model"):
+        first.backward((model(x) - y).square().mean())
+    model, optimizer = first.prepare(model, optimizer)
+    one_step(first, model, optimizer)
+    with second.full_parameters(model):
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+    first.free_memory()
+
+
+def test_another_accelerator_takes_a_model_over(group):
+    for zero in (0, 3):
+        ranks(group, 2)(taken_over_case, zero)
 
 
 def parts_case(world):

@@ -265,6 +265,10 @@ def generates_case(world, zero, folder):
         expected = plain.eval().generate(input_ids=words, max_length=6)
         assert found[:5, : expected.shape[1]].tolist() == expected.tolist()
     assert "generate" not in before.keys() | vars(trainer.model).keys()
+    stock_generate = model.generate
+    model.generate = own = lambda *given, **named: stock_generate(*given, **named)
+    assert trainer.predict(rows[:5]).predictions.tolist() == found.tolist()
+    assert vars(model)["generate"] is own
     trainer.accelerator.free_memory()
 
 
@@ -341,6 +345,27 @@ def prepared_case(world, folder):
 
 def test_a_trainer_that_is_made_already(group, tmp_path):
     ranks(group, 2)(prepared_case, str(tmp_path))
+
+
+def second_case(world, zero, folder):
+    """A second Trainer takes the model over, and the first one can still save it whole."""
+    model = gpt2()
+    first = ours(world, folder, 4, model=model, zero=zero, max_steps=2)
+    first.train()
+    second = ours(world, folder, 4, model=model, zero=zero, max_steps=2)
+    second.train()
+    assert (len(first.accelerator.engines), len(second.accelerator.engines)) == (0, 1)
+    first.save_model(f"{folder}/whole")
+    second.accelerator.free_memory()
+    world.barrier()
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(f"{folder}/whole")
+    for a, b in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_second_trainer_takes_the_model_over(group, tmp_path):
+    for zero in (0, 3):
+        ranks(group, 2)(second_case, zero, str(tmp_path / str(zero)))
 
 
 def refusals_case(world, folder):

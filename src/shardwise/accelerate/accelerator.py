@@ -76,6 +76,10 @@ class Accelerator(Stock):
         """The engines, in the order in which their models came to be complete."""
         return [each.engine for each in self._trained]
 
+    def is_trained(self, model: nn.Module) -> bool:
+        """Whether an engine trains `model`, of this Accelerator or of another one."""
+        return self._trained.of_model(model) is not None
+
     # -- what is prepared -------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -94,6 +98,8 @@ class Accelerator(Stock):
     ) -> nn.Module:
         """Place `model` on the device, in the precision asked for. `prepare` makes its engine."""
         del evaluation_mode  # nothing wraps it in either mode
+        if self.is_trained(model):
+            device_placement = False  # an engine has placed it, in parts maybe
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO
         try:
@@ -108,6 +114,8 @@ class Accelerator(Stock):
         del device_placement  # its state is the engine's to place
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             optimizer = ShardedOptimizer(optimizer, self._trained)
+        elif isinstance(optimizer, ShardedOptimizer):
+            optimizer.move_to(self._trained)  # where another Accelerator has prepared it
         if not any(optimizer is each for each in self._optimizers):
             self._optimizers.append(optimizer)
         return optimizer
@@ -183,10 +191,16 @@ class Accelerator(Stock):
 
         The 2-norm of all that an engine trains takes one small collective. Other norms, and parts
         of the parameters, take the whole gradients for a moment. Collective. Raises UsageError
-        between micro-batches, where a rank has a part of the gradient only.
+        between micro-batches, where a rank has a part of the gradient only; for parameters that
+        need a gradient and have no optimizer; and for a `max_norm` that is not above 0.
         """
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self._check_boundary("clip_grad_norm_")
+        self._check_clipping("clip_grad_norm_", several)
+        if not max_norm > 0:
+            raise UsageError(
+                f"accelerator.clip_grad_norm_(..., {max_norm}) takes a norm above 0. To step "
+                "without clipping leave the call out; to update nothing leave the step out."
+            )
         norm = self._trained.clip(several, float(max_norm)) if norm_type == 2 else None
         if norm is None:
             with self._trained.full_gradients(several):
@@ -197,17 +211,18 @@ class Accelerator(Stock):
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip every element of the gradients, which are whole for that moment. Collective."""
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self._check_boundary("clip_grad_value_")
+        self._check_clipping("clip_grad_value_", several)
         with self._trained.full_gradients(several):
             nn.utils.clip_grad_value_(several, clip_value)
 
-    def _check_boundary(self, call: str) -> None:
+    def _check_clipping(self, call: str, parameters: list[Tensor]) -> None:
         if not self.sync_gradients:
             raise UsageError(
                 f"accelerator.{call} between micro-batches of a step would clip a part of the "
                 "gradient, another one on each worker. Write before it: "
                 "if accelerator.sync_gradients:"
             )
+        self._trained.check_trained(parameters, f"accelerator.{call}")
 
     # -- whole weights ----------------------------------------------------------------------
 
@@ -248,7 +263,15 @@ class Accelerator(Stock):
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
         """Save all that is prepared and registered, as Accelerate does; weights and optimizers in
-        the engine's format, which any placement and number of workers loads. Collective."""
+        the engine's format, which any placement and number of workers loads. Collective.
+
+        Raises UsageError between micro-batches of a step.
+        """
+        if self.engines and not self.sync_gradients:
+            raise UsageError(
+                "accelerator.save_state() between micro-batches of a step would lose the gradients "
+                "of those before it. Write before it: if accelerator.sync_gradients:"
+            )
         if not safe_serialization:
             self.world.say_once("save_state writes safetensors, whatever safe_serialization says.")
         if self.world.settings.trial:

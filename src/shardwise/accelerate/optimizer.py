@@ -24,6 +24,10 @@ class ShardedOptimizer(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._trained = trained
 
+    def move_to(self, trained: TrainedModels) -> None:
+        """Belong to the Accelerator of `trained` from now on."""
+        self._trained = trained
+
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update, in the last micro-batch of a step. Collective.
 
@@ -67,9 +71,9 @@ class ShardedOptimizer(AcceleratedOptimizer):
     def _engine(self) -> Trained:
         trained = self._trained.of(self.optimizer)
         if trained is None:
-            raise UsageError(
-                f"{type(self.optimizer).__name__}.step() trains nothing: its parameters belong to "
-                "no model that was prepared, or to a copy of one. Prepare the model that it was "
-                "made for."
+            why = self._trained.taken_over or (
+                "its parameters belong to no model that was prepared, or to a copy of one. Prepare "
+                "the model that it was made for"
             )
+            raise UsageError(f"{type(self.optimizer).__name__}.step() trains nothing: {why}.")
         return trained

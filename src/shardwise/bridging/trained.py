@@ -31,6 +31,7 @@ class Trained:
     engine: sw.Engine
     models: list[nn.Module]
     optimizers: list[optim.Optimizer]
+    owner: TrainedModels
     skipped: bool = False
     """Whether its last step updated nothing."""
     norm: float = 0.0
@@ -102,6 +103,9 @@ class Trained:
         return 1.0 if self.max_norm is None else min(1.0, self.max_norm / (self.norm + _EPSILON))
 
 
+_in_training: list[Trained] = []
+"""What is trained now in this process, by whichever Accelerator, in the order of its making."""
+
 _EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_ has it."""
 
@@ -116,6 +120,8 @@ class TrainedModels:
         self._make = make
         self._trained: list[Trained] = []
         self._waiting: list[optim.Optimizer] = []
+        self._was_taken = False
+        """Whether another one took over what was trained here."""
 
     def __iter__(self) -> Iterator[Trained]:
         return iter(self._trained)
@@ -127,7 +133,8 @@ class TrainedModels:
         """Make the engines that `models` and `optimizers`, all that are prepared, allow now.
 
         An optimizer waits until the models of all its parameters are there. One that comes later
-        for a model that is trained already has its engine made anew. Collective.
+        for a model that is trained already has its engine made anew; so has a model that another
+        Accelerator has trained until now. Collective.
         """
         self._waiting = []
         for part in _parts(models, optimizers):
@@ -138,10 +145,13 @@ class TrainedModels:
             if len(before) == 1 and len(before[0].optimizers) == len(part.optimizers):
                 continue
             for each in before:
-                each.engine.close()
-                self._trained.remove(each)
+                self._end(each)
+            _take_over(part.models)
             engine = self._make(part.models, part.optimizers)
-            self._trained.append(Trained(engine, part.models, part.optimizers))
+            new = Trained(engine, part.models, part.optimizers, owner=self)
+            self._trained.append(new)
+            _in_training.append(new)
+            self._was_taken = False
 
     def of(self, optimizer: optim.Optimizer) -> Trained | None:
         """What trains with `optimizer`, where its engine is made."""
@@ -149,14 +159,35 @@ class TrainedModels:
         return found[0] if found else None
 
     def of_model(self, model: nn.Module) -> Trained | None:
-        """What trains `model`, or a model that it is a part of."""
-        found = [each for each in self._trained if any(model in m.modules() for m in each.models)]
+        """What trains `model`, or a model that it is a part of, here or for another
+        Accelerator."""
+        found = [each for each in _in_training if any(model in m.modules() for m in each.models)]
         return found[0] if found else None
 
     def close(self) -> None:
         """Give models and optimizers back as plain ones. Collective."""
         while self._trained:
-            self._trained.pop().engine.close()
+            self._end(self._trained[-1])
+
+    def _end(self, trained: Trained) -> None:
+        self._trained.remove(trained)
+        _in_training.remove(trained)
+        trained.engine.close()
+
+    def lose(self, trained: Trained) -> None:
+        """Give up `trained`, whose models another Accelerator takes. Collective."""
+        self._end(trained)
+        self._was_taken = True
+
+    @property
+    def taken_over(self) -> str:
+        """Why nothing is trained here, where another one has taken the models; else empty."""
+        if not self._was_taken:
+            return ""
+        return (
+            "another Accelerator or Trainer has prepared the model since, and trains it now: "
+            "prepare it here again"
+        )
 
     # -- a step, piece by piece -------------------------------------------------------------
 
@@ -186,7 +217,7 @@ class TrainedModels:
         if self._trained:
             return
         names = " and ".join(type(each).__name__ for each in self._waiting)
-        why = (
+        why = self.taken_over or (
             f"{names} trains parameters of a model that was not prepared, or of a copy of it: "
             "prepare the model itself"
             if names
@@ -218,6 +249,21 @@ class TrainedModels:
             return None
         return chosen
 
+    def check_trained(self, parameters: Iterable[Tensor], call: str) -> None:
+        """Raise UsageError for a parameter that has gradients in stock Accelerate and none here,
+        since no optimizer has it: `call` would silently leave it out."""
+        self._check_any()
+        known = {p for each in self._trained for p in each.parameters()}
+        left = [p for p in parameters if p.requires_grad and id(p) not in known]
+        if left:
+            names = _names(self._trained, left)
+            raise UsageError(
+                f"{call} of {names}, which no prepared optimizer trains: such parameters have no "
+                "gradient here, so that the norm would be another one. Freeze them "
+                "(requires_grad_(False)), give them to an optimizer that is prepared, or leave "
+                "them out of the call."
+            )
+
     @contextmanager
     def full_gradients(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Inside the block the gradients of `parameters`, and of what is trained with them, are
@@ -230,6 +276,23 @@ class TrainedModels:
                     blocks.enter_context(each.engine.full_gradients())
                     _apply(each)
             yield
+
+
+def _take_over(models: Sequence[nn.Module]) -> None:
+    """End what other Accelerators train of `models`, on all ranks in the same order."""
+    wanted = {id(p) for model in models for p in model.parameters()}
+    for each in _in_training:
+        if any(id(p) in wanted for model in each.models for p in model.parameters()):
+            each.owner.lose(each)
+
+
+def _names(trained: Sequence[Trained], parameters: Sequence[Tensor]) -> str:
+    """What the first of `parameters` is called, and how many there are more."""
+    models = [model for each in trained for model in each.models]
+    names = {id(p): name for model in models for name, p in model.named_parameters()}
+    first = names.get(id(parameters[0]), "a parameter of another model")
+    more = len(parameters) - 1
+    return f"{first} and {more} more" if more else first
 
 
 def _apply(trained: Trained) -> None:

@@ -53,13 +53,18 @@ class Sharded:
             stock.Accelerator = theirs
         check_arguments(self.args, self.accelerator.world.size)
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Place `model`, unless the engine of another Trainer has done so, in parts maybe."""
+        if not self.accelerator.is_trained(model):
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
     # -- saving -----------------------------------------------------------------------------
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         """Write the model for `from_pretrained`, whole in every row. Collective."""
-        if state_dict is None and self.accelerator.engines:
+        if state_dict is None and self.accelerator.is_trained(self.model):
             state_dict = self.accelerator.get_state_dict(self.model)
         super()._save(output_dir, state_dict)  # type: ignore[misc]
 
@@ -124,11 +129,14 @@ class Sharded:
             with self.accelerator.uneven():
                 return plain(*arguments, **keywords)
 
-        vars(self.model)["generate"] = generate
+        own = vars(self.model)
+        before = {"generate": own["generate"]} if "generate" in own else {}
+        own["generate"] = generate
         try:
             yield
         finally:
-            del vars(self.model)["generate"]
+            del own["generate"]
+            own.update(before)
 
     def _sharded_engines(self) -> int:
         return sum(e.placement.is_sharded("parameters") for e in self.accelerator.engines)
