@@ -235,9 +235,10 @@ class CommonCalls:
         self._left = 0
 
     def stop_counting_shares(self) -> None:
-        """Leave shared batches out of the number: it was said that ranks have other numbers of
-        them. All ranks do so at the same step."""
+        """Leave shared batches out of the number, and look at no more rows: it was said that ranks
+        have other numbers of them. All ranks do so at the same step."""
         self._counts_shares = False
+        self.stop_digesting()
 
     def clear(self) -> None:
         """A step has compared them: begin anew."""

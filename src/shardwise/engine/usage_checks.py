@@ -10,7 +10,7 @@ from weakref import WeakMethod
 from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.common_draws import SHARE, apart_in_calls, apart_in_shares
+from shardwise.common_draws import SHARE, apart_in_calls, apart_in_shares, nearly_alike
 from shardwise.errors import ModelError, UsageError
 from shardwise.placement import Placement
 from shardwise.states.resting import is_sharded, sharded_copy
@@ -90,7 +90,7 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
         )
         return
     world.calls.stop_digesting()
-    rank = max(range(len(told)), key=lambda n: abs(told[n][1] - told[0][1]))
+    rank = _other_batch([rows for _, rows in told])
     lines = " and ".join(dict.fromkeys(line for call, line, _ in made[0] if call == SHARE))
     world.say_once(
         f"world.share ({lines}) was given another batch on worker {rank} than on worker 0, and it "
@@ -98,6 +98,12 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
         "Draw the batch alike: with world.alike(), or for batch in world.alike(loader). Where "
         "only an augmentation is each worker's own, nothing is amiss."
     )
+
+
+def _other_batch(rows: Sequence[float]) -> int:
+    """The first rank with other rows than rank 0; where each is near to that, the furthest."""
+    apart = [n for n, row in enumerate(rows) if not nearly_alike([rows[0], row])]
+    return apart[0] if apart else max(range(len(rows)), key=lambda n: abs(rows[n] - rows[0]))
 
 
 def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, workers: int) -> None:
