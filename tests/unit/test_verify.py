@@ -2,11 +2,13 @@
 
 import json
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from shardwise import fingerprints, tensor_log
 from shardwise.errors import LaunchError
 from shardwise.model.module_records import tensors_beside
 from shardwise.tensor_log import Part, TensorLog
+from shardwise.testing import _train_plain
 from shardwise.verify import causes, placements, records, report, verdicts
 from shardwise.verify.causes import Suspect
 from shardwise.verify.command import LOGS, _log_folder
@@ -124,6 +127,41 @@ class TestComparing:
         assert not first.tensors[0].exact
         assert 1e-4 < first.tensors[0].relative < 1e-3
 
+    @pytest.mark.parametrize("kind", ["optimizer", "buffer", "average"])
+    def test_what_only_one_engine_has_is_a_difference(self, kind: str) -> None:
+        one, two = training(), training()
+        one.engines[0][1].tensors[kind, "0.x"] = whole(torch.ones(2))  # type: ignore[index]
+        first = compare(one, two).first(1e-8)
+        assert first is not None
+        (tensor,) = first.tensors
+        assert (tensor.name, tensor.missing, tensor.relative) == ("0.x", True, math.inf)
+        assert "which only one of the two has" in verdicts.what(first, 1e-8)
+        assert compare(training(driver="plain"), one).same_bits
+
+    def test_a_figure_that_is_nan_on_one_side_is_a_difference(self) -> None:
+        one = training()
+        one.engines[0][2] = replace(one.engines[0][2], loss=math.nan)
+        assert compare(one, one).same_bits
+        assert compare(one, training()).largest == math.inf
+        assert compare(training(), one).largest == math.inf
+        original = replace(one, facts={"driver": "plain"})
+        assert compare(original, training()).same_bits
+
+    def test_a_tensor_that_is_nan_in_part_is_compared_beside_it(self) -> None:
+        one, two = training(), training()
+        for run, last in ((one, 1.0), (two, 2.0)):
+            values = torch.tensor([math.nan, last]).double()
+            run.engines[0][1].tensors["model", "0.weight"] = whole(values)  # type: ignore[index]
+        assert compare(one, two).largest == math.inf
+
+    def test_a_step_that_one_of_the_two_skipped_is_a_difference(self) -> None:
+        one = training()
+        one.engines[0][2] = replace(one.engines[0][2], skipped=True)
+        first = compare(one, training()).first(1e-8)
+        assert first is not None
+        assert first.number == 2
+        assert "One of the two skipped this step" in verdicts.what(first, 1e-8)
+
     def test_other_numbers_of_steps_are_a_difference(self) -> None:
         found = compare(training(), training(steps=3))
         assert not found.same_bits
@@ -180,7 +218,7 @@ class TestRecords:
         module = torch.nn.Module()
         module.register_buffer("sparse", torch.eye(3).to_sparse())
         module.register_buffer("dense", torch.ones(3))
-        module.plain = torch.eye(3).to_sparse_csr()
+        module.plain = torch.eye(3).to_sparse()
         assert [part.name for part in tensors_beside([("", module)], 0)] == ["dense"]
         counted = tensor_log.Fed()
         counted.add([torch.eye(3).to_sparse(), torch.ones(3)])
@@ -491,6 +529,20 @@ def test_a_report_has_page_picture_and_json(tmp_path: Path, off: float) -> None:
     assert result.verdict.words in page
     assert "<svg" in page
     assert (tmp_path / "verify.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plain_side_of_a_test_is_seeded_in_all_generators() -> None:
+    drawn: list[tuple[float, ...]] = []
+
+    def make() -> Any:
+        drawn.append((random.random(), np.random.random(), float(torch.rand(()))))
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, [(torch.ones(2, 2),)], lambda model, x: model(x).mean()
+
+    for _ in range(2):
+        _train_plain(make, 1)
+    assert drawn[0] == drawn[1]
 
 
 def test_only_what_an_earlier_call_left_is_removed(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ class TensorDifference:
     worst: int = -1
     theirs: float = math.nan
     ours: float = math.nan
+    missing: bool = False
+    """Whether only one side has it."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,14 @@ class StepDifference:
     """Whether the models were fed the same numbers."""
     rows: tuple[int, int]
     tensors: Sequence[TensorDifference]
+    skipped: float = 0.0
+    """Infinite where one of the two updated and the other did not."""
 
     @property
     def largest(self) -> float:
         """The largest difference of all."""
         apart = (each.relative for each in self.tensors)
-        return max((self.loss, self.grad_norm, self.weight, *apart), default=0.0)
+        return max((self.loss, self.grad_norm, self.weight, self.skipped, *apart), default=0.0)
 
     def beyond(self, tolerance: float) -> list[TensorDifference]:
         """The tensors that differ by more."""
@@ -63,12 +67,13 @@ class StepDifference:
     def in_training(self) -> float:
         """The same without the weight: of what is trained, and not how it is counted."""
         apart = (each.relative for each in self.tensors)
-        return max((self.loss, self.grad_norm, *apart), default=0.0)
+        return max((self.loss, self.grad_norm, self.skipped, *apart), default=0.0)
 
     @property
     def same_bits(self) -> bool:
         """Whether nothing differs at all."""
-        return not self.tensors and self.loss == self.grad_norm == self.weight == 0.0
+        figures = (self.loss, self.grad_norm, self.weight, self.skipped)
+        return not self.tensors and not any(figures)
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,7 @@ def compare(reference: Training, other: Training, *, steps: int | None = None) -
     """Compare `other` with `reference`, up to `steps` steps."""
     found: list[StepDifference] = []
     counts: dict[int, tuple[int, int]] = {}
+    known = reference.driver == other.driver == "engine"
     for engine in sorted(reference.engines.keys() | other.engines.keys()):
         theirs = reference.engines.get(engine, [])[: _end(steps)]
         ours = other.engines.get(engine, [])[: _end(steps)]
@@ -123,7 +129,7 @@ def compare(reference: Training, other: Training, *, steps: int | None = None) -
         renamed = _renaming(reference, other, engine)
         order = {name: place for place, name in enumerate(reference.order.get(engine, []))}
         for one, two in zip(theirs, ours, strict=False):
-            found.append(_step(engine, one, two, order, renamed))
+            found.append(_step(engine, one, two, order, renamed, known=known))
     found.sort(key=lambda step: (step.number, step.engine))
     return Comparison(found, counts)
 
@@ -144,29 +150,38 @@ def _renaming(reference: Training, other: Training, engine: int) -> dict[str, st
 
 
 def _step(
-    engine: int, theirs: Step, ours: Step, order: Mapping[str, int], renamed: Mapping[str, str]
+    engine: int,
+    theirs: Step,
+    ours: Step,
+    order: Mapping[str, int],
+    renamed: Mapping[str, str],
+    *,
+    known: bool,
 ) -> StepDifference:
-    known = {
+    """The difference of a step; `known` where both sides have recorded all that an engine has."""
+    before = {
         (kind, _renamed(name, renamed)): whole for (kind, name), whole in theirs.tensors.items()
     }
     tensors = sorted(
-        _tensors(known, ours.tensors), key=lambda each: (_place(each.name, order), each.kind)
+        _tensors(before, ours.tensors, known=known),
+        key=lambda each: (_place(each.name, order), each.kind),
     )
     numbers = {_renamed(name, renamed): value for name, value in theirs.numbers.items()}
     tensors += [
         TensorDifference("optimizer", name, relative, (), True, 0, value, ours.numbers[name])
         for name, value in numbers.items()
-        if name in ours.numbers and (relative := _relative(value, ours.numbers[name]))
+        if name in ours.numbers and (relative := _relative(value, ours.numbers[name], known=True))
     ]
     return StepDifference(
         engine=engine,
         number=ours.number,
-        loss=_relative(theirs.loss, ours.loss),
-        grad_norm=_relative(theirs.grad_norm, ours.grad_norm),
-        weight=_relative(theirs.weight, ours.weight),
+        loss=_relative(theirs.loss, ours.loss, known=known),
+        grad_norm=_relative(theirs.grad_norm, ours.grad_norm, known=known),
+        weight=_relative(theirs.weight, ours.weight, known=known),
         fed=_fed_alike(theirs, ours),
         rows=(theirs.fed.rows, ours.fed.rows),
         tensors=tensors,
+        skipped=math.inf if known and theirs.skipped != ours.skipped else 0.0,
     )
 
 
@@ -178,12 +193,17 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
     return f"{renamed[head]}.{key}" if head in renamed else name
 
 
-def _relative(theirs: float, ours: float) -> float:
-    """0 for equal numbers, and where one side does not know its own."""
-    if theirs == ours or math.isnan(theirs) or math.isnan(ours):
-        both = math.isnan(theirs) and math.isnan(ours)
-        return 0.0 if both or theirs == ours or math.isnan(theirs) else math.inf
-    return abs(theirs - ours) / max(abs(theirs), 1e-300)
+def _relative(theirs: float, ours: float, *, known: bool) -> float:
+    """0 for equal numbers, and where NaN of the reference says that it is not `known`."""
+    if theirs == ours or (math.isnan(theirs) and (math.isnan(ours) or not known)):
+        return 0.0
+    return _ratio(abs(theirs - ours), max(abs(theirs), 1e-300))
+
+
+def _ratio(apart: float, size: float) -> float:
+    """`apart` as a part of `size`; infinite where one of them is NaN, which compares with none."""
+    found = apart / size if apart else 0.0
+    return math.inf if math.isnan(found) else found
 
 
 def _fed_alike(theirs: Step, ours: Step) -> bool:
@@ -200,16 +220,19 @@ def _fed_alike(theirs: Step, ours: Step) -> bool:
     ) <= 1e-6 * math.sqrt(scale * max(one.elements, 1))
 
 
-def _tensors(theirs: Mapping[Key, Whole], ours: Mapping[Key, Whole]) -> Iterator[TensorDifference]:
-    """Those whose bits differ, or of which the ranks have copies that differ."""
+def _tensors(
+    theirs: Mapping[Key, Whole], ours: Mapping[Key, Whole], *, known: bool
+) -> Iterator[TensorDifference]:
+    """Those whose bits differ, or of which the ranks have copies that differ; where all is `known`
+    also those that only one side has."""
     floors = _floors(theirs)
     for key in theirs.keys() | ours.keys():
         kind, name = key
         if kind not in COUNTED:
             continue
         if key not in theirs or key not in ours:
-            if kind == "model":
-                yield TensorDifference(kind, name, math.inf)
+            if known or kind == "model":
+                yield TensorDifference(kind, name, math.inf, missing=True)
             continue
         one, two = theirs[key], ours[key]
         strays = two.strays
@@ -223,7 +246,7 @@ def _difference(
 ) -> TensorDifference:
     strays = tuple(two.strays)
     norm = max(one.print.norm, floor[1], 1e-300)
-    apart = max(one.print.distance(copy) for copy in two.copies.values()) / norm
+    apart = _ratio(max(one.print.distance(copy) for copy in two.copies.values()), norm)
     if one.values is None or two.values is None or one.values.shape != two.values.shape:
         return TensorDifference(kind, name, apart, strays)
     if not one.values.numel():
@@ -233,9 +256,7 @@ def _difference(
     away[theirs.isnan() & ours.isnan()] = 0.0
     worst = int(away.nan_to_num(nan=math.inf).argmax())
     largest = float(away[worst])
-    relative = (
-        math.inf if math.isnan(largest) else largest / max(one.print.largest, floor[0], 1e-300)
-    )
+    relative = _ratio(largest, max(one.print.largest, floor[0], 1e-300))
     if strays:  # the values are those of the first copy
         relative = max(relative, apart)
     return TensorDifference(

@@ -92,7 +92,7 @@ class Verification:
     @staticmethod
     def _same_enough(own: Comparison) -> bool:
         """Whether losses and norms are as near as rounding may leave them."""
-        figures = (max(step.loss, step.grad_norm, step.weight) for step in own.steps)
+        figures = (max(step.loss, step.grad_norm, step.weight, step.skipped) for step in own.steps)
         return own.same_counts and max(figures, default=0.0) <= 1e-3
 
     def _result(

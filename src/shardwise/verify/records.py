@@ -70,6 +70,8 @@ class Step:
     fed: Fed
     numbers: Mapping[str, float]
     tensors: Mapping[Key, Whole]
+    skipped: bool = False
+    """Whether nothing was updated, where an engine says so."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
         ),
         numbers=numbers,
         tensors=_wholes(rows),
+        skipped=bool(first.get("skipped", False)),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -139,6 +138,8 @@ def what(step: StepDifference, tolerance: float) -> str:
         if not value <= tolerance
     ]
     said = [f"It differs in {_and(figures)}."] if figures else []
+    if step.skipped:
+        said.insert(0, "One of the two skipped this step, and the other did not.")
     if tensors := step.beyond(tolerance):
         first, worst = tensors[0], max(tensors, key=lambda each: each.relative)
         several = f"{len(tensors)} tensors differ; the" if len(tensors) > 1 else "The"
@@ -150,7 +151,7 @@ def what(step: StepDifference, tolerance: float) -> str:
 
 def tensor(found: TensorDifference) -> str:
     """A tensor that differs, by how much, and on which ranks."""
-    if math.isinf(found.relative) and not found.exact:
+    if found.missing:
         return f"{found.name}, which only one of the two has"
     said = f"{found.name}, by {figure(found.relative)}"
     if found.exact and found.worst >= 0 and not found.strays:
