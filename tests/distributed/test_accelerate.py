@@ -1,7 +1,10 @@
 """Accelerate over engines: the results of stock Accelerate in one process, in every row."""
 
+import copy
+import gc
 import os
 import warnings
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -618,6 +621,22 @@ def without_optimizer_case(world, zero):
 def test_clipping_names_parameters_without_an_optimizer(group):
     for zero in (0, 3):
         ranks(group, 2)(without_optimizer_case, zero)
+
+
+def dropped_case(world):
+    """Nothing keeps a model that the script has dropped, and a copy has no engine."""
+    accelerator, model = ours(), net()
+    model, _ = accelerator.prepare(model, optimizer_of(model))
+    copied, seen = copy.deepcopy(model), weakref.ref(model)
+    assert accelerator.is_trained(model)
+    assert not accelerator.is_trained(copied)
+    del accelerator, model, _
+    gc.collect()
+    assert seen() is None
+
+
+def test_models_that_are_dropped_are_freed(group):
+    ranks(group, 1)(dropped_case)
 
 
 def one_step(accelerator, model, optimizer):

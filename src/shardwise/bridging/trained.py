@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn, optim
 
@@ -103,8 +104,42 @@ class Trained:
         return 1.0 if self.max_norm is None else min(1.0, self.max_norm / (self.norm + _EPSILON))
 
 
-_in_training: list[Trained] = []
-"""What is trained now in this process, by whichever Accelerator, in the order of its making."""
+_made: list[ref[Trained]] = []
+"""What was made in this process by whichever Accelerator, in that order. It lives as long as its
+models, which hold it: so it is there on all ranks, or on none."""
+
+_HELD = "_shardwise_trained"
+"""The attribute of a model that holds what trains it."""
+
+
+class _Held:
+    """What a model holds of what trains it; copies of the model hold nothing."""
+
+    def __init__(self, trained: Trained | None = None) -> None:
+        self.trained = trained
+
+    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
+        return _Held, ()
+
+
+def _in_training() -> list[Trained]:
+    """What is trained now in this process."""
+    found = [(each, each()) for each in _made]
+    _made[:] = [each for each, trained in found if trained is not None]
+    return [trained for _, trained in found if trained is not None]
+
+
+def _remember(trained: Trained) -> None:
+    _made.append(ref(trained))
+    for model in trained.models:
+        vars(model)[_HELD] = _Held(trained)
+
+
+def _forget(trained: Trained) -> None:
+    _made[:] = [each for each in _made if each() is not trained]
+    for model in trained.models:
+        vars(model).pop(_HELD, None)
+
 
 _EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_ has it."""
@@ -150,7 +185,7 @@ class TrainedModels:
             engine = self._make(part.models, part.optimizers)
             new = Trained(engine, part.models, part.optimizers, owner=self)
             self._trained.append(new)
-            _in_training.append(new)
+            _remember(new)
             self._was_taken = False
 
     def of(self, optimizer: optim.Optimizer) -> Trained | None:
@@ -161,7 +196,7 @@ class TrainedModels:
     def of_model(self, model: nn.Module) -> Trained | None:
         """What trains `model`, or a model that it is a part of, here or for another
         Accelerator."""
-        found = [each for each in _in_training if any(model in m.modules() for m in each.models)]
+        found = [each for each in _in_training() if any(model in m.modules() for m in each.models)]
         return found[0] if found else None
 
     def close(self) -> None:
@@ -171,7 +206,7 @@ class TrainedModels:
 
     def _end(self, trained: Trained) -> None:
         self._trained.remove(trained)
-        _in_training.remove(trained)
+        _forget(trained)
         trained.engine.close()
 
     def lose(self, trained: Trained) -> None:
@@ -281,7 +316,7 @@ class TrainedModels:
 def _take_over(models: Sequence[nn.Module]) -> None:
     """End what other Accelerators train of `models`, on all ranks in the same order."""
     wanted = {id(p) for model in models for p in model.parameters()}
-    for each in _in_training:
+    for each in _in_training():
         if any(id(p) in wanted for model in each.models for p in model.parameters()):
             each.owner.lose(each)
 
