@@ -248,7 +248,8 @@ class Plain(Script):
             with torch.no_grad():
                 self.models[0].head.weight.mul_(0.95)
         elif event.startswith("reopen"):
-            self.ema = self._fresh_averages()
+            # Another engine begins its averages anew, and knows nothing of what was trained before.
+            self.ema, self.ever_trained = self._fresh_averages(), set()
         else:
             assert event == "save", event
 
