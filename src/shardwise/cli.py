@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -148,16 +149,31 @@ def _adopting(names: tuple[str, ...], words: tuple[str, ...], *, module: bool) -
 
 
 def _mention_copies(script: str, size: int | None) -> None:
-    """Warn that a script which names neither us nor Horovod runs as independent copies."""
+    """Warn of a script on several workers that names neither us nor Horovod: it runs as independent
+    copies, or by the library that it names."""
     text = program.text_of(script)
-    if program.joins_itself(script) or program.names_us(text):
+    if size is None or size == 1 or not text or program.names_us(text):
         return
-    if size is not None and size > 1 and text:
+    if (library := _adoptable(text)) is not None:
+        click.echo(
+            f"shardwise: {script} trains by {library} alone, so no flag of shardwise's changes "
+            f"how: write shardwise run --adopt {library}, or change its import "
+            f"(docs/from_{library}.md).",
+            err=True,
+        )
+    elif not program.joins_itself(script):
         click.echo(
             f"shardwise: {script} names neither shardwise nor horovod: unless what it imports "
             f"calls sw.init, {size} copies of it run, each by itself with all of the work.",
             err=True,
         )
+
+
+def _adoptable(text: str) -> str | None:
+    """The library in a script's text in whose place --adopt puts ours; None without one."""
+    if re.search(r"\bimport Accelerator\b|\baccelerate\.Accelerator\b", text):
+        return "accelerate"
+    return "transformers" if re.search(r"\b(Seq2Seq)?Trainer\b", text) else None
 
 
 def _doctor(explain: bool, **given: Any) -> int:

@@ -576,3 +576,19 @@ def test_steps_without_an_engine_are_told_at_the_second(shardwise: Launcher) -> 
     said = [line.split(":")[0] for line in ran.err.splitlines()]
     assert said == ["[0] step 0", "[0] step 1", "[0] shardwise", "[0] step 2"]
     assert "SGD.step() by hand, and no sw.Engine was made: each of the 2 workers" in ran.err
+
+
+def test_a_script_for_accelerate_is_told_how_ours_takes_its_place(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "try:\n    from accelerate import Accelerator\nexcept ImportError:\n    pass\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "run", "-n", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "train.py trains by accelerate alone" in done.stderr
+    assert "shardwise run --adopt accelerate" in done.stderr

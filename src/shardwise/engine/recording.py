@@ -38,14 +38,14 @@ class Recording:
         self._log.note("rank", {"driver": "engine"})
         self._write({})
 
-    def stepped(self, stats: StepStats) -> None:
-        """A step is made: write what it left."""
+    def stepped(self, stats: StepStats, weight: float) -> None:
+        """A step is made: write what it left; `weight` does not depend on the number of workers."""
         self._rows += 1
         self._write(
             {
                 "loss": stats.loss,
                 "grad_norm": stats.grad_norm,
-                "weight": stats.weight,
+                "weight": weight,
                 "skipped": stats.skipped,
             }
         )

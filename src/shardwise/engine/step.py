@@ -323,7 +323,8 @@ class StepRunner:
         if self._timing is not None:
             self._timing.stepped()
         if self._recording is not None:
-            self._recording.stepped(stats)
+            # A loss written for DDP counts one for each worker, whatever their number.
+            self._recording.stepped(stats, stats.weight / (totals.divisor or 1.0))
         self._world.step_log.stepped(self._state.number, self._state.steps, stats)
 
     def _clear(self, totals: StepTotals) -> None:
