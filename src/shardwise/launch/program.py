@@ -6,8 +6,10 @@ import os
 import pkgutil
 import re
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import FileFinder, ModuleSpec
 from pathlib import Path
@@ -143,3 +145,20 @@ def _current_folder_first() -> Iterator[None]:
         yield
     finally:
         sys.path.pop(0)
+
+
+def wait_for(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> int:
+    """Wait for a run of `shardwise run`, calling `on_time` meanwhile; returns its exit code.
+
+    An error, or Ctrl-C, ends the run first.
+    """
+    try:
+        while True:
+            try:
+                return process.wait(timeout=0.25)
+            except subprocess.TimeoutExpired:
+                on_time()
+    except BaseException:
+        process.send_signal(signal.SIGINT)  # a second one is harmless: it ends its ranks
+        process.wait()
+        raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.launch import program
 from shardwise.launch.resources import usable_cores
 from shardwise.scaling import records
 from shardwise.scaling.records import Measured, TooFew
@@ -78,7 +78,7 @@ def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> Measured
             stderr=subprocess.STDOUT,
             env=_environment(os.environ, plan.threads),
         )
-        code = _wait(process, lambda: on_step(records.steps_made(folder)))
+        code = program.wait_for(process, lambda: on_step(records.steps_made(folder)))
     ended = MeasuredRun(kind=kind, workers=workers, log=log, wall=time.monotonic() - start)
     if code:
         return replace(ended, error=f"exit code {code}: {_last_words(log)}")
@@ -109,19 +109,6 @@ def _command(plan: ScalingPlan, kind: str, workers: int, folder: Path) -> list[s
 
 def _environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **environ}
-
-
-def _wait(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> int:
-    try:
-        while True:
-            try:
-                return process.wait(timeout=0.25)
-            except subprocess.TimeoutExpired:
-                on_time()
-    except BaseException:
-        process.send_signal(signal.SIGINT)  # a second one is harmless: it ends its ranks
-        process.wait()
-        raise
 
 
 def _last_words(log: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.launch import program
 from shardwise.launch.resources import usable_cores
 from shardwise.tensor_log import WANTED
 from shardwise.verify import records
@@ -85,7 +85,7 @@ def make(run: Run, name: str, log: Path, on_step: OnStep) -> Training:
                 stderr=subprocess.STDOUT,
                 env=_environment(run),
             )
-            code = _wait(process, lambda: on_step(records.steps_made(folder)))
+            code = program.wait_for(process, lambda: on_step(records.steps_made(folder)))
         if code:
             raise RunFailed(name, code, log.read_text(errors="replace"))
         return records.read(folder)
@@ -116,16 +116,3 @@ def _environment(run: Run) -> dict[str, str]:
     """Threads as many at every size, so that no sum is cut in another way for that alone."""
     threads = str(max(1, usable_cores() // run.most))
     return {"OMP_NUM_THREADS": threads, **os.environ, **run.environ}
-
-
-def _wait(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> int:
-    try:
-        while True:
-            try:
-                return process.wait(timeout=0.25)
-            except subprocess.TimeoutExpired:
-                on_time()
-    except BaseException:
-        process.send_signal(signal.SIGINT)  # a second one is harmless: it ends its ranks
-        process.wait()
-        raise
