@@ -157,9 +157,8 @@ class Catalogue:
 
     def device(self, name: str) -> Device:
         """The device of a name or an alias, in any case. Raises ConfigError, with the nearest."""
-        names = {
-            each.lower(): device for device in self.devices.values() for each in _names(device)
-        }
+        devices = self.devices.values()
+        names = {word.lower(): each for each in devices for word in (each.name, *each.aliases)}
         if (found := names.get(name.lower())) is not None:
             return found
         near = difflib.get_close_matches(name.lower(), names, n=1)
@@ -291,9 +290,7 @@ class _Reading:
         if sizes != sorted(set(sizes)):
             raise self.wrong(f"{where} has to have rising sizes, and has {sizes}.")
         if (most := max(point[1] for point in value)) > 1:
-            raise self.wrong(
-                f"{where} has the fraction {most}: fractions of the peak are at most 1."
-            )
+            raise self.wrong(f"{where} has {most}: a fraction of the peak is at most 1.")
         return Curve(tuple((float(size), float(part)) for size, part in value)), source
 
     def device(self, entry: Mapping[str, Any], name: str) -> Device:

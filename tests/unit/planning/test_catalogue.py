@@ -40,7 +40,9 @@ def _file(folder: Path, text: str) -> Path:
 
 def test_the_catalogue_of_the_package_is_whole_and_each_value_has_a_source() -> None:
     catalogue = read_catalogue(user=False)
-    assert {"A100", "H100", "H200", "B200", "TPU-v5e", "TPU-v5p", "TPU-v6e"} <= set(catalogue.devices)
+    assert {"A100", "H100", "H200", "B200", "TPU-v5e", "TPU-v5p", "TPU-v6e"} <= set(
+        catalogue.devices
+    )
     for device in catalogue.devices.values():
         assert set(device.sources) == {*device.numbers, *device.curves, "launch_us"}
         assert all(source.text and source.date[:2] == "20" for source in device.sources.values())
@@ -66,7 +68,11 @@ def test_a_users_file_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("memory_gib =", "memory_gb =", r"\[device.Box\] has no key 'memory_gb'. Did you mean memory_gib"),
+        (
+            "memory_gib =",
+            "memory_gb =",
+            "has no key 'memory_gb'. Did you mean memory_gib",
+        ),
         ('value = 4, from = "own"', 'value = 4, from = "owm"', r"there is no \[sources.owm\]"),
         ("value = 4,", "value = -4,", "a number above 0, and is -4"),
         ('{ value = 4, from = "own" }', "4", "has to be { value = NUMBER"),
