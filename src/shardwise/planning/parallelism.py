@@ -15,9 +15,9 @@ REPLICATED = Placement()
 class Parallelism:
     """The axes of a mesh, and what each rank does in a step.
 
-    Ranks of one tensor group are neighbours, then those of one data group, then the stages, as
-    shardwise/mesh.py lays them. `stages_per_rank` is 2 or more for interleaved schedules. `micros`
-    are the micro-batches of a step on each data rank, `micro_batch` the samples of one.
+    Ranks of one tensor group are neighbours, then the stages of one replica, as mesh.py lays them.
+    `stages_per_rank` is 2 or more for interleaved schedules. `micros` are the micro-batches of a
+    step on each data rank, `micro_batch` the samples of one.
     """
 
     data: int = 1
@@ -31,7 +31,13 @@ class Parallelism:
     sequence_parallel: bool = False
     placement: Placement = REPLICATED
     overlap: bool = True
-    """Whether gradients are reduced beside backward, and parameters gathered beside both."""
+    """Whether gradients are reduced beside backward."""
+
+    blocking_sends: bool = False
+    """Whether ranks wait while stages send to each other, as Megatron-LM's do."""
+
+    stages_last: bool = False
+    """Megatron-LM's order of ranks: replicas of a stage are neighbours, and stages far apart."""
 
     @property
     def devices(self) -> int:
@@ -45,12 +51,14 @@ class Parallelism:
 
     def data_group(self, cluster: Cluster) -> Group:
         """The ranks that average gradients."""
-        return group_of(cluster, self.data, self.tensor)
+        stride = self.tensor if self.stages_last else self.tensor * self.pipeline
+        return group_of(cluster, self.data, stride)
 
     def tensor_group(self, cluster: Cluster) -> Group:
         """The ranks that share each layer."""
         return group_of(cluster, self.tensor, 1)
 
     def stages_on_hosts(self, cluster: Cluster) -> bool:
-        """Whether a stage's next is on the same host."""
-        return self.devices <= cluster.per_host
+        """Whether all stages of a replica are on one host."""
+        replica = self.devices if self.stages_last else self.tensor * self.pipeline
+        return replica <= cluster.per_host
