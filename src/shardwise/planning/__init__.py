@@ -1,6 +1,14 @@
 """`shardwise plan`: predicts memory, time and cost of a script's placements before they are rented.
 
 - record.py      what was observed of one step, the seam between memory and time
+- choice.py      a placement of a training on a cluster, and who says how long its step takes
 - catalogue.py   devices and links with their figures, each with its source: hardware/*.toml
 - cluster.py     a cluster as it is written, such as 4x8xH100
+- clock.py       the step of an observed script, in seconds by kind
+- operations.py, collectives.py, overlap.py, pipeline_time.py
+                 what operations, collectives, both beside each other, and schedules take
+- parallelism.py, stages.py
+                 the axes of a mesh; the step from the work of each pipeline stage
+- transformer.py, transformer_clock.py
+                 a transformer by formula, for published rows and for configurations
 """

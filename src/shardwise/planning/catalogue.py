@@ -42,14 +42,17 @@ SCALES: dict[str, float] = {
     "memory_tb_per_s": 1e12,
     "host_gb_per_s": 1e9,
     "host_memory_gib": GIB,
+    "host_memory_gb_per_s": 1e9,
     "disk_gb_per_s": 1e9,
     "watts": 1.0,
     "host_watts": 1.0,
     "dollars_low": 1.0,
     "dollars_high": 1.0,
+    "overlap": 1.0,
 }
 """The numbers that a device may have, and what one of each is in bytes, seconds, FLOPs, watts or
-dollars an hour."""
+dollars an hour. Those of the host are a device's share of it. `overlap` is the fraction of a
+collective that computation beside it does not feel, 1 where it is not given."""
 
 NEEDED = ("memory_gib", "memory_tb_per_s")
 CURVES = ("matmul", *(f"matmul_{dtype}" for dtype in DTYPES), "memory")

@@ -46,6 +46,8 @@ class Estimate:
     seconds: float
     error: float
     parts: dict[str, float] = field(default_factory=dict)
+    per_rank: tuple[dict[str, float], ...] = ()
+    """The same parts for the ranks of each pipeline stage: one entry without a pipeline."""
 
 
 class Clock(Protocol):
