@@ -11,8 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,13 +72,6 @@ def observe_sizes(script: Script, *, activations: str) -> ObservedStep:
     return ObservedStep(large, observe(replace(script, flags=(*script.flags, *flags)), half))
 
 
-def observe_both(script: Script, kinds: Sequence[str]) -> dict[str, ObservedStep]:
-    """`observe_sizes` for each of `kinds` of activations, beside each other."""
-    with ThreadPoolExecutor(len(kinds)) as pool:
-        found = pool.map(lambda kind: observe_sizes(script, activations=kind), kinds)
-        return dict(zip(kinds, found, strict=True))
-
-
 def observe(script: Script, samples: int | None = None) -> StepRecord:
     """One run of `script`, its Loader's batches made `samples` large."""
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
@@ -137,7 +128,9 @@ def _fitted(small: StepRecord, large: StepRecord, samples: int) -> StepRecord:
 
     def operation(low: Operation, high: Operation) -> Operation:
         shapes = tuple(
-            tuple(line(a, b) for a, b in zip(one, two, strict=True)) if len(one) == len(two) else two
+            tuple(line(a, b) for a, b in zip(one, two, strict=True))
+            if len(one) == len(two)
+            else two
             for one, two in zip(low.shapes, high.shapes, strict=True)
         )
         return replace(
