@@ -1,4 +1,4 @@
-"""Draws the memory of a step by state, for the first placements of a plan: plan.png and plan.html."""
+"""Draws the memory of a step by state for the first placements: plan.png and plan.html."""
 
 from __future__ import annotations
 
