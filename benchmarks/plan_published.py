@@ -211,6 +211,9 @@ def korthikanti_lines() -> Iterator[Line]:
             yield Line(name, row[way], _step(model, run, row["gpus"]), _work(model, row))
 
 
+LATER = replace(MEGATRON, size=Bytes(gradient=4.0))
+"""Megatron-LM since bf16: gradients are reduced in fp32."""
+
 MEGASCALE_CAPTION = """The first row fits one factor for the matrix products' efficiency; the others
 are predicted. Goal: 5 %. What the model leaves out: stragglers and slow hosts, which they find to
 grow with the number of devices, and the network's collisions."""
@@ -238,14 +241,14 @@ def megascale_lines(system: str) -> Iterator[Line]:
             placement=Placement.zero(1),
             **way,  # type: ignore[arg-type]
         )
-        return _step(model, run, row["gpus"], factor=factor)
+        return _step(model, run, row["gpus"], factor=factor, software=LATER)
 
     yield from _first_fitted(tables.MEGASCALE_FIELDS, tables.MEGASCALE, system, model, predict)
 
 
-LLAMA_CAPTION = """8 layers on each rank, one at a time. The first row fits one factor for the matrix products' efficiency of an H100; the
-second is predicted. The third, with context parallelism of 16, is not: the model has no context
-parallelism."""
+LLAMA_CAPTION = """Each rank has 8 stages of one layer; embedding and head count as one each. The
+first row fits one factor for the matrix products' efficiency of an H100; the second is predicted.
+The third, with context parallelism of 16, is not: the model has no context parallelism."""
 
 
 def llama_lines() -> Iterator[Line]:
@@ -270,7 +273,7 @@ def llama_lines() -> Iterator[Line]:
             stages_per_rank=8,
             micros=row["per_data"],
             sequence_parallel=True,
-            placement=Placement.zero(2),
+            placement=Placement.zero(1),
         )
         return _step(model, run, row["gpus"], factor=factor, device="H100", software=LLAMA)
 
