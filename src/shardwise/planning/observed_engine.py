@@ -49,6 +49,10 @@ class Observation:
     batch: Any = None
     samples: int = 0
     total: int = 0
+    asked: int = 0
+    """The batch size that the script gave its last Loader, which may have been given another."""
+    accumulates: bool = False
+    """Whether its loop takes a step in several micro-batches."""
     buffer_bytes: int = 0
     written: bool = False
 
@@ -278,7 +282,8 @@ class ObservedEngine(Engine):
         if batch is not None and observation.batch is None:
             observation.batch, observation.samples = batch, batch.samples
             stream = next((s for s in current.streams if s.batch is batch), None)
-            observation.total = (stream.plan.batch_size or 0) if stream is not None else 0
+            given = (stream.plan.batch_size or 0) if stream is not None else 0
+            observation.total = observation.asked or given
 
     def _run_backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         recorder = self._observation.recorder
@@ -307,6 +312,7 @@ class ObservedEngine(Engine):
         if self.backwards and self._observation.batch is not None:
             self._end_if_alone()
         self._note_batch(weighted=given or divisor > 0, anew=given and not same_items)
+        self._observation.accumulates = True
         count = runner.microbatch_count(self.settings, batch, self._spec.data_group)
         _, part = runner.split_batch(batch, count)[0]
         loss = loss_of(*part)
@@ -442,6 +448,7 @@ def finish(observation: Observation) -> None:
         backward=observation.first_backward,
         precision=engine.settings.precision,
         activations=engine.settings.activations,
+        accumulates=observation.accumulates,
         assumed=tuple(recorder.assumed),
         buffer_bytes=observation.buffer_bytes,
     ).write(observation.path)

@@ -1,5 +1,6 @@
 """Runs a script with an engine that observes its first step: `python -m shardwise.planning.observer
-FILE SCRIPT ...`, as `shardwise plan` has one process do.
+FILE SAMPLES SCRIPT ...`, as `shardwise plan` has one process do. SAMPLES is the total batch size of
+its Loaders, 0 for the script's own.
 
 The script's data, loaders and model code are its own. Parameters lose their memory at `sw.Engine`;
 the script is stopped at the end of its first step, and FILE has the record.
@@ -19,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.data.loader import Loader
 from shardwise.errors import ShardwiseError
 from shardwise.planning.observed_engine import Observation, ObservedEngine, finish
 from shardwise.planning.step_recorder import user_place
@@ -26,9 +28,10 @@ from shardwise.planning.step_recorder import user_place
 
 def main(arguments: list[str]) -> None:
     """Observe what the words after the file's name run."""
-    path, *words = arguments
+    path, samples, *words = arguments
     observation = Observation.begin(Path(path))
     _replace_engine()
+    _replace_loader(observation, int(samples))
     _skip_initial_values()
     try:
         _run(words)
@@ -63,6 +66,26 @@ def _replace_engine() -> None:
     """Let whoever asks for the engine's class get the one that observes."""
     for name in ("shardwise.engine", "shardwise.engine.engine", "shardwise.engine.engines"):
         import_module(name).Engine = ObservedEngine  # type: ignore[attr-defined]
+
+
+def _replace_loader(observation: Observation, samples: int) -> None:
+    """Let Loaders have `samples` as their batch, where that is not 0, and note what they were
+    asked for and whether the script can take a step in several micro-batches."""
+
+    class ObservedLoader(Loader):
+        def __init__(self, dataset: Any, batch_size: int | None = None, **options: Any) -> None:
+            self.asked = batch_size
+            super().__init__(dataset, samples or batch_size if batch_size else None, **options)
+
+        def __iter__(self) -> Any:
+            observation.asked = self.asked or 0
+            return super().__iter__()
+
+        def steps(self) -> Any:
+            observation.asked, observation.accumulates = self.asked or 0, True
+            return super().steps()
+
+    import_module("shardwise.data.loader").Loader = ObservedLoader  # type: ignore[attr-defined]
 
 
 def _skip_initial_values() -> None:

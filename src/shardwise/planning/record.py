@@ -136,7 +136,8 @@ class StepRecord:
     """Forward and backward of one micro-batch of `batch_size` samples, for one engine or several.
 
     `total_batch` is the Loader's total batch size, 0 where there is no Loader: then the number of
-    samples per worker is the script's own. `backward` is the index of the first operation of
+    samples per worker is the script's own. `accumulates`: the script's loop takes a step in several
+    micro-batches, where a setting asks for that. `backward` is the index of the first operation of
     backward. `precision` and `activations` are the settings it was observed with.
     """
 
@@ -151,6 +152,7 @@ class StepRecord:
     backward: int
     precision: str
     activations: str
+    accumulates: bool = False
     assumed: tuple[Assumption, ...] = ()
     buffer_bytes: int = 0
     """Buffers of the modules."""
