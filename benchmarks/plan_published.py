@@ -71,14 +71,16 @@ def main() -> None:
 
 HEAD = """# The planner's accuracy on published tables
 
-Made by `python benchmarks/plan_published.py`, which says what was fitted to what. Errors are
-predicted / published - 1. *Constant* beside a table of times is one utilisation for all of its
+Made by `python benchmarks/plan_published.py --data FOLDER`, which says what was fitted to what.
+Goals: states exact, activations within 2 %, Korthikanti's times within 3 %, MegaScale's and Llama
+3's within 5 % but for the row that is fitted. Each table's last line says what was reached. Errors
+are predicted / published - 1. *Constant* beside a table of times is one utilisation for all of its
 rows, that of the fitted row or else the median of all: a floor.
 """
 
 
 def _tables() -> Iterator[tuple[str, str, str, Iterable[Line]]]:
-    yield "ZeRO, table 1", "Bytes of states by this package's layout: exact.", "GB", zero_lines()
+    yield "ZeRO, table 1", "Bytes of states by the cells of each row. Exact: errors are digits that the paper cuts off.", "GB", zero_lines()
     yield "Megatron-LM (SC 2021), table 1", SC21_CAPTION, "s", sc21_lines()
     yield "Megatron-LM (SC 2021), table 2, theirs", SC21_CAPTION_2, "s", sc21_second_lines()
     yield "Megatron-LM (SC 2021), table 2, ZeRO-3", SC21_ZERO_CAPTION, "s", sc21_zero_lines()

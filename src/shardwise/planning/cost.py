@@ -67,16 +67,6 @@ def is_within(cost: Cost, days: float | None, dollars: float | None) -> bool:
     return dollars is None or cost.dollars is None or cost.dollars <= dollars
 
 
-def parse_days(text: str) -> float:
-    """Days from "10d", "36h", "90m" or a plain number of days. Raises ValueError."""
-    units = {"d": 1.0, "h": 1 / 24, "m": 1 / 1440, "w": 7.0}
-    number, unit = (text[:-1], text[-1]) if text[-1:] in units else (text, "d")
-    days = float(number) * units[unit]
-    if not 0 < days < float("inf"):
-        raise ValueError("a time above 0, such as 10d or 36h")
-    return days
-
-
 Item = TypeVar("Item")
 
 

@@ -149,9 +149,7 @@ def _laid(
     specs = []
     for each in parameters:
         group = record.groups[each.group] if each.group >= 0 else None
-        whole = group is not None and (
-            not group.elementwise or (as_given and not group.known)
-        )
+        whole = group is not None and (not group.elementwise or (as_given and not group.known))
         owner = (group.number, group.index) if group is not None else (-1, None)
         key = (each.unit if by_unit else 0, *owner, each.dtype)
         specs.append(

@@ -84,9 +84,7 @@ class MemoryPlan:
         return {kind: int(values[self.at]) for kind, values in self.parts.items()}
 
 
-def predict(
-    record: StepRecord, choice: Choice, hardware: Hardware, *, rank: int = 0
-) -> MemoryPlan:
+def predict(record: StepRecord, choice: Choice, hardware: Hardware, *, rank: int = 0) -> MemoryPlan:
     """The memory of `rank` in a step of `choice`; `record` is of one micro-batch of its size, with
     its recomputation."""
     layout = lay_out(

@@ -137,7 +137,9 @@ def _fitted(small: StepRecord, large: StepRecord, samples: int) -> StepRecord:
 
     def operation(low: Operation, high: Operation) -> Operation:
         shapes = tuple(
-            tuple(line(a, b) for a, b in zip(one, two, strict=True)) if len(one) == len(two) else two
+            tuple(line(a, b) for a, b in zip(one, two, strict=True))
+            if len(one) == len(two)
+            else two
             for one, two in zip(low.shapes, high.shapes, strict=True)
         )
         return replace(

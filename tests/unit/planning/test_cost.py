@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.planning.catalogue import read_catalogue
 from shardwise.planning.cluster import parse_cluster
-from shardwise.planning.cost import cost_of, frontier, is_within, parse_days
+from shardwise.planning.cost import cost_of, frontier, is_within
 
 CATALOGUE = read_catalogue(user=False)
 
@@ -34,19 +34,6 @@ def test_limits_are_held_by_the_middle() -> None:
     assert cost.dollars is not None
     assert not is_within(cost, None, cost.dollars - 1)
     assert is_within(cost, None, cost.dollars)
-
-
-@pytest.mark.parametrize(
-    ("text", "days"), [("10d", 10), ("36h", 1.5), ("2w", 14), ("90m", 0.0625), ("3", 3)]
-)
-def test_days_as_they_are_written(text: str, days: float) -> None:
-    assert parse_days(text) == pytest.approx(days)
-
-
-@pytest.mark.parametrize("text", ["", "d", "-1d", "soon", "inf"])
-def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"time above 0|could not convert"):
-        parse_days(text)
 
 
 def test_the_frontier_has_what_nothing_beats_in_both() -> None:
