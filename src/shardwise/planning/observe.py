@@ -11,8 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,13 +70,6 @@ def observe_sizes(script: Script, *, activations: str) -> ObservedStep:
     if half < 1 or not large.total_batch:
         return ObservedStep(large)
     return ObservedStep(large, observe(replace(script, flags=(*script.flags, *flags)), half))
-
-
-def observe_both(script: Script, kinds: Sequence[str]) -> dict[str, ObservedStep]:
-    """`observe_sizes` for each of `kinds` of activations, beside each other."""
-    with ThreadPoolExecutor(len(kinds)) as pool:
-        found = pool.map(lambda kind: observe_sizes(script, activations=kind), kinds)
-        return dict(zip(kinds, found, strict=True))
 
 
 def observe(script: Script, samples: int | None = None) -> StepRecord:

@@ -17,6 +17,7 @@ from torch.amp import GradScaler
 from shardwise import config
 from shardwise.engine import unit_assignment, usage_checks
 from shardwise.engine.engine import Engine
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.engine_state import spec_of
 from shardwise.engine.gradient_weighting import divisor_of
 from shardwise.engine.step_statistics import StepStats
@@ -97,57 +98,22 @@ class ObservedEngine(Engine):
         config.refuse_elsewhere(settings, "engine")
         self.settings = world.settle_engine(settings)
         self.placement = self.settings.placement
-        world.engines += 1
+        number, world.engines = world.engines, world.engines + 1
         world.expect_no_engine()
         self._spec = spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
         self.backwards = 0
         self.stepped = False
         self._depth: list[bool] = []
-        located = spec.located()
-        sections = unit_assignment.divide(spec.models, spec.prefixes, located, self.settings.units)
-        first_unit = len(observation.units)
-        observation.units += [section.name for section in sections.sections]
-        owners = self._note_groups()
-        for tracked in located:
-            unit = first_unit + sections.unit_of[tracked.parameter]
-            observation.parameters.append(
-                _Parameter(tracked, unit, owners.get(tracked.parameter, -1))
-            )
-        self._take_memory(observation.parameters[-len(located) :])
+        noted = note_spec(spec, number, len(observation.units), len(observation.groups))
+        observation.units += noted.units
+        observation.groups += noted.groups
+        observation.parameters += noted.parameters
+        self._take_memory(noted.parameters)
         self._enter_settings(world)
-        numbers = {module: first_unit + n for module, n in sections.modules.items()}
-        self._hook_modules(numbers)
+        self._hook_modules(noted.modules)
         observation.engines.append(self)
 
     # -- making -----------------------------------------------------------------------------
-
-    def _note_groups(self) -> dict[nn.Parameter, int]:
-        """Write down the parameter groups; returns which one trains each parameter."""
-        kinds, groups = OptimizerKinds(), self._observation.groups
-        owners: dict[nn.Parameter, int] = {}
-        for number, optimizer in enumerate(self._spec.optimizers):
-            for index, options in enumerate(optimizer.param_groups):
-                if not options["params"]:
-                    continue
-                device = torch.device("cpu")
-                kind = kinds.of(optimizer, options, device)
-                master = options["params"][0].dtype
-                master = torch.float32 if master in precision.NARROW else master
-                fused = bool(options.get("fused")) or may_fuse(optimizer, options, master, device)
-                owners |= dict.fromkeys(options["params"], len(groups))
-                groups.append(
-                    GroupRecord(
-                        optimizer=type(optimizer).__name__,
-                        number=len(self._observation.engines) * 1000 + number,
-                        index=index,
-                        moments=tuple(sorted(kind.tensor_keys)),
-                        elementwise=kind.elementwise,
-                        separable=kind.separable,
-                        known=kind.known,
-                        fused=fused,
-                    )
-                )
-        return owners
 
     def _take_memory(self, parameters: Sequence[_Parameter]) -> None:
         """Put a fake parameter in the place of each, wherever the models and optimizers have it."""
@@ -155,9 +121,8 @@ class ObservedEngine(Engine):
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         for each in parameters:
             old, tracked = each.tracked.parameter, each.tracked
-            if cast is not None and precision.is_cast(tracked.places, cast):
-                if tracked.parameter.is_floating_point():
-                    tracked.dtype = cast
+            if cast is not None and old.is_floating_point():
+                tracked.dtype = cast if precision.is_cast(tracked.places, cast) else old.dtype
             with self._observation.fake:
                 like = torch.empty_strided(tracked.shape, tracked.strides, dtype=tracked.dtype)
             new = nn.Parameter(like, requires_grad=old.requires_grad)
@@ -416,6 +381,68 @@ class ObservedEngine(Engine):
             finish(self._observation)
 
 
+@dataclass(frozen=True)
+class SpecNotes:
+    """What the record says of an engine's parts before any forward: units, groups, parameters;
+    `modules` are those that are units, by number."""
+
+    units: list[str]
+    groups: list[GroupRecord]
+    parameters: list[_Parameter]
+    modules: dict[nn.Module, int]
+
+
+def note_spec(
+    spec: EngineSpec, number: int, first_unit: int = 0, first_group: int = 0
+) -> SpecNotes:
+    """Notes of engine `number`, whose units and groups are counted from these numbers on."""
+    located = spec.located()
+    sections = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
+    groups, owners = _groups_of(spec, number)
+    return SpecNotes(
+        [section.name for section in sections.sections],
+        groups,
+        [
+            _Parameter(
+                tracked,
+                first_unit + sections.unit_of[tracked.parameter],
+                first_group + owners[tracked.parameter] if tracked.parameter in owners else -1,
+            )
+            for tracked in located
+        ],
+        {module: first_unit + n for module, n in sections.modules.items()},
+    )
+
+
+def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[nn.Parameter, int]]:
+    """The parameter groups, and which one trains each parameter."""
+    kinds, groups = OptimizerKinds(), []
+    owners: dict[nn.Parameter, int] = {}
+    device = torch.device("cpu")
+    for number, optimizer in enumerate(spec.optimizers):
+        for index, options in enumerate(optimizer.param_groups):
+            if not options["params"]:
+                continue
+            kind = kinds.of(optimizer, options, device)
+            dtype = options["params"][0].dtype
+            master = torch.float32 if dtype in precision.NARROW else dtype
+            owners |= dict.fromkeys(options["params"], len(groups))
+            groups.append(
+                GroupRecord(
+                    optimizer=type(optimizer).__name__,
+                    number=engine * 1000 + number,  # engines share no bucket
+                    index=index,
+                    moments=tuple(sorted(kind.tensor_keys)),
+                    elementwise=kind.elementwise,
+                    separable=kind.separable,
+                    known=kind.known,
+                    fused=bool(options.get("fused"))
+                    or may_fuse(optimizer, options, master, device),
+                )
+            )
+    return groups, owners
+
+
 def _replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Let `module` have the new parameters wherever it has an old one: registered, or in a list
     beside (RNNs keep one)."""
@@ -439,7 +466,7 @@ def finish(observation: Observation) -> None:
     StepRecord(
         operations=tuple(recorder.operations),
         tensors=tuple(sorted(recorder.tensors, key=lambda each: (each.born, each.died))),
-        parameters=tuple(map(_recorded, observation.parameters)),
+        parameters=tuple(map(recorded, observation.parameters)),
         groups=tuple(observation.groups),
         units=tuple(observation.units),
         uses=tuple(observation.uses),
@@ -456,7 +483,8 @@ def finish(observation: Observation) -> None:
     raise SystemExit(0)
 
 
-def _recorded(each: _Parameter) -> ParameterRecord:
+def recorded(each: _Parameter) -> ParameterRecord:
+    """The parameter as the record has it."""
     tracked = each.tracked
     return ParameterRecord(
         name=tracked.name,
