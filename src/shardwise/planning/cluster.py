@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.errors import ConfigError
 from shardwise.planning.catalogue import Catalogue, Device, Link
@@ -50,6 +50,8 @@ def parse_cluster(text: str, catalogue: Catalogue) -> Cluster:
         raise ConfigError(
             f"--on {text}: this machine was not measured yet: run shardwise plan --calibrate first."
         )
+    if name.lower() == HERE:
+        return _here(text, counts, catalogue)
     device = catalogue.device(name)
     if len(counts) == 2:
         hosts, per_host = counts
@@ -58,6 +60,23 @@ def parse_cluster(text: str, catalogue: Catalogue) -> Cluster:
         hosts, per_host = _filled(text, total, device)
     inside = catalogue.link(device.inside, device.name)
     return Cluster(hosts, per_host, device, inside, catalogue.link(device.between, device.name))
+
+
+def _here(text: str, counts: list[int], catalogue: Catalogue) -> Cluster:
+    """This machine with so many ranks, 1 where no number is given, as it was measured with them."""
+    ranks = counts[0] if counts else 1
+    measured = [n for n in range(1, 257) if name_here(n) in catalogue.devices]
+    if len(counts) == 2 or ranks not in measured:
+        listed = ", ".join(f"{n}x{HERE}" for n in measured)
+        raise ConfigError(f"--on {text}: this machine was measured as {listed}: write one of them.")
+    device = catalogue.devices[name_here(ranks)]
+    link = catalogue.link(device.inside, device.name)
+    return Cluster(1, ranks, replace(device, name=HERE), link, link)
+
+
+def name_here(ranks: int) -> str:
+    """The catalogue's name of this machine, measured with so many ranks at once."""
+    return HERE if ranks == 1 else f"{HERE}-{ranks}"
 
 
 def _counts(text: str) -> tuple[list[int], str]:

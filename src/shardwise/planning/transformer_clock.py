@@ -29,13 +29,21 @@ def transformer_times(
     """The time of a step on each rank of the pipeline, by kind, in seconds."""
     stages = run.pipeline * run.stages_per_rank
     layer = _layer(model, run, cluster, software)
-    counts = [model.layers // stages + (s < model.layers % stages) for s in range(stages)]
-    units = [[layer] * count for count in counts]
+    units = [[layer] * count for count in _layers_of(model.layers, stages)]
     units[0].insert(0, _embedding(model, run, cluster))
     units[-1].append(_head(model, run, cluster))
     sbh = 2.0 * run.micro_batch * model.sequence * model.hidden
     boundary = sbh / run.tensor  # each tensor rank sends a part, and gathers inside its host
     return step_times(units, boundary, run, cluster, software.size)
+
+
+def _layers_of(layers: int, stages: int) -> list[int]:
+    """How many layers each stage has. Where it comes out even so, the embedding and the head count
+    as a layer each, as Llama 3's do."""
+    if stages > 1 and (layers + 2) % stages == 0:
+        counts = [(layers + 2) // stages] * stages
+        return [counts[0] - 1, *counts[1:-1], counts[-1] - 1]
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
 def step_seconds(times: list[RankTime]) -> float:
