@@ -70,4 +70,4 @@ def test_states_are_those_of_the_engine(group, size, level):
     for kind, precision, bucket_mb in cases:
         for planned, laid in group(size)(planned_and_laid, kind, level, precision, bucket_mb):
             assert planned == laid, (kind, precision)
-            assert laid["parameters"] and laid["gradients"]
+            assert all(laid[state] for state in ("parameters", "gradients"))

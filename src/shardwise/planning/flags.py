@@ -45,7 +45,6 @@ def own() -> Iterator[Flag]:
         ["--on"],
         group="plan",
         shown="--on CLUSTER",
-        required=True,
         help="8xH100, 4x8xH100 (hosts x devices), or here",
     )
     yield Flag(
@@ -61,6 +60,20 @@ def own() -> Iterator[Flag]:
         shown="--within 10d",
         type=Typed(days),
         help="mark what takes longer",
+    )
+    yield Flag(
+        ["--budget"],
+        group="plan",
+        shown="--budget DOLLARS",
+        type=Typed(amount),
+        help="mark what costs more",
+    )
+    yield Flag(
+        ["--calibrate"],
+        group="plan",
+        shown="--calibrate",
+        is_flag=True,
+        help="measure this machine for a minute, for --on here",
     )
     yield Flag(
         ["--explain"],
@@ -114,9 +127,11 @@ def command() -> Command:
 
 def _plan(
     words: tuple[str, ...],
-    on: str,
+    on: str | None,
     tokens: float | None,
     within: float | None,
+    budget: float | None,
+    calibrate: bool,
     explain: bool,
     hf: Path | None,
     json_file: Path | None,
@@ -130,8 +145,15 @@ def _plan(
         name: command_line.as_text(value) for name, value in given.items() if value is not None
     }
     command_line.check_settings(settings)
-    if within is not None and tokens is None:
-        raise LaunchError("--within needs --tokens N: how much there is to train on in that time.")
+    if calibrate:
+        file = import_module("shardwise.planning.plan_command").show_calibration()
+        click.echo(f"measured: {file}; now: shardwise plan --on here train.py")
+        if on is None and not words:
+            return 0
+    if on is None:
+        raise LaunchError("On what? For example: shardwise plan --on 8xH100 train.py")
+    if tokens is None and (within is not None or budget is not None):
+        raise LaunchError("--within and --budget need --tokens N: how much there is to train on.")
     if hf is not None:
         if not hf.is_file():
             raise LaunchError(f"--hf {hf}: there is no such file; it takes a config.json.")
@@ -150,6 +172,7 @@ def _plan(
         on=on,
         tokens=tokens,
         within=within,
+        budget=budget,
         hardware=() if hardware is None else (hardware,),
         explain=explain,
         json_file=json_file,

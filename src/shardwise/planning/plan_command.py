@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,17 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.planning import search
+from shardwise.planning.calibrate import calibrate
 from shardwise.planning.catalogue import read_catalogue
 from shardwise.planning.clock import ScriptClock
 from shardwise.planning.cluster import Cluster, parse_cluster
+from shardwise.planning.cost import Cost, cost_of, is_within
 from shardwise.planning.memory import KINDS
 from shardwise.planning.observe import Script, observe_sizes
 from shardwise.planning.record import StepRecord
 from shardwise.planning.search import Line, Question
 from shardwise.printable import in_bytes, printable
 
-DAY = 86400.0
 SHOWN = 12
 """Placements of each kind that the table has."""
 
@@ -32,12 +33,14 @@ TENSORS = 15
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Arguments of the command. `tokens` are those to train on in all, `within` is days."""
+    """Arguments of the command. `tokens` are those to train on in all, `within` days and
+    `budget` dollars."""
 
     script: Script
     on: str
     tokens: float | None = None
     within: float | None = None
+    budget: float | None = None
     hardware: tuple[Path, ...] = ()
     explain: bool = False
     json_file: Path | None = None
@@ -75,12 +78,19 @@ class Plan:
         script = self.request.script
         return search.command_of(line, self.cluster, script.flags, script.words)
 
-    def days(self, line: Line) -> float | None:
-        """Days until `tokens` are trained on; None where neither they nor seconds are known."""
+    def cost(self, line: Line) -> Cost | None:
+        """Days, dollars and kWh until `tokens` are trained on; None where neither they nor seconds
+        are known."""
         if self.request.tokens is None or line.estimate is None:
             return None
         steps = self.request.tokens / (line.choice.samples * tokens_per_sample(self.record))
-        return steps * line.estimate.seconds / DAY
+        estimate = line.estimate
+        return cost_of(estimate.seconds, estimate.error, steps, self.cluster, line.choice.devices)
+
+    def is_within(self, line: Line) -> bool:
+        """Whether it is done within the days and the dollars that were given."""
+        cost = self.cost(line)
+        return cost is None or is_within(cost, self.request.within, self.request.budget)
 
     def as_json(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -107,7 +117,8 @@ class Plan:
             "missing_host_bytes": line.over_host,
             "seconds_per_step": None if estimate is None else estimate.seconds,
             "error": None if estimate is None else estimate.error,
-            "days": self.days(line),
+            "cost": None if (cost := self.cost(line)) is None else asdict(cost),
+            "within": self.is_within(line),
         }
 
 
@@ -131,18 +142,19 @@ def plan(
     on: str,
     tokens: float | None = None,
     within: float | None = None,
+    budget: float | None = None,
     **settings: str,
 ) -> Plan:
     """What `shardwise plan --on ON SCRIPT` finds: placements of a training, those that fit first.
 
     `script` is a path, or the words of a command line; `on` a cluster such as "8xH100". `tokens` is
-    how many to train on, `within` the days for it. `settings` are flags of the run, such as
+    how many to train on, `within` the days and `budget` the dollars for it. `settings` are flags of the run, such as
     precision="bf16-mixed". Raises LaunchError for a script that cannot be observed, and names its
     line.
     """
     words = (script,) if isinstance(script, str) else tuple(script)
     flags = [w for k, v in settings.items() for w in (f"--{k.replace('_', '-')}", str(v))]
-    return make_plan(PlanRequest(Script(words, tuple(flags)), on, tokens, within))
+    return make_plan(PlanRequest(Script(words, tuple(flags)), on, tokens, within, budget))
 
 
 def show_plan(request: PlanRequest) -> int:
@@ -165,6 +177,11 @@ def show_plan(request: PlanRequest) -> int:
 
         console.print(f"drawn: {page.write(made, request.page)}", soft_wrap=True)
     return 0 if made.best is not None else 1
+
+
+def show_calibration() -> Path:
+    """Measure this machine, with a bar, for `--on here`; returns the catalogue's file."""
+    return calibrate(Console(highlight=False, markup=False, stderr=True))
 
 
 def _print(made: Plan, console: Console) -> None:
@@ -223,8 +240,8 @@ def _table(made: Plan, lines: Sequence[Line]) -> Table:
     table.add_column("flags", overflow="fold")
     for heading in ("GB/device", "held by", "s/step"):
         table.add_column(heading, justify="right")
-    if made.request.tokens is not None:
-        table.add_column("days", justify="right")
+    for heading in ("days", "$", "kWh") if made.request.tokens is not None else ():
+        table.add_column(heading, justify="right")
     for line in lines:
         largest = sorted(line.memory.at_peak().items(), key=lambda pair: -pair[1])[:2]
         held = ", ".join(f"{kind} {nbytes / 1e9:.2f}" for kind, nbytes in largest if nbytes)
@@ -237,11 +254,21 @@ def _table(made: Plan, lines: Sequence[Line]) -> Table:
             seconds,
         ]
         if made.request.tokens is not None:
-            days = made.days(line)
-            late = made.request.within is not None and (days or 0) > made.request.within
-            cells.append("-" if days is None else f"{days:.2f}{' (too late)' if late else ''}")
+            cells += _cost_cells(made, line)
         table.add_row(*cells)
     return table
+
+
+def _cost_cells(made: Plan, line: Line) -> list[str]:
+    """Days, with a mark where they or the dollars are too many; dollars from low to high; kWh."""
+    cost = made.cost(line)
+    if cost is None:
+        return ["-"] * 3
+    mark = "" if made.is_within(line) else " (too much)"
+    dollars = "-"
+    if cost.dollars_low is not None and cost.dollars_high is not None:
+        dollars = f"{cost.dollars_low:,.0f}-{cost.dollars_high:,.0f}"
+    return [f"{cost.days:.2f}{mark}", dollars, "-" if cost.kwh is None else f"{cost.kwh:,.0f}"]
 
 
 def _explain(made: Plan, console: Console) -> None:
