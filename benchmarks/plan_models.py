@@ -135,7 +135,8 @@ def llama() -> None:
 
 def t5() -> None:
     sizes = {"d_model": 256, "d_ff": 1024, "d_kv": 64, "num_layers": 3, "num_heads": 4}
-    _text("t5", "AutoModelForSeq2SeqLM", vocab_size=8000, **sizes)
+    start = {"decoder_start_token_id": 0}
+    _text("t5", "AutoModelForSeq2SeqLM", vocab_size=8000, **sizes, **start)
 
 
 def mixtral() -> None:

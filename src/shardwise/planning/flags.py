@@ -5,6 +5,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import click
+
 from shardwise.config import values
 from shardwise.errors import LaunchError
 from shardwise.launch import command_line, program
@@ -147,7 +149,7 @@ def _plan(
     command_line.check_settings(settings)
     if calibrate:
         file = import_module("shardwise.planning.plan_command").show_calibration()
-        click.echo(f"measured: {file}; now: shardwise plan --on here train.py")
+        click.echo(f"measured: {file}; now: shardwise plan --on here train.py", err=True)
         if on is None and not words:
             return 0
     if on is None:

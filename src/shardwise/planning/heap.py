@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Mapping
 
 from shardwise.planning.choice import Choice
 from shardwise.planning.layout import StateLayout
-from shardwise.planning.record import StepRecord, TensorLife
+from shardwise.planning.record import Operation, StepRecord, TensorLife
 from shardwise.tiers.host_memory import MAPPED
 
 HEADER = 16
@@ -24,9 +25,11 @@ ALIGNED = 64 + 32
 
 
 class Heap:
-    """Blocks by first and end; `peak` is the most bytes that were resident."""
+    """Blocks by first and end; `peak` is the most bytes that were resident. `joins`: a freed block
+    becomes one with its free neighbours."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, joins: bool = True) -> None:
+        self._joins = joins
         self.top = 0
         self.mapped = 0
         self.peak = 0
@@ -50,10 +53,11 @@ class Heap:
         if first < 0:
             self.mapped -= end
             return
-        if (before := self._ending.get(first)) is not None:
+        before, after = self._ending.get(first), self._starting.get(end)
+        if self._joins and before is not None:
             self._take(before, first)
             first = before
-        if (after := self._starting.get(end)) is not None:
+        if self._joins and after is not None:
             self._take(end, after)
             end = after
         self._put(first, end)
@@ -83,10 +87,19 @@ class Heap:
         del self._ending[end], self._starting[first]
 
 
-def peak_on_cpu(record: StepRecord, choice: Choice, layout: StateLayout, rank: int) -> int:
-    """Resident bytes of `rank` at the peak of two steps, from before the engine on: what the model
-    took by then is counted, and where the engine has moved it."""
-    heap = Heap()
+def bounds_on_cpu(
+    record: StepRecord, choice: Choice, layout: StateLayout, rank: int
+) -> tuple[int, int]:
+    """Resident bytes of `rank` at the peak of two steps, from before the engine on, at least and at
+    most: what the model took by then is counted, and where the engine has moved it."""
+    low, high = Heap(), Heap(joins=False)
+    for heap in (low, high):
+        _replay(heap, record, choice, layout, rank)
+    return low.peak, high.peak
+
+
+def _replay(heap: Heap, record: StepRecord, choice: Choice, layout: StateLayout, rank: int) -> None:
+    """Play the engine's start and two steps on `heap`."""
     for number, each in enumerate(record.parameters):
         heap.allocate(("parameter", number), each.nbytes)
     if record.buffer_bytes:
@@ -100,9 +113,10 @@ def peak_on_cpu(record: StepRecord, choice: Choice, layout: StateLayout, rank: i
     for number, bucket in enumerate(layout.buckets):
         heap.allocate(("gradient", number), layout.bucket_bytes(bucket, rank)[1])
     events = _events(record)
+    reorders = {n: each.bytes for n, each in enumerate(record.operations) if is_reordered(each)}
     for step in range(2):
         for _ in range(choice.micro_batches):
-            _play(heap, events)
+            _play(heap, events, reorders)
         if step:
             break
         for number, bucket in enumerate(layout.buckets):
@@ -111,7 +125,6 @@ def peak_on_cpu(record: StepRecord, choice: Choice, layout: StateLayout, rank: i
             nbytes = layout.bucket_bytes(bucket, rank)[2]
             for moment in range(count if nbytes else 0):
                 heap.allocate(("state", number, moment), nbytes // count)
-    return heap.peak
 
 
 Events = dict[int, tuple[list[TensorLife], list[TensorLife]]]
@@ -126,10 +139,19 @@ def _events(record: StepRecord) -> Events:
     return found
 
 
-def _play(heap: Heap, events: Events) -> None:
-    for number in sorted(events):
-        born, died = events[number]
+def _play(heap: Heap, events: Events, reorders: Mapping[int, int]) -> None:
+    for number in sorted({*events, *reorders}):
+        born, died = events.get(number, ((), ()))
         for life in born:
             heap.allocate(id(life), life.nbytes)
+        if number in reorders:
+            heap.allocate(number, reorders[number])
+            heap.free(number)
         for life in died:
             heap.free(id(life))
+
+
+def is_reordered(operation: Operation) -> bool:
+    """Whether a CPU copies what the operator reads and writes: oneDNN convolves in a blocked order
+    of memory, into and out of which each tensor is brought."""
+    return operation.name in ("convolution", "convolution_backward")

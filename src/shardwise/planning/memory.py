@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardwise.placement import STATES
 from shardwise.planning.choice import Choice
-from shardwise.planning.heap import peak_on_cpu
+from shardwise.planning.heap import bounds_on_cpu, is_reordered
 from shardwise.planning.layout import FP32, NARROW, StateLayout, lay_out
 from shardwise.planning.record import StepRecord, TensorLife
 
@@ -70,13 +70,15 @@ class MemoryPlan:
 
     `curve` is bytes on the device by operation, the update last; `parts` the same by kind.
     `at` is the index of the largest, `where` says which operation that is in words. `peak` is that
-    sum; of a rank alone on a CPU it is what the process keeps, gaps of its heap included.
+    sum; of a rank alone on a CPU it is the most that the process keeps, gaps of its heap included,
+    and `low` the least.
     """
 
     states: dict[str, int]
     tiers: dict[str, int]
     curve: NDArray[np.int64]
     parts: dict[str, NDArray[np.int64]]
+    low: int
     peak: int
     at: int
     where: str
@@ -112,19 +114,22 @@ def predict(record: StepRecord, choice: Choice, hardware: Hardware, *, rank: int
     for life in record.tensors:
         kind = _kind(life)
         parts[kind][max(life.born, 0) : life.died + 1] += _rounded(life.nbytes, hardware)
-    left = sum(int(parts[kind][count - 1]) for kind in ("batch",)) if count else 0
-    parts["batch"][count] = left
+    if not hardware.apart:
+        for number, operation in enumerate(record.operations):
+            parts["temporary"][number] += operation.bytes if is_reordered(operation) else 0
+    parts["batch"][count] = parts["batch"][count - 1] if count else 0
     parts["temporary"][count] = _update_temporaries(layout, rank)
     curve = np.sum(list(parts.values()), axis=0)
     at = int(curve.argmax())
-    peak = int(curve[at])
+    low = peak = int(curve[at])
     if not hardware.apart and choice.data == 1:
-        peak = max(peak, peak_on_cpu(record, choice, layout, rank))
+        low, peak = bounds_on_cpu(record, choice, layout, rank)
     return MemoryPlan(
         states,
         dict(tiers),
         curve,
         parts,
+        low,
         peak,
         at,
         _where(record, at),

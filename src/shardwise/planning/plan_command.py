@@ -148,9 +148,9 @@ def plan(
     """What `shardwise plan --on ON SCRIPT` finds: placements of a training, those that fit first.
 
     `script` is a path, or the words of a command line; `on` a cluster such as "8xH100". `tokens` is
-    how many to train on, `within` the days and `budget` the dollars for it. `settings` are flags of the run, such as
-    precision="bf16-mixed". Raises LaunchError for a script that cannot be observed, and names its
-    line.
+    how many to train on, `within` the days and `budget` the dollars for it. `settings` are flags of
+    the run, such as precision="bf16-mixed". Raises LaunchError for a script that cannot be
+    observed, and names its line.
     """
     words = (script,) if isinstance(script, str) else tuple(script)
     flags = [w for k, v in settings.items() for w in (f"--{k.replace('_', '-')}", str(v))]
