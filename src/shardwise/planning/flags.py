@@ -45,7 +45,6 @@ def own() -> Iterator[Flag]:
         ["--on"],
         group="plan",
         shown="--on CLUSTER",
-        required=True,
         help="8xH100, 4x8xH100 (hosts x devices), or here",
     )
     yield Flag(
@@ -61,6 +60,20 @@ def own() -> Iterator[Flag]:
         shown="--within 10d",
         type=Typed(days),
         help="mark what takes longer",
+    )
+    yield Flag(
+        ["--budget"],
+        group="plan",
+        shown="--budget DOLLARS",
+        type=Typed(amount),
+        help="mark what costs more",
+    )
+    yield Flag(
+        ["--calibrate"],
+        group="plan",
+        shown="--calibrate",
+        is_flag=True,
+        help="measure this machine for a minute, for --on here, and do nothing else",
     )
     yield Flag(
         ["--explain"],
@@ -114,9 +127,11 @@ def command() -> Command:
 
 def _plan(
     words: tuple[str, ...],
-    on: str,
+    on: str | None,
     tokens: float | None,
     within: float | None,
+    budget: float | None,
+    calibrate: bool,
     explain: bool,
     hf: Path | None,
     json_file: Path | None,
@@ -126,12 +141,19 @@ def _plan(
     **given: Any,
 ) -> int:
     """The command `plan`: `given` are the settings of the runs."""
+    if calibrate:
+        return _calibrate(words)
+    if on is None:
+        raise LaunchError(
+            "Plan for what? Write --on 8xH100, or another cluster, before the script."
+        )
     settings = {
         name: command_line.as_text(value) for name, value in given.items() if value is not None
     }
     command_line.check_settings(settings)
-    if within is not None and tokens is None:
-        raise LaunchError("--within needs --tokens N: how much there is to train on in that time.")
+    for name, limit in (("--within", within), ("--budget", budget)):
+        if limit is not None and tokens is None:
+            raise LaunchError(f"{name} needs --tokens N: how much there is to train on.")
     if hf is not None:
         if not hf.is_file():
             raise LaunchError(f"--hf {hf}: there is no such file; it takes a config.json.")
@@ -150,9 +172,20 @@ def _plan(
         on=on,
         tokens=tokens,
         within=within,
+        budget=budget,
         hardware=() if hardware is None else (hardware,),
         explain=explain,
         json_file=json_file,
         page=None if page is None else Path(page),
     )
     return target.show_plan(request)  # type: ignore[no-any-return]
+
+
+def _calibrate(words: tuple[str, ...]) -> int:
+    """The command `plan --calibrate`."""
+    if words:
+        raise LaunchError(f"--calibrate takes no script: {words[0]} would not be planned.")
+    console = import_module("rich.console").Console(highlight=False, markup=False)
+    written = import_module("shardwise.planning.calibrate").calibrate(console)
+    console.print(f"measured: {written}; plan with --on here", soft_wrap=True)
+    return 0

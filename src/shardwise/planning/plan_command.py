@@ -16,13 +16,13 @@ from shardwise.planning import search
 from shardwise.planning.catalogue import read_catalogue
 from shardwise.planning.clock import ScriptClock
 from shardwise.planning.cluster import Cluster, parse_cluster
+from shardwise.planning.cost import Cost, cost_of, is_within
 from shardwise.planning.memory import KINDS
 from shardwise.planning.observe import Script, observe_sizes
 from shardwise.planning.record import StepRecord
 from shardwise.planning.search import Line, Question
 from shardwise.printable import in_bytes, printable
 
-DAY = 86400.0
 SHOWN = 12
 """Placements of each kind that the table has."""
 
@@ -38,6 +38,7 @@ class PlanRequest:
     on: str
     tokens: float | None = None
     within: float | None = None
+    budget: float | None = None
     hardware: tuple[Path, ...] = ()
     explain: bool = False
     json_file: Path | None = None
@@ -75,12 +76,19 @@ class Plan:
         script = self.request.script
         return search.command_of(line, self.cluster, script.flags, script.words)
 
-    def days(self, line: Line) -> float | None:
-        """Days until `tokens` are trained on; None where neither they nor seconds are known."""
+    def cost(self, line: Line) -> Cost | None:
+        """Days, dollars and kWh until `tokens` are trained on; None where neither they nor seconds
+        are known."""
         if self.request.tokens is None or line.estimate is None:
             return None
         steps = self.request.tokens / (line.choice.samples * tokens_per_sample(self.record))
-        return steps * line.estimate.seconds / DAY
+        estimate = line.estimate
+        return cost_of(estimate.seconds, estimate.error, steps, self.cluster, line.choice.devices)
+
+    def is_within(self, line: Line) -> bool:
+        """Whether the training is done in the days and for the dollars that were asked for."""
+        cost = self.cost(line)
+        return cost is None or is_within(cost, self.request.within, self.request.budget)
 
     def as_json(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -94,7 +102,7 @@ class Plan:
         }
 
     def _line_as_json(self, line: Line) -> dict[str, Any]:
-        estimate = line.estimate
+        estimate, cost = line.estimate, self.cost(line)
         return {
             "command": self.command(line),
             "fits": line.fits,
@@ -107,7 +115,11 @@ class Plan:
             "missing_host_bytes": line.over_host,
             "seconds_per_step": None if estimate is None else estimate.seconds,
             "error": None if estimate is None else estimate.error,
-            "days": self.days(line),
+            "parts": None if estimate is None else estimate.parts,
+            "days": None if cost is None else cost.days,
+            "dollars": None if cost is None else [cost.dollars_low, cost.dollars_high],
+            "kwh": None if cost is None else cost.kwh,
+            "within": self.is_within(line),
         }
 
 
@@ -131,18 +143,19 @@ def plan(
     on: str,
     tokens: float | None = None,
     within: float | None = None,
+    budget: float | None = None,
     **settings: str,
 ) -> Plan:
     """What `shardwise plan --on ON SCRIPT` finds: placements of a training, those that fit first.
 
     `script` is a path, or the words of a command line; `on` a cluster such as "8xH100". `tokens` is
-    how many to train on, `within` the days for it. `settings` are flags of the run, such as
-    precision="bf16-mixed". Raises LaunchError for a script that cannot be observed, and names its
+    how many to train on, `within` the days and `budget` the dollars for it. `settings` are flags of
+    the run, such as precision="bf16-mixed". Raises LaunchError for a script that cannot be observed, and names its
     line.
     """
     words = (script,) if isinstance(script, str) else tuple(script)
     flags = [w for k, v in settings.items() for w in (f"--{k.replace('_', '-')}", str(v))]
-    return make_plan(PlanRequest(Script(words, tuple(flags)), on, tokens, within))
+    return make_plan(PlanRequest(Script(words, tuple(flags)), on, tokens, within, budget))
 
 
 def show_plan(request: PlanRequest) -> int:
@@ -168,7 +181,10 @@ def show_plan(request: PlanRequest) -> int:
 
 
 def _print(made: Plan, console: Console) -> None:
-    fitting = [line for line in made.lines if line.fits][:SHOWN]
+    fitting = sorted(
+        (line for line in made.lines if line.fits), key=lambda x: not made.is_within(x)
+    )
+    fitting = fitting[:SHOWN]
     others = [line for line in made.lines if not line.fits][:SHOWN]
     record, capacity = made.record, made.question.capacity
     numel = sum(each.numel for each in record.parameters)
@@ -196,6 +212,12 @@ def _print(made: Plan, console: Console) -> None:
 
 def _print_notes(made: Plan, console: Console, capacity: int) -> None:
     """What the figures leave out, and what was assumed."""
+    if made.request.tokens is not None:
+        console.print(
+            "dollars: from the catalogue's cheapest to its dearest price, with the error band; "
+            "kWh: devices and hosts at full draw, without cooling and network",
+            soft_wrap=True,
+        )
     if made.question.hardware.apart:
         console.print(
             f"counted against {in_bytes(capacity)}: {in_bytes(search.RESERVED)} of a device are "
@@ -223,8 +245,8 @@ def _table(made: Plan, lines: Sequence[Line]) -> Table:
     table.add_column("flags", overflow="fold")
     for heading in ("GB/device", "held by", "s/step"):
         table.add_column(heading, justify="right")
-    if made.request.tokens is not None:
-        table.add_column("days", justify="right")
+    for heading in ("days", "dollars", "kWh") if made.request.tokens is not None else ():
+        table.add_column(heading, justify="right")
     for line in lines:
         largest = sorted(line.memory.at_peak().items(), key=lambda pair: -pair[1])[:2]
         held = ", ".join(f"{kind} {nbytes / 1e9:.2f}" for kind, nbytes in largest if nbytes)
@@ -237,11 +259,23 @@ def _table(made: Plan, lines: Sequence[Line]) -> Table:
             seconds,
         ]
         if made.request.tokens is not None:
-            days = made.days(line)
-            late = made.request.within is not None and (days or 0) > made.request.within
-            cells.append("-" if days is None else f"{days:.2f}{' (too late)' if late else ''}")
+            cells += _cost_cells(made, line)
         table.add_row(*cells)
     return table
+
+
+def _cost_cells(made: Plan, line: Line) -> list[str]:
+    """Days, dollars and kWh of a placement; "-" for what the catalogue does not know."""
+    cost, request = made.cost(line), made.request
+    if cost is None:
+        return ["-", "-", "-"]
+    late = request.within is not None and cost.days > request.within
+    days = f"{cost.days:.3g}{' (too late)' if late else ''}"
+    if cost.dollars_low is None or cost.dollars_high is None:
+        return [days, "-", "-" if cost.kwh is None else f"{cost.kwh:,.3g}"]
+    dear = request.budget is not None and (cost.dollars or 0.0) > request.budget
+    dollars = f"{cost.dollars_low:,.0f}-{cost.dollars_high:,.0f}{' (too dear)' if dear else ''}"
+    return [days, dollars, "-" if cost.kwh is None else f"{cost.kwh:,.0f}"]
 
 
 def _explain(made: Plan, console: Console) -> None:
