@@ -3,10 +3,10 @@
     python benchmarks/plan.py                  # all models of plan_models.py, ZERO_0 on one rank
     python benchmarks/plan.py mlp gpt2
 
-Predicted: the step is observed without memory in one process. Measured: another process trains for
-two steps; its peak is VmHWM from before sw.Engine on, without what it had then beside the model, and
-without pages of files (code that a kernel's first call loads). Both processes are forks of this one,
-which has imported the libraries.
+Predicted: the step is observed without memory in one process. Measured: another process trains
+for two steps; its peak is VmHWM from before sw.Engine on, without what it had then beside the
+model, and without pages of files (code that a kernel's first call loads). Both processes are forks
+of this one, which has imported the libraries. With KEEP=DIR in the environment the records stay.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def main() -> None:
     )
     print(f"{'model':<10}{'predicted MB':>13}{'measured MB':>13}{'error':>8}  peak at", flush=True)
     errors = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = os.environ.get("KEEP") or temporary
         for name in names:
             found = compare(name, Path(folder))
             if found is None:

@@ -1,4 +1,4 @@
-"""Small trainings of well-known models, whose peak memory `benchmarks/plan.py` predicts and measures.
+"""Small trainings of well-known models: `benchmarks/plan.py` predicts and measures their memory.
 
 shardwise run -n 1 benchmarks/plan_models.py NAME      # trains one for two steps
 """

@@ -80,7 +80,12 @@ rows, that of the fitted row or else the median of all: a floor.
 
 
 def _tables() -> Iterator[tuple[str, str, str, Iterable[Line]]]:
-    yield "ZeRO, table 1", "Bytes of states by the cells of each row. Exact: errors are digits that the paper cuts off.", "GB", zero_lines()
+    yield (
+        "ZeRO, table 1",
+        "Bytes of states by the cells of each row. Errors are digits that the paper cuts off.",
+        "GB",
+        zero_lines(),
+    )
     yield "Megatron-LM (SC 2021), table 1", SC21_CAPTION, "s", sc21_lines()
     yield "Megatron-LM (SC 2021), table 2, theirs", SC21_CAPTION_2, "s", sc21_second_lines()
     yield "Megatron-LM (SC 2021), table 2, ZeRO-3", SC21_ZERO_CAPTION, "s", sc21_zero_lines()

@@ -1,5 +1,16 @@
 """`shardwise plan`: predicts memory, time and cost of a script's placements before they are rented.
 
+- flags.py, plan_command.py
+                 the command: its flags; what it prints
+- search.py      placements that fit, the fastest first; what would help the others
+- observe.py     runs a script up to one step, with two batch sizes
+- observer.py, observed_engine.py, step_recorder.py
+                 in that process: the engine without states, and what it records
+- layout.py      bytes of the states on each rank, to the byte
+- memory.py, heap.py
+                 memory through a step on a device; what a process on a CPU keeps of it
+- page.py        draws memory over the step
+- hf_model.py    trains a model of transformers by its configuration
 - record.py      what was observed of one step, the seam between memory and time
 - choice.py      a placement of a training on a cluster, and who says how long its step takes
 - catalogue.py   devices and links with their figures, each with its source: hardware/*.toml

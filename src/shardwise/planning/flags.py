@@ -5,6 +5,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import click
+
 from shardwise.config import values
 from shardwise.errors import LaunchError
 from shardwise.launch import command_line, program
@@ -73,7 +75,7 @@ def own() -> Iterator[Flag]:
         group="plan",
         shown="--calibrate",
         is_flag=True,
-        help="measure this machine for a minute, for --on here, and do nothing else",
+        help="measure this machine for a minute, for --on here",
     )
     yield Flag(
         ["--explain"],
@@ -141,19 +143,19 @@ def _plan(
     **given: Any,
 ) -> int:
     """The command `plan`: `given` are the settings of the runs."""
-    if calibrate:
-        return _calibrate(words)
-    if on is None:
-        raise LaunchError(
-            "Plan for what? Write --on 8xH100, or another cluster, before the script."
-        )
     settings = {
         name: command_line.as_text(value) for name, value in given.items() if value is not None
     }
     command_line.check_settings(settings)
-    for name, limit in (("--within", within), ("--budget", budget)):
-        if limit is not None and tokens is None:
-            raise LaunchError(f"{name} needs --tokens N: how much there is to train on.")
+    if calibrate:
+        file = import_module("shardwise.planning.plan_command").show_calibration()
+        click.echo(f"measured: {file}; now: shardwise plan --on here train.py")
+        if on is None and not words:
+            return 0
+    if on is None:
+        raise LaunchError("On what? For example: shardwise plan --on 8xH100 train.py")
+    if tokens is None and (within is not None or budget is not None):
+        raise LaunchError("--within and --budget need --tokens N: how much there is to train on.")
     if hf is not None:
         if not hf.is_file():
             raise LaunchError(f"--hf {hf}: there is no such file; it takes a config.json.")
@@ -179,13 +181,3 @@ def _plan(
         page=None if page is None else Path(page),
     )
     return target.show_plan(request)  # type: ignore[no-any-return]
-
-
-def _calibrate(words: tuple[str, ...]) -> int:
-    """The command `plan --calibrate`."""
-    if words:
-        raise LaunchError(f"--calibrate takes no script: {words[0]} would not be planned.")
-    console = import_module("rich.console").Console(highlight=False, markup=False)
-    written = import_module("shardwise.planning.calibrate").calibrate(console)
-    console.print(f"measured: {written}; plan with --on here", soft_wrap=True)
-    return 0

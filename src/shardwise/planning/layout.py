@@ -22,7 +22,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class LaidBucket:
-    """A bucket: its parameters' dtype, unit and group (None where they are frozen), and its cuts."""
+    """A bucket: dtype, unit and group of its parameters (None where they are frozen), its cuts."""
 
     layout: Bucket
     itemsize: int

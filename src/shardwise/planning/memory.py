@@ -1,4 +1,4 @@
-"""Predicts the memory of a rank through a step: states, gathered units, buckets, what forward saves.
+"""Predicts the memory of a rank through a step: states, gathered units, buckets, saved tensors.
 
 The walk goes over the operations of the record. At each of them a device holds
 
@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.placement import STATES
 from shardwise.planning.choice import Choice
+from shardwise.planning.heap import peak_on_cpu
 from shardwise.planning.layout import FP32, NARROW, StateLayout, lay_out
 from shardwise.planning.record import StepRecord, TensorLife
 
@@ -67,7 +69,8 @@ class MemoryPlan:
     """The memory of one rank: by state and tier at rest, through the step, and at the peak.
 
     `curve` is bytes on the device by operation, the update last; `parts` the same by kind.
-    `peak` is the largest, `at` its index, `where` says which operation that is in words.
+    `at` is the index of the largest, `where` says which operation that is in words. `peak` is that
+    sum; of a rank alone on a CPU it is what the process keeps, gaps of its heap included.
     """
 
     states: dict[str, int]
@@ -114,12 +117,15 @@ def predict(record: StepRecord, choice: Choice, hardware: Hardware, *, rank: int
     parts["temporary"][count] = _update_temporaries(layout, rank)
     curve = np.sum(list(parts.values()), axis=0)
     at = int(curve.argmax())
+    peak = int(curve[at])
+    if not hardware.apart and choice.data == 1:
+        peak = max(peak, peak_on_cpu(record, choice, layout, rank))
     return MemoryPlan(
         states,
         dict(tiers),
         curve,
         parts,
-        int(curve[at]),
+        peak,
         at,
         _where(record, at),
         _held(record, at),
@@ -168,7 +174,7 @@ def _gathered(layout: StateLayout, hardware: Hardware) -> NDArray[np.int64]:
     resting = {n for n, name in enumerate(record.units) if name.startswith("the rest of")}
     always = sum(sizes[number] for number in resting)
     order = [use.unit for use in record.uses if use.phase == "forward" and use.unit not in resting]
-    after = dict(zip(order, order[1:], strict=False))
+    after = dict(pairwise(order))
     before = {second: first for first, second in after.items()}
     for number, operation in enumerate(record.operations):
         unit = operation.unit

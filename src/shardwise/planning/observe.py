@@ -55,8 +55,8 @@ class ObservedStep:
             return self.small
         if self.small is None or not self.scales:
             raise LaunchError(
-                f"The step was observed with {self.large.batch_size} samples, and what it does with "
-                f"{samples} is not known: with another batch it makes other operations."
+                f"The step was observed with {self.large.batch_size} samples, and what it does "
+                f"with {samples} is not known: with another batch it makes other operations."
             )
         return _fitted(self.small, self.large, samples)
 

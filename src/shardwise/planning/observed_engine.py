@@ -64,7 +64,7 @@ class Observation:
         """Observe from now on."""
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         cls.current = cls(path, fake, StepRecorder(fake))
-        cls.current.recorder.__enter__()
+        cls.current.recorder.__enter__()  # type: ignore[no-untyped-call]
         return cls.current
 
 
@@ -103,7 +103,9 @@ class ObservedEngine(Engine):
         self._spec = spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
         self.backwards = 0
         self.stepped = False
-        self._depth: list[bool] = []
+        self._depth = 0
+        self._stack: list[tuple[int, int, int]] = []
+        """The units whose forwards are running, with the unit around and the first operation."""
         noted = note_spec(spec, number, len(observation.units), len(observation.groups))
         observation.units += noted.units
         observation.groups += noted.groups
@@ -179,7 +181,7 @@ class ObservedEngine(Engine):
             if number >= 0:
                 self._stack.append((number, recorder.unit, len(recorder.operations)))
                 recorder.unit = number
-            self._depth.append(True)
+            self._depth += 1
 
         return enter
 
@@ -188,7 +190,7 @@ class ObservedEngine(Engine):
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             del module, args, output
-            self._depth.pop()
+            self._depth -= 1
             if number >= 0:
                 unit, before, first = self._stack.pop()
                 recorder.unit = before
@@ -199,11 +201,6 @@ class ObservedEngine(Engine):
                     )
 
         return leave
-
-    @property
-    def _stack(self) -> list[tuple[int, int, int]]:
-        """The units whose forwards are running, with the unit around and the first operation."""
-        return self.__dict__.setdefault("_units_open", [])  # type: ignore[no-any-return]
 
     # -- a step -----------------------------------------------------------------------------
 
@@ -416,7 +413,8 @@ def note_spec(
 
 def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[nn.Parameter, int]]:
     """The parameter groups, and which one trains each parameter."""
-    kinds, groups = OptimizerKinds(), []
+    kinds = OptimizerKinds()
+    groups: list[GroupRecord] = []
     owners: dict[nn.Parameter, int] = {}
     device = torch.device("cpu")
     for number, optimizer in enumerate(spec.optimizers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.planning import search
+from shardwise.planning.calibrate import calibrate
 from shardwise.planning.catalogue import read_catalogue
 from shardwise.planning.clock import ScriptClock
 from shardwise.planning.cluster import Cluster, parse_cluster
@@ -32,7 +33,8 @@ TENSORS = 15
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Arguments of the command. `tokens` are those to train on in all, `within` is days."""
+    """Arguments of the command. `tokens` are those to train on in all, `within` days and
+    `budget` dollars."""
 
     script: Script
     on: str
@@ -86,7 +88,7 @@ class Plan:
         return cost_of(estimate.seconds, estimate.error, steps, self.cluster, line.choice.devices)
 
     def is_within(self, line: Line) -> bool:
-        """Whether the training is done in the days and for the dollars that were asked for."""
+        """Whether it is done within the days and the dollars that were given."""
         cost = self.cost(line)
         return cost is None or is_within(cost, self.request.within, self.request.budget)
 
@@ -102,7 +104,7 @@ class Plan:
         }
 
     def _line_as_json(self, line: Line) -> dict[str, Any]:
-        estimate, cost = line.estimate, self.cost(line)
+        estimate = line.estimate
         return {
             "command": self.command(line),
             "fits": line.fits,
@@ -115,10 +117,7 @@ class Plan:
             "missing_host_bytes": line.over_host,
             "seconds_per_step": None if estimate is None else estimate.seconds,
             "error": None if estimate is None else estimate.error,
-            "parts": None if estimate is None else estimate.parts,
-            "days": None if cost is None else cost.days,
-            "dollars": None if cost is None else [cost.dollars_low, cost.dollars_high],
-            "kwh": None if cost is None else cost.kwh,
+            "cost": None if (cost := self.cost(line)) is None else asdict(cost),
             "within": self.is_within(line),
         }
 
@@ -150,8 +149,8 @@ def plan(
 
     `script` is a path, or the words of a command line; `on` a cluster such as "8xH100". `tokens` is
     how many to train on, `within` the days and `budget` the dollars for it. `settings` are flags of
-    the run, such as precision="bf16-mixed". Raises LaunchError for a script that cannot be observed, and names its
-    line.
+    the run, such as precision="bf16-mixed". Raises LaunchError for a script that cannot be
+    observed, and names its line.
     """
     words = (script,) if isinstance(script, str) else tuple(script)
     flags = [w for k, v in settings.items() for w in (f"--{k.replace('_', '-')}", str(v))]
@@ -180,11 +179,13 @@ def show_plan(request: PlanRequest) -> int:
     return 0 if made.best is not None else 1
 
 
+def show_calibration() -> Path:
+    """Measure this machine, with a bar, for `--on here`; returns the catalogue's file."""
+    return calibrate(Console(highlight=False, markup=False, stderr=True))
+
+
 def _print(made: Plan, console: Console) -> None:
-    fitting = sorted(
-        (line for line in made.lines if line.fits), key=lambda x: not made.is_within(x)
-    )
-    fitting = fitting[:SHOWN]
+    fitting = [line for line in made.lines if line.fits][:SHOWN]
     others = [line for line in made.lines if not line.fits][:SHOWN]
     record, capacity = made.record, made.question.capacity
     numel = sum(each.numel for each in record.parameters)
@@ -212,12 +213,6 @@ def _print(made: Plan, console: Console) -> None:
 
 def _print_notes(made: Plan, console: Console, capacity: int) -> None:
     """What the figures leave out, and what was assumed."""
-    if made.request.tokens is not None:
-        console.print(
-            "dollars: from the catalogue's cheapest to its dearest price, with the error band; "
-            "kWh: devices and hosts at full draw, without cooling and network",
-            soft_wrap=True,
-        )
     if made.question.hardware.apart:
         console.print(
             f"counted against {in_bytes(capacity)}: {in_bytes(search.RESERVED)} of a device are "
@@ -245,7 +240,7 @@ def _table(made: Plan, lines: Sequence[Line]) -> Table:
     table.add_column("flags", overflow="fold")
     for heading in ("GB/device", "held by", "s/step"):
         table.add_column(heading, justify="right")
-    for heading in ("days", "dollars", "kWh") if made.request.tokens is not None else ():
+    for heading in ("days", "$", "kWh") if made.request.tokens is not None else ():
         table.add_column(heading, justify="right")
     for line in lines:
         largest = sorted(line.memory.at_peak().items(), key=lambda pair: -pair[1])[:2]
@@ -265,17 +260,15 @@ def _table(made: Plan, lines: Sequence[Line]) -> Table:
 
 
 def _cost_cells(made: Plan, line: Line) -> list[str]:
-    """Days, dollars and kWh of a placement; "-" for what the catalogue does not know."""
-    cost, request = made.cost(line), made.request
+    """Days, with a mark where they or the dollars are too many; dollars from low to high; kWh."""
+    cost = made.cost(line)
     if cost is None:
-        return ["-", "-", "-"]
-    late = request.within is not None and cost.days > request.within
-    days = f"{cost.days:.3g}{' (too late)' if late else ''}"
-    if cost.dollars_low is None or cost.dollars_high is None:
-        return [days, "-", "-" if cost.kwh is None else f"{cost.kwh:,.3g}"]
-    dear = request.budget is not None and (cost.dollars or 0.0) > request.budget
-    dollars = f"{cost.dollars_low:,.0f}-{cost.dollars_high:,.0f}{' (too dear)' if dear else ''}"
-    return [days, dollars, "-" if cost.kwh is None else f"{cost.kwh:,.0f}"]
+        return ["-"] * 3
+    mark = "" if made.is_within(line) else " (too much)"
+    dollars = "-"
+    if cost.dollars_low is not None and cost.dollars_high is not None:
+        dollars = f"{cost.dollars_low:,.0f}-{cost.dollars_high:,.0f}"
+    return [f"{cost.days:.2f}{mark}", dollars, "-" if cost.kwh is None else f"{cost.kwh:,.0f}"]
 
 
 def _explain(made: Plan, console: Console) -> None:

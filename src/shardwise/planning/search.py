@@ -6,10 +6,12 @@ none fits, the smallest, with what it lacks.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shardwise.launch import resources
 from shardwise.placement import DEVICE, Placement, Tier
 from shardwise.planning.choice import Choice, Clock, Estimate
 from shardwise.planning.cluster import HERE, Cluster
@@ -50,9 +52,11 @@ class Question:
 
     @property
     def hardware(self) -> Hardware:
-        """The memory of the devices: ranks of this machine compute where their host's memory is."""
-        here = self.cluster.device.name == HERE
-        return Hardware(apart=not here, shares=here)
+        """The memory of the devices; without accelerators ranks of this machine compute where
+        their host's memory is."""
+        here = self.cluster.device.name.split("-")[0] == HERE
+        on_host = here and not resources.gpu_count(os.environ)
+        return Hardware(apart=not on_host, shares=on_host)
 
     @property
     def capacity(self) -> int:

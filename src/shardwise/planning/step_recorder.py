@@ -38,8 +38,8 @@ _LIBRARIES = tuple(
     str(Path(each).resolve())
     for each in (
         *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
-        Path(torch.__file__).parent.parent,
-        Path(__file__).parent.parent,
+        str(Path(str(torch.__file__)).parent.parent),
+        str(Path(__file__).parent.parent),
     )
 )
 
@@ -65,7 +65,7 @@ class _Memory:
     forward: bool
 
 
-class StepRecorder(TorchDispatchMode):
+class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers, from when it is entered, what is asked of fake tensors; while `active` it records
     every operator.
 
@@ -73,7 +73,7 @@ class StepRecorder(TorchDispatchMode):
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
         self.active = False
         """Whether forward or backward of a step to train on is running."""
@@ -173,7 +173,7 @@ class StepRecorder(TorchDispatchMode):
         """The unit and the user's line that the operator belongs to."""
         if not self.backward:
             found = self.unit, user_line()
-            self._origin.setdefault(torch.autograd._get_sequence_nr() - 1, found)
+            self._origin.setdefault(torch._C._autograd._get_sequence_nr() - 1, found)
             self._last = found
             return found
         node = torch._C._current_autograd_node()
@@ -286,7 +286,7 @@ def _is_users(path: str) -> bool:
 def _key(tensor: Tensor) -> int | None:
     """What names the memory of a tensor; None for one that has no storage."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse
         return None
 
@@ -308,7 +308,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     packet = func._overloadpacket
     counted = flop_registry.get(packet)
     if counted is None and packet.__name__ == "_scaled_dot_product_flash_attention_for_cpu":
-        return int(sdpa_flop(*args[:3], out_val=out))  # type: ignore[no-untyped-call]
+        return int(sdpa_flop(*args[:3], out_val=out))
     return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))
 
 
