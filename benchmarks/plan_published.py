@@ -82,7 +82,7 @@ rows, that of the fitted row or else the median of all: a floor.
 def _tables() -> Iterator[tuple[str, str, str, Iterable[Line]]]:
     yield (
         "ZeRO, table 1",
-        "Bytes of states by the cells of each row. Exact: errors are digits that the paper cuts off.",
+        "Bytes of states by the cells of each row. Errors are digits that the paper cuts off.",
         "GB",
         zero_lines(),
     )

@@ -22,4 +22,7 @@
                  the axes of a mesh; the step from the work of each pipeline stage
 - transformer.py, transformer_clock.py
                  a transformer by formula, for published rows and for configurations
+- cost.py        days, dollars and kWh; time_plots.py draws them and the step's time
+- calibrate.py, calibration_worker.py
+                 measure this machine, for --on here
 """

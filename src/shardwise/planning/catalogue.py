@@ -119,6 +119,12 @@ class Device:
         return int(self.numbers["memory_gib"])
 
     @property
+    def is_assumed(self) -> bool:
+        """Whether the efficiency of its products was measured by nobody, as its source says."""
+        source = self.sources.get("matmul")
+        return source is not None and source.text.startswith("assumed")
+
+    @property
     def bandwidth(self) -> float:
         """Bytes of its memory that it reads or writes in a second, at most."""
         return self.numbers["memory_tb_per_s"]

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from shardwise.parallel.pipeline.partition import balanced_starts, ranges_of
+from shardwise.planning.catalogue import Device
 from shardwise.planning.choice import Choice, Estimate
 from shardwise.planning.cluster import Cluster
 from shardwise.planning.collectives import all_reduce_seconds
@@ -22,8 +23,9 @@ from shardwise.planning.parallelism import Parallelism
 from shardwise.planning.record import Operation, StepRecord
 from shardwise.planning.stages import Bytes, UnitWork, step_times
 
-CALIBRATED, CATALOGUE = 0.10, 0.20
-"""The error band of an estimate: on a machine that was measured, and from data sheets."""
+CALIBRATED, CATALOGUE, ASSUMED = 0.10, 0.20, 0.40
+"""The error band of an estimate: on a machine that was measured, with the catalogue's efficiency of
+a device that others measured, and with an efficiency that is assumed."""
 
 BEFORE, AFTER = -2, -1
 """The numbers of what runs outside of units: before the first, and after it."""
@@ -45,10 +47,17 @@ class ScriptClock:
         slowest = max(times, key=lambda each: sum(each.by_kind.values()))
         return Estimate(
             seconds=sum(slowest.by_kind.values()),
-            error=CALIBRATED if cluster.device.calibrated else CATALOGUE,
+            error=_band(cluster.device),
             parts={kind: seconds for kind, seconds in slowest.by_kind.items() if seconds > 0},
             per_rank=tuple(each.by_kind for each in times),
         )
+
+
+def _band(device: Device) -> float:
+    """The error band on a device."""
+    if device.calibrated:
+        return CALIBRATED
+    return ASSUMED if device.is_assumed else CATALOGUE
 
 
 def parallelism_of(choice: Choice) -> Parallelism:

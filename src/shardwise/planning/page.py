@@ -1,4 +1,4 @@
-"""Draws the memory of a step by state for the first placements: plan.png and plan.html."""
+"""Draws a plan: memory of a step by state, its time by kind, and cost (plan.html and pictures)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from shardwise.errors import LaunchError
 from shardwise.planning import search
 from shardwise.planning.memory import KINDS
+from shardwise.planning.time_plots import TimedPlacement, as_html
 from shardwise.printable import in_bytes
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 DRAWN = 4
 """Placements that are drawn."""
+
+MOST_TIMED = 12
+"""Placements whose time is drawn."""
 
 GB = 1e9
 
@@ -36,7 +40,7 @@ def write(made: Plan, folder: Path) -> Path:
     picture = folder / "plan.png"
     _draw(made, picture)
     page = folder / "plan.html"
-    page.write_text(_page(made, picture))
+    page.write_text(_page(made, picture) + _times(made, folder))
     return page
 
 
@@ -68,6 +72,18 @@ def _draw(made: Plan, path: Path) -> None:
 
 def _legend(axis: Any) -> None:
     axis.legend(loc="upper left", fontsize=7, ncols=4)
+
+
+def _times(made: Plan, folder: Path) -> str:
+    """The page's part on time and cost of what fits."""
+    timed = [
+        TimedPlacement(
+            " ".join(search.flags_of(line)) or "one device", line.estimate, made.cost(line)
+        )
+        for line in made.lines
+        if line.fits and line.estimate is not None
+    ]
+    return as_html(timed[:MOST_TIMED], folder) if timed else ""
 
 
 def _page(made: Plan, picture: Path) -> str:

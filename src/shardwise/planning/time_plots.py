@@ -83,9 +83,11 @@ def draw_frontier(placements: Sequence[TimedPlacement], path: Path) -> bool:
         across = [[days - cost.days_low], [cost.days_high - days]]
         axis.errorbar(days, dollars, yerr=reach, xerr=across, color=COLORS[7], linewidth=0.8)
         axis.plot(days, dollars, "o", color=COLORS[0])
-        axis.annotate(each.label, (days, dollars), fontsize=7, xytext=(4, 4),
-                      textcoords="offset points")  # fmt: skip
     best = frontier(points)
+    for days, dollars, each in best:  # labels of the others would lie on each other
+        axis.annotate(
+            each.label, (days, dollars), fontsize=7, xytext=(4, 4), textcoords="offset points"
+        )
     axis.plot([days for days, *_ in best], [dollars for _, dollars, _ in best], color=COLORS[4])
     axis.set_xlabel("days")
     axis.set_ylabel("dollars, between the cheapest and the dearest price")

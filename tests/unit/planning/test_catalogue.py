@@ -50,6 +50,8 @@ def test_the_catalogue_of_the_package_is_whole_and_each_value_has_a_source() -> 
     h100 = catalogue.device("h100-80gb")
     assert h100.flops("bf16") == 989e12
     assert h100.bandwidth == 3.35e12
+    assert h100.is_assumed
+    assert not catalogue.device("A100").is_assumed
     assert h100.memory == int(79.1 * 2**30)
     assert catalogue.links["nvlink4"].bandwidth == 370e9
     assert len(list(OWN.glob("*.toml"))) == 7
