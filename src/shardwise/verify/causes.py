@@ -81,8 +81,9 @@ def suspects(
     if first is None:
         return list(_general(facts))
     apart = astray(other)
+    ahead = _rates(reference) if _pace(reference, other, size) > 1 else {}
     return [
-        *_of_data(facts, comparison, first, size),
+        *_of_data(facts, comparison, first, size, ahead),
         *_of_loss(reference, other, first, size),
         *_of_rate(reference, other, size),
         *_of_model(facts),
@@ -112,13 +113,17 @@ def lines(facts: Mapping[str, Any], name: str) -> str:
 
 
 def _of_data(
-    facts: Mapping[str, Any], comparison: Comparison, first: StepDifference, size: int
+    facts: Mapping[str, Any],
+    comparison: Comparison,
+    first: StepDifference,
+    size: int,
+    rates: Mapping[str, Any],
 ) -> Iterator[Suspect]:
     """Other samples, or more of them. What was fed before the first difference counts."""
     seen = [step for step in comparison.steps if 0 < step.number <= max(first.number, 1)]
     odd = next((step for step in seen if not step.fed), None)
     if facts.get("bridge") and odd is not None and odd.rows[1] == size * odd.rows[0]:
-        yield _growing(facts["bridge"][-1], odd, size)
+        yield _growing(facts["bridge"][-1], odd, size, rates)
     if facts.get("sampler"):
         yield Suspect(
             name="sampler",
@@ -150,14 +155,15 @@ def _of_data(
     )
 
 
-def _growing(library: str, odd: StepDifference, size: int) -> Suspect:
-    """Batches that grow with the workers, as those of a library do that counts them by worker."""
+def _growing(library: str, odd: StepDifference, size: int, rates: Mapping[str, Any]) -> Suspect:
+    """Batches that grow with the workers, as those of a library do that counts them by worker;
+    schedules that follow them go with it."""
     return Suspect(
         name="batches",
         words=f"{_GROWING[library]}, so the total batch grows with the workers{_rows(odd)}. With "
-        f"batches of 1/{size} of the rows the runs agree. This is how the library works: to train "
-        f"as on one worker, divide the batch size by the number of workers{_TO_DIVIDE[library]}.",
-        alter={"batches": size},
+        f"batches of 1/{size} of the rows{' and its rates' if rates else ''} the runs agree. This "
+        f"is how the library works; to train as on one worker, {_TO_DIVIDE[library]}.",
+        alter={"batches": size, **({"lr": rates} if rates else {})},
     )
 
 
@@ -197,10 +203,9 @@ def _of_loss(
 
 def _of_rate(reference: Training, other: Training, size: int) -> Iterator[Suspect]:
     """Learning rates that are other ones than the reference's."""
-    rates: dict[str, list[list[float]]] = {}
+    rates = _rates(reference)
     apart: list[tuple[float, float]] = []
     for engine, steps in reference.engines.items():
-        rates[str(engine)] = [list(step.lr) for step in steps[1:]]
         pairs = zip(steps[1:], other.engines.get(engine, [])[1:], strict=False)
         apart += [(a, b) for x, y in pairs for a, b in zip(x.lr, y.lr, strict=False) if a != b]
     if not apart:
@@ -218,6 +223,14 @@ def _of_rate(reference: Training, other: Training, size: int) -> Iterator[Suspec
         "with the workers (sw.lr.ScaledLR is for batches that do).",
         alter={"lr": rates},
     )
+
+
+def _rates(reference: Training) -> dict[str, list[list[float]]]:
+    """By engine the learning rates of each step."""
+    return {
+        str(engine): [list(step.lr) for step in steps[1:]]
+        for engine, steps in reference.engines.items()
+    }
 
 
 def _pace(reference: Training, other: Training, size: int) -> int:
@@ -329,9 +342,10 @@ _GROWING = {
     "lightning": "Lightning gives each worker a batch of batch_size rows",
 }
 _TO_DIVIDE = {
-    "accelerate": ", or write DataLoaderConfiguration(split_batches=True)",
-    "transformers": "",
-    "lightning": "",
+    "accelerate": "write DataLoaderConfiguration(split_batches=True), for which batch_size is the "
+    "total",
+    "transformers": "divide per_device_train_batch_size by the number of workers",
+    "lightning": "divide batch_size by the number of workers",
 }
 UNSHARED = Suspect(
     name="unshared",
