@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -127,25 +126,9 @@ def _run(words: tuple[str, ...], **given: Any) -> int:
     if adopted is None:
         _mention_copies(words[0], given.get("size"))
     else:
-        words = _adopting(adopted, words, module=given["module"])
+        words = command_line.adopting(adopted, words, module=given["module"])
         given["module"] = True
     return start.run(start.RunRequest(words=words, settings=settings, **given))
-
-
-def _adopting(names: tuple[str, ...], words: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
-    """The words of a module that runs `words` with our classes in the place of those of `names`.
-
-    Raises LaunchError where there is nothing of that name, or it is no Python.
-    """
-    for name in names:
-        if find_spec(name) is None:
-            raise LaunchError(
-                f"--adopt {name} needs the package {name}: pip install 'shardwise[{name}]'"
-            )
-    program.command(words[0], words[1:], module=module)  # raises where there is none
-    if not module and not program.is_script(words[0]):
-        raise LaunchError(f"--adopt runs scripts of Python, and {words[0]} is none.")
-    return ("shardwise.adopt", ",".join(names), *(("-m",) if module else ()), *words)
 
 
 def _mention_copies(script: str, size: int | None) -> None:
