@@ -17,6 +17,7 @@ import click
 
 from shardwise import config
 from shardwise.checkpoint.commands import checkpoint
+from shardwise.checkpoint.deepspeed.commands import zero_to_fp32
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import (
     command_line,
@@ -334,6 +335,7 @@ for _command in (
     _pipeline_plan_command("split", _split, hidden=True),
     verify_flags.command(),
     checkpoint,
+    zero_to_fp32,
     timeline,
 ):
     _shardwise.add_command(_command)
