@@ -22,6 +22,7 @@ from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import (
     command_line,
     console,
+    deepspeed_flags,
     failure_report,
     launchers,
     program,
@@ -114,8 +115,9 @@ def _no_such_flag(error: click.NoSuchOption) -> str:
     )
 
 
-def _run(words: tuple[str, ...], **given: Any) -> int:
-    """The command `run`, with the flags that the user gave in `given`."""
+def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
+    """The command `run`, with the flags that the user gave in `given`; with `local_rank` the script
+    has it as an argument, as DeepSpeed's launcher gives it."""
     settings = {name: given.pop(name) for name in ("config", *config.FIELDS)}
     settings = {
         name: command_line.as_text(value) for name, value in settings.items() if value is not None
@@ -129,6 +131,9 @@ def _run(words: tuple[str, ...], **given: Any) -> int:
         _mention_copies(words[0], given.get("size"))
     else:
         words = _adopting(adopted, words, module=given["module"])
+        given["module"] = True
+    if local_rank:
+        words = deepspeed_flags.with_local_rank(words, module=given["module"])
         given["module"] = True
     return start.run(start.RunRequest(words=words, settings=settings, **given))
 
@@ -175,6 +180,23 @@ def _adoptable(text: str) -> str | None:
     if re.search(r"\bimport Accelerator\b|\baccelerate\.Accelerator\b", text):
         return "accelerate"
     return "transformers" if re.search(r"\b(Seq2Seq)?Trainer\b", text) else None
+
+
+def _deepspeed(words: tuple[str, ...], **given: Any) -> int:
+    """The command `deepspeed`: what DeepSpeed's launcher is told, told to `run`."""
+    if not words:
+        raise LaunchError("What shall be run? Write: shardwise deepspeed --num_gpus 2 train.py")
+    settings = {name: given.pop(name, None) for name in config.FIELDS}
+    flags = deepspeed_flags.run_words(deepspeed_flags.asked(given, words))
+    for name, value in settings.items():
+        if value is not None:
+            flags += command_line.spelled(name, command_line.as_text(value))
+    if deepspeed_flags.adopts(words[0], given):
+        flags += ["--adopt", deepspeed_flags.DEEPSPEED]
+    if not settings["quiet"]:
+        click.echo(f"shardwise: {deepspeed_flags.line_of([*flags, *words])}", err=True)
+    asked = _run_command().make_context("run", [*flags, *words]).params
+    return _run(**asked, local_rank=not given["no_local_rank"])
 
 
 def _doctor(explain: bool, **given: Any) -> int:
@@ -268,6 +290,23 @@ def _run_command() -> Command:
     )
 
 
+def _deepspeed_command() -> Command:
+    """`deepspeed` has the flags of DeepSpeed's launcher, and those of our settings."""
+    return Command(
+        deepspeed_flags.DEEPSPEED,
+        top=deepspeed_flags.TOP,
+        callback=_deepspeed,
+        params=[
+            click.Argument(["words"], nargs=-1, type=click.UNPROCESSED),
+            command_line.help_all(),
+            *deepspeed_flags.options(),
+            *command_line.flags_named(config.FIELDS),
+        ],
+        context_settings=command_line.PROGRAM_LAST,
+        short_help="Run a script as DeepSpeed's launcher does.",
+    )
+
+
 def _doctor_command() -> Command:
     """`doctor` has the flags of `run`, but for what to run."""
     explain = Flag(
@@ -329,6 +368,7 @@ def _shardwise(ctx: click.Context) -> None:
 
 for _command in (
     _run_command(),
+    _deepspeed_command(),
     _doctor_command(),
     _scale_command(),
     _pipeline_plan_command("pipeline-plan", _pipeline_plan, hidden=False),

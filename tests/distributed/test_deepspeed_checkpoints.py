@@ -1,14 +1,17 @@
 """A folder that DeepSpeed wrote loads into any row and size, and training goes on as there."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
 import shardwise as sw
+from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
 from tests import deepspeed_checkpoints as small
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16-mixed": torch.float32}
+"""By precision the dtype of what a model is given."""
 
 
 def engine_of(zero, precision="fp32"):
@@ -62,7 +65,10 @@ def test_goes_on_as_there(group, name, size, zero):
         assert last == pytest.approx(rates)
 
 
-HALF = [("bf16", "stage0-bf16"), ("bf16", "stage2-bf16"), ("fp16-mixed", "stage2-fp16")]
+HALF = [
+    *[("bf16", f"stage{stage}-bf16") for stage in range(4)],
+    *[("fp16-mixed", f"stage{stage}-fp16") for stage in (0, 2)],
+]
 
 
 @pytest.mark.parametrize("zero", [0, 3])
