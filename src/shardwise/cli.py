@@ -115,7 +115,7 @@ def _no_such_flag(error: click.NoSuchOption) -> str:
 
 def _run(words: tuple[str, ...], **given: Any) -> int:
     """The command `run`, with the flags that the user gave in `given`."""
-    settings = {name: given.pop(name) for name in ("config", *config.FIELDS)}
+    settings = {name: given.pop(name) for name in ("config", "deepspeed", *config.FIELDS)}
     settings = {
         name: command_line.as_text(value) for name, value in settings.items() if value is not None
     }
@@ -129,7 +129,17 @@ def _run(words: tuple[str, ...], **given: Any) -> int:
     else:
         words = _adopting(adopted, words, module=given["module"])
         given["module"] = True
+    if "deepspeed" in settings:
+        _show_json(settings["deepspeed"], given["size"], dry_run=given["dry_run"])
     return start.run(start.RunRequest(words=words, settings=settings, **given))
+
+
+def _show_json(path: str, size: int | None, *, dry_run: bool) -> None:
+    """Say what comes of the DeepSpeed JSON at `path`: all of it in a dry run, else in short."""
+    job = config.deepspeed.parse(path)
+    shown = config.deepspeed.lines(job, size) if dry_run else config.deepspeed.short_lines(job)
+    for line in shown:
+        click.echo(f"{path}: {line}", err=not dry_run)
 
 
 def _adopting(names: tuple[str, ...], words: tuple[str, ...], *, module: bool) -> tuple[str, ...]:

@@ -177,6 +177,13 @@ def own() -> Iterator[Flag]:
         shown="--config FILE",
         help="a TOML file of settings; weaker than flags and environment",
     )
+    yield Flag(
+        ["--deepspeed"],
+        group="where",
+        shown="--deepspeed JSON",
+        rare=True,
+        help="a DeepSpeed JSON as settings; weaker than all of these",
+    )
     yield from _recover_flags()
     yield from _watch_flags()
 
