@@ -95,7 +95,9 @@ def train(deepspeed: Any, config: dict[str, Any]) -> list[list[float]]:
         deepspeed.comm.all_reduce(mean)
         mean /= deepspeed.comm.get_world_size()
         norm = engine.get_global_grad_norm()
-        rows.append([float(mean), float("nan" if norm is None else norm), float(engine.get_lr()[0])])
+        rows.append(
+            [float(mean), float("nan" if norm is None else norm), float(engine.get_lr()[0])]
+        )
     engine.destroy()
     return rows
 
@@ -131,9 +133,7 @@ def start(library: str, ranks: int, names: list[str], folder: str) -> dict[str, 
 def difference(ours: list[list[float]], theirs: list[list[float]], column: int) -> float:
     """The largest relative difference in a column; NaN where DeepSpeed has no figure."""
     pairs = [(a[column], b[column]) for a, b in zip(ours, theirs, strict=True)]
-    return max(
-        (abs(a - b) / max(abs(b), 1e-12) if a != b else 0.0) for a, b in pairs
-    )
+    return max((abs(a - b) / max(abs(b), 1e-12) if a != b else 0.0) for a, b in pairs)
 
 
 def compare(ranks: int, names: list[str]) -> None:

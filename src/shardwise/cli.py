@@ -148,7 +148,7 @@ def _adopting(names: tuple[str, ...], words: tuple[str, ...], *, module: bool) -
     Raises LaunchError where there is nothing of that name, or it is no Python.
     """
     for name in names:
-        if find_spec(name) is None:
+        if name != "deepspeed" and find_spec(name) is None:  # of DeepSpeed nothing is needed
             raise LaunchError(
                 f"--adopt {name} needs the package {name}: pip install 'shardwise[{name}]'"
             )
@@ -181,6 +181,8 @@ def _mention_copies(script: str, size: int | None) -> None:
 
 def _adoptable(text: str) -> str | None:
     """The library in a script's text in whose place --adopt puts ours; None without one."""
+    if re.search(r"^\s*(import|from) deepspeed\b", text, re.MULTILINE):
+        return "deepspeed"
     if re.search(r"\bimport Accelerator\b|\baccelerate\.Accelerator\b", text):
         return "accelerate"
     return "transformers" if re.search(r"\b(Seq2Seq)?Trainer\b", text) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -33,11 +33,19 @@ def init_distributed(
     say, and the arguments are DeepSpeed's. Collective."""
     del dist_backend, auto_mpi_discovery, distributed_port, verbose, timeout, init_method
     del dist_init_required, config, rank, world_size
-    world = join({}, "shardwise.deepspeed")
+    join_run({})
+
+
+def join_run(settings: Mapping[str, Any]) -> sw.World:
+    """The world of this process, which has a group of torch's from now on: scripts call its
+    collectives, and read the ranks from the environment, in one process too. Collective."""
+    world = join(settings, "shardwise.deepspeed")
     if world.size == 1 and not dist.is_initialized():
-        # One process that nobody launched has no group, and scripts call its collectives.
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
         atexit.register(_leave)
+        join(settings, "shardwise.deepspeed")
+    return world
 
 
 def _leave() -> None:

@@ -12,18 +12,17 @@ from torch import nn, optim
 from torch.amp import GradScaler
 
 import shardwise as sw
-from shardwise.bridging.joining import join
 from shardwise.config import OF_THE_ENGINE, json_of_deepspeed
 from shardwise.config.deepspeed import Job, parse, short_lines
 from shardwise.deepspeed import optimizers
 from shardwise.deepspeed.checkpoints import KeptBeside
+from shardwise.deepspeed.comm import join_run
 from shardwise.deepspeed.configured import Trained
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.outputs import OutputTypes
 from shardwise.errors import UsageError
 
-LIBRARY = "shardwise.deepspeed"
 Json = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -60,7 +59,7 @@ def initialize(
             "make. Leave them out."
         )
     job = parse(_json_of(args, config if config is not None else config_params))
-    world = join({n: v for n, v in job.settings.items() if n == "tensor"}, LIBRARY)
+    world = join_run({n: v for n, v in job.settings.items() if n == "tensor"})
     _say(world, job)
     if hasattr(args, "local_rank"):
         args.local_rank = world.local_rank
@@ -116,7 +115,7 @@ def _build(
     parameters = list(model.parameters()) if model_parameters is None else list(model_parameters)
     made = _optimizers(job, model, optimizer, parameters)
     outputs = OutputTypes(model, restores=precision.startswith("bf16"))
-    trained = Trained()
+    trained = Trained(optimizers=made)
     if made:
         scaler = _scaler(job, world) if precision == "fp16-mixed" else None
         trained.engine = sw.Engine(model, made, scaler=scaler, **settings)

@@ -113,9 +113,9 @@ def _unknown(key: str, name: str) -> ConfigError:
     section = key.rpartition(".")[0]
     known = [*KEYS, *SECTIONS]
     beside = [each for each in known if each.rpartition(".")[0] == section]
-    near = difflib.get_close_matches(key, beside, n=1, cutoff=0.5)
     last = key.rpartition(".")[2]
-    near = near or [each for each in known if each.rpartition(".")[2] == last]
+    near = [each for each in known if each.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(key, beside, n=1, cutoff=0.5)
     near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]}?" if near else "Known are: " + ", ".join(sorted(beside)) + "."
     return ConfigError(f"{name}: DeepSpeed has no key {key!r}. {hint}")
@@ -142,7 +142,7 @@ def _is_on(value: Any, key: str) -> bool:
     if key.endswith(".ratio"):
         return value is not None and value < 1
     if key.endswith((".mics_shard_size", ".tp_grain_size")):
-        return value not in (None, -1, 1)
+        return value not in (None, False, -1, 0, 1)
     return bool(value)
 
 

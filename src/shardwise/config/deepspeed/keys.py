@@ -340,9 +340,6 @@ KEYS = {
 
 ALIASES = {
     "bfloat16": "bf16",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
     "zero_optimization.prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.param_persistence_threshold": (
         "zero_optimization.stage3_param_persistence_threshold"
