@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -51,8 +51,7 @@ class _Missing(MetaPathFinder):
         if name.partition(".")[0] != NAME:
             return None
         raise ModuleNotFoundError(
-            f"Shardwise has no {name}: of DeepSpeed it has {', '.join(sorted(_known()))} "
-            "(docs/from_deepspeed.md).",
+            f"Shardwise has no {name}: docs/from_deepspeed.md lists what it has of DeepSpeed.",
             name=name,
         )
 
@@ -64,10 +63,6 @@ class _Part(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(f"Shardwise's {self.__name__} has no {name!r}.")
-
-
-def _known() -> Iterator[str]:
-    return (f"{NAME}.{name}" for name in MODULES)
 
 
 def adopt() -> None:
