@@ -81,8 +81,7 @@ def run(world, engine, steps):
             loss = loss_of(engine, *batch(step, micro, world.rank))
             engine.backward(loss)
             engine.step()
-            rows = world.gather(loss.detach().reshape(1))
-            seen += rows.flatten().tolist()
+            seen += [float(each) for each in world.gather(loss.detach())]
             last = micro == engine.gradient_accumulation_steps() - 1
             assert engine.was_step_applied() == last
         seen.append(engine.get_global_grad_norm())
@@ -270,8 +269,8 @@ def data_case(world, folder):
     engine, _, loader, _ = deepspeed.initialize(model=model, training_data=rows, config=config)
     assert len(loader) == 2
     mine = torch.cat([x for (x,) in loader])
-    every = world.gather(mine).flatten().tolist()
-    assert sorted(every) == list(range(16))
+    every = torch.cat([each.flatten() for each in world.gather(mine)])
+    assert sorted(every.tolist()) == list(range(16))
     for (x,) in deepspeed.utils.RepeatingLoader(loader):
         engine.backward(engine(x).square().mean())
         engine.step()

@@ -180,7 +180,7 @@ def test_auto_is_the_callers_value_and_else_absent():
     job = deepspeed.parse(tree, {"train_batch_size": 16, "optimizer.params.lr": 0.1})
     assert job.document.get("train_batch_size") == 16
     assert job.settings == {}
-    assert job.optimizer.params == {"lr": 0.1, "betas": [0, 0.9]}
+    assert job.optimizer.params == {"lr": 0.1, "betas": [0.9, 0.95]}
     line = deepspeed.short_lines(job)[0]
     assert "train_batch_size 16" in line
     assert "bf16.enabled left out" in line
