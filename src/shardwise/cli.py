@@ -118,7 +118,7 @@ def _no_such_flag(error: click.NoSuchOption) -> str:
 def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
     """The command `run`, with the flags that the user gave in `given`; with `local_rank` the script
     has it as an argument, as DeepSpeed's launcher gives it."""
-    settings = {name: given.pop(name) for name in ("config", *config.FIELDS)}
+    settings = {name: given.pop(name) for name in ("config", "deepspeed", *config.FIELDS)}
     settings = {
         name: command_line.as_text(value) for name, value in settings.items() if value is not None
     }
@@ -135,7 +135,17 @@ def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
     if local_rank:
         words = deepspeed_flags.with_local_rank(words, module=given["module"])
         given["module"] = True
+    if "deepspeed" in settings:
+        _show_json(settings["deepspeed"], given["size"], dry_run=given["dry_run"])
     return start.run(start.RunRequest(words=words, settings=settings, **given))
+
+
+def _show_json(path: str, size: int | None, *, dry_run: bool) -> None:
+    """Say what comes of the DeepSpeed JSON at `path`: all of it in a dry run, else in short."""
+    job = config.deepspeed.parse(path)
+    shown = config.deepspeed.lines(job, size) if dry_run else config.deepspeed.short_lines(job)
+    for line in shown:
+        click.echo(f"{path}: {line}", err=not dry_run)
 
 
 def _adopting(names: tuple[str, ...], words: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
@@ -144,7 +154,7 @@ def _adopting(names: tuple[str, ...], words: tuple[str, ...], *, module: bool) -
     Raises LaunchError where there is nothing of that name, or it is no Python.
     """
     for name in names:
-        if find_spec(name) is None:
+        if name != "deepspeed" and find_spec(name) is None:  # of DeepSpeed nothing is needed
             raise LaunchError(
                 f"--adopt {name} needs the package {name}: pip install 'shardwise[{name}]'"
             )
@@ -177,6 +187,8 @@ def _mention_copies(script: str, size: int | None) -> None:
 
 def _adoptable(text: str) -> str | None:
     """The library in a script's text in whose place --adopt puts ours; None without one."""
+    if re.search(r"^\s*(import|from) deepspeed\b", text, re.MULTILINE):
+        return "deepspeed"
     if re.search(r"\bimport Accelerator\b|\baccelerate\.Accelerator\b", text):
         return "accelerate"
     return "transformers" if re.search(r"\b(Seq2Seq)?Trainer\b", text) else None

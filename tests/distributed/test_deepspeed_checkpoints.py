@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import shardwise as sw
+import shardwise.deepspeed as deepspeed
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
 from tests import deepspeed_checkpoints as small
 
@@ -136,3 +137,42 @@ def test_resume_says_what_to_write(group, tmp_path):
     shutil.copytree(small.HERE / "stage2", tmp_path / "theirs")
     for said in group(2)(resumed, tmp_path / "theirs"):
         assert 'write engine.load("' in said
+
+
+def by_their_interface(world, path, stage):
+    """What load_checkpoint returns, and what comes of the steps after it."""
+    model = small.made()
+    optimizer = small.optimizer_of(model)
+    config = {
+        "train_micro_batch_size_per_gpu": small.ROWS // world.size,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+    }
+    engine, _, _, scheduler = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=small.scheduler_of(optimizer),
+        config=config,
+    )
+    _, client_state = engine.load_checkpoint(path)
+    counts, losses = (engine.global_steps, engine.global_samples), []
+    for step in range(small.STEPS, small.STEPS + small.MORE):
+        x, y = small.batch(step, world.rank, world.size)
+        loss = (engine(x) - y).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    rate = scheduler.get_last_lr()[0]
+    engine.destroy()
+    return losses, client_state, counts, rate
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_load_checkpoint_on_another_size(group, size):
+    found = group(size)(by_their_interface, small.HERE / "stage3", 3)
+    means = [sum(each) / size for each in zip(*(losses for losses, *_ in found), strict=True)]
+    assert means == pytest.approx(trained_there("stage3"), rel=0, abs=1e-6)
+    for _, client_state, counts, rate in found:
+        assert client_state == {"epoch": 1, "best": 0.5, "words": ("a",)}
+        assert counts == (small.STEPS, small.STEPS * small.ROWS)
+        assert rate == pytest.approx(0.01 * 0.9 ** (small.STEPS + small.MORE))

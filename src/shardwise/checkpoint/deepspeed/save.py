@@ -94,6 +94,12 @@ class Save:
         return self._count("global_steps")
 
     @property
+    def counts(self) -> dict[str, int]:
+        """What DeepSpeed counts: steps, those of them that were skipped, samples."""
+        names = ("global_steps", "skipped_steps", "global_samples")
+        return {name: self._count(name) for name in names}
+
+    @property
     def version(self) -> str:
         """The version of DeepSpeed that wrote it."""
         return str(self._beside.get("ds_version", "unknown"))
