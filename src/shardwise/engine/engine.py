@@ -349,7 +349,8 @@ class Engine:
         self, path: str | PathLike[str], *, strict: bool = True, model_only: bool = False
     ) -> None:
         """Load `path`: a checkpoint's folder (`folder`/step-N), whatever row and size wrote it; or
-        the tensors of a model from .safetensors, .pt, or a folder as Hugging Face writes them.
+        a folder that DeepSpeed saved, stages 0 to 3; or the tensors of a model from .safetensors,
+        .pt, or a folder as Hugging Face writes them.
 
         `model_only` leaves optimizers, steps and what is tracked as they are, as a file of another
         library does. Without `strict` names that are missing or unexpected are passed over.

@@ -60,7 +60,7 @@ def adopting(names: Sequence[str], words: Sequence[str], *, module: bool) -> tup
     Raises LaunchError where there is nothing of that name, or it is no Python.
     """
     for name in names:
-        if find_spec(name) is None:
+        if name != "deepspeed" and find_spec(name) is None:  # of DeepSpeed nothing is needed
             raise LaunchError(
                 f"--adopt {name} needs the package {name}: pip install 'shardwise[{name}]'"
             )

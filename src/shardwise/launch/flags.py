@@ -62,7 +62,7 @@ class Typed(click.ParamType):  # type: ignore[type-arg]
             raise ConfigError(f"{shown} takes {wanted}, not {value!r}.") from None
 
 
-ADOPTED = ("accelerate", "transformers")
+ADOPTED = ("accelerate", "deepspeed", "transformers")
 """The libraries whose classes `--adopt` puts ours in the place of, as adopt.py does it."""
 
 
@@ -176,6 +176,13 @@ def own() -> Iterator[Flag]:
         group="where",
         shown="--config FILE",
         help="a TOML file of settings; weaker than flags and environment",
+    )
+    yield Flag(
+        ["--deepspeed"],
+        group="where",
+        shown="--deepspeed JSON",
+        rare=True,
+        help="a DeepSpeed JSON as settings; weaker than all of these",
     )
     yield from _recover_flags()
     yield from _watch_flags()
