@@ -227,11 +227,17 @@ class Accelerator(Stock):
     # -- whole weights ----------------------------------------------------------------------
 
     @contextmanager
-    def uneven(self) -> Iterator[None]:
+    def uneven(self, model: nn.Module | None = None) -> Iterator[None]:
         """Inside the block ranks may run other numbers of forwards: `generate`, an evaluation on
-        rank 0 alone. All ranks enter and leave."""
+        rank 0 alone. All ranks enter and leave.
+
+        It is for the models that are trained here, and for `model`, whoever trains it now.
+        """
+        engines = self.engines
+        if model is not None and (trained := self._trained.of_model(model)) is not None:
+            engines = list(dict.fromkeys([*engines, trained.engine]))
         with ExitStack() as blocks:
-            for engine in self.engines:
+            for engine in engines:
                 blocks.enter_context(engine.uneven())
             yield
 

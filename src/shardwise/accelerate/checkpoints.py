@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import shardwise as sw
-from shardwise.bridging.trained import Trained
+from shardwise.bridging.trained_engine import Trained
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
 
 MARK = "shardwise.json"
