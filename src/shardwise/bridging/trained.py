@@ -19,7 +19,14 @@ from typing import Any
 from torch import Tensor, nn, optim
 
 import shardwise as sw
-from shardwise.bridging.trained_engine import EPSILON, Trained, forget, in_training, remember
+from shardwise.bridging.trained_engine import (
+    EPSILON,
+    LossItems,
+    Trained,
+    forget,
+    in_training,
+    remember,
+)
 from shardwise.errors import UsageError
 
 Make = Callable[[list[nn.Module], list[optim.Optimizer]], sw.Engine]
@@ -106,13 +113,22 @@ class TrainedModels:
 
     # -- a step, piece by piece -------------------------------------------------------------
 
-    def backward(self, loss: Tensor, *, last: bool, retain_graph: bool = False) -> None:
-        """Backward of `loss` in every engine that it reaches, as with DistributedDataParallel."""
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        last: bool,
+        retain_graph: bool = False,
+        weight: LossItems | None = None,
+    ) -> None:
+        """Backward of `loss` in every engine that it reaches, as with DistributedDataParallel;
+        with a `weight`, as a mean over its items, among all of the step."""
         reached = self._reached(loss)
         for number, each in enumerate(reached, 1):
             each.check_complete("A backward")
+            how: dict[str, Any] = {"reduction": "ddp"} if weight is None else each.weighted(weight)
             keep = retain_graph or number < len(reached)
-            each.engine.backward(loss, reduction="ddp", last=last, retain_graph=keep)
+            each.engine.backward(loss, last=last, retain_graph=keep, **how)
 
     def _reached(self, loss: Tensor) -> list[Trained]:
         if len(self._trained) < 2:

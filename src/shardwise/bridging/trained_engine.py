@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 import shardwise as sw
 from shardwise.engine.usage_checks import mark_schedulers
@@ -19,6 +19,16 @@ from shardwise.errors import UsageError
 
 EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_ has it."""
+
+
+@dataclass(frozen=True, eq=False)
+class LossItems:
+    """What a loss is a mean over: a number of items, those of one `batch` where that is known."""
+
+    number: float | Tensor
+    batch: object = None
+    same_items: bool | None = None
+    """Whether they are those of an earlier loss, where the script says so."""
 
 
 @dataclass(eq=False)
@@ -38,6 +48,8 @@ class Trained:
     """What the next step clips to."""
     cleared: bool = True
     """Whether a plain optimizer would have no gradients before the next backward."""
+    _batch: object = None
+    """The batch that the last loss was of."""
     _stepped: list[optim.Optimizer] = field(default_factory=list)
 
     def parameters(self) -> set[int]:
@@ -93,6 +105,15 @@ class Trained:
             "here: make a backward before; or call zero_grad() before, for a step that does "
             "nothing."
         )
+
+    def weighted(self, items: LossItems) -> dict[str, Any]:
+        """How a backward of a loss over `items` is weighted: a further loss of one batch adds up
+        with those before, as in plain PyTorch."""
+        again = items.same_items
+        if again is None and items.batch is not None:
+            again = (items.batch is self._batch and self.engine.has_gradients) or None
+        self._batch = items.batch
+        return {"weight": items.number, "same_items": again}
 
     def clear(self) -> None:
         """Forget the gradients since the last step."""
