@@ -63,6 +63,10 @@ def _adopt_transformers() -> None:
         _replace("transformers", before, after)
 
 
+def _adopt_lightning() -> None:
+    import_module("shardwise.lightning.adoption").adopt()
+
+
 def _replace(library: str, stock: type[Any], ours: type[Any]) -> None:
     """Let every module of `library` that has the class `stock` have `ours` from now on."""
     name = stock.__name__
@@ -74,6 +78,7 @@ def _replace(library: str, stock: type[Any], ours: type[Any]) -> None:
 _ADOPT: dict[str, Callable[[], None]] = {
     "accelerate": _adopt_accelerate,
     "transformers": _adopt_transformers,
+    "lightning": _adopt_lightning,
 }
 
 if __name__ == "__main__":
