@@ -4,6 +4,7 @@ import copy
 import os
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ ENDS = {"fp32": 1e-5, "fp64": 1e-8}
 
 
 def ranks(group, size):
-    return group(size, reseed=False)
+    """Ranks whose generators are the script's own. To import Lightning takes seconds of CPU in
+    each, and more on a busy machine."""
+    return partial(group(size, reseed=False), limit=300)
 
 
 @contextmanager
@@ -285,7 +288,7 @@ def gan_case(world, zero, toggles):
     _, expected, _ = fitted("auto", model=Gan(toggles=toggles))
     laid_out = []
     with counted_layouts(laid_out):
-        made, model, _ = fitted(ours(zero), model=Gan(world.size, toggles))
+        _, model, _ = fitted(ours(zero), model=Gan(world.size, toggles))
     assert model.seen == pytest.approx(expected.seen, rel=1e-5)
     alike(model, expected)
     assert len(laid_out) == 2  # one for each engine: nothing was laid out anew
@@ -383,7 +386,7 @@ def refused_case(world):
     ]
     with pytest.raises(UsageError, match="have parameters in common"):
         fitted(ours(1), model=shared)
-    with calm(), pytest.raises(UsageError, match="zer0|no setting"):
+    with calm(), pytest.raises(UsageError, match="zer0"):
         trainer(ours(1, zer0=1))
 
 

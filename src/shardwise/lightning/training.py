@@ -73,11 +73,15 @@ class Engines(TrainedModels):
         if not trained.waits and trained in self._pending:
             self._pending.remove(trained)
 
-    def close(self) -> None:
-        """Give models and optimizers back as plain ones. Collective."""
+    def forget(self) -> None:
+        """Forget the gradients since the last step."""
         for each in self._pending:
             each.clear()
         self._pending.clear()
+
+    def close(self) -> None:
+        """Give models and optimizers back as plain ones. Collective."""
+        self.forget()
         super().close()
 
 
@@ -159,6 +163,7 @@ class Training:
 
         The engines are made anew where there is a loss scale, which they read as they are made.
         """
+        self.engines.forget()
         if self.scaler is None:
             for optimizer, state in zip(self._optimizers, states, strict=True):
                 self.load_optimizer_state(optimizer, state)

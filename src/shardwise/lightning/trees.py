@@ -108,28 +108,28 @@ class _Waiting(MetaPathFinder):
                 continue
             spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _Calling(spec.loader, self.calls.pop(name))
+                spec.loader = _Calling(spec.loader, self)
                 return spec
         return None
 
 
 class _Calling(Loader):
-    """Loads as `loader` does, then makes the `calls`."""
+    """Loads as `loader` does, then calls what waits for the module."""
 
-    def __init__(self, loader: Loader, calls: list[Callable[[str], None]]) -> None:
+    def __init__(self, loader: Loader, waiting: _Waiting) -> None:
         self._loader = loader
-        self._calls = calls
+        self._waiting = waiting
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """As the loader."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the loader; then the calls."""
+        """As the loader; then the calls. Not before: many look for a spec and import nothing."""
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        for call in self._calls:
+        for call in self._waiting.calls.pop(module.__name__, []):
             call(module.__name__)
 
 
