@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from shardwise.errors import UsageError
+from shardwise.errors import ModelError, UsageError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -161,7 +161,7 @@ def parity_case(world, dtype, rows):
         assert seen == rates
         alike(model, expected, ENDS[dtype])
         for name in ("valid", "rows"):
-            value = made.callback_metrics[name] * (world.size if name == "rows" else 1)
+            value = made.callback_metrics[name]
             assert value.item() == pytest.approx(stock.callback_metrics[name].item(), rel=1e-4)
 
 
@@ -172,25 +172,39 @@ def test_results_of_the_stock_trainer(group, size, dtype):
     ranks(group, size)(parity_case, dtype, range(4))
 
 
-class Deaf(Model):
+class Batches:
+    """This worker's share of each batch; the first time from the batch `begun` on."""
+
+    def __init__(self, begun, rank, size):
+        self.begun, self.rank, self.size = begun, rank, size
+
+    def __len__(self):
+        return ROWS // BATCH
+
+    def __iter__(self):
+        begun, self.begun = self.begun, 0
+        for start in range(begun * BATCH, ROWS, BATCH):
+            part = slice(start + self.rank, start + BATCH, self.size)
+            yield [tensor[part] for tensor in samples(ROWS).tensors]
+
+
+class ReadsOn(Model):
     """Reads on where a resumed epoch has stopped, as stateful loaders do."""
 
     def train_dataloader(self):
-        part = samples(ROWS)
-        begun = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        rows = list(range(begun * BATCH, ROWS)) if self.trainer.fit_loop.restarting else range(ROWS)
-        rows = rows or range(ROWS)
-        return DataLoader(torch.utils.data.Subset(part, rows), batch_size=BATCH // self.share)
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        rank, size = self.trainer.global_rank, self.trainer.world_size
+        return Batches(done % (ROWS // BATCH), rank, size)
 
 
 def resume_case(world, folder, zero, every):
     """Saved at `every` steps; what follows is the same as without a break."""
     saves = pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1)
     options = {"enable_checkpointing": True, "num_sanity_val_steps": 0}
-    _, whole, _ = fitted(ours(zero), world.size, Deaf(world.size), callbacks=[saves], **options)
+    _, whole, _ = fitted(ours(zero), world.size, ReadsOn(world.size), callbacks=[saves], **options)
     world.barrier()
     path = Path(folder) / f"step={every}.ckpt"
-    again = Deaf(world.size)
+    again = ReadsOn(world.size)
     fitted(ours(zero), world.size, again, path, num_sanity_val_steps=0)
     assert again.seen == whole.seen[every:]
     for name, value in whole.state_dict().items():
@@ -208,7 +222,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(group, tmp_path, zero, every):
 
 def elsewhere_case(world, path, expected):
     for strategy in (ours(2), "auto"):
-        again = Deaf()
+        again = ReadsOn()
         fitted(strategy, 1, again, path, num_sanity_val_steps=0)
         assert again.seen == pytest.approx(expected, rel=1e-5)
     with calm():
@@ -379,13 +393,22 @@ def test_streams_and_16_bits(group):
 
 
 def refused_case(world):
-    shared = Gan(world.size)
+    shared = Gan()
     shared.configure_optimizers = lambda: [
         torch.optim.SGD(shared.parameters(), 0.1),
         torch.optim.SGD(shared.judge.parameters(), 0.1),
     ]
-    with pytest.raises(UsageError, match="have parameters in common"):
+    with pytest.raises(ModelError, match="give each parameter to one optimizer"):
         fitted(ours(1), model=shared)
+    split = Gan()
+    split.configure_optimizers = lambda: [
+        torch.optim.SGD([split.judge[0].weight, *split.generator.parameters()], 0.1),
+        torch.optim.SGD([split.judge[0].bias], 0.1),
+    ]
+    with pytest.raises(UsageError, match=r"judge\.0\.weight lies in Linear beside"):
+        fitted(ours(1), model=split)
+    with calm(), pytest.raises(UsageError, match=r"devices=3, .* shardwise run -n 3 script\.py"):
+        pl.Trainer(accelerator="cpu", devices=3, strategy="shardwise")
     with calm(), pytest.raises(UsageError, match="zer0"):
         trainer(ours(1, zer0=1))
 

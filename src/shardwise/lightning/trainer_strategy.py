@@ -13,7 +13,7 @@ from shardwise.errors import UsageError
 from shardwise.lightning.environment import Environment, check_devices
 from shardwise.lightning.forwards import inside_forward
 from shardwise.lightning.sharing import Marked, count_once, share_in_order
-from shardwise.lightning.training import Training
+from shardwise.lightning.training import Training, plain
 
 _ELSEWHERE = ("DeepSpeed", "FSDP", "XLA", "TransformerEngine", "Bitsandbytes")
 """How the names of precision plugins begin that convert a model for another engine."""
@@ -180,15 +180,7 @@ class TrainerStrategy(OverEngines):
         Lightning takes requires_grad from all other parameters, and states would be laid out anew
         at each change; an engine can leave a loss out.
         """
-        plain = getattr(optimizer, "_optimizer", optimizer)
-        trained = self.training.engines.of(plain)
-        if trained is not None and len(trained.optimizers) > 1:
-            raise UsageError(
-                f"toggle_optimizer({type(plain).__name__}) where optimizers have parameters in "
-                "common, which step together here: give each optimizer parameters of its own, or "
-                "one optimizer all of them in parameter groups."
-            )
-        self.training.engines.only = plain
+        self.training.engines.only = plain(optimizer)
 
     def _untoggle(self, optimizer: Any) -> None:
         del optimizer
@@ -262,9 +254,9 @@ class TrainerStrategy(OverEngines):
         for name in _WITH_GRADIENTS:
             if name in vars(module) or getattr(type(module), name) is not getattr(base, name):
                 return self.training.full_gradients(optimizer)
-        plain = callback.on_before_optimizer_step
+        stock = callback.on_before_optimizer_step
         for each in module.trainer.callbacks:
-            if type(each).on_before_optimizer_step is not plain:
+            if type(each).on_before_optimizer_step is not stock:
                 return self.training.full_gradients(optimizer)
         return nullcontext()
 
@@ -314,7 +306,7 @@ class TrainerStrategy(OverEngines):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The whole state of `optimizer`, as it is in one process. Collective."""
-        return self.training.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+        return self.training.optimizer_state(plain(optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on from the optimizers of `checkpoint`, whatever size wrote them. Collective."""

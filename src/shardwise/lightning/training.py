@@ -205,6 +205,7 @@ class Training:
     def full_gradients(self, optimizer: optim.Optimizer) -> Iterator[None]:
         """Inside the block `p.grad` is the whole gradient of what `optimizer` trains, to read or
         to write. Collective."""
+        optimizer = plain(optimizer)
         self.engines.forget_cleared()
         if not self.engines.has_gradients(optimizer):
             yield
@@ -220,6 +221,7 @@ class Training:
         self, optimizer: optim.Optimizer, max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
         """Clip what `optimizer` steps by its norm over all workers; the norm before. Collective."""
+        optimizer = plain(optimizer)
         parameters = _parameters(optimizer)
         if not self._are_whole:
             self.engines.forget_cleared()
@@ -290,6 +292,11 @@ class Training:
             optimizer.load_state_dict(dict(state))
         else:
             trained.engine.load_optimizer_state_dict(state, optimizer)
+
+
+def plain(optimizer: Any) -> Any:
+    """The script's optimizer, out of the wrapper that Lightning has given it."""
+    return getattr(optimizer, "_optimizer", optimizer)
 
 
 def _parameters(optimizer: optim.Optimizer) -> list[Tensor]:
