@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.amp import GradScaler
 
 import shardwise as sw
-from shardwise.bridging.joining import join
+from shardwise.bridging.joining import SETTINGS, join
 from shardwise.bridging.trained import Make, Trained, TrainedModels
 from shardwise.config import OF_THE_ENGINE
 from shardwise.engine.initial_values import make_alike
@@ -95,6 +96,12 @@ class Training:
     world: sw.World
 
     def __init__(self, settings: Mapping[str, Any], library: str) -> None:
+        for name in settings.keys() - SETTINGS:
+            near = difflib.get_close_matches(name, SETTINGS, n=1)
+            raise UsageError(
+                f"{library}'s strategy takes no {name}: it takes settings of Shardwise"
+                + (f", such as {near[0]}." if near else ".")
+            )
         self._settings = dict(settings)
         self._library = library
         self.scaler: GradScaler | None = None
