@@ -174,6 +174,8 @@ def _adoptable(text: str) -> str | None:
         return "deepspeed"
     if re.search(r"\bimport Accelerator\b|\baccelerate\.Accelerator\b", text):
         return "accelerate"
+    if re.search(r"^\s*(import|from) (lightning|pytorch_lightning|lightning_fabric)\b", text, re.M):
+        return "lightning"
     return "transformers" if re.search(r"\b(Seq2Seq)?Trainer\b", text) else None
 
 

@@ -62,7 +62,7 @@ class Typed(click.ParamType):  # type: ignore[type-arg]
             raise ConfigError(f"{shown} takes {wanted}, not {value!r}.") from None
 
 
-ADOPTED = ("accelerate", "deepspeed", "transformers")
+ADOPTED = ("accelerate", "deepspeed", "transformers", "lightning")
 """The libraries whose classes `--adopt` puts ours in the place of, as adopt.py does it."""
 
 
