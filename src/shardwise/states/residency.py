@@ -90,6 +90,7 @@ class Residency:
         self._end_dead_passes()
         if self._depth == 0 and self._pass is None:
             self._whole.let_go_of_all(but_lasting=self.is_awaited)
+            self._whole.casts.begin()
             kind = ("forward", hook, torch.is_grad_enabled(), self.part)
             if kind not in self._expected:
                 self._expected[kind] = self._inside(module)
@@ -108,8 +109,10 @@ class Residency:
         in_backward = self._is_backward()
         awaited = torch.is_grad_enabled() or self.is_awaited
         if not (unit.depth or in_backward or (unit.lasting and awaited)):
+            self._whole.casts.left(number)
             self._whole.let_go(unit)
         if self._depth == 0 and not in_backward:
+            self._whole.casts.end()
             kind, self._pass = self._pass, None
             if torch.is_grad_enabled():
                 self._tape.append(kind)
