@@ -88,28 +88,26 @@ import os
 import pytest
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item):
     if not getattr(item.cls, "is_dist_test", False):
-        return
+        return (yield)
     made = item.cls()
     size = next((m.args[0] for m in item.iter_markers("world_size")), made.world_size)
     if size != 1:
         if not os.environ.get("ON_RANKS"):
             pytest.skip("on two processes: --ranks")
-        return
+        return (yield)
     import deepspeed
 
     deepspeed.init_distributed()
     test = made._get_current_test_func(item._request)
     arguments = made._get_fixture_kwargs(item._request, test)
-    item.cls.is_dist_test = False
+    item.cls.is_dist_test = False  # so that their hook starts no process
     item.runtest = lambda: test(**arguments)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item):
-    if getattr(item.cls, "is_dist_test", None) is False:
+    try:
+        return (yield)
+    finally:
         item.cls.is_dist_test = True
 """
 
@@ -125,7 +123,7 @@ def run(source: Path, files: list[str], *, on_ranks: bool) -> ElementTree.Elemen
         paths = os.pathsep.join((str(folder), str(tests)))
         environ = os.environ | {"PYTHONPATH": paths, "SHARDWISE_QUIET": "on"}
         environ |= {"SHARDWISE_DEVICE": "cpu"} | ({"ON_RANKS": "1"} if on_ranks else {})
-        words = ["-q", "-p", "in_process", "-W", "ignore", "--tb=line", f"--junitxml={folder}/out"]
+        words = ["-q", "-p", "in_process", "-W", "ignore", "--tb=short", f"--junitxml={folder}/out"]
         chosen = [str(tests / "unit" / each) for each in files]
         subprocess.run(
             [sys.executable, "-m", "pytest", *words, *chosen],
