@@ -6,7 +6,8 @@
 
 Their files are read where they are. Tests of one process run in that of pytest. What the test files
 import of DeepSpeed's inside, which scripts do not use, is an empty class here: their models import
-MoE, their tests DeepSpeedConfig. A test that uses such a class fails, and is counted so.
+MoE, their tests DeepSpeedConfig. A test that uses such a class fails, and is counted so. The names
+of the JSON's words (WARMUP_NUM_STEPS) are given to them too.
 """
 
 from __future__ import annotations
@@ -65,6 +66,19 @@ for path, names in INSIDE.items():
     for name in names:
         if not hasattr(sys.modules[full], name):
             setattr(sys.modules[full], name, _empty(name))
+schedules = sys.modules["deepspeed.runtime.lr_schedules"]
+SPELT = {"WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear", "WARMUP_LR": "WarmupLR"}
+SPELT |= {"WARMUP_DECAY_LR": "WarmupDecayLR", "WARMUP_COSINE_LR": "WarmupCosineLR"}
+SPELT |= {"ONE_CYCLE": "OneCycle", "LR_RANGE_TEST": "LRRangeTest"}
+KEYS = (
+    "LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE "
+    "WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO "
+    "CYCLE_MIN_LR CYCLE_MAX_LR CYCLE_FIRST_STEP_SIZE DECAY_LR_RATE DECAY_STEP_SIZE CYCLE_MIN_MOM "
+    "CYCLE_MAX_MOM DECAY_MOM_RATE TOTAL_NUM_STEPS"
+)
+vars(schedules).update(SPELT | {key: key.lower() for key in KEYS.split()})
+sys.modules["deepspeed.git_version_info"] = info = ModuleType("deepspeed.git_version_info")
+info.torch_info = {"version": "0.0", "cuda_version": "0.0", "hip_version": "0.0"}
 sys.modules["deepspeed.ops"].__compatible_ops__ = {"CPUAdamBuilder": True}
 """
 
@@ -74,28 +88,26 @@ import os
 import pytest
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item):
     if not getattr(item.cls, "is_dist_test", False):
-        return
+        return (yield)
     made = item.cls()
     size = next((m.args[0] for m in item.iter_markers("world_size")), made.world_size)
     if size != 1:
         if not os.environ.get("ON_RANKS"):
             pytest.skip("on two processes: --ranks")
-        return
+        return (yield)
     import deepspeed
 
     deepspeed.init_distributed()
     test = made._get_current_test_func(item._request)
     arguments = made._get_fixture_kwargs(item._request, test)
-    item.cls.is_dist_test = False
+    item.cls.is_dist_test = False  # so that their hook starts no process
     item.runtest = lambda: test(**arguments)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item):
-    if getattr(item.cls, "is_dist_test", None) is False:
+    try:
+        return (yield)
+    finally:
         item.cls.is_dist_test = True
 """
 
@@ -111,7 +123,7 @@ def run(source: Path, files: list[str], *, on_ranks: bool) -> ElementTree.Elemen
         paths = os.pathsep.join((str(folder), str(tests)))
         environ = os.environ | {"PYTHONPATH": paths, "SHARDWISE_QUIET": "on"}
         environ |= {"SHARDWISE_DEVICE": "cpu"} | ({"ON_RANKS": "1"} if on_ranks else {})
-        words = ["-q", "-p", "in_process", "-W", "ignore", "--tb=line", f"--junitxml={folder}/out"]
+        words = ["-q", "-p", "in_process", "-W", "ignore", "--tb=short", f"--junitxml={folder}/out"]
         chosen = [str(tests / "unit" / each) for each in files]
         subprocess.run(
             [sys.executable, "-m", "pytest", *words, *chosen],

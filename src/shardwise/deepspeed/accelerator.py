@@ -10,7 +10,7 @@ import torch
 import shardwise as sw
 from shardwise.errors import UsageError
 
-__all__ = ["get_accelerator"]
+__all__ = ["get_accelerator", "is_current_accelerator_supported"]
 
 
 class Accelerator:
@@ -144,3 +144,8 @@ class Accelerator:
 def get_accelerator() -> Accelerator:
     """The one of this process."""
     return Accelerator()
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether this device can be trained on: always."""
+    return True

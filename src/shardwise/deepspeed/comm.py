@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
@@ -39,6 +40,8 @@ def init_distributed(
 def join_run(settings: Mapping[str, Any]) -> sw.World:
     """The world of this process, which has a group of torch's from now on: scripts call its
     collectives, and read the ranks from the environment, in one process too. Collective."""
+    if "LOCAL_SIZE" in os.environ:  # how DeepSpeed's launcher calls it
+        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
     world = join(settings, "shardwise.deepspeed")
     if world.size == 1 and not dist.is_initialized():
         alone = dist.HashStore()  # type: ignore[attr-defined]

@@ -53,7 +53,7 @@ class DeepSpeedEngine(Configured):
         self._grad_norm: float | None = None
         self.losses: float | None = None
         self.monitor = MonitorMaster(job, is_main=world.is_main)
-        _made.append(ref(self))
+        _made[:] = [each for each in _made if each() is not None] + [ref(self)]
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -73,10 +73,18 @@ class GatheredParameters:
 
     def __exit__(self, *error: Any) -> None:
         if error[0] is None and self._modifier_rank is not None and dist.is_initialized():
-            with torch.no_grad():
-                for parameter in self._parameters:
-                    dist.broadcast(parameter.data, self._modifier_rank)
+            _give(self._parameters, self._modifier_rank)
         self._blocks.__exit__(*error)
+
+
+def _give(parameters: list[Tensor], rank: int) -> None:
+    """Give every worker the values that `rank` has; by way of where it computes, since a group of
+    GPUs moves nothing else."""
+    with torch.no_grad():
+        for parameter in parameters:
+            value = parameter.data.to(sw.world().device)
+            dist.broadcast(value, rank)
+            parameter.data.copy_(value)
 
 
 def engine_of_all(parameters: Iterable[Tensor]) -> DeepSpeedEngine | None:

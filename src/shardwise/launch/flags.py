@@ -154,7 +154,7 @@ def own() -> Iterator[Flag]:
         shown="--adopt NAMES",
         listed=True,
         type=Typed(adopted),
-        help=f"our classes in the place of theirs: {', '.join(ADOPTED)}",
+        help=f"our classes for those of {', '.join(ADOPTED)}",
     )
     yield Flag(
         ["--port"],

@@ -41,9 +41,10 @@ def solve(
         micro = total // workers // steps
     elif steps is None:
         steps = total // micro // workers
+    verb = "do" if " and " in given else "does"
     if total != micro * steps * workers or not total:
         raise ConfigError(
-            f"{name}: {given} do not multiply out on {workers} worker(s): {TOTAL} is "
+            f"{name}: {given} {verb} not multiply out on {workers} worker(s): {TOTAL} is "
             f"{MICRO} x {STEPS} x workers, and {micro} x {steps} x {workers} is "
             f"{micro * steps * workers}. Change one, or the number of workers."
         )

@@ -56,7 +56,6 @@ class Job:
     precision: str
     clipping: float
     """Norm to clip to, 0 for none."""
-    is_clipping_given: bool
     averages: bool
     """Whether gradients are averaged over the workers, not added up."""
     manages_accumulation: bool
@@ -93,7 +92,6 @@ def parse(
         stage=document.get("zero_optimization.stage", 0),
         precision=settings.get("precision", "fp32"),
         clipping=float(document.get("gradient_clipping", 1.0)),
-        is_clipping_given="gradient_clipping" in document.values,
         averages=document.get("gradient_allreduce_op", "mean").lower() == "mean",
         manages_accumulation=document.get("managed_gradient_accumulation", True),
         optimizer=_optimizer(document),
