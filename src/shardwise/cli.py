@@ -32,6 +32,7 @@ from shardwise.launch import (
 from shardwise.launch.flags import Command, Flag
 from shardwise.launch.identity import described
 from shardwise.pipeline_plan import flags as plan_flags
+from shardwise.planning import flags as planning_flags
 from shardwise.printable import printable, shortened
 from shardwise.scaling import flags as scale_flags
 from shardwise.timeline.commands import timeline
@@ -371,6 +372,7 @@ for _command in (
     _pipeline_plan_command("pipeline-plan", _pipeline_plan, hidden=False),
     _pipeline_plan_command("split", _split, hidden=True),
     verify_flags.command(),
+    planning_flags.command(),
     checkpoint,
     zero_to_fp32,
     timeline,

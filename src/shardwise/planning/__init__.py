@@ -1,0 +1,28 @@
+"""`shardwise plan`: predicts memory, time and cost of a script's placements before they are rented.
+
+- flags.py, plan_command.py
+                 the command: its flags; what it prints
+- search.py      placements that fit, the fastest first; what would help the others
+- observe.py     runs a script up to one step, with two batch sizes
+- observer.py, observed_engine.py, step_recorder.py
+                 in that process: the engine without states, and what it records
+- layout.py      bytes of the states on each rank, to the byte
+- memory.py, heap.py
+                 memory through a step on a device; what a process on a CPU keeps of it
+- page.py        draws memory over the step
+- hf_model.py    trains a model of transformers by its configuration
+- record.py      what was observed of one step, the seam between memory and time
+- choice.py      a placement of a training on a cluster, and who says how long its step takes
+- catalogue.py   devices and links with their figures, each with its source: hardware/*.toml
+- cluster.py     a cluster as it is written, such as 4x8xH100
+- clock.py       the step of an observed script, in seconds by kind
+- operations.py, collectives.py, overlap.py, pipeline_time.py
+                 what operations, collectives, both beside each other, and schedules take
+- parallelism.py, stages.py
+                 the axes of a mesh; the step from the work of each pipeline stage
+- transformer.py, transformer_clock.py
+                 a transformer by formula, for published rows and for configurations
+- cost.py        days, dollars and kWh; time_plots.py draws them and the step's time
+- calibrate.py, calibration_worker.py
+                 measure this machine, for --on here
+"""

@@ -1,0 +1,183 @@
+"""Defines the command `shardwise plan`: its flags, and what they ask for; starts without torch."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardwise.config import values
+from shardwise.errors import LaunchError
+from shardwise.launch import command_line, program
+from shardwise.launch.flags import Command, Flag, Typed
+
+TOP = """\
+Will it fit, and how long will it take?   shardwise plan --on 8xH100 train.py --epochs 3
+
+shardwise plan [flags] SCRIPT.py [its arguments]     observes one step, without its memory
+"""
+EMPTY = "Plan what? For example: shardwise plan --on 8xH100 train.py"
+"""The error without a script."""
+
+MODEL = "shardwise.planning.hf_model"
+"""The module that trains a model of transformers from its configuration."""
+
+
+def amount(text: str) -> float:
+    """A number above 0, such as 2e9."""
+    return values.number(0, 1e30, above=True)(text)
+
+
+def days(text: str) -> float:
+    """Days: 10d, 12h or a number of days."""
+    units = {"d": 1.0, "h": 1 / 24}
+    factor = units.get(text[-1:])
+    try:
+        return values.number(0, 1e6, above=True)(text if factor is None else text[:-1]) * (
+            factor or 1.0
+        )
+    except ValueError:
+        raise ValueError("days or hours, such as 10d or 12h") from None
+
+
+def own() -> Iterator[Flag]:
+    """Yield the flags that say where, how long, and what is shown."""
+    yield Flag(
+        ["--on"],
+        group="plan",
+        shown="--on CLUSTER",
+        help="8xH100, 4x8xH100 (hosts x devices), or here",
+    )
+    yield Flag(
+        ["--tokens"],
+        group="plan",
+        shown="--tokens N",
+        type=Typed(amount),
+        help="tokens to train on, such as 2e9: gives days",
+    )
+    yield Flag(
+        ["--within"],
+        group="plan",
+        shown="--within 10d",
+        type=Typed(days),
+        help="mark what takes longer",
+    )
+    yield Flag(
+        ["--budget"],
+        group="plan",
+        shown="--budget DOLLARS",
+        type=Typed(amount),
+        help="mark what costs more",
+    )
+    yield Flag(
+        ["--calibrate"],
+        group="plan",
+        shown="--calibrate",
+        is_flag=True,
+        help="measure this machine for a minute, for --on here",
+    )
+    yield Flag(
+        ["--explain"],
+        group="plan",
+        shown="--explain",
+        is_flag=True,
+        help="which tensors, at which line, make the peak of the first placement",
+    )
+    yield Flag(
+        ["--hf", "hf"],
+        group="plan",
+        shown="--hf CONFIG.json",
+        type=Typed(values.file),
+        help="a model of transformers by its configuration, without a script",
+    )
+    yield Flag(
+        ["--json", "json_file"],
+        group="plan",
+        shown="--json FILE",
+        type=Typed(values.file),
+        help="write all of it there too; - is the standard output",
+    )
+    yield Flag(
+        ["--page"],
+        group="plan",
+        shown="--page DIR",
+        type=Typed(values.folder),
+        help="draw memory over the step there: plan.html and plan.png",
+    )
+    yield Flag(
+        ["--hardware"],
+        group="plan",
+        shown="--hardware FILE",
+        type=Typed(values.file),
+        help="devices and links of your own, as TOML",
+    )
+
+
+def command() -> Command:
+    """The command `plan`; of the settings it takes those that are no placement."""
+    shared = {"words", "module", "precision", "units", "seed"}
+    return Command(
+        "plan",
+        top=TOP,
+        callback=_plan,
+        params=[*own(), command_line.help_all(), *command_line.flags_named(shared)],
+        context_settings=command_line.PROGRAM_LAST,
+        short_help="Predict memory and time of a script's placements.",
+    )
+
+
+def _plan(
+    words: tuple[str, ...],
+    on: str | None,
+    tokens: float | None,
+    within: float | None,
+    budget: float | None,
+    calibrate: bool,
+    explain: bool,
+    hf: Path | None,
+    json_file: Path | None,
+    page: str | None,
+    hardware: Path | None,
+    module: bool,
+    **given: Any,
+) -> int:
+    """The command `plan`: `given` are the settings of the runs."""
+    settings = {
+        name: command_line.as_text(value) for name, value in given.items() if value is not None
+    }
+    command_line.check_settings(settings)
+    if calibrate:
+        file = import_module("shardwise.planning.plan_command").show_calibration()
+        click.echo(f"measured: {file}; now: shardwise plan --on here train.py")
+        if on is None and not words:
+            return 0
+    if on is None:
+        raise LaunchError("On what? For example: shardwise plan --on 8xH100 train.py")
+    if tokens is None and (within is not None or budget is not None):
+        raise LaunchError("--within and --budget need --tokens N: how much there is to train on.")
+    if hf is not None:
+        if not hf.is_file():
+            raise LaunchError(f"--hf {hf}: there is no such file; it takes a config.json.")
+        words, module = (MODEL, str(hf), *words), True
+    if not words:
+        raise LaunchError(EMPTY)
+    program.command(words[0], words[1:], module=module)  # raises where there is none
+    if not module and not program.is_script(words[0]):
+        raise LaunchError(f"shardwise plan observes Python: a script or -m MODULE, not {words[0]}.")
+    command_line.mention_misplaced(words)
+    flags = [word for name, value in settings.items() for word in command_line.spelled(name, value)]
+    target = import_module("shardwise.planning.plan_command")
+    script = target.Script((*(["-m"] if module else []), *words), tuple(flags))
+    request = target.PlanRequest(
+        script=script,
+        on=on,
+        tokens=tokens,
+        within=within,
+        budget=budget,
+        hardware=() if hardware is None else (hardware,),
+        explain=explain,
+        json_file=json_file,
+        page=None if page is None else Path(page),
+    )
+    return target.show_plan(request)  # type: ignore[no-any-return]

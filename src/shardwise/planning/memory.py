@@ -1,0 +1,225 @@
+"""Predicts the memory of a rank through a step: states, gathered units, buckets, saved tensors.
+
+The walk goes over the operations of the record. At each of them a device holds
+
+    states      parameters, gradients, optimizer state, as the layout has them; frozen ones, buffers
+    gathered    sharded parameters of the unit at work and of the next one, and the rest's
+    buckets     gradients in flight, where they are sharded
+    tensors     what operations have made and still need: saved for backward, temporary, the batch
+
+and the peak is the largest sum. After backward the update has temporaries of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.placement import STATES
+from shardwise.planning.choice import Choice
+from shardwise.planning.heap import peak_on_cpu
+from shardwise.planning.layout import FP32, NARROW, StateLayout, lay_out
+from shardwise.planning.record import StepRecord, TensorLife
+
+IN_FLIGHT = 2
+"""Buffers of gradients that are in a collective at once (states/bucket_reducer)."""
+
+ROUNDING = 512
+"""Bytes to which CUDA's allocator rounds every tensor."""
+
+UPDATE_TEMPORARIES = 2
+"""Tensors of a bucket's length that an update without a fused kernel makes at once (the
+denominator of Adam, and its quotient)."""
+
+KINDS = (*STATES, "frozen", "buffers", "gathered", "buckets", "saved", "temporary", "batch")
+"""What memory is for, in the order of pictures."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What memory arithmetic must know of a device.
+
+    `apart`: it has other memory than the host. `shares`: ranks of a host share memory, so that
+    sharded parameters are read where they rest and are counted once for each rank's own part.
+    """
+
+    apart: bool = True
+    shares: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that is alive at the peak."""
+
+    nbytes: int
+    source: str
+    line: str
+    unit: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The memory of one rank: by state and tier at rest, through the step, and at the peak.
+
+    `curve` is bytes on the device by operation, the update last; `parts` the same by kind.
+    `at` is the index of the largest, `where` says which operation that is in words. `peak` is that
+    sum; of a rank alone on a CPU it is what the process keeps, gaps of its heap included.
+    """
+
+    states: dict[str, int]
+    tiers: dict[str, int]
+    curve: NDArray[np.int64]
+    parts: dict[str, NDArray[np.int64]]
+    peak: int
+    at: int
+    where: str
+    held: tuple[Held, ...]
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by kind at the peak."""
+        return {kind: int(values[self.at]) for kind, values in self.parts.items()}
+
+
+def predict(record: StepRecord, choice: Choice, hardware: Hardware, *, rank: int = 0) -> MemoryPlan:
+    """The memory of `rank` in a step of `choice`; `record` is of one micro-batch of its size, with
+    its recomputation."""
+    layout = lay_out(
+        record, choice.row, choice.data, bucket_mb=choice.bucket_mb, apart=hardware.apart
+    )
+    states = layout.bytes_by_state(rank)
+    if choice.micro_batches > 1:
+        states["gradients"] += _widened(layout, rank)
+    count = len(record.operations)
+    parts = {kind: np.zeros(count + 1, dtype=np.int64) for kind in KINDS}
+    tiers: dict[str, int] = defaultdict(int)
+    for state, nbytes in states.items():
+        tier = choice.row.tier(state).kind
+        tier = "device" if tier == "cpu" and not hardware.apart else tier
+        tiers[tier] += nbytes
+        if tier == "device":
+            parts[state] += nbytes
+    parts["frozen"] += layout.unlaid_bytes
+    parts["buffers"] += record.buffer_bytes
+    parts["gathered"] += _gathered(layout, hardware)
+    parts["buckets"] += _borrowed(layout)
+    for life in record.tensors:
+        kind = _kind(life)
+        parts[kind][max(life.born, 0) : life.died + 1] += _rounded(life.nbytes, hardware)
+    left = sum(int(parts[kind][count - 1]) for kind in ("batch",)) if count else 0
+    parts["batch"][count] = left
+    parts["temporary"][count] = _update_temporaries(layout, rank)
+    curve = np.sum(list(parts.values()), axis=0)
+    at = int(curve.argmax())
+    peak = int(curve[at])
+    if not hardware.apart and choice.data == 1:
+        peak = max(peak, peak_on_cpu(record, choice, layout, rank))
+    return MemoryPlan(
+        states,
+        dict(tiers),
+        curve,
+        parts,
+        peak,
+        at,
+        _where(record, at),
+        _held(record, at),
+    )
+
+
+def _kind(life: TensorLife) -> str:
+    if life.source == "batch":
+        return "batch"
+    return "saved" if life.saved else "temporary"
+
+
+def _rounded(nbytes: int, hardware: Hardware) -> int:
+    return -(-nbytes // ROUNDING) * ROUNDING if hardware.apart else nbytes
+
+
+def _widened(layout: StateLayout, rank: int) -> int:
+    """What 16-bit gradients take more where micro-batches add up: they rest in fp32 then."""
+    return sum(
+        layout.bucket_bytes(bucket, rank)[1] * (FP32 - bucket.itemsize) // bucket.itemsize
+        for bucket in layout.buckets
+        if bucket.dtype in NARROW and layout.row.tier("gradients").kind != "nvme"
+    )
+
+
+def _borrowed(layout: StateLayout) -> int:
+    """Buffers in which sharded gradients are collected and sent: each as long as the longest."""
+    if not layout.row.is_sharded("gradients"):
+        return 0
+    longest: dict[str, int] = {}
+    counts: dict[str, int] = defaultdict(int)
+    for bucket in layout.buckets:
+        longest[bucket.dtype] = max(longest.get(bucket.dtype, 0), bucket.nbytes)
+        counts[bucket.dtype] += 1
+    return sum(nbytes * min(counts[kind], IN_FLIGHT + 1) for kind, nbytes in longest.items())
+
+
+def _gathered(layout: StateLayout, hardware: Hardware) -> NDArray[np.int64]:
+    """By operation, the gathered parameters: of the unit at work and the next one, which is on its
+    way, and of the rest of the model, which stays from forward to the end of backward."""
+    record = layout.record
+    found = np.zeros(len(record.operations) + 1, dtype=np.int64)
+    if not layout.row.is_sharded("parameters") or hardware.shares or layout.ranks == 1:
+        return found
+    sizes = layout.unit_bytes()
+    resting = {n for n, name in enumerate(record.units) if name.startswith("the rest of")}
+    always = sum(sizes[number] for number in resting)
+    order = [use.unit for use in record.uses if use.phase == "forward" and use.unit not in resting]
+    after = dict(pairwise(order))
+    before = {second: first for first, second in after.items()}
+    for number, operation in enumerate(record.operations):
+        unit = operation.unit
+        coming = (after if operation.phase == "forward" else before).get(unit, -1)
+        here = sizes[unit] if unit >= 0 and unit not in resting else 0
+        found[number] = always + here + (sizes[coming] if coming >= 0 else 0)
+    return found
+
+
+def _update_temporaries(layout: StateLayout, rank: int) -> int:
+    """What the update of one bucket makes: a copy of narrow gradients, temporaries of a loop."""
+    most = 0
+    for bucket in layout.buckets:
+        assert bucket.group is not None
+        sharded = layout.row.is_sharded("optimizer")
+        numel = bucket.share(rank) if sharded else bucket.layout.numel
+        copies = bucket.dtype in NARROW
+        loops = 0 if bucket.group.fused else UPDATE_TEMPORARIES
+        most = max(most, numel * bucket.master_size * (copies + loops))
+    return most
+
+
+def _where(record: StepRecord, at: int) -> str:
+    """The operation at the peak, in words."""
+    if at >= len(record.operations):
+        return "the update, in engine.step"
+    operation = record.operations[at]
+    unit = f" of {record.units[operation.unit]}" if operation.unit >= 0 else ""
+    line = f" ({operation.line})" if operation.line else ""
+    return f"{operation.name} in {operation.phase}{unit}{line}"
+
+
+def _held(record: StepRecord, at: int) -> tuple[Held, ...]:
+    """The tensors that are alive at operation `at`, largest first."""
+    alive = [life for life in record.tensors if max(life.born, 0) <= at <= life.died]
+    alive.sort(key=lambda life: -life.nbytes)
+    return tuple(
+        Held(
+            life.nbytes,
+            life.source,
+            life.line,
+            record.units[life.unit] if life.unit >= 0 else "",
+            life.shape,
+            life.dtype,
+            _kind(life),
+        )
+        for life in alive
+    )

@@ -1,0 +1,152 @@
+"""Observes a script: runs it in a process of its own up to one step, and reads the record.
+
+A second run with half the batch shows which tensors grow with it: between and beyond the two every
+size is linear in the number of samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.errors import LaunchError
+from shardwise.planning.record import Operation, StepRecord, TensorLife
+
+LINES_OF_OUTPUT = 12
+"""How many of the last lines that the script printed are shown where it failed."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is observed: the words of the script, with -m first for a module, and the settings of
+    its runs as flags."""
+
+    words: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What a message calls it."""
+        return " ".join(self.words[:2]) if self.words[0] == "-m" else self.words[0]
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """A step as it was observed with one batch size, or two, larger first."""
+
+    large: StepRecord
+    small: StepRecord | None = None
+
+    @property
+    def scales(self) -> bool:
+        """Whether other batch sizes can be computed: both runs made the same operations."""
+        return self.small is not None and _alike(self.large, self.small)
+
+    def at(self, samples: int) -> StepRecord:
+        """The record of a micro-batch of `samples`. Raises LaunchError where that is not known."""
+        if samples == self.large.batch_size:
+            return self.large
+        if self.small is not None and samples == self.small.batch_size:
+            return self.small
+        if self.small is None or not self.scales:
+            raise LaunchError(
+                f"The step was observed with {self.large.batch_size} samples, and what it does "
+                f"with {samples} is not known: with another batch it makes other operations."
+            )
+        return _fitted(self.small, self.large, samples)
+
+
+def observe_sizes(script: Script, *, activations: str) -> ObservedStep:
+    """Observe `script` with its own batch and with half of it. Raises LaunchError, which names the
+    line, where it cannot be observed."""
+    flags = ("--activations", activations)
+    large = observe(replace(script, flags=(*script.flags, *flags)))
+    half = large.batch_size // 2
+    if half < 1 or not large.total_batch:
+        return ObservedStep(large)
+    return ObservedStep(large, observe(replace(script, flags=(*script.flags, *flags)), half))
+
+
+def observe(script: Script, samples: int | None = None) -> StepRecord:
+    """One run of `script`, its Loader's batches made `samples` large."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
+        path = Path(folder) / "record.json"
+        command = [
+            *(sys.executable, "-m", "shardwise", "run", "-n", "1", "--trial", "--quiet"),
+            *("--device", "cpu", *script.flags, "-m", "shardwise.planning.observer"),
+            *(str(path), str(samples or 0), *script.words),
+        ]
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ,
+            check=False,
+        )
+        if path.exists():
+            return StepRecord.read(path)
+        raise LaunchError(_why(script, path.with_suffix(".error"), done.stdout, done.returncode))
+
+
+def _why(script: Script, error: Path, output: bytes, code: int) -> str:
+    """Why a run left no record, with the line of the script, or else its last words."""
+    if error.exists():
+        found = json.loads(error.read_text())
+        line = f" at {found['line']}" if found["line"] else ""
+        return (
+            f"{script.name} could not be observed{line}: {found['why']} "
+            "Parameters have no values while it is observed: let the lines before the first "
+            "engine.step() do without those, behind a flag if need be."
+        )
+    lines = output.decode(errors="replace").strip().splitlines()[-LINES_OF_OUTPUT:]
+    return "\n".join([f"{script.name} failed (exit code {code}) before its first step:", *lines])
+
+
+def _alike(one: StepRecord, other: StepRecord) -> bool:
+    """Whether two records are of the same operations and tensors."""
+    if len(one.operations) != len(other.operations) or len(one.tensors) != len(other.tensors):
+        return False
+    same = all(a.name == b.name for a, b in zip(one.operations, other.operations, strict=True))
+    return same and all(
+        (a.born, a.died, a.source) == (b.born, b.died, b.source)
+        for a, b in zip(one.tensors, other.tensors, strict=True)
+    )
+
+
+def _fitted(small: StepRecord, large: StepRecord, samples: int) -> StepRecord:
+    """The record of `samples`, on the line through two."""
+    part = (samples - small.batch_size) / (large.batch_size - small.batch_size)
+
+    def line(low: int, high: int) -> int:
+        return max(0, round(low + (high - low) * part))
+
+    def operation(low: Operation, high: Operation) -> Operation:
+        shapes = tuple(
+            tuple(line(a, b) for a, b in zip(one, two, strict=True))
+            if len(one) == len(two)
+            else two
+            for one, two in zip(low.shapes, high.shapes, strict=True)
+        )
+        return replace(
+            high,
+            flops=line(low.flops, high.flops),
+            bytes=line(low.bytes, high.bytes),
+            shapes=shapes,
+        )
+
+    def tensor(low: TensorLife, high: TensorLife) -> TensorLife:
+        shape = tuple(line(a, b) for a, b in zip(low.shape, high.shape, strict=False))
+        return replace(high, nbytes=line(low.nbytes, high.nbytes), shape=shape)
+
+    return replace(
+        large,
+        operations=tuple(map(operation, small.operations, large.operations)),
+        tensors=tuple(map(tensor, small.tensors, large.tensors)),
+        batch_size=samples,
+    )

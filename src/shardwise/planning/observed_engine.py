@@ -1,0 +1,496 @@
+"""ObservedEngine stands in for sw.Engine: it takes the memory of parameters away, and records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn, optim
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp import GradScaler
+
+from shardwise import config
+from shardwise.engine import unit_assignment, usage_checks
+from shardwise.engine.engine import Engine
+from shardwise.engine.engine_spec import EngineSpec
+from shardwise.engine.engine_state import spec_of
+from shardwise.engine.gradient_weighting import divisor_of
+from shardwise.engine.step_statistics import StepStats
+from shardwise.model import precision
+from shardwise.model.activations import Activations
+from shardwise.parallel.pipeline import runner
+from shardwise.parallel.tensor.plan import TensorPlan
+from shardwise.planning.record import GroupRecord, ParameterRecord, StepRecord, UnitUse
+from shardwise.planning.step_recorder import StepRecorder
+from shardwise.states.optimizer_kind import may_fuse
+from shardwise.states.optimizer_trial import OptimizerKinds
+from shardwise.states.tracked import Tracked
+from shardwise.world import World
+from shardwise.world import current as current_world
+
+
+@dataclass
+class Observation:
+    """What all engines of the script have in common: one recorder, and the file for the record."""
+
+    path: Path
+    fake: FakeTensorMode
+    recorder: StepRecorder
+    engines: list[ObservedEngine] = field(default_factory=list)
+    uses: list[UnitUse] = field(default_factory=list)
+    units: list[str] = field(default_factory=list)
+    groups: list[GroupRecord] = field(default_factory=list)
+    parameters: list[_Parameter] = field(default_factory=list)
+    first_backward: int = -1
+    batch: Any = None
+    samples: int = 0
+    total: int = 0
+    asked: int = 0
+    """The batch size that the script gave its last Loader, which may have been given another."""
+    accumulates: bool = False
+    """Whether its loop takes a step in several micro-batches."""
+    buffer_bytes: int = 0
+    written: bool = False
+
+    current: ClassVar[Observation | None] = None
+
+    @classmethod
+    def begin(cls, path: Path) -> Observation:
+        """Observe from now on."""
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        cls.current = cls(path, fake, StepRecorder(fake))
+        cls.current.recorder.__enter__()  # type: ignore[no-untyped-call]
+        return cls.current
+
+
+@dataclass(eq=False)
+class _Parameter:
+    """A parameter, and the operation after which its gradient was there."""
+
+    tracked: Tracked
+    unit: int
+    group: int
+    arrived: int = -1
+
+
+class ObservedEngine(Engine):
+    """An engine without states: backward records, and the first step ends the script."""
+
+    def __init__(
+        self,
+        models: nn.Module | Sequence[nn.Module],
+        optimizers: optim.Optimizer | Sequence[optim.Optimizer],
+        *,
+        scaler: GradScaler | None = None,
+        tensor_plan: TensorPlan | None = None,
+        **settings: Any,
+    ) -> None:
+        del scaler
+        observation = Observation.current
+        assert observation is not None
+        self._observation = observation
+        self.world = world = current_world()
+        config.refuse_elsewhere(settings, "engine")
+        self.settings = world.settle_engine(settings)
+        self.placement = self.settings.placement
+        number, world.engines = world.engines, world.engines + 1
+        world.expect_no_engine()
+        self._spec = spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
+        self.backwards = 0
+        self.stepped = False
+        self._depth = 0
+        self._stack: list[tuple[int, int, int]] = []
+        """The units whose forwards are running, with the unit around and the first operation."""
+        noted = note_spec(spec, number, len(observation.units), len(observation.groups))
+        observation.units += noted.units
+        observation.groups += noted.groups
+        observation.parameters += noted.parameters
+        self._take_memory(noted.parameters)
+        self._enter_settings(world)
+        self._hook_modules(noted.modules)
+        observation.engines.append(self)
+
+    # -- making -----------------------------------------------------------------------------
+
+    def _take_memory(self, parameters: Sequence[_Parameter]) -> None:
+        """Put a fake parameter in the place of each, wherever the models and optimizers have it."""
+        cast = precision.PRESETS[self.settings.precision].cast
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        for each in parameters:
+            old, tracked = each.tracked.parameter, each.tracked
+            if cast is not None and old.is_floating_point():
+                tracked.dtype = cast if precision.is_cast(tracked.places, cast) else old.dtype
+            with self._observation.fake:
+                like = torch.empty_strided(tracked.shape, tracked.strides, dtype=tracked.dtype)
+            new = nn.Parameter(like, requires_grad=old.requires_grad)
+            self._observation.recorder.ignore(new)
+            replaced[old] = new
+            tracked.parameter = new
+            if new.requires_grad:
+                new.register_post_accumulate_grad_hook(self._arrival(each))  # type: ignore[no-untyped-call]
+        for module in (m for model in self._spec.models for m in model.modules()):
+            _replace_in(module, replaced)
+        for optimizer in self._spec.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [replaced.get(p, p) for p in group["params"]]
+            optimizer.state.clear()
+
+    def _arrival(self, each: _Parameter) -> Callable[[Tensor], None]:
+        """The hook that notes when a gradient has come, and lets it go: the engine moves it."""
+        recorder = self._observation.recorder
+
+        def arrived(parameter: Tensor) -> None:
+            each.arrived = len(recorder.operations) - 1
+            parameter.grad = None
+
+        return arrived
+
+    def _enter_settings(self, world: World) -> None:
+        """Let forwards run in the precision and with the activations of the settings."""
+        spec, preset = self._spec, precision.PRESETS[self.settings.precision]
+        if preset.cast is not None:
+            precision.cast_models(spec.models, preset.cast)
+        for model in spec.models:
+            for buffer in model.buffers():
+                self._observation.recorder.ignore(buffer)
+                self._observation.buffer_bytes += buffer.numel() * buffer.element_size()
+            if preset.cast is not None or preset.autocast is not None:
+                precision.ForwardPrecision(preset, "cpu").attach(model)
+        Activations(spec.models, self.settings, world.device, rank=world.rank)
+
+    def _hook_modules(self, units: Mapping[nn.Module, int]) -> None:
+        for model in self._spec.models:
+            for module in model.modules():
+                number = units.get(module, -1)
+                module.register_forward_pre_hook(self._entering(number), prepend=True)
+                module.register_forward_hook(self._leaving(number), always_call=True)
+
+    def _entering(self, number: int) -> Callable[..., None]:
+        """The hook before the forward of a module, which is unit `number` or none."""
+        recorder = self._observation.recorder
+
+        def enter(module: nn.Module, args: Any) -> None:
+            del module, args
+            if not self._depth and torch.is_grad_enabled() and not recorder.backward:
+                self._open()
+            if number >= 0:
+                self._stack.append((number, recorder.unit, len(recorder.operations)))
+                recorder.unit = number
+            self._depth += 1
+
+        return enter
+
+    def _leaving(self, number: int) -> Callable[..., None]:
+        recorder = self._observation.recorder
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            del module, args, output
+            self._depth -= 1
+            if number >= 0:
+                unit, before, first = self._stack.pop()
+                recorder.unit = before
+                if recorder.active:
+                    phase = "backward" if recorder.backward else "forward"
+                    self._observation.uses.append(
+                        UnitUse(unit, phase, first, len(recorder.operations))
+                    )
+
+        return leave
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """A forward to train on begins: one of another batch than was observed is not needed."""
+        if self.backwards and self.world.current_batch.batch is not self._observation.batch:
+            self._end_if_alone()
+        self._observation.recorder.active = True
+
+    def _end_if_alone(self) -> None:
+        if len(self._observation.engines) == 1:
+            finish(self._observation)
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        reduction: str = "mean",
+        same_items: bool | None = None,
+        last: bool | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Record the backward of `loss`."""
+        del last
+        usage_checks.check_loss(loss)
+        weighted = weight is not None
+        divisor = divisor_of(reduction, weighted=weighted, replicas=self.world.data_size)
+        self._note_batch(
+            weighted=weighted or divisor > 0, anew=weighted and not same_items, loss=loss
+        )
+        self._run_backward(loss, retain_graph=retain_graph)
+
+    def _note_batch(self, *, weighted: bool, anew: bool, loss: Tensor | None = None) -> None:
+        """Write down how many samples the batch has, and the total batch of the Loader."""
+        del loss
+        self.world.draws.check_outside("engine.backward")
+        current = self.world.current_batch
+        batch = current.batch_of_loss(weighted=weighted, anew=anew)
+        observation = self._observation
+        if batch is not None and observation.batch is None:
+            observation.batch, observation.samples = batch, batch.samples
+            stream = next((s for s in current.streams if s.batch is batch), None)
+            given = (stream.plan.batch_size or 0) if stream is not None else 0
+            observation.total = observation.asked or given
+
+    def _run_backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        recorder = self._observation.recorder
+        recorder.active = recorder.backward = True
+        if self._observation.first_backward < 0:
+            self._observation.first_backward = len(recorder.operations)
+        try:
+            torch.autograd.backward(loss, retain_graph=retain_graph)
+        finally:
+            recorder.active = recorder.backward = False
+        self.backwards += 1
+        self.world.current_batch.train()
+
+    def forward_backward(
+        self,
+        loss_of: Callable[..., Tensor],
+        *batch: Any,
+        weight: Callable[..., float | Tensor] | None = None,
+        reduction: str = "mean",
+        same_items: bool | None = None,
+    ) -> Tensor:
+        """Record forward and backward of the first micro-batch; returns a loss without value."""
+        self.world.draws.begin()
+        divisor = divisor_of(reduction, weighted=weight is not None, replicas=1)
+        given = weight is not None
+        if self.backwards and self._observation.batch is not None:
+            self._end_if_alone()
+        self._note_batch(weighted=given or divisor > 0, anew=given and not same_items)
+        self._observation.accumulates = True
+        count = runner.microbatch_count(self.settings, batch, self._spec.data_group)
+        _, part = runner.split_batch(batch, count)[0]
+        loss = loss_of(*part)
+        usage_checks.check_loss(loss)
+        self._run_backward(loss)
+        return torch.zeros((), dtype=torch.float64)
+
+    def step(
+        self, max_norm: float | None = None, *, closure: Callable[[], Any] | None = None
+    ) -> StepStats:
+        """End the script, once all of its engines have stepped."""
+        del max_norm
+        if closure is not None and not self.backwards:
+            with torch.enable_grad():
+                closure()
+        usage = any(engine.backwards for engine in self._observation.engines)
+        again, self.stepped = self.stepped, True
+        if usage and (again or all(engine.stepped for engine in self._observation.engines)):
+            finish(self._observation)
+        return StepStats(loss=0.0, grad_norm=0.0, weight=1.0, skipped=False)
+
+    def reduce(self) -> float:
+        """The norm has no value."""
+        self._observation.recorder.assume("engine.reduce() = 0.0")
+        return 0.0
+
+    def zero_grad(self) -> None:
+        """Nothing is kept."""
+
+    @contextmanager
+    def full_gradients(self) -> Iterator[None]:
+        """Gradients are not there."""
+        yield
+
+    # -- what a script does around its steps --------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """None was made."""
+        return 0
+
+    @property
+    def loss_scale(self) -> float:
+        """Values do not matter here."""
+        return 1.0
+
+    @property
+    def state_bytes(self) -> int:
+        """Nothing is held."""
+        return 0
+
+    @contextmanager
+    def full_parameters(
+        self, module: nn.Module | None = None, *, write: bool = False
+    ) -> Iterator[None]:
+        """Parameters are whole, without values."""
+        del module, write
+        with torch.no_grad():
+            yield
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """There is one rank."""
+        yield
+
+    @contextmanager
+    def ema(self) -> Iterator[None]:
+        """Averages have no values either."""
+        yield
+
+    def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
+        """Write nothing."""
+
+    def track(self, **objects: Any) -> None:
+        """Nothing is saved."""
+
+    def save(self, folder: Any, keep: int | None = None, **options: Any) -> Path | None:
+        """Write nothing."""
+        del folder, keep, options
+        return None
+
+    def resume(self, folder: str | PathLike[str]) -> int:
+        """Load nothing."""
+        del folder
+        return 0
+
+    def load(
+        self, path: str | PathLike[str], *, strict: bool = True, model_only: bool = False
+    ) -> None:
+        """Load nothing: values do not matter here."""
+
+    def leave_folders(self) -> None:
+        """None was claimed."""
+
+    def describe(self) -> None:
+        """There is nothing to describe."""
+
+    def close(self) -> None:
+        """The script is at its end."""
+        if self.backwards:
+            finish(self._observation)
+
+
+@dataclass(frozen=True)
+class SpecNotes:
+    """What the record says of an engine's parts before any forward: units, groups, parameters;
+    `modules` are those that are units, by number."""
+
+    units: list[str]
+    groups: list[GroupRecord]
+    parameters: list[_Parameter]
+    modules: dict[nn.Module, int]
+
+
+def note_spec(
+    spec: EngineSpec, number: int, first_unit: int = 0, first_group: int = 0
+) -> SpecNotes:
+    """Notes of engine `number`, whose units and groups are counted from these numbers on."""
+    located = spec.located()
+    sections = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
+    groups, owners = _groups_of(spec, number)
+    return SpecNotes(
+        [section.name for section in sections.sections],
+        groups,
+        [
+            _Parameter(
+                tracked,
+                first_unit + sections.unit_of[tracked.parameter],
+                first_group + owners[tracked.parameter] if tracked.parameter in owners else -1,
+            )
+            for tracked in located
+        ],
+        {module: first_unit + n for module, n in sections.modules.items()},
+    )
+
+
+def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[nn.Parameter, int]]:
+    """The parameter groups, and which one trains each parameter."""
+    kinds = OptimizerKinds()
+    groups: list[GroupRecord] = []
+    owners: dict[nn.Parameter, int] = {}
+    device = torch.device("cpu")
+    for number, optimizer in enumerate(spec.optimizers):
+        for index, options in enumerate(optimizer.param_groups):
+            if not options["params"]:
+                continue
+            kind = kinds.of(optimizer, options, device)
+            dtype = options["params"][0].dtype
+            master = torch.float32 if dtype in precision.NARROW else dtype
+            owners |= dict.fromkeys(options["params"], len(groups))
+            groups.append(
+                GroupRecord(
+                    optimizer=type(optimizer).__name__,
+                    number=engine * 1000 + number,  # engines share no bucket
+                    index=index,
+                    moments=tuple(sorted(kind.tensor_keys)),
+                    elementwise=kind.elementwise,
+                    separable=kind.separable,
+                    known=kind.known,
+                    fused=bool(options.get("fused"))
+                    or may_fuse(optimizer, options, master, device),
+                )
+            )
+    return groups, owners
+
+
+def _replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Let `module` have the new parameters wherever it has an old one: registered, or in a list
+    beside (RNNs keep one)."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter in replaced:
+            module._parameters[key] = replaced[parameter]
+    for key, value in vars(module).items():
+        if isinstance(value, list) and any(isinstance(each, nn.Parameter) for each in value):
+            vars(module)[key] = [
+                replaced.get(each, each) if isinstance(each, nn.Parameter) else each
+                for each in value
+            ]
+
+
+def finish(observation: Observation) -> None:
+    """Write the record, and end the script with success."""
+    recorder = observation.recorder
+    recorder.active = False
+    recorder.end()
+    engine = observation.engines[0]
+    StepRecord(
+        operations=tuple(recorder.operations),
+        tensors=tuple(sorted(recorder.tensors, key=lambda each: (each.born, each.died))),
+        parameters=tuple(map(recorded, observation.parameters)),
+        groups=tuple(observation.groups),
+        units=tuple(observation.units),
+        uses=tuple(observation.uses),
+        batch_size=observation.samples,
+        total_batch=observation.total,
+        backward=observation.first_backward,
+        precision=engine.settings.precision,
+        activations=engine.settings.activations,
+        accumulates=observation.accumulates,
+        assumed=tuple(recorder.assumed),
+        buffer_bytes=observation.buffer_bytes,
+    ).write(observation.path)
+    observation.written = True
+    raise SystemExit(0)
+
+
+def recorded(each: _Parameter) -> ParameterRecord:
+    """The parameter as the record has it."""
+    tracked = each.tracked
+    return ParameterRecord(
+        name=tracked.name,
+        shape=tuple(tracked.shape),
+        dtype=str(tracked.dtype).removeprefix("torch."),
+        itemsize=tracked.dtype.itemsize,
+        unit=each.unit,
+        group=each.group if tracked.parameter.requires_grad else -1,
+        arrived=each.arrived,
+        is_float=tracked.can_rest,
+    )

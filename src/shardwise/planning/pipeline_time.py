@@ -1,0 +1,102 @@
+"""The length of a pipeline's schedule, from the times of its stages and of the sends between them.
+
+The tables are those that the engine runs (parallel/pipeline/schedule.py). Where all stages take
+equally long, the length of gpipe, 1f1b and interleaved schedules is known in closed form
+(Narayanan et al., 2021): (m + (p - 1) / v) (f + b), f and b of all the stages of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal
+
+from shardwise.parallel.pipeline import schedule as tables
+from shardwise.parallel.pipeline.schedule import Action
+
+Kind = Literal["F", "B", "I", "W"]
+Times = tuple[float, ...]
+
+EVEN = 1e-9
+"""Stages that differ by less, as a fraction, are equal."""
+
+
+def pipeline_seconds(
+    name: str,
+    ranks: int,
+    micros: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    send: float = 0.0,
+) -> float:
+    """Seconds from the first forward to the last backward; `forward` and `backward` are of each
+    stage and micro-batch, stage s on rank s % `ranks`, `send` of a message between two stages,
+    beside which ranks compute.
+
+    Raises ConfigError where the schedule cannot have so many micro-batches.
+    """
+    if ranks == 1:
+        return micros * (sum(forward) + sum(backward))
+    even = _even(forward) and _even(backward)
+    if even and send == 0 and name in ("gpipe", "1f1b", "interleaved"):
+        stages = len(forward) // ranks
+        whole = stages * (forward[0] + backward[0])
+        if name != "interleaved" or micros % ranks == 0:
+            return (micros + (ranks - 1) / stages) * whole
+    return _walked(name, ranks, micros, tuple(forward), tuple(backward), send)
+
+
+def _even(times: Sequence[float]) -> bool:
+    return max(times) - min(times) <= EVEN * max(times)
+
+
+@lru_cache(maxsize=4096)
+def _walked(
+    name: str, ranks: int, micros: int, forward: Times, backward: Times, send: float
+) -> float:
+    """The length of the schedule's table, action by action. A backward in two is two halves."""
+    stages = len(forward)
+    rows = [tables.actions_of(name, ranks, stages, micros, rank) for rank in range(ranks)]
+    halves = tuple(each / 2 for each in backward)
+    times: dict[str, Times] = {"F": forward, "B": backward, "I": halves, "W": halves}
+    ends: dict[tuple[int, str, int], float] = {}
+    clocks, positions = [0.0] * ranks, [0] * ranks
+    left = sum(map(len, rows))
+    while left:
+        before = left
+        for rank, row in enumerate(rows):
+            while positions[rank] < len(row):
+                action = row[positions[rank]]
+                ready = _ready(action, stages, ends, send)
+                if ready is None:
+                    break
+                end = max(clocks[rank], ready) + times[action.kind][action.stage]
+                ends[action.stage, _direction(action.kind), action.micro] = clocks[rank] = end
+                positions[rank] += 1
+                left -= 1
+        assert left < before, "the schedule waits for itself"
+    return max(clocks)
+
+
+def _direction(kind: str) -> str:
+    """A backward for the inputs sends what a whole backward sends."""
+    return "B" if kind == "I" else kind
+
+
+def _ready(
+    action: Action, stages: int, ends: dict[tuple[int, str, int], float], send: float
+) -> float | None:
+    """When the inputs of an action are there; None where what makes them has not run."""
+    stage, micro = action.stage, action.micro
+    if action.kind == "W":
+        return ends.get((stage, "B", micro))
+    if action.kind == "F":
+        if stage == 0:
+            return 0.0
+        before = ends.get((stage - 1, "F", micro))
+        return None if before is None else before + send
+    own = ends.get((stage, "F", micro))
+    if stage == stages - 1 or own is None:
+        return own
+    after = ends.get((stage + 1, "B", micro))
+    return None if after is None else max(own, after + send)

@@ -1,0 +1,311 @@
+"""`shardwise plan`: observes a script, searches its placements, and prints those that fit."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.planning import search
+from shardwise.planning.calibrate import calibrate
+from shardwise.planning.catalogue import read_catalogue
+from shardwise.planning.clock import ScriptClock
+from shardwise.planning.cluster import Cluster, parse_cluster
+from shardwise.planning.cost import Cost, cost_of, is_within
+from shardwise.planning.memory import KINDS
+from shardwise.planning.observe import Script, observe_sizes
+from shardwise.planning.record import StepRecord
+from shardwise.planning.search import Line, Question
+from shardwise.printable import in_bytes, printable
+
+SHOWN = 12
+"""Placements of each kind that the table has."""
+
+TENSORS = 15
+"""Rows of `--explain`."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Arguments of the command. `tokens` are those to train on in all, `within` days and
+    `budget` dollars."""
+
+    script: Script
+    on: str
+    tokens: float | None = None
+    within: float | None = None
+    budget: float | None = None
+    hardware: tuple[Path, ...] = ()
+    explain: bool = False
+    json_file: Path | None = None
+    page: Path | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `shardwise plan` found: placements, those that fit first.
+
+    Attributes: `lines`, `cluster`, `record` (the observed step with its activations kept).
+    """
+
+    request: PlanRequest
+    question: Question
+    lines: list[Line] = field(default_factory=list)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices that were planned for."""
+        return self.question.cluster
+
+    @property
+    def record(self) -> StepRecord:
+        """The step as it was observed."""
+        return self.question.steps["kept"].large
+
+    @property
+    def best(self) -> Line | None:
+        """The first that fits; None where none does."""
+        return next((line for line in self.lines if line.fits), None)
+
+    def command(self, line: Line) -> str:
+        """The command that trains by `line`."""
+        script = self.request.script
+        return search.command_of(line, self.cluster, script.flags, script.words)
+
+    def cost(self, line: Line) -> Cost | None:
+        """Days, dollars and kWh until `tokens` are trained on; None where neither they nor seconds
+        are known."""
+        if self.request.tokens is None or line.estimate is None:
+            return None
+        steps = self.request.tokens / (line.choice.samples * tokens_per_sample(self.record))
+        estimate = line.estimate
+        return cost_of(estimate.seconds, estimate.error, steps, self.cluster, line.choice.devices)
+
+    def is_within(self, line: Line) -> bool:
+        """Whether it is done within the days and the dollars that were given."""
+        cost = self.cost(line)
+        return cost is None or is_within(cost, self.request.within, self.request.budget)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {
+            "on": str(self.cluster),
+            "capacity_bytes": self.question.capacity,
+            "script": list(self.request.script.words),
+            "batch_size": self.record.total_batch,
+            "assumed": [str(each) for each in self.record.assumed],
+            "placements": [self._line_as_json(line) for line in self.lines],
+        }
+
+    def _line_as_json(self, line: Line) -> dict[str, Any]:
+        estimate = line.estimate
+        return {
+            "command": self.command(line),
+            "fits": line.fits,
+            "peak_bytes": line.memory.peak,
+            "peak_at": line.memory.where,
+            "bytes_at_peak": line.memory.at_peak(),
+            "states_bytes": line.memory.states,
+            "tier_bytes": line.memory.tiers,
+            "missing_bytes": line.over,
+            "missing_host_bytes": line.over_host,
+            "seconds_per_step": None if estimate is None else estimate.seconds,
+            "error": None if estimate is None else estimate.error,
+            "cost": None if (cost := self.cost(line)) is None else asdict(cost),
+            "within": self.is_within(line),
+        }
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Observe the script and search. Raises LaunchError for one that cannot be observed,
+    ConfigError for an unknown cluster."""
+    cluster = parse_cluster(request.on, read_catalogue(request.hardware))
+    steps = {"kept": observe_sizes(request.script, activations="kept")}
+    question = Question(steps, cluster, ScriptClock())
+    lines = search.search(question)
+    if not all(line.fits and line.choice.micro_batches == 1 for line in lines):
+        # It costs a third of the time of forward and backward: looked at only where memory lacks.
+        steps["recomputed"] = observe_sizes(request.script, activations="recomputed")
+        lines = search.search(question)
+    return Plan(request, question, lines)
+
+
+def plan(
+    script: str | Sequence[str],
+    *,
+    on: str,
+    tokens: float | None = None,
+    within: float | None = None,
+    budget: float | None = None,
+    **settings: str,
+) -> Plan:
+    """What `shardwise plan --on ON SCRIPT` finds: placements of a training, those that fit first.
+
+    `script` is a path, or the words of a command line; `on` a cluster such as "8xH100". `tokens` is
+    how many to train on, `within` the days and `budget` the dollars for it. `settings` are flags of
+    the run, such as precision="bf16-mixed". Raises LaunchError for a script that cannot be
+    observed, and names its line.
+    """
+    words = (script,) if isinstance(script, str) else tuple(script)
+    flags = [w for k, v in settings.items() for w in (f"--{k.replace('_', '-')}", str(v))]
+    return make_plan(PlanRequest(Script(words, tuple(flags)), on, tokens, within, budget))
+
+
+def show_plan(request: PlanRequest) -> int:
+    """Make a plan and print it; returns the exit code, 1 where nothing fits."""
+    to_stdout = str(request.json_file) == "-"
+    console = Console(highlight=False, markup=False, stderr=to_stdout)
+    with console.status(f"observing a step of {printable(request.script.name)}"):
+        made = make_plan(request)
+    _print(made, console)
+    if request.explain:
+        _explain(made, console)
+    if request.json_file is not None:
+        text = json.dumps(made.as_json(), indent=1)
+        if to_stdout:
+            print(text)
+        else:
+            request.json_file.write_text(text + "\n")
+    if request.page is not None:
+        from shardwise.planning import page
+
+        console.print(f"drawn: {page.write(made, request.page)}", soft_wrap=True)
+    return 0 if made.best is not None else 1
+
+
+def show_calibration() -> Path:
+    """Measure this machine, with a bar, for `--on here`; returns the catalogue's file."""
+    return calibrate(Console(highlight=False, markup=False, stderr=True))
+
+
+def _print(made: Plan, console: Console) -> None:
+    fitting = [line for line in made.lines if line.fits][:SHOWN]
+    others = [line for line in made.lines if not line.fits][:SHOWN]
+    record, capacity = made.record, made.question.capacity
+    numel = sum(each.numel for each in record.parameters)
+    console.print(
+        f"{printable(made.request.script.name)} on {made.cluster}: {numel:,} parameters, "
+        f"{record.total_batch or record.batch_size} samples a "
+        f"{'step' if record.total_batch else 'worker'}, {record.flops / 1e12:.3g} TFLOP per "
+        f"backward of {record.batch_size}",
+        soft_wrap=True,
+    )
+    if fitting:
+        console.print(_table(made, fitting))
+        for line in fitting:
+            console.print(f"  {printable(made.command(line))}", soft_wrap=True)
+    for line in others:
+        flags = " ".join(search.flags_of(line)) or "one device"
+        over = in_bytes(line.over or line.over_host) + ("" if line.over else " of host memory")
+        console.print(
+            f"{flags}: {in_bytes(line.memory.peak)} do not fit, {over} too much at "
+            f"{line.memory.where}. First help: {search.remedy(line, made.lines, made.question)}",
+            soft_wrap=True,
+        )
+    _print_notes(made, console, capacity)
+
+
+def _print_notes(made: Plan, console: Console, capacity: int) -> None:
+    """What the figures leave out, and what was assumed."""
+    if made.question.hardware.apart:
+        console.print(
+            f"counted against {in_bytes(capacity)}: {in_bytes(search.RESERVED)} of a device are "
+            "left to its driver, NCCL and gaps between allocations",
+            soft_wrap=True,
+        )
+    if made.question.data < made.cluster.devices:
+        console.print(
+            f"the batch of {made.record.total_batch} gives {made.question.data} of "
+            f"{made.cluster.devices} devices a sample: raise it to use more",
+            soft_wrap=True,
+        )
+    if not made.record.accumulates and made.record.total_batch:
+        console.print(
+            "micro-batches were not tried: the script's loop takes each batch in one backward "
+            "(loader.steps() in the loop changes that)",
+            soft_wrap=True,
+        )
+    for each in made.record.assumed:
+        console.print(f"assumed: {printable(each)}", soft_wrap=True)
+
+
+def _table(made: Plan, lines: Sequence[Line]) -> Table:
+    table = Table(title="placements that fit", title_justify="left")
+    table.add_column("flags", overflow="fold")
+    for heading in ("GB/device", "held by", "s/step"):
+        table.add_column(heading, justify="right")
+    for heading in ("days", "$", "kWh") if made.request.tokens is not None else ():
+        table.add_column(heading, justify="right")
+    for line in lines:
+        largest = sorted(line.memory.at_peak().items(), key=lambda pair: -pair[1])[:2]
+        held = ", ".join(f"{kind} {nbytes / 1e9:.2f}" for kind, nbytes in largest if nbytes)
+        estimate = line.estimate
+        seconds = "-" if estimate is None else f"{estimate.seconds:.3g} ±{estimate.error:.0%}"
+        cells = [
+            " ".join(search.flags_of(line)) or "(one device)",
+            f"{line.memory.peak / 1e9:.2f}",
+            held,
+            seconds,
+        ]
+        if made.request.tokens is not None:
+            cells += _cost_cells(made, line)
+        table.add_row(*cells)
+    return table
+
+
+def _cost_cells(made: Plan, line: Line) -> list[str]:
+    """Days, with a mark where they or the dollars are too many; dollars from low to high; kWh."""
+    cost = made.cost(line)
+    if cost is None:
+        return ["-"] * 3
+    mark = "" if made.is_within(line) else " (too much)"
+    dollars = "-"
+    if cost.dollars_low is not None and cost.dollars_high is not None:
+        dollars = f"{cost.dollars_low:,.0f}-{cost.dollars_high:,.0f}"
+    return [f"{cost.days:.2f}{mark}", dollars, "-" if cost.kwh is None else f"{cost.kwh:,.0f}"]
+
+
+def _explain(made: Plan, console: Console) -> None:
+    """The tensors at the peak of the first placement, by the user's line."""
+    if not made.lines:
+        return
+    line = made.best or made.lines[0]
+    flags = " ".join(search.flags_of(line)) or "one device"
+    console.print(f"the peak of {flags}: {in_bytes(line.memory.peak)} at {line.memory.where}")
+    for kind in KINDS:
+        if nbytes := line.memory.at_peak()[kind]:
+            console.print(f"  {kind:<11}{in_bytes(nbytes):>10}")
+    for (source, where), (nbytes, count, shape) in grouped(line)[:TENSORS]:
+        console.print(
+            f"  {in_bytes(nbytes):>10}  {where or 'the batch'}  {count} of {source} "
+            f"{'x'.join(map(str, shape))}",
+            soft_wrap=True,
+        )
+
+
+def grouped(line: Line) -> list[tuple[tuple[str, str], tuple[int, int, tuple[int, ...]]]]:
+    """Tensors at the peak by operator and line: bytes, how many, the largest one's shape."""
+    found: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for held in line.memory.held:
+        found[held.source, held.line].append(held)
+    rows = {
+        key: (sum(each.nbytes for each in group), len(group), group[0].shape)
+        for key, group in found.items()
+    }
+    return sorted(rows.items(), key=lambda pair: -pair[1][0])
+
+
+def tokens_per_sample(record: StepRecord) -> int:
+    """How many tokens a sample has: the length of the batch's rows of whole numbers, else 1."""
+    rows = [
+        each.shape[1]
+        for each in record.tensors
+        if each.source == "batch" and each.dtype == "int64" and len(each.shape) == 2
+    ]
+    return max(rows, default=1)

@@ -1,0 +1,73 @@
+"""`shardwise plan` as a user types it: placements, the line of the peak, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """\
+import torch
+from torch import nn
+import shardwise as sw
+
+sw.init(seed=0)
+model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+
+
+def loss_of(x):
+    wide = model(x)
+    big = wide.repeat(1, 400).sin()
+    return big.square().mean()
+
+
+engine = sw.Engine(model, torch.optim.AdamW(model.parameters()))
+loader = sw.Loader(torch.utils.data.TensorDataset(torch.randn(256, 64)), batch_size=128)
+for _ in loader.epochs(1):
+    for (x,) in loader:
+        loss = loss_of(x)
+        LINE
+        engine.backward(loss)
+        engine.step()
+"""
+
+
+def plan(tmp_path: Path, line: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("LINE", line))
+    command = [sys.executable, "-m", "shardwise", "plan", *flags, str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_plan_explains_its_peak(tmp_path):
+    file = tmp_path / "plan.json"
+    done = plan(tmp_path, "loss.item()", "--on", "2xH100", "--explain", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "assumed: item() = 0.0 train.py:20" in done.stdout
+    # The largest tensors are made by the line that widens: 128 x 25,600 floats.
+    rows = [line for line in done.stdout.splitlines() if "of sin" in line]
+    assert rows, done.stdout
+    assert "train.py:11" in rows[0]
+    assert "64x25600" in rows[0]
+    found = json.loads(file.read_text())
+    assert all(each["fits"] for each in found["placements"])
+    sharded = next(each for each in found["placements"] if "--zero 1 " in each["command"])
+    numel = 64 * 512 + 512 + 512 * 64 + 64
+    assert sharded["states_bytes"]["parameters"] >= 4 * numel
+    assert sharded["states_bytes"]["optimizer"] < 8 * numel
+    assert sharded["command"].startswith("shardwise run -n 2 --zero 1 ")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("loss.detach().numpy()", "train.py:20"),
+        ("raise SystemExit(0)", "ended before its first step"),
+    ],
+)
+def test_what_cannot_be_observed_is_named(tmp_path, line, words):
+    done = plan(tmp_path, line, "--on", "2xH100")
+    assert done.returncode == 2
+    assert "could not be observed" in done.stderr
+    assert words in done.stderr

@@ -1,0 +1,225 @@
+"""The clock: operations, collectives, overlap, pipelines, and a step of a hand-made record."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from shardwise.parallel.pipeline import schedule as tables
+from shardwise.placement import Placement, Tier
+from shardwise.planning.catalogue import GIB, Curve, Device, Link
+from shardwise.planning.choice import Choice
+from shardwise.planning.clock import ScriptClock, bytes_of
+from shardwise.planning.cluster import Cluster
+from shardwise.planning.collectives import (
+    Group,
+    all_gather_seconds,
+    all_reduce_seconds,
+    group_of,
+    reduce_scatter_seconds,
+    send_seconds,
+)
+from shardwise.planning.operations import Work, busy
+from shardwise.planning.overlap import UnitTimes, backward_pass, forward_pass
+from shardwise.planning.pipeline_time import _walked, pipeline_seconds
+from shardwise.planning.record import GroupRecord, Operation, ParameterRecord, StepRecord, UnitUse
+
+NEAR, FAR = Link("near", "near", 100e9, 0.0), Link("far", "far", 10e9, 0.0)
+DEVICE = Device(
+    name="Box",
+    title="Box",
+    inside="near",
+    between="far",
+    per_host=4,
+    numbers={
+        "fp32_tflops": 1e12,
+        "memory_gib": 8 * GIB,
+        "memory_tb_per_s": 1e12,
+        "host_gb_per_s": 10e9,
+        "host_memory_gb_per_s": 20e9,
+    },
+    curves={"matmul": Curve(((1.0, 0.5),)), "memory": Curve(((1.0, 0.5),))},
+    launch=1e-6,
+)
+
+
+def _cluster(hosts: int = 1, per_host: int = 4) -> Cluster:
+    return Cluster(hosts, per_host, DEVICE, NEAR, FAR)
+
+
+def test_an_operation_takes_the_longer_of_arithmetic_traffic_and_launch() -> None:
+    assert busy([Work(1e9, 1, "fp32")], DEVICE).matmul == pytest.approx(2e-3)
+    assert busy([Work(1e9, 1e10, "fp32")], DEVICE).memory == pytest.approx(2e-2)
+    assert busy([Work(0, 8, count=5)], DEVICE).seconds == pytest.approx(5e-6)
+    both = busy([Work(1e9, 1, "fp32"), Work(0, 1e9)], DEVICE)
+    assert (both.matmul, both.memory, both.launch) == pytest.approx((2e-3, 2e-3, 0))
+
+
+def test_rings_move_what_they_should() -> None:
+    group = group_of(_cluster(), 4, 1)
+    assert reduce_scatter_seconds(1e9, group) == pytest.approx(0.75 * 0.01)
+    assert all_gather_seconds(1e9, group) == pytest.approx(0.75 * 0.01)
+    assert all_reduce_seconds(1e9, group) == pytest.approx(1.5 * 0.01)
+    assert all_reduce_seconds(1e9, group_of(_cluster(), 1, 1)) == 0
+    slow = replace(NEAR, latency=1e-3)
+    assert reduce_scatter_seconds(1.0, Group(4, 1, slow, FAR)) == pytest.approx(3e-3, rel=1e-3)
+    assert send_seconds(1e9, FAR) == pytest.approx(0.1)
+
+
+def test_a_group_on_several_hosts_exchanges_a_slice_between_them() -> None:
+    group = group_of(_cluster(2), 8, 1)
+    assert (group.inside, group.hosts) == (4, 2)
+    inside, between = 0.75 * 1e9 / 100e9, 0.5 * 0.25e9 / 10e9
+    assert reduce_scatter_seconds(1e9, group) == pytest.approx(inside + between)
+    strided = group_of(_cluster(2), 4, 2)  # two of its ranks on each host
+    assert (strided.inside, strided.hosts) == (2, 2)
+    assert group_of(_cluster(2), 2, 4).inside == 1
+
+
+def test_a_tree_is_taken_where_hops_cost_more_than_bytes() -> None:
+    slow = replace(NEAR, latency=1e-3)
+    group = Group(64, 1, slow, FAR)
+    assert all_reduce_seconds(1.0, group) == pytest.approx(12e-3, rel=1e-3)
+    assert all_reduce_seconds(1e12, group) < 2 * 1e12 / 100e9 + 0.126
+
+
+def test_gathers_hide_behind_the_unit_before() -> None:
+    units = [UnitTimes(2.0, 4.0, gather=1.0)] * 3
+    assert forward_pass(units).computed == 1.0 + 3 * 2.0  # the first gather only
+    slow = [UnitTimes(1.0, 1.0, gather=3.0)] * 3
+    assert forward_pass(slow).computed == 3 * 3.0 + 1.0  # gathers one after the other
+    assert forward_pass([UnitTimes(2.0, 4.0)] * 3).computed == 6.0
+
+
+def test_reductions_hide_behind_the_backward_that_follows() -> None:
+    units = [UnitTimes(1.0, 2.0, reduce=1.5)] * 3
+    passed = backward_pass(units, reduced=True)
+    assert (passed.computed, passed.reduced) == (6.0, 7.5)
+    late = backward_pass(units, reduced=True, overlap=False)
+    assert (late.computed, late.reduced) == (6.0, 10.5)
+    felt = backward_pass(units, reduced=True, hidden=0.0)
+    assert felt.reduced == pytest.approx(6.0 + 3 * 1.5)
+    assert backward_pass(units, reduced=False).reduced == 6.0
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "micros"),
+    [(n, r, m) for n, r, m in product(("gpipe", "1f1b", "interleaved"), (2, 4), (4, 8))],
+)
+def test_the_closed_form_is_the_length_of_the_table(name: str, ranks: int, micros: int) -> None:
+    stages = ranks * (2 if name == "interleaved" else 1)
+    forward, backward = (1.0,) * stages, (2.0,) * stages
+    closed = pipeline_seconds(name, ranks, micros, forward, backward)
+    assert closed == pytest.approx(_walked(name, ranks, micros, forward, backward, 0.0))
+
+
+def test_the_length_is_that_of_the_engines_own_idle_fraction() -> None:
+    drawn = random.Random(3)
+    for name in ("gpipe", "1f1b", "interleaved"):
+        stages = 8 if name == "interleaved" else 4
+        forward = tuple(drawn.uniform(1, 2) for _ in range(stages))
+        backward = tuple(drawn.uniform(2, 4) for _ in range(stages))
+        length = pipeline_seconds(name, 4, 8, forward, backward)
+        times = {"F": forward, "B": backward, "I": backward, "W": backward}
+        idle = tables.idle_fraction(name, 4, stages, 8, times)  # type: ignore[arg-type]
+        work = 8 * (sum(forward) + sum(backward))
+        assert 1 - work / (4 * length) == pytest.approx(idle)
+
+
+def test_zero_bubble_waits_less_and_sends_lengthen() -> None:
+    even = ((1.0,) * 4, (2.0,) * 4)
+    assert pipeline_seconds("zero-bubble", 4, 8, *even) < pipeline_seconds("1f1b", 4, 8, *even)
+    plain = pipeline_seconds("1f1b", 4, 8, *even)
+    assert pipeline_seconds("1f1b", 4, 8, *even, 0.1) >= plain + 6 * 0.1
+
+
+PARAMETERS = 50_000_000
+
+
+def _record(units: int = 2) -> StepRecord:
+    """A script of `units` equal units: each one product of 1 GFLOP forward, two backward."""
+    forward = [Operation("mm", 10**9, 0, "float32", u, "forward", "a.py:1") for u in range(units)]
+    back = [
+        Operation("mm", 10**9, 0, "float32", u, "backward", "a.py:1")
+        for u in reversed(range(units))
+        for _ in range(2)
+    ]
+    weights = [
+        ParameterRecord(f"{u}.weight", (PARAMETERS,), "float32", 4, u, 0, units + 2 * (units - u))
+        for u in range(units)
+    ]
+    group = GroupRecord("AdamW", 0, 0, ("exp_avg", "exp_avg_sq"), True, True, True, True)
+    uses = [UnitUse(u, "forward", u, u + 1) for u in range(units)]
+    return StepRecord(
+        operations=(*forward, *back),
+        tensors=(),
+        parameters=tuple(weights),
+        groups=(group,),
+        units=tuple(f"blocks.{u}" for u in range(units)),
+        uses=tuple(uses),
+        batch_size=1,
+        total_batch=4,
+        backward=units,
+        precision="fp32",
+        activations="kept",
+    )
+
+
+def _seconds(level: int, data: int, micros: int = 1, **more: object) -> dict[str, float]:
+    row, cluster = more.pop("row", Placement.zero(level)), more.pop("cluster", _cluster())
+    choice = Choice(
+        row=row, data=data, micro_batch=1, micro_batches=micros, bucket_mb=1e6, **more  # type: ignore[arg-type]
+    )  # fmt: skip
+    estimate = ScriptClock().seconds(_record(), choice, cluster)  # type: ignore[arg-type]
+    assert estimate.seconds == pytest.approx(sum(estimate.parts.values()))
+    return estimate.parts
+
+
+def test_a_step_alone_is_its_products_and_its_update() -> None:
+    parts = _seconds(0, 1)
+    assert parts["matrix products"] == pytest.approx(6 * 2e-3)
+    # AdamW in fp32: the gradient three times, three states read and written
+    assert bytes_of(_record(), 25.0).update == 12 + 24
+    assert parts["update"] == pytest.approx(2 * PARAMETERS * 36 / 0.5e12)
+    assert set(parts) == {"matrix products", "update"}
+
+
+def test_rows_differ_in_what_they_wait_for() -> None:
+    sent = 2 * PARAMETERS * 4 / 2 / 100e9  # of a ring of two, one way
+    replicated, sharded = _seconds(0, 2), _seconds(1, 2)
+    # the first unit's all-reduce runs beside the other unit's backward of 4 ms
+    assert replicated["waits for gradients"] == pytest.approx(2 * sent - min(sent, 4e-3))
+    assert sharded["publishing parameters"] == pytest.approx(sent)
+    assert sharded["update"] == pytest.approx(replicated["update"] / 2)
+    three = _seconds(3, 2)
+    assert "publishing parameters" not in three
+    # two gathers in forward and two in backward: the first of each pass in the open at least
+    assert three["waits for parameters"] >= sent
+    many, few = _seconds(2, 2, micros=4), _seconds(1, 2, micros=4)
+    # what a micro-batch leaves to reduce goes on beside the next one's forward
+    assert many["waits for gradients"] == pytest.approx(few["waits for gradients"])
+    slow = Cluster(1, 4, DEVICE, Link("slow", "slow", 10e9, 0.0), FAR)
+    assert _seconds(2, 2, 4, cluster=slow)["waits for gradients"] > 3 * 5e-3
+
+
+def test_an_offloaded_update_goes_over_the_hosts_link() -> None:
+    row = Placement.zero(1).resting(optimizer=Tier("cpu"))
+    parts = _seconds(1, 2, row=row)
+    own = PARAMETERS  # two units, two ranks
+    assert parts["offload"] == pytest.approx(own * 8 / 10e9 + own * 36 / 20e9)
+    assert "update" not in parts
+
+
+def test_a_pipeline_waits_and_divides_the_units() -> None:
+    parts = _seconds(0, 1, micros=4, pipeline=2)
+    assert parts["matrix products"] == pytest.approx(4 * 3 * 2e-3)
+    assert parts["pipeline waits"] == pytest.approx(3 * 2e-3)  # (p - 1) micro-batches of a stage
+
+
+def test_a_disk_that_the_catalogue_lacks_is_named() -> None:
+    row = Placement.zero(1).resting(optimizer=Tier("nvme", "/scratch"))
+    with pytest.raises(Exception, match="no disk_gb_per_s of Box"):
+        _seconds(1, 2, row=row)

@@ -1,0 +1,98 @@
+"""The walk of a step: what is counted when, on a record that is written by hand."""
+
+import pytest
+
+from shardwise.placement import Placement, Tier
+from shardwise.planning.choice import Choice
+from shardwise.planning.memory import Hardware, predict
+from shardwise.planning.record import (
+    GroupRecord,
+    Operation,
+    ParameterRecord,
+    StepRecord,
+    TensorLife,
+    UnitUse,
+)
+
+GPU = Hardware(apart=True)
+ADAM = GroupRecord("AdamW", 0, 0, ("exp_avg", "exp_avg_sq"), True, True, True, True)
+
+
+def record(**changes):
+    """Two units of 4,096 floats; forward saves 2,048 bytes in each."""
+    operations = [
+        Operation("mm", 0, 0, "float32", 1, "forward", "a.py:1"),
+        Operation("mm", 0, 0, "float32", 2, "forward", "a.py:2"),
+        Operation("mm", 0, 0, "float32", 2, "backward", "a.py:2"),
+        Operation("mm", 0, 0, "float32", 1, "backward", "a.py:1"),
+    ]
+    tensors = [
+        TensorLife(2048, 0, 3, 1, "a.py:1", "mm", (512,), "float32", True),
+        TensorLife(2048, 1, 2, 2, "a.py:2", "mm", (512,), "float32", True),
+        TensorLife(16384, 2, 2, 2, "a.py:2", "mm", (64, 64), "float32", False),
+    ]
+    given = {
+        "operations": tuple(operations),
+        "tensors": tuple(tensors),
+        "parameters": tuple(
+            ParameterRecord(f"{n}", (64, 64), "float32", 4, n, 0, 4 - n) for n in (1, 2)
+        ),
+        "groups": (ADAM,),
+        "units": ("the rest of M", "1", "2"),
+        "uses": (UnitUse(1, "forward", 0, 1), UnitUse(2, "forward", 1, 2)),
+        "batch_size": 1,
+        "total_batch": 2,
+        "backward": 2,
+        "precision": "fp32",
+        "activations": "kept",
+    }
+    return StepRecord(**given | changes)
+
+
+def choice(level, data=2):
+    return Choice(row=Placement.zero(level), data=data, micro_batch=1)
+
+
+WEIGHTS = 2 * 4096 * 4
+
+
+def test_replicated_states_and_the_peak_in_backward():
+    plan = predict(record(), choice(0), GPU)
+    assert plan.states == {
+        "parameters": WEIGHTS,
+        "gradients": WEIGHTS,
+        "optimizer": 2 * WEIGHTS,
+    }
+    assert plan.at == 2
+    assert plan.peak == 4 * WEIGHTS + 2048 + 2048 + 16384
+    assert plan.where == "mm in backward of 2 (a.py:2)"
+    assert [each.nbytes for each in plan.held] == [16384, 2048, 2048]
+
+
+def test_sharded_states_are_gathered_by_unit():
+    plan = predict(record(), choice(3), GPU)
+    assert plan.states["optimizer"] == WEIGHTS
+    # The unit at work, and the next one on its way, in forward of the first.
+    assert list(plan.parts["gathered"]) == [WEIGHTS, WEIGHTS // 2, WEIGHTS, WEIGHTS // 2, 0]
+
+
+def test_what_rests_on_the_host_is_not_on_the_device():
+    row = Placement.zero(2).resting(optimizer=Tier("cpu"))
+    plan = predict(record(), Choice(row=row, data=2, micro_batch=1), GPU)
+    # A master beside the two moments, since the parameters are in other memory; half of each.
+    assert plan.tiers["cpu"] == plan.states["optimizer"] + plan.states["gradients"]
+    assert plan.states["optimizer"] == 3 * WEIGHTS // 2
+    assert plan.at_peak()["optimizer"] == 0
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_one_device_has_everything(level):
+    states = predict(record(), choice(level, data=1), GPU).states
+    assert states["parameters"] == WEIGHTS
+    assert states["optimizer"] == 2 * WEIGHTS
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    made = record(total_batch=7)
+    made.write(tmp_path / "record.json")
+    assert StepRecord.read(tmp_path / "record.json") == made
