@@ -33,6 +33,7 @@ from shardwise.launch.identity import described
 from shardwise.pipeline_plan import flags as plan_flags
 from shardwise.printable import printable, shortened
 from shardwise.scaling import flags as scale_flags
+from shardwise.simulation import flags as simulate_flags
 from shardwise.timeline.commands import timeline
 from shardwise.verify import flags as verify_flags
 
@@ -333,6 +334,7 @@ for _command in (
     _pipeline_plan_command("pipeline-plan", _pipeline_plan, hidden=False),
     _pipeline_plan_command("split", _split, hidden=True),
     verify_flags.command(),
+    simulate_flags.command(),
     checkpoint,
     timeline,
 ):
