@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,9 +99,10 @@ def _row(values: list[float], number: int) -> list[float]:
 
 
 class Trial:
-    """Simulates `model` with the random numbers of `seed`."""
+    """Simulates `model` with the random numbers of `seed`; failures come at `moments` (seconds,
+    rising) where they are given."""
 
-    def __init__(self, model: RunModel, seed: int) -> None:
+    def __init__(self, model: RunModel, seed: int, moments: Sequence[float] | None = None) -> None:
         self._model = model
         self._random = np.random.default_rng(seed)
         rates = [model.topology.components(each.scope) * each.rate for each in model.failures]
@@ -124,6 +127,7 @@ class Trial:
         """A heap: the ends of slow spells, and by how much they slow."""
         self._failures: dict[str, int] = {}
         self._moments: list[tuple[float, str]] = []
+        self._given = None if moments is None else deque(moments)
         self._next = self._draw_next()
 
     def run(self) -> Outcome:
@@ -224,6 +228,10 @@ class Trial:
 
     def _draw_next(self) -> float:
         """When the next failure of any component comes."""
+        if self._given is not None:
+            while self._given and self._given[0] < self._time.now:
+                self._given.popleft()
+            return self._given.popleft() if self._given else math.inf
         if not self._rate:
             return math.inf
         return self._time.now + float(self._random.exponential(1 / self._rate))
