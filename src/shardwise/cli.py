@@ -35,6 +35,7 @@ from shardwise.pipeline_plan import flags as plan_flags
 from shardwise.planning import flags as planning_flags
 from shardwise.printable import printable, shortened
 from shardwise.scaling import flags as scale_flags
+from shardwise.simulation import flags as simulate_flags
 from shardwise.timeline.commands import timeline
 from shardwise.verify import flags as verify_flags
 
@@ -373,6 +374,7 @@ for _command in (
     _pipeline_plan_command("split", _split, hidden=True),
     verify_flags.command(),
     planning_flags.command(),
+    simulate_flags.command(),
     checkpoint,
     zero_to_fp32,
     timeline,

@@ -15,6 +15,7 @@ GROUPS = {
     "scale": "Scale",
     "plan": "Pipeline plan",
     "verify": "Verify",
+    "simulate": "Simulate",
     "where": "Where",
     "spread": "Spread",
     "precision": "Precision",
