@@ -13,7 +13,8 @@ from torch.amp import GradScaler
 
 import shardwise as sw
 from shardwise.bridging.joining import SETTINGS, join
-from shardwise.bridging.trained import Make, Trained, TrainedModels
+from shardwise.bridging.trained import Make, TrainedModels
+from shardwise.bridging.trained_engine import Trained
 from shardwise.config import OF_THE_ENGINE
 from shardwise.engine.initial_values import make_alike
 from shardwise.errors import UsageError
