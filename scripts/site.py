@@ -35,7 +35,7 @@ LINK = re.compile(
 """A link, or code, in which there is none."""
 SHOWN = re.compile(r"^::: (\S+)(?:\n    options:\n      heading: (\S+))?", re.M)
 """What a page of the reference shows, and the name that it has there."""
-ROOMS = ("accelerate", "horovod", "transformers")
+ROOMS = ("accelerate", "horovod", "lightning", "transformers")
 """The packages whose names users import."""
 COMMANDS = ("run", "doctor", "scale", "pipeline-plan", "verify", "checkpoint", "timeline")
 

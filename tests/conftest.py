@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
@@ -17,6 +18,7 @@ from shardwise.launch.identity import Identity
 from shardwise.world import World
 from tests.disk import make_own, on_a_disk, remove_own, wait_until
 from tests.distributed.group import Groups
+from tests.system.components import VARIABLE
 
 
 def pytest_configure() -> None:
@@ -27,6 +29,7 @@ def pytest_configure() -> None:
     several threads of torch would wait for each other in busy loops, on cores that ranks need.
     """
     make_own()
+    _check_packages()
     torch.set_num_threads(1)
     hypothesis.settings.register_profile("unhurried", deadline=None)
     hypothesis.settings.load_profile("unhurried")
@@ -37,6 +40,19 @@ def pytest_configure() -> None:
     ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, plain)
+
+
+LIBRARIES = ("accelerate", "transformers", "peft", "lightning")
+"""Packages whose tests skip where they are absent; TESTS_REQUIRE may ask for them."""
+
+
+def _check_packages() -> None:
+    """Raise UsageError for a library that TESTS_REQUIRE asks for and that is not there: its tests
+    would be skipped."""
+    asked = os.environ.get(VARIABLE, "").split(",")
+    absent = [name for name in LIBRARIES if name in asked and find_spec(name) is None]
+    if absent:
+        raise pytest.UsageError(f"{VARIABLE} asks for {', '.join(absent)}, not installed here.")
 
 
 def pytest_unconfigure() -> None:

@@ -63,6 +63,14 @@ def _adopt_transformers() -> None:
         _replace("transformers", before, after)
 
 
+def _adopt_deepspeed() -> None:
+    import_module("shardwise.deepspeed.modules").adopt()
+
+
+def _adopt_lightning() -> None:
+    import_module("shardwise.lightning.adoption").adopt()
+
+
 def _replace(library: str, stock: type[Any], ours: type[Any]) -> None:
     """Let every module of `library` that has the class `stock` have `ours` from now on."""
     name = stock.__name__
@@ -73,7 +81,9 @@ def _replace(library: str, stock: type[Any], ours: type[Any]) -> None:
 
 _ADOPT: dict[str, Callable[[], None]] = {
     "accelerate": _adopt_accelerate,
+    "deepspeed": _adopt_deepspeed,
     "transformers": _adopt_transformers,
+    "lightning": _adopt_lightning,
 }
 
 if __name__ == "__main__":

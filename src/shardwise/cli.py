@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,12 @@ import click
 
 from shardwise import config
 from shardwise.checkpoint.commands import checkpoint
+from shardwise.checkpoint.deepspeed.commands import zero_to_fp32
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import (
     command_line,
     console,
+    deepspeed_flags,
     failure_report,
     launchers,
     program,
@@ -34,6 +35,7 @@ from shardwise.pipeline_plan import flags as plan_flags
 from shardwise.planning import flags as planning_flags
 from shardwise.printable import printable, shortened
 from shardwise.scaling import flags as scale_flags
+from shardwise.simulation import flags as simulate_flags
 from shardwise.timeline.commands import timeline
 from shardwise.verify import flags as verify_flags
 
@@ -114,9 +116,10 @@ def _no_such_flag(error: click.NoSuchOption) -> str:
     )
 
 
-def _run(words: tuple[str, ...], **given: Any) -> int:
-    """The command `run`, with the flags that the user gave in `given`."""
-    settings = {name: given.pop(name) for name in ("config", *config.FIELDS)}
+def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
+    """The command `run`, with the flags that the user gave in `given`; with `local_rank` the script
+    has it as an argument, as DeepSpeed's launcher gives it."""
+    settings = {name: given.pop(name) for name in ("config", "deepspeed", *config.FIELDS)}
     settings = {
         name: command_line.as_text(value) for name, value in settings.items() if value is not None
     }
@@ -128,25 +131,22 @@ def _run(words: tuple[str, ...], **given: Any) -> int:
     if adopted is None:
         _mention_copies(words[0], given.get("size"))
     else:
-        words = _adopting(adopted, words, module=given["module"])
+        words = command_line.adopting(adopted, words, module=given["module"])
         given["module"] = True
+    if local_rank:
+        words = deepspeed_flags.with_local_rank(words, module=given["module"])
+        given["module"] = True
+    if "deepspeed" in settings:
+        _show_json(settings["deepspeed"], given["size"], dry_run=given["dry_run"])
     return start.run(start.RunRequest(words=words, settings=settings, **given))
 
 
-def _adopting(names: tuple[str, ...], words: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
-    """The words of a module that runs `words` with our classes in the place of those of `names`.
-
-    Raises LaunchError where there is nothing of that name, or it is no Python.
-    """
-    for name in names:
-        if find_spec(name) is None:
-            raise LaunchError(
-                f"--adopt {name} needs the package {name}: pip install 'shardwise[{name}]'"
-            )
-    program.command(words[0], words[1:], module=module)  # raises where there is none
-    if not module and not program.is_script(words[0]):
-        raise LaunchError(f"--adopt runs scripts of Python, and {words[0]} is none.")
-    return ("shardwise.adopt", ",".join(names), *(("-m",) if module else ()), *words)
+def _show_json(path: str, size: int | None, *, dry_run: bool) -> None:
+    """Say what comes of the DeepSpeed JSON at `path`: all of it in a dry run, else in short."""
+    job = config.deepspeed.parse(path)
+    shown = config.deepspeed.lines(job, size) if dry_run else config.deepspeed.short_lines(job)
+    for line in shown:
+        click.echo(f"{path}: {line}", err=not dry_run)
 
 
 def _mention_copies(script: str, size: int | None) -> None:
@@ -172,9 +172,30 @@ def _mention_copies(script: str, size: int | None) -> None:
 
 def _adoptable(text: str) -> str | None:
     """The library in a script's text in whose place --adopt puts ours; None without one."""
+    if re.search(r"^\s*(import|from) deepspeed\b", text, re.MULTILINE):
+        return "deepspeed"
     if re.search(r"\bimport Accelerator\b|\baccelerate\.Accelerator\b", text):
         return "accelerate"
+    if re.search(r"^\s*(import|from) (lightning|pytorch_lightning|lightning_fabric)\b", text, re.M):
+        return "lightning"
     return "transformers" if re.search(r"\b(Seq2Seq)?Trainer\b", text) else None
+
+
+def _deepspeed(words: tuple[str, ...], **given: Any) -> int:
+    """The command `deepspeed`: what DeepSpeed's launcher is told, told to `run`."""
+    if not words:
+        raise LaunchError("What shall be run? Write: shardwise deepspeed --num_gpus 2 train.py")
+    settings = {name: given.pop(name, None) for name in config.FIELDS}
+    flags = deepspeed_flags.run_words(deepspeed_flags.asked(given, words))
+    for name, value in settings.items():
+        if value is not None:
+            flags += command_line.spelled(name, command_line.as_text(value))
+    if deepspeed_flags.adopts(words[0], given):
+        flags += ["--adopt", deepspeed_flags.DEEPSPEED]
+    if not settings["quiet"]:
+        click.echo(f"shardwise: {deepspeed_flags.line_of([*flags, *words])}", err=True)
+    asked = _run_command().make_context("run", [*flags, *words]).params
+    return _run(**asked, local_rank=not given["no_local_rank"])
 
 
 def _doctor(explain: bool, **given: Any) -> int:
@@ -268,6 +289,23 @@ def _run_command() -> Command:
     )
 
 
+def _deepspeed_command() -> Command:
+    """`deepspeed` has the flags of DeepSpeed's launcher, and those of our settings."""
+    return Command(
+        deepspeed_flags.DEEPSPEED,
+        top=deepspeed_flags.TOP,
+        callback=_deepspeed,
+        params=[
+            click.Argument(["words"], nargs=-1, type=click.UNPROCESSED),
+            command_line.help_all(),
+            *deepspeed_flags.options(),
+            *command_line.flags_named(config.FIELDS),
+        ],
+        context_settings=command_line.PROGRAM_LAST,
+        short_help="Run a script as DeepSpeed's launcher does.",
+    )
+
+
 def _doctor_command() -> Command:
     """`doctor` has the flags of `run`, but for what to run."""
     explain = Flag(
@@ -329,13 +367,16 @@ def _shardwise(ctx: click.Context) -> None:
 
 for _command in (
     _run_command(),
+    _deepspeed_command(),
     _doctor_command(),
     _scale_command(),
     _pipeline_plan_command("pipeline-plan", _pipeline_plan, hidden=False),
     _pipeline_plan_command("split", _split, hidden=True),
     verify_flags.command(),
     planning_flags.command(),
+    simulate_flags.command(),
     checkpoint,
+    zero_to_fp32,
     timeline,
 ):
     _shardwise.add_command(_command)

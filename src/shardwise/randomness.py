@@ -39,9 +39,21 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed % 2**32)  # it takes no more
 
 
+def generator_of(device: torch.device) -> torch.Generator:
+    """torch's default generator for `device`, the CPU or an accelerator."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module: Any = torch.get_device_module(device)
+    if device.type == "mps":  # one device, with a generator of its own kind
+        return module._get_default_mps_generator()  # type: ignore[no-any-return]
+    module.init()
+    index = module.current_device() if device.index is None else device.index
+    return module.default_generators[index]  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class GeneratorStates:
-    """Where the global generators are: torch's of the CPU and of a GPU, numpy's and random's."""
+    """Where the global generators are: those of torch (CPU, accelerator), numpy and random."""
 
     cpu: Tensor
     gpu: Tensor | None
@@ -50,11 +62,11 @@ class GeneratorStates:
 
     @classmethod
     def now(cls, device: torch.device) -> "GeneratorStates":
-        """Those of this moment; of GPUs that of `device`, where it is one."""
+        """Those of this moment; of accelerators that of `device`, where it is one."""
         numpy: Any = sys.modules.get("numpy")
         return cls(
             torch.get_rng_state(),
-            torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            None if device.type == "cpu" else generator_of(device).get_state(),
             random.getstate(),
             numpy and numpy.random.get_state(),
         )
@@ -62,8 +74,8 @@ class GeneratorStates:
     def restore(self, device: torch.device) -> None:
         """Let the generators of this process be there."""
         torch.set_rng_state(self.cpu)
-        if self.gpu is not None and device.type == "cuda":
-            torch.cuda.set_rng_state(self.gpu, device)
+        if self.gpu is not None and device.type != "cpu":
+            generator_of(device).set_state(self.gpu)
         random.setstate(self.python)
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and self.numpy is not None:
@@ -152,7 +164,7 @@ def fix_arithmetic(device: torch.device) -> None:
     GPU torch's deterministic algorithms, which raise where an operation has none.
     """
     torch.set_num_threads(1)
-    if device.type == "cuda":
+    if device.type != "cpu":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is loaded
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

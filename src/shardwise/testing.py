@@ -16,14 +16,17 @@ def test_same_training():
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import cycle, islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,7 +40,7 @@ from shardwise.verify.flow import Verification
 from shardwise.verify.placements import Placement
 from shardwise.verify.plan import Plan
 from shardwise.verify.records import Training
-from shardwise.verify.runs import Run, RunFailed, Script
+from shardwise.verify.runs import Run, RunFailed, Script, WarmRanks
 from shardwise.verify.verdicts import Verdict
 
 Made = tuple[nn.Module, torch.optim.Optimizer, Sequence[Any], Callable[..., Tensor]]
@@ -68,27 +71,26 @@ def assert_same_training(
     where = _place_of(make)
     spread = [placement_of(text) for text in placements]
     folder = Path(tempfile.mkdtemp(prefix="shardwise-testing-"))
-    try:
-        for placement in spread:
-            _check(where, placement, steps, folder, bits=bits)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check(
-    where: tuple[str, str], placement: Placement, steps: int, folder: Path, *, bits: bool
-) -> None:
-    __tracebackhide__ = True
     words = ("shardwise.testing", *where, str(steps))
     plan = Plan(
         script=Script(words=words, module=True),
         against=Script(words=(*words, "plain"), module=True),
-        placements=[placement],
+        placements=spread,
         steps=steps,
         out=folder,
     )
     try:
-        verification = Verification(plan, partial(_make, folder))
+        with WarmRanks(plan.script, plan.most) as warm:
+            verification = Verification(plan, partial(_make, folder, warm))
+            for placement in spread:
+                _check(verification, placement, bits=bits)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check(verification: Verification, placement: Placement, *, bits: bool) -> None:
+    __tracebackhide__ = True
+    try:
         verification.check()
         result = verification.judge(placement)
     except RunFailed as error:
@@ -102,32 +104,65 @@ def _check(
     raise AssertionError(f"{placement}: {result.verdict.words}\n  {said}")
 
 
-def _make(folder: Path, run: Run, words: str) -> Training:
-    return runs.make(run, words, folder / "output.txt", lambda steps: None)
+def _make(folder: Path, warm: WarmRanks, run: Run, words: str) -> Training:
+    return runs.make(run, words, folder / "output.txt", lambda steps: None, warm)
 
 
-def _place_of(make: Callable[[], Made]) -> tuple[str, str]:
-    """The file of a function and its name. Raises UsageError for one that no process can import."""
+def _place_of(make: Callable[[], Made]) -> tuple[str, str, str, str]:
+    """The file of a function, its name, its module, and where modules are looked for here. Raises
+    UsageError for one that no process can import."""
     name, path = getattr(make, "__qualname__", ""), inspect.getsourcefile(make)
     if path is None or not name.isidentifier():
         raise UsageError(
             f"assert_same_training takes a function at the top of a module, which every rank "
             f"imports, not {name or make!r}."
         )
-    return str(Path(path).resolve()), name
+    places = os.pathsep.join(os.path.abspath(place) for place in sys.path)
+    return str(Path(path).resolve()), name, make.__module__, places
 
 
-def _imported(path: str, name: str) -> Callable[[], Made]:
-    """The function `name` of the file `path`, as pytest imports it: with its folder on the path."""
-    sys.path.insert(0, str(Path(path).parent))
-    spec = spec_from_file_location(Path(path).stem, path)
+def _imported(path: str, name: str, module: str, places: str) -> Callable[[], Made]:
+    """The function `name` of the file `path`, imported as it was there: as `module`, looked for in
+    the same `places`, where that is the file; else from the file, with its folder on the path."""
+    sys.path += [place for place in places.split(os.pathsep) if place not in sys.path]
+    if (found := _by_name(path, module)) is None:
+        sys.path.insert(0, str(Path(path).parent))
+        found = _by_file(path)
+    function: Callable[[], Made] = getattr(found, name)
+    return function
+
+
+def _by_name(path: str, module: str) -> ModuleType | None:
+    """The module of that name, if it is in that file: pytest's importlib mode gives other names."""
+    if module == "__main__":
+        return None
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):  # a package of it is not to be found from here
+        return None
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != Path(path):
+        return None
+    return import_module(module)
+
+
+def _by_file(path: str) -> ModuleType:
+    """The module in a file, by its full name where it lies in a package, so that it may import
+    from there."""
+    file = Path(path)
+    names, folder = [file.stem], file.parent
+    while (folder / "__init__.py").exists():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    if len(names) > 1:
+        sys.path.insert(0, str(folder))
+        return import_module(".".join(names))
+    spec = spec_from_file_location(file.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    found: Callable[[], Made] = getattr(module, name)
-    return found
+    return module
 
 
 def _train(make: Callable[[], Made], steps: int) -> None:
@@ -152,9 +187,9 @@ def _train_plain(make: Callable[[], Made], steps: int) -> None:
         optimizer.step()
 
 
-def _main(path: str, name: str, steps: str, plain: str = "") -> None:
+def _main(path: str, name: str, module: str, places: str, steps: str, plain: str = "") -> None:
     train = _train_plain if plain else _train
-    train(_imported(path, name), int(steps))
+    train(_imported(path, name, module, places), int(steps))
 
 
 if __name__ == "__main__":

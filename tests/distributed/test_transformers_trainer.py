@@ -272,6 +272,38 @@ def generates_case(world, zero, folder):
     trainer.accelerator.free_memory()
 
 
+def generates_first_case(world, zero, folder):
+    """The model is trained by another Trainer meanwhile: its engine serves what this one does."""
+    import shardwise.transformers
+
+    quietly()
+    fresh()
+    model = t5()
+    args = transformers.Seq2SeqTrainingArguments(
+        folder, report_to=[], disable_tqdm=True, use_cpu=True, max_steps=1, save_strategy="no",
+        dataloader_pin_memory=False, per_device_train_batch_size=2, predict_with_generate=True,
+        generation_max_length=6 + 5 * world.rank,
+    )  # fmt: skip
+    rows = [{"input_ids": t["input_ids"], "labels": t["input_ids"]} for t in texts(8)]
+
+    def trainer():
+        return shardwise.transformers.Seq2SeqTrainer(
+            model=model, args=args, train_dataset=rows, eval_dataset=rows[:5], zero=zero, quiet=True
+        )
+
+    first, second = trainer(), trainer()
+    first.train()
+    second.train()
+    assert not first.accelerator.engines
+    found = first.predict(rows[:5]).predictions.tolist()
+    assert found == second.predict(rows[:5]).predictions.tolist()
+    second.accelerator.free_memory()
+
+
+def test_generation_by_a_trainer_whose_model_another_one_trains(group, tmp_path):
+    ranks(group, 2)(generates_first_case, 3, str(tmp_path))
+
+
 def test_generation_inside_an_evaluation(group, tmp_path):
     for zero in (0, 3):
         ranks(group, 2)(generates_case, zero, str(tmp_path))

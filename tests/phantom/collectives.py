@@ -26,6 +26,8 @@ made: list[dict[str, Any]] = []
 """The keywords with which groups over NCCL were made."""
 
 calls: Counter[str] = Counter()
+sent: Counter[torch.dtype] = Counter()
+"""Bytes that this rank has given to collectives, by dtype."""
 
 _REAL = {
     name: getattr(dist, name)
@@ -89,6 +91,8 @@ def _launch(
     stream = f"NCCL's stream of {getattr(group, 'group_name', 'all ranks')}"
     with order.lock:
         calls[name] += 1
+        for tensor in reads:
+            sent[tensor.dtype] += tensor.numel() * tensor.element_size()
         order.wait(stream, order.moment(Device.current()))
         order.kernel(stream, name, map(span, reads), map(span, writes))
         seen = order.moment(stream)

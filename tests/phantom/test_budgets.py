@@ -63,7 +63,8 @@ BYTES = {
     "fp16-mixed": (4, 4, 8, 2),
 }
 """By precision, bytes per parameter of parameters, gradients, the optimizer's state with the fp32
-masters, and of the casts that autocast keeps from forward to backward, whatever the row."""
+masters, and of the casts that autocast keeps from forward to backward: of parameters that are
+sharded, none."""
 
 UNIT = 2 * 256 * 512
 """Parameters of a block, biases left out."""
@@ -90,4 +91,4 @@ def test_bytes_on_the_device_are_those_of_the_table(phantom, row, precision):
     for count, at_rest, after_forward in phantom(2, cases.bytes_held, settings, {}):
         table = per_parameter * count
         assert table <= at_rest <= 1.001 * table + beside
-        assert after_forward <= at_rest + (casts + 0.15) * count
+        assert after_forward <= at_rest + ((row < 3) * casts + 0.15) * count

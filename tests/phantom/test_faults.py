@@ -75,7 +75,7 @@ LEFT_OUT = [
     rarely(COLLECTIVE, ("model/buffers.py",), "BatchNorm"),
     rarely(COLLECTIVE, ("model/batch_norm_statistics.py",), "SyncBatchNorm"),
     rarely(COLLECTIVE, ("model/sync_batch_norm.py",), "SyncBatchNorm"),
-    rarely(COLLECTIVE, ("states/bucket_reducer.py",), "exact"),
+    rarely(COLLECTIVE, ("collectives/nccl.py",), "exact"),
     rarely(COLLECTIVE, ("parallel/tensor/region_collectives.py",), "tensor"),
     rarely(COLLECTIVE, ("parallel/tensor/split_model.py",), "tensor"),
     rarely(

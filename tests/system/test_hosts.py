@@ -114,6 +114,19 @@ class TestTheSameResult:
         assert "[0] shardwise: 3 workers, 1 of them on node1 (cpu), over gloo" in ran.out
 
 
+class TestARankThatNeverJoins:
+    @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
+    def test_it_is_named_on_the_other_host(
+        self, shardwise: Launcher, hosts: Lab, rank: int
+    ) -> None:
+        began = time.monotonic()
+        words = over(hosts, "-H", "node1,node2", script("leaves"), str(rank), "joins")
+        ran = shardwise.run(*words)
+        assert time.monotonic() - began < 120  # and not the 300 s of --timeout
+        assert ran.code == 1
+        assert f"LaunchError: Rank {rank} of 2 ended with exit code 0 before sw.init" in ran.err
+
+
 class TestPartsOfAModel:
     """Layers split and shared out over hosts, from the command line."""
 

@@ -129,12 +129,28 @@ def test_interrupted_it_leaves_nothing_behind(shardwise: Launcher) -> None:
     process.send_signal(signal.SIGINT)
     assert shardwise.finish(process, 60).code == 130
     assert not list(out(shardwise).rglob("record-*"))
+    assert not shardwise.wait_until_gone()  # the warm processes, and the ranks forked from them
+    assert not shardwise.folders_left()
 
 
 def test_placements_that_cannot_be_are_refused_before_any_run(shardwise: Launcher) -> None:
     ran = verify(shardwise, "-n", "2", "--also", "-n 2 train.py", script("measured"))
     assert ran.code == 2
     assert "flags of shardwise run, without a script" in ran.err
+    flags = ("-n", "2", "--also", "-n 2 --adopt accelerate")
+    ran = verify(shardwise, *flags, script("measured"))
+    assert ran.code == 2
+    assert "has --adopt, which is about the script" in ran.err
+
+
+@pytest.mark.full
+def test_a_script_of_accelerate_is_verified_as_it_is(shardwise: Launcher) -> None:
+    pytest.importorskip("accelerate")
+    flags = ("-n", "2", "--zero", "2", "--steps", "3", "--out", "runs", "--adopt", "accelerate")
+    ran = verify(shardwise, *flags, script("accelerated"), env=QUICK)
+    assert ran.code == 3, ran.out + ran.err
+    assert "Equal within rounding over 3 steps" in ran.out
+    assert "run 1 · the reference" in ran.err
 
 
 def made(name):

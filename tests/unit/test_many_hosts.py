@@ -301,6 +301,7 @@ class TestWire:
             "how": "exit code 1",
             "report": json.loads(json.dumps(vars(report))),
             "progress": None,
+            "alone": True,
         }
         told = protocol.rank_exit(sent, -5.0)
         assert told.end == ExitStatus(rank=3, code=1, time=5.0)

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from shardwise import fingerprints, tensor_log
 from shardwise.errors import LaunchError
 from shardwise.model.module_records import tensors_beside
 from shardwise.tensor_log import Part, TensorLog
-from shardwise.testing import _train_plain
+from shardwise.testing import _imported, _train_plain
 from shardwise.verify import causes, placements, records, report, verdicts
 from shardwise.verify.causes import Suspect
 from shardwise.verify.command import LOGS, _log_folder
@@ -267,6 +268,8 @@ class TestPlacements:
             "-n 2 --zero 3 --compile --no-overlap"
         )
         assert str(P(size=None, launcher=("-H", "a:2"))) == "-H a:2"
+        passing = P(size=2, launcher=("-H", "a:2", "-x", "A=1", "--ssh", "ssh -J b", "-x", "B"))
+        assert str(passing.reference()) == "-n 1 -x A=1 -x B --zero 0"
 
     def test_the_reference_trains_the_same_on_one(self) -> None:
         assert str(BIG.reference()) == "-n 1 --zero 0 --seed 5"
@@ -322,6 +325,31 @@ class TestCauses:
             "",
         )
         assert names(found.causes) == {"a", "c"}
+
+    def test_the_number_of_workers_belongs_to_the_mistake_that_another_cause_names(self) -> None:
+        size = Suspect(name="size", words="Size.", beside="Beside it, at a.py:3.")
+        found = causes.find([self.A, size], lambda tried: len(tried) == 2, "")
+        (one,) = found.causes
+        assert (one.name, one.words) == ("a", "a Beside it, at a.py:3.")
+
+    @pytest.mark.parametrize(
+        ("rates", "said"),
+        [
+            ((1.0, 0.81, 0.6561), "is stepped 2 times in each step"),
+            ((2.0, 1.8, 1.62), "2, 2 times the reference's 1"),
+            ((1.0, 0.8, 0.6), "0.8, 0.888889 times the reference's 0.9"),
+        ],
+    )
+    def test_rates_that_run_ahead_are_told_from_scaled_ones(
+        self, rates: tuple[float, ...], said: str
+    ) -> None:
+        one, two = training(steps=6), training(steps=3)
+        for number, step in enumerate(one.engines[0][1:]):
+            one.engines[0][number + 1] = replace(step, lr=(0.9**number,))
+        for number, rate in enumerate(rates):
+            two.engines[0][number + 1] = replace(two.engines[0][number + 1], lr=(rate,))
+        (found,) = causes._of_rate(one, two, 2)
+        assert said in found.words
 
     def test_of_several_explanations_the_particular_one(self) -> None:
         size = Suspect(name="size", words="")
@@ -529,6 +557,26 @@ def test_a_report_has_page_picture_and_json(tmp_path: Path, off: float) -> None:
     assert result.verdict.words in page
     assert "<svg" in page
     assert (tmp_path / "verify.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("module", ["inner.test_it", "test_it", "another"])
+def test_a_function_of_a_test_in_a_package_is_imported_with_it(
+    tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "beside.py").write_text("VALUE = 7")
+    path = folder / "test_it.py"
+    path.write_text("from .beside import VALUE\ndef make(): return VALUE")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("inner", "inner.beside", "inner.test_it"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    try:
+        assert _imported(str(path), "make", module, str(tmp_path))() == 7
+    finally:
+        for name in ("inner", "inner.beside", "inner.test_it"):
+            sys.modules.pop(name, None)
 
 
 def test_the_plain_side_of_a_test_is_seeded_in_all_generators() -> None:

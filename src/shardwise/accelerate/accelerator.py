@@ -12,27 +12,39 @@ from typing import Any
 import torch
 from accelerate import Accelerator as Stock
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DynamoBackend, extract_model_from_parallel
+from accelerate.utils import (
+    DynamoBackend,
+    concatenate,
+    extract_model_from_parallel,
+    send_to_device,
+)
 from torch import Tensor, nn, optim
 
 import shardwise as sw
 from shardwise.accelerate import checkpoints, refusals
+from shardwise.accelerate.clipping import Clipping
+from shardwise.accelerate.exact_mean import ExactBatches
 from shardwise.accelerate.optimizer import ShardedOptimizer
 from shardwise.bridging.joining import SETTINGS, join
 from shardwise.bridging.trained import TrainedModels
+from shardwise.bridging.trained_engine import LossItems
 from shardwise.config import OF_THE_ENGINE
 from shardwise.errors import UsageError
 
 _PRECISION = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}
 
 
-class Accelerator(Stock):
+class Accelerator(Clipping, Stock):
     """Accelerate's own, over engines: ZeRO and offload by flags, environment, TOML or keywords.
 
     Takes what Accelerate's takes, and settings of Shardwise (`zero=3`, `offload_optimizer="cpu"`).
     `prepare` gives models back as they are, not wrapped. Losses are reduced as Accelerate does with
     DistributedDataParallel, and generators are the script's own. docs/from_accelerate.md says what
     differs.
+
+    With `exact_mean=True` losses are means over samples that count once and alike: no division by
+    the accumulation steps, no repeated samples, `backward(loss, weight=...)` for means over other
+    items.
 
     Attributes: `world`, and `engines`, one for each set of models and optimizers that have
     parameters in common. Raises UsageError for plugins of other engines.
@@ -42,6 +54,7 @@ class Accelerator(Stock):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self._settings = {n: keywords.pop(n) for n in SETTINGS & keywords.keys()}
+        is_exact = bool(keywords.pop("exact_mean", False))
         given = _bound(arguments, keywords)
         refusals.check_arguments(given)
         self._settings = refusals.settings_of(given.get("kwargs_handlers")) | self._settings
@@ -55,6 +68,7 @@ class Accelerator(Stock):
         refusals.check_compiler(self.state.dynamo_plugin)
         self._check_ranks()
         self._trained = TrainedModels(self._make_engine)
+        self._batches = ExactBatches(self.world, self._is_training) if is_exact else None
         self._more_to_come = 0
         self._are_whole = False
         """Whether parameters are whole now, for the user's hooks."""
@@ -120,6 +134,16 @@ class Accelerator(Stock):
             self._optimizers.append(optimizer)
         return optimizer
 
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; with `exact_mean` batches to train on have no repeated samples."""
+        loader = super().prepare_data_loader(*args, **kwargs)
+        return loader if self._batches is None else self._batches.watch(loader)
+
+    def _is_training(self) -> bool:
+        """Whether a batch that is given now is to train on."""
+        models = (model for each in self._trained for model in each.models)
+        return torch.is_grad_enabled() and any(model.training for model in models)
+
     def _make_engine(self, models: list[nn.Module], optimizers: list[optim.Optimizer]) -> sw.Engine:
         settings: dict[str, Any] = {}
         for model in models:  # the engine has the precision from now on
@@ -138,18 +162,38 @@ class Accelerator(Stock):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward of `loss`, divided by the accumulation steps, in every engine that it reaches.
 
-        Takes `retain_graph`; raises UsageError for other arguments of torch's backward.
+        Takes `retain_graph`; with `exact_mean`, where nothing is divided, also `weight`, the number
+        of items that the loss is a mean over (default: the samples of the batch), and `same_items`
+        as the engine's backward does. Raises UsageError for other arguments of torch's backward.
         """
         retain_graph = bool(kwargs.pop("retain_graph", False))
+        weight = self._items_of(kwargs)
         if kwargs:
             raise UsageError(
                 f"accelerator.backward(loss, {next(iter(kwargs))}=...): gradients go to all "
                 "prepared parameters that the loss reaches, and once. Leave it out."
             )
+        if weight is None:
+            loss = loss / self.gradient_accumulation_steps
         last = self.sync_gradients and not self._more_to_come
-        self._trained.backward(
-            loss / self.gradient_accumulation_steps, last=last, retain_graph=retain_graph
-        )
+        self._trained.backward(loss, last=last, retain_graph=retain_graph, weight=weight)
+
+    def _items_of(self, kwargs: dict[str, Any]) -> LossItems | None:
+        """What a loss is a mean over, with `exact_mean`; takes its words out of `kwargs`."""
+        number, same = kwargs.pop("weight", None), kwargs.pop("same_items", None)
+        if self._batches is None:
+            if number is None and same is None:
+                return None
+            raise UsageError(
+                "accelerator.backward(loss, weight=...) counts with Accelerator(exact_mean=True) "
+                "alone: without it losses of the workers are averaged, whatever they are means of."
+            )
+        if number is None:
+            batch = self._batches.of_loss()
+            return LossItems(batch.samples, batch, same)
+        last = self._batches.last
+        empty = last is not None and last.samples == 0
+        return LossItems(0.0 if empty else number, same_items=same)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -181,57 +225,20 @@ class Accelerator(Stock):
             for sampler, before in found:
                 sampler.even_batches = before
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing to do: the engine has the loss scale, and gives gradients without it."""
-
-    def clip_grad_norm_(
-        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
-    ) -> Tensor:
-        """Clip in the step to come by the norm of `parameters` over all workers; the norm before.
-
-        The 2-norm of all that an engine trains takes one small collective. Other norms, and parts
-        of the parameters, take the whole gradients for a moment. Collective. Raises UsageError
-        between micro-batches, where a rank has a part of the gradient only; for parameters that
-        need a gradient and have no optimizer; and for a `max_norm` that is not above 0.
-        """
-        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self._check_clipping("clip_grad_norm_", several)
-        if not max_norm > 0:
-            raise UsageError(
-                f"accelerator.clip_grad_norm_(..., {max_norm}) takes a norm above 0. To step "
-                "without clipping leave the call out; to update nothing leave the step out."
-            )
-        norm = self._trained.clip(several, float(max_norm)) if norm_type == 2 else None
-        if norm is None:
-            with self._trained.full_gradients(several):
-                return nn.utils.clip_grad_norm_(several, max_norm, norm_type=norm_type)
-        dtype = torch.promote_types(several[0].dtype, torch.float32)
-        return torch.tensor(norm, device=self.device, dtype=dtype)
-
-    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clip every element of the gradients, which are whole for that moment. Collective."""
-        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self._check_clipping("clip_grad_value_", several)
-        with self._trained.full_gradients(several):
-            nn.utils.clip_grad_value_(several, clip_value)
-
-    def _check_clipping(self, call: str, parameters: list[Tensor]) -> None:
-        if not self.sync_gradients:
-            raise UsageError(
-                f"accelerator.{call} between micro-batches of a step would clip a part of the "
-                "gradient, another one on each worker. Write before it: "
-                "if accelerator.sync_gradients:"
-            )
-        self._trained.check_trained(parameters, f"accelerator.{call}")
-
     # -- whole weights ----------------------------------------------------------------------
 
     @contextmanager
-    def uneven(self) -> Iterator[None]:
+    def uneven(self, model: nn.Module | None = None) -> Iterator[None]:
         """Inside the block ranks may run other numbers of forwards: `generate`, an evaluation on
-        rank 0 alone. All ranks enter and leave."""
+        rank 0 alone. All ranks enter and leave.
+
+        It is for the models that are trained here, and for `model`, whoever trains it now.
+        """
+        engines = self.engines
+        if model is not None and (trained := self._trained.of_model(model)) is not None:
+            engines = list(dict.fromkeys([*engines, trained.engine]))
         with ExitStack() as blocks:
-            for engine in self.engines:
+            for engine in engines:
                 blocks.enter_context(engine.uneven())
             yield
 
@@ -254,8 +261,21 @@ class Accelerator(Stock):
         if trained is None:
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         if not trained.engine.placement.is_sharded("parameters"):
-            return _copied(super().get_state_dict(model, unwrap))
+            return checkpoints.copied(super().get_state_dict(model, unwrap))
         return trained.engine.model_state_dict(model)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As Accelerate's; with `exact_mean` also of batches to train on, whose last ones have
+        other numbers of rows on the ranks."""
+        last = None if self._batches is None else self._batches.last
+        at_end = self.gradient_state.end_of_dataloader
+        if last is None or not at_end or not self.world.any(last.is_cut):
+            return super().gather_for_metrics(input_data, use_gather_object)
+        mine = send_to_device(input_data, "cpu") if last.samples else None
+        found = [each for each in self.world.gather(mine) if each is not None]
+        if use_gather_object:
+            return [value for each in found for value in each]
+        return send_to_device(concatenate(found), self.device)
 
     # -- checkpoints and the end ------------------------------------------------------------
 
@@ -326,6 +346,8 @@ class Accelerator(Stock):
         generator here, so that what a resumed run draws next is what the first one drew.
         """
         loader = super().skip_first_batches(dataloader, num_batches)
+        if self._batches is not None:
+            self._batches.watch(loader)
         plain = getattr(loader, "base_dataloader", loader)
         if getattr(plain, "generator", None) is None:
             plain.generator = torch.Generator()
@@ -341,21 +363,6 @@ class Accelerator(Stock):
         """Finish the trackers. The process group is left when the process ends."""
         for tracker in self.trackers:
             tracker.finish()
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """`state` with memory of its own, in which tied weights are one tensor.
-
-    Parameters are views of one buffer, which writers of safetensors would take for tied weights.
-    """
-    copies: dict[Any, Tensor] = {}
-    found = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            place = value.data_ptr(), value.shape, value.stride()
-            value = copies.setdefault(place if value.numel() else name, value.detach().clone())
-        found[name] = value
-    return found
 
 
 class _KeptBeside:

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import shardwise as sw
-from shardwise.bridging.trained import Trained
+from shardwise.bridging.trained_engine import Trained
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
 
 MARK = "shardwise.json"
@@ -128,3 +129,18 @@ def _first(folder: Path, safe: str, plain: str, number: int) -> Path:
         f"{folder} has neither {MARK} nor {plain}{ending}.bin: it is no checkpoint, or its save "
         "was killed before it was complete. Load another one."
     )
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with memory of its own, in which tied weights are one tensor.
+
+    Parameters are views of one buffer, which writers of safetensors would take for tied weights.
+    """
+    copies: dict[Any, Tensor] = {}
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            place = value.data_ptr(), value.shape, value.stride()
+            value = copies.setdefault(place if value.numel() else name, value.detach().clone())
+        found[name] = value
+    return found

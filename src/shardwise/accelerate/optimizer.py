@@ -8,7 +8,8 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import optim
 
-from shardwise.bridging.trained import Trained, TrainedModels
+from shardwise.bridging.trained import TrainedModels
+from shardwise.bridging.trained_engine import Trained
 from shardwise.errors import UsageError
 
 

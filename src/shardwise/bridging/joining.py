@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.config import FIELDS, OF_THE_ENGINE
+from shardwise.config import FIELDS, OF_THE_ENGINE, Settings, resolve, sources
 from shardwise.errors import UsageError
+from shardwise.launch import error_file
 
 SETTINGS = frozenset(FIELDS)
 """The keywords of a bridge that are settings of Shardwise."""
@@ -24,26 +26,41 @@ def join(settings: Mapping[str, Any], library: str) -> sw.World:
     `library` knows nothing, and for settings of a run that has begun.
     """
     given = {name: value for name, value in settings.items() if name not in OF_THE_ENGINE}
-    try:
-        world = sw.world()
-    except UsageError:
-        world = sw.init(**{"reseed": False, **given})
+    world = _joined()
+    if world is None:
+        given = {"reseed": False, **given}
+        error_file.watch_exceptions()
+        _refuse_parts(resolve(sources(os.environ, given))[0], library)
+        world = sw.init(**given)
     else:
-        for name, value in given.items():
-            found = world.device.type if name == "device" else getattr(world.settings, name)
-            if found != value:
-                raise UsageError(
-                    f"{name}={value!r} comes too late: this process has joined its run already. "
-                    f"Give it to the first of shardwise.init(...) and {library}, or as a flag."
-                )
-    _refuse_parts(world, library)
+        _refuse_parts(world.settings, library)
+        _refuse_late(world, given, library)
     _tell_environment(world)
     return world
 
 
-def _refuse_parts(world: sw.World, library: str) -> None:
+def _joined() -> sw.World | None:
+    """The world that this process has joined already; None before."""
+    with suppress(UsageError):
+        return sw.world()
+    return None
+
+
+def _refuse_late(world: sw.World, given: Mapping[str, Any], library: str) -> None:
+    """Raise UsageError for a setting that the run has begun without."""
+    for name, value in given.items():
+        found = world.device.type if name == "device" else getattr(world.settings, name)
+        if found != value:
+            raise UsageError(
+                f"{name}={value!r} comes too late: this process has joined its run already. "
+                f"Give it to the first of shardwise.init(...) and {library}, or as a flag."
+            )
+
+
+def _refuse_parts(settings: Settings, library: str) -> None:
+    """Raise UsageError for a run whose replicas are of several workers."""
     for name in ("tensor", "pipeline"):
-        if (size := getattr(world, f"{name}_size")) > 1:
+        if (size := getattr(settings, name)) > 1:
             raise UsageError(
                 f"{library} with --{name} {size}: it gives every worker batches of its own, and "
                 "the workers of a replica need the same. Leave the flag out (--zero 3 shards "

@@ -15,134 +15,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
 
 from torch import Tensor, nn, optim
 
 import shardwise as sw
+from shardwise.bridging.trained_engine import (
+    EPSILON,
+    LossItems,
+    Trained,
+    forget,
+    in_training,
+    remember,
+)
 from shardwise.errors import UsageError
 
 Make = Callable[[list[nn.Module], list[optim.Optimizer]], sw.Engine]
-
-
-@dataclass(eq=False)
-class Trained:
-    """An engine with what it is made of, and what it was asked since its last step."""
-
-    engine: sw.Engine
-    models: list[nn.Module]
-    optimizers: list[optim.Optimizer]
-    owner: TrainedModels
-    skipped: bool = False
-    """Whether its last step updated nothing."""
-    norm: float = 0.0
-    """Of the gradient, where it was asked to be clipped."""
-    max_norm: float | None = None
-    """What the next step clips to."""
-    _stepped: list[optim.Optimizer] = field(default_factory=list)
-
-    def parameters(self) -> set[int]:
-        """The identities of what its optimizers train now."""
-        groups = (group for each in self.optimizers for group in each.param_groups)
-        return {id(p) for group in groups for p in group["params"] if p.requires_grad}
-
-    @property
-    def waits(self) -> bool:
-        """Whether some of its optimizers were stepped, and others are to be."""
-        return bool(self._stepped)
-
-    def check_complete(self, call: str) -> None:
-        """Raise UsageError where some optimizers were stepped and not all."""
-        if self._stepped:
-            left = [each for each in self.optimizers if each not in self._stepped]
-            names = " and ".join(type(each).__name__ for each in left)
-            raise UsageError(
-                f"{call} before {names} was stepped: the optimizers of one model step together, "
-                "since their gradients are made together. Step all of them after each backward; "
-                "or give each optimizer a model of its own."
-            )
-
-    def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None) -> None:
-        """Step `optimizer`: the engine does when the last of its optimizers is asked to."""
-        if optimizer in self._stepped:
-            self.check_complete(f"{type(optimizer).__name__}.step() again")
-        if closure is not None and len(self.optimizers) > 1:
-            raise UsageError(
-                f"{type(optimizer).__name__}.step(closure) where the model has several "
-                "optimizers, which step together: make the backward before, and step without."
-            )
-        self._stepped.append(optimizer)
-        if len(self._stepped) < len(self.optimizers):
-            return
-        self._stepped.clear()
-        max_norm, self.max_norm = self.max_norm, None
-        self.skipped = self.engine.step(max_norm, closure=closure).skipped
-
-    def clear(self) -> None:
-        """Forget the gradients since the last step."""
-        self._stepped.clear()
-        self.max_norm = None
-        self.engine.zero_grad()
-
-    def clip(self, max_norm: float, coefficient: float | None = None) -> None:
-        """Let the next step clip to `max_norm`; or, with a `coefficient` below 1, multiply by it.
-
-        Clipping again clips what is clipped already, so the smallest counts.
-        """
-        if coefficient is not None:
-            max_norm = coefficient * (self.norm + _EPSILON) if coefficient < 1 else math.inf
-        if math.isfinite(self.norm) and math.isfinite(max_norm):
-            self.max_norm = max_norm if self.max_norm is None else min(max_norm, self.max_norm)
-
-    def clipped_norm(self) -> float:
-        """The norm as it is after what was asked so far."""
-        return self.norm * self.coefficient
-
-    @property
-    def coefficient(self) -> float:
-        """What the next step multiplies by to clip."""
-        return 1.0 if self.max_norm is None else min(1.0, self.max_norm / (self.norm + _EPSILON))
-
-
-_made: list[ref[Trained]] = []
-"""What was made in this process by whichever Accelerator, in that order. It lives as long as its
-models, which hold it: so it is there on all ranks, or on none."""
-
-_HELD = "_shardwise_trained"
-"""The attribute of a model that holds what trains it."""
-
-
-class _Held:
-    """What a model holds of what trains it; copies of the model hold nothing."""
-
-    def __init__(self, trained: Trained | None = None) -> None:
-        self.trained = trained
-
-    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
-        return _Held, ()
-
-
-def _in_training() -> list[Trained]:
-    """What is trained now in this process."""
-    found = [(each, each()) for each in _made]
-    _made[:] = [each for each, trained in found if trained is not None]
-    return [trained for _, trained in found if trained is not None]
-
-
-def _remember(trained: Trained) -> None:
-    _made.append(ref(trained))
-    for model in trained.models:
-        vars(model)[_HELD] = _Held(trained)
-
-
-def _forget(trained: Trained) -> None:
-    _made[:] = [each for each in _made if each() is not trained]
-    for model in trained.models:
-        vars(model).pop(_HELD, None)
-
-
-_EPSILON = 1e-6
-"""As torch.nn.utils.clip_grad_norm_ has it."""
 
 
 class TrainedModels:
@@ -185,7 +72,7 @@ class TrainedModels:
             engine = self._make(part.models, part.optimizers)
             new = Trained(engine, part.models, part.optimizers, owner=self)
             self._trained.append(new)
-            _remember(new)
+            remember(new)
             self._was_taken = False
 
     def of(self, optimizer: optim.Optimizer) -> Trained | None:
@@ -196,7 +83,7 @@ class TrainedModels:
     def of_model(self, model: nn.Module) -> Trained | None:
         """What trains `model`, or a model that it is a part of, here or for another
         Accelerator."""
-        found = [each for each in _in_training() if any(model in m.modules() for m in each.models)]
+        found = [each for each in in_training() if any(model in m.modules() for m in each.models)]
         return found[0] if found else None
 
     def close(self) -> None:
@@ -206,7 +93,7 @@ class TrainedModels:
 
     def _end(self, trained: Trained) -> None:
         self._trained.remove(trained)
-        _forget(trained)
+        forget(trained)
         trained.engine.close()
 
     def lose(self, trained: Trained) -> None:
@@ -226,13 +113,22 @@ class TrainedModels:
 
     # -- a step, piece by piece -------------------------------------------------------------
 
-    def backward(self, loss: Tensor, *, last: bool, retain_graph: bool = False) -> None:
-        """Backward of `loss` in every engine that it reaches, as with DistributedDataParallel."""
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        last: bool,
+        retain_graph: bool = False,
+        weight: LossItems | None = None,
+    ) -> None:
+        """Backward of `loss` in every engine that it reaches, as with DistributedDataParallel;
+        with a `weight`, as a mean over its items, among all of the step."""
         reached = self._reached(loss)
         for number, each in enumerate(reached, 1):
             each.check_complete("A backward")
+            how: dict[str, Any] = {"reduction": "ddp"} if weight is None else each.weighted(weight)
             keep = retain_graph or number < len(reached)
-            each.engine.backward(loss, reduction="ddp", last=last, retain_graph=keep)
+            each.engine.backward(loss, last=last, retain_graph=keep, **how)
 
     def _reached(self, loss: Tensor) -> list[Trained]:
         if len(self._trained) < 2:
@@ -267,14 +163,16 @@ class TrainedModels:
         if chosen is None:
             return None
         for each in chosen:
-            if each.max_norm is None:
+            if not each.has_gradients("clip_grad_norm_()"):
+                each.norm = 0.0
+            elif each.max_norm is None:
                 each.norm = each.engine.reduce()
         norm = math.hypot(*(each.clipped_norm() for each in chosen))
         for each in chosen:
             if len(chosen) == 1:
                 each.clip(max_norm)
             else:
-                each.clip(max_norm, each.coefficient * max_norm / (norm + _EPSILON))
+                each.clip(max_norm, each.coefficient * max_norm / (norm + EPSILON))
         return norm
 
     def _whole(self, parameters: Iterable[Tensor]) -> list[Trained] | None:
@@ -307,16 +205,16 @@ class TrainedModels:
         self._check_any()
         with ExitStack() as blocks:
             for each in self._trained:
-                if each.parameters() & wanted:
+                if each.parameters() & wanted and each.has_gradients("Clipping gradients"):
                     blocks.enter_context(each.engine.full_gradients())
-                    _apply(each)
+                    each.apply_clipping()
             yield
 
 
 def _take_over(models: Sequence[nn.Module]) -> None:
     """End what other Accelerators train of `models`, on all ranks in the same order."""
     wanted = {id(p) for model in models for p in model.parameters()}
-    for each in _in_training():
+    for each in in_training():
         if any(id(p) in wanted for model in each.models for p in model.parameters()):
             each.owner.lose(each)
 
@@ -330,18 +228,11 @@ def _names(trained: Sequence[Trained], parameters: Sequence[Tensor]) -> str:
     return f"{first} and {more} more" if more else first
 
 
-def _apply(trained: Trained) -> None:
-    """Clip whole gradients as the next step would: what follows is of what is clipped."""
-    coefficient, trained.max_norm = trained.coefficient, None
-    if coefficient < 1:
-        for optimizer in trained.optimizers:
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                if parameter.grad is not None:
-                    parameter.grad.mul_(coefficient)
-
-
 def _parameters_of(loss: Tensor) -> set[int]:
-    """The identities of the tensors in which a backward of `loss` leaves gradients."""
+    """The identities of the tensors in which a backward of `loss` leaves gradients.
+
+    Raises UsageError where some of them cannot be seen.
+    """
     found: set[int] = set()
     nodes: list[Any] = [loss.grad_fn]
     seen = set()
@@ -350,6 +241,12 @@ def _parameters_of(loss: Tensor) -> set[int]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise UsageError(
+                "A reentrant activation checkpoint with several engines hides which of their "
+                "models a loss reaches: write checkpoint(..., use_reentrant=False), or "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}.'
+            )
         if hasattr(node, "variable"):
             found.add(id(node.variable))
         nodes.extend(child for child, _ in node.next_functions)

@@ -16,4 +16,5 @@ tensor_names.py  finds which tensor of a file is which of a model
 export.py        writes one plain file, safetensors or .pt
 tools.py         inspects, verifies, exports
 commands.py      the same as commands
+deepspeed/       reads what DeepSpeed saved
 """

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.checkpoint.deepspeed import commands as deepspeed
 from shardwise.checkpoint.folders import DOCUMENT
 from shardwise.errors import CheckpointError
 from shardwise.printable import printable
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from shardwise.checkpoint.deepspeed.save import Save
     from shardwise.checkpoint.tools import TensorLine
 
 NOT_WHOLE = 1
@@ -35,7 +37,8 @@ NOT_WHOLE = 1
 def checkpoint(ctx: click.Context) -> None:
     """Look at a checkpoint, check it, or hand it on.
 
-    PATH is the folder of a step, or that of a run's checkpoints, of which the newest is taken.
+    PATH is the folder of a step, or that of a run's checkpoints, of which the newest is taken; or
+    what DeepSpeed saved, which inspect, verify and export take too.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
@@ -73,6 +76,8 @@ def inspect(path: Path) -> int:
     from shardwise.checkpoint.tools import OpenedCheckpoint, summary
 
     console = Console()
+    if (save := _of_deepspeed(path)) is not None:
+        return _inspect_save(console, save)
     with OpenedCheckpoint(path) as opened:
         for name, value in summary(opened).items():
             _say(console, f"{name:>10}  {value}")
@@ -95,6 +100,8 @@ def verify(path: Path) -> int:
     from shardwise.checkpoint.tools import OpenedCheckpoint
 
     console, wrong, count = Console(), [], 0
+    if (save := _of_deepspeed(path)) is not None:
+        return _verify_save(console, save)
     with OpenedCheckpoint(path) as opened:
         with console.status("reading"):
             for line, good in opened.checked():
@@ -144,9 +151,47 @@ def export(path: Path, to: Path, average: bool) -> int:
     """Write the model as one plain file: TO ends in .safetensors or .pt."""
     from shardwise.checkpoint.tools import export as write
 
+    if _of_deepspeed(path) is not None:
+        if average:
+            raise CheckpointError(f"{path} is a save of DeepSpeed, which keeps no average.")
+        return deepspeed.convert(path, to)
     count = write(path, to, "average" if average else "model")
     click.echo(printable(f"{to}: {count} tensors"))
     return 0
+
+
+def _of_deepspeed(path: Path) -> Save | None:
+    """The save of DeepSpeed that `path` is, or names."""
+    from shardwise.checkpoint.deepspeed.folders import find
+    from shardwise.checkpoint.deepspeed.save import Save
+
+    folder = find(path)
+    return None if folder is None else Save(folder)
+
+
+def _inspect_save(console: Console, save: Save) -> int:
+    from shardwise.checkpoint.tools import TensorLine
+
+    _say(console, f"{'written by':>13}  {deepspeed.described(save)}")
+    _say(console, f"{'client_state':>13}  {', '.join(save.client_state) or 'nothing'}")
+    specs = [save.model.specs[name] for name in sorted(save.model.specs)]
+    console.print(_table(TensorLine("model", spec, "", "") for spec in specs))
+    size = sum(spec.nbytes for spec in specs)
+    _say(console, f"{'model':>13}  {len(specs)} tensors, {size:,} bytes")
+    return 0
+
+
+def _verify_save(console: Console, save: Save) -> int:
+    with console.status("reading"):
+        faults = deepspeed.damaged(save)
+    for fault in faults:
+        _say(console, f"changed     {fault}")
+    said = f"{len(faults)} not as written" if faults else "all as written"
+    _say(
+        console,
+        f"{save.files.folder}: {deepspeed.described(save)}: {len(save.files.all)} files, {said}",
+    )
+    return NOT_WHOLE if faults else 0
 
 
 def _table(lines: Iterable[TensorLine], title: str | None = None) -> Table:

@@ -36,7 +36,7 @@ def write_tensors(
     Safetensors have tied weights once, and the alias in the metadata as their `save_model` does.
     Raises OSError, and CheckpointError for tensors that safetensors do not know.
     """
-    with _written_aside(path) as file:
+    with written_aside(path) as file:
         if path.suffix in PICKLED:
             twins = {alias: tensors[first] for alias, first in aliases.items()}
             torch.save({**tensors, **twins, **rest}, file)
@@ -71,7 +71,7 @@ _NEEDS_A_NAME = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.E
 
 
 @contextmanager
-def _written_aside(path: Path) -> Iterator[IO[bytes]]:
+def written_aside(path: Path) -> Iterator[IO[bytes]]:
     """Gives a file that becomes `path` once it is whole; the folder is made.
 
     It has no name until then, so that a killed process leaves nothing. Where it needs one, its

@@ -94,6 +94,19 @@ def lacks_document(path: Path) -> bool:
     return any(path.glob("*.safetensors" if named else "optimizer*.safetensors"))
 
 
+def end_removals(folder: Path) -> None:
+    """Remove what a run was removing in `folder` when it was killed; what cannot be removed is left
+    to the next save, which says so.
+
+    For the main process of the job that saves there.
+    """
+    with suppress(OSError):  # a folder that is not there, or may not be read
+        for path in list(folder.iterdir()):
+            hidden = _HIDDEN.fullmatch(path.name)
+            if hidden and hidden[2] == "gone":
+                file_system.remove(path)
+
+
 def newest(path: Path) -> Path:
     """`path`, or the newest checkpoint in it where it is a folder of several."""
     steps = [] if os.path.lexists(path / DOCUMENT) else complete(path)

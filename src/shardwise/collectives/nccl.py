@@ -21,6 +21,10 @@ from shardwise.watch.status_server import StatusServer
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+LARGE = 1 << 16
+"""Elements from which an all-reduce of 16-bit floats is made of two calls in 16 bits, rather than
+one in fp32: half the bytes, for one more message's time."""
+
 
 class Nccl(Collectives):
     """CUDA ranks over NCCL, by its own collectives.
@@ -49,33 +53,36 @@ class Nccl(Collectives):
         self._group = group
         self._group_ranks = group_ranks or GroupRanks.whole(size)
         self._timeout = timeout
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        """Where this rank makes sums of its own, and from where it sends them."""
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
-        if how.in_tree:
-            return self._tree_all_reduce(buffer, how)
-        wide = buffer.to(how.wide(buffer.dtype))
-        work = dist.all_reduce(real_view(wide), group=self._group, async_op=True)
-        return self._handle(work, lambda: _rounded(how.scaled(wide), buffer))
+        wide = how.wide(buffer.dtype)
+        if how.in_tree or (wide != buffer.dtype and buffer.numel() >= LARGE):
+            return self._own_all_reduce(buffer, how)
+        summed = buffer.to(wide)
+        work = dist.all_reduce(real_view(summed), group=self._group, async_op=True)
+        return self._handle(work, lambda: _rounded(how.scaled(summed), buffer))
 
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
         target = interval(buffer, cuts, self.rank) if into is None else into
-        if how.in_tree:
-            return self._tree_reduce_scatter(buffer, cuts, target, how)
-        wide = buffer.to(how.wide(buffer.dtype))
-        out = target if wide is buffer else interval(wide, cuts, self.rank)
+        if how.in_tree or how.wide(buffer.dtype) != buffer.dtype:
+            return self._own_reduce_scatter(buffer, cuts, target, how)
         if _is_even(cuts):
-            work = _scatter(real_view(out), real_view(wide), group=self._group, async_op=True)
+            sums, sent = real_view(target), real_view(buffer)
+            work = _scatter(sums, sent, group=self._group, async_op=True)
         else:
-            parts = [real_view(interval(wide, cuts, rank)) for rank in range(self.size)]
-            work = dist.reduce_scatter(real_view(out), parts, group=self._group, async_op=True)
-        return self._handle(work, lambda: _rounded(how.scaled(out), target))
+            parts = [real_view(interval(buffer, cuts, rank)) for rank in range(self.size)]
+            work = dist.reduce_scatter(real_view(target), parts, group=self._group, async_op=True)
+        return self._handle(work, lambda: how.scaled(target))
 
-    def _tree_reduce_scatter(self, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
-        """Send each rank all rows of its interval, which it sums itself.
+    def _own_reduce_scatter(self, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> _Summing:
+        """Send each rank all rows of its interval, which it sums itself, beside the work.
 
-        The order of NCCL's own sums depends on its algorithm.
+        The order of NCCL's own sums depends on its algorithm. And 16-bit floats, which are summed
+        in fp32, travel in 16 bits this way.
         """
         sent, out = real_view(buffer), real_view(target)
         pairs = sent.numel() // max(buffer.numel(), 1)
@@ -83,23 +90,37 @@ class Nccl(Collectives):
         rows = sent.new_empty(self.size * out.numel())
         received = [out.numel()] * self.size
         work = dist.all_to_all_single(rows, sent, received, lengths, self._group, async_op=True)
+        with torch.cuda.stream(self._stream_for("sums")):
+            # The work that comes after this call, backward mostly, need not wait for the messages.
+            self._wait(work)
+            _sum_rows(rows.view(self.size, -1), out, how)
+            came: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            came.record()
+        return _Summing(came, rows)
 
-        def summed() -> None:
-            sum_in_tree(list(rows.view(self.size, -1)), out, how.wide(sent.dtype), how.scale)
+    def _stream_for(self, what: str) -> torch.cuda.Stream:
+        if what not in self._streams:
+            self._streams[what] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return self._streams[what]
 
-        return self._handle(work, summed)
-
-    def _tree_all_reduce(self, buffer: Tensor, how: Sum) -> Handle:
+    def _own_all_reduce(self, buffer: Tensor, how: Sum) -> Handle:
         cuts = even_cuts(buffer.numel(), self.size)
         own = interval(buffer, cuts, self.rank)
-        scatter = self._tree_reduce_scatter(buffer, cuts, own, how)
+        scatter = self._own_reduce_scatter(buffer, cuts, own, how)
         gathers: list[Handle] = []
 
         def advance() -> None:
-            scatter.wait()
-            gathers.append(self.all_gather(buffer, cuts))
+            # Behind this sum alone: the work is in the middle of backward, and the next sum waits
+            # for messages that came to NCCL before these.
+            with torch.cuda.stream(self._stream_for("gathers")):
+                scatter.await_()
+                gathers.append(self.all_gather(buffer, cuts))
 
-        return Handle(lambda: gathers[0].wait(), advance)
+        def finish() -> None:
+            scatter.wait()
+            gathers[0].wait()
+
+        return Handle(finish, advance)
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
         parts = [real_view(interval(buffer, cuts, rank)) for rank in range(self.size)]
@@ -161,16 +182,19 @@ class Nccl(Collectives):
         assert work is not None
 
         def finish() -> None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise explained(
-                    error, self._group_ranks.speaker(self.rank), "collective"
-                ) from error
+            self._wait(work)
             if after is not None:
                 after()
 
         return _Working(work, finish)
+
+    def _wait(self, work: dist.Work) -> None:
+        """Let the present stream wait for a collective."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            speaker = self._group_ranks.speaker(self.rank)
+            raise explained(error, speaker, "collective") from error
 
 
 class _Working(Handle):
@@ -182,6 +206,36 @@ class _Working(Handle):
 
     def is_there(self) -> bool:
         return super().is_there() or self._work.is_completed()
+
+
+class _Summing(Handle):
+    """A sum on a stream of its own: `came` is the event of its end."""
+
+    def __init__(self, came: Any, rows: Tensor) -> None:
+        super().__init__(self._end)
+        self._came = came
+        # Made on the present stream, which may use that memory again only once it has waited.
+        self._rows: Tensor | None = rows
+
+    def await_(self) -> None:
+        """Let the present stream wait for the sum."""
+        torch.cuda.current_stream().wait_event(self._came)
+
+    def _end(self) -> None:
+        self.await_()
+        self._rows = None
+
+    def is_there(self) -> bool:
+        return super().is_there() or bool(self._came.query())
+
+
+def _sum_rows(rows: Tensor, out: Tensor, how: Sum) -> None:
+    """out = the sum of `rows`, (ranks, numbers), in one kernel but for the tree."""
+    wide = how.wide(rows.dtype)
+    if how.in_tree:
+        sum_in_tree(list(rows), out, wide, how.scale)
+    else:
+        out.copy_(how.scaled(rows.sum(0, dtype=wide)))
 
 
 def _rounded(total: Tensor, out: Tensor) -> None:

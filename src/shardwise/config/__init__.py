@@ -1,12 +1,14 @@
-"""Defines the settings of a run, and decides which of four sources wins.
+"""Defines the settings of a run, and decides which of five sources wins.
 
 A setting comes from, in order of precedence: a flag of `shardwise run`, an environment variable
-SHARDWISE_<NAME> (for those who start with torchrun or srun), a TOML file, a keyword in the script.
+SHARDWISE_<NAME> (for those who start with torchrun or srun), a TOML file, DeepSpeed's JSON, a
+keyword in the script.
 
 - values.py: the types, the one place where strings become them
 - settings.py: the settings
 - sources.py: where they come from
 - effect.py: those that would change nothing
+- deepspeed/: DeepSpeed's JSON as a source of them
 """
 
 from shardwise.config.effect import OF_A_RUN, OF_AN_ENGINE, idle
@@ -21,6 +23,7 @@ from shardwise.config.sources import (
     PREFIX,
     SettingsSource,
     as_given,
+    json_of_deepspeed,
     load,
     parse,
     refuse_elsewhere,
@@ -48,6 +51,7 @@ __all__ = [
     "as_given",
     "flag",
     "idle",
+    "json_of_deepspeed",
     "load",
     "parse",
     "refuse_elsewhere",

@@ -1,4 +1,4 @@
-"""Reads settings from flags, environment, TOML and script; says which wins, refuses unknown keys.
+"""Reads settings from flags, environment, files and script; says which wins, refuses unknown keys.
 
 Nothing here starts or prints.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import values
+from shardwise.config import deepspeed, values
 from shardwise.config.settings import FIELDS, Settings, flag
 from shardwise.errors import ConfigError
 
@@ -60,6 +60,7 @@ FLAGS_ALONE = (
     *("--machinefile", "--port", "--interface", "--config", "--ssh", "--ssh-port", "--python"),
     *("--dry-run", "--nnodes", "--rdzv-endpoint", "--rdzv-id", "--node-rank", "--restarts"),
     *("--adopt", "--max-restarts", "--log-dir", "--show", "--host-timeout", "--grace"),
+    "--deepspeed",
 )
 """The flags of the launcher, which are no settings: where ranks run, and what is shown of them."""
 
@@ -117,13 +118,23 @@ def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[Set
     """The sources of this process, strongest first. Raises ConfigError for an unknown key."""
     flags = _handed_on(environ)
     config = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
+    flags.pop("deepspeed", None)
+    of_deepspeed = json_of_deepspeed(environ)
     found = [SettingsSource(FLAG, flags), SettingsSource("environment", _from_environment(environ))]
     if environ.get(HOROVOD_TIMELINE, "") not in _NO_FILE:
         found.append(SettingsSource(HOROVOD_TIMELINE, {"timeline": environ[HOROVOD_TIMELINE]}))
     if config:
         found.append(SettingsSource(f"{FILE} {config}", _from_toml(Path(config))))
+    if of_deepspeed:
+        settings = deepspeed.parse(of_deepspeed).settings
+        found.append(SettingsSource(f"DeepSpeed's {of_deepspeed}", settings))
     found.append(SettingsSource(SCRIPT, keywords))
     return found
+
+
+def json_of_deepspeed(environ: Mapping[str, str]) -> str | None:
+    """The DeepSpeed JSON that is a source of this process's settings, None without one."""
+    return _handed_on(environ).get("deepspeed") or environ.get(PREFIX + "DEEPSPEED") or None
 
 
 def winning(found: list[SettingsSource]) -> dict[str, tuple[Any, str]]:
@@ -174,7 +185,7 @@ def _plain(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-_NOT_SETTINGS = {"FLAGS", "CONFIG", "SECRET"}
+_NOT_SETTINGS = {"FLAGS", "CONFIG", "DEEPSPEED", "SECRET"}
 HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
 """Horovod's variable for the same, understood as well."""
 

@@ -128,7 +128,8 @@ class Loader:
         self._stream: LoaderStream | None = None  # the pass, as the current batch knows it
         # weak, since it calls back: dropping a Loader ends its workers at once
         self._newest: weakref.ref[LoaderPass] | None = None
-        self._pinned = pin_memory and self._world.device.type == "cuda"
+        # MPS shares the host's memory: there is nothing to pin.
+        self._pinned = pin_memory and self._world.device.type not in ("cpu", "mps")
         self._given = given
         self._options: dict[str, Any] = {
             "num_workers": num_workers,

@@ -142,7 +142,7 @@ def _seconds(group: Collectives, numel: int, times: int, device: torch.device) -
         handle = group.all_reduce(buffer)
         handle.wait()
         handle.reusable()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize()
         taken.append(time.perf_counter() - began)
     return median(taken[1:])

@@ -314,3 +314,12 @@ class BackwardRunner:
             inputs=self._inputs(),
             collect=self._collecting,
         )
+
+
+def layer_times_of(state: EngineState) -> LayerTimes | None:
+    """What times the layers, where that is asked for: the first engine's first model's, on rank
+    0."""
+    path = state.spec.settings.time_layers
+    if path is None or state.number or not state.world.is_main:
+        return None
+    return LayerTimes(state.spec.models[0], state.spec.settings.units, path)

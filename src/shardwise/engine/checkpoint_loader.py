@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.checkpoint import folders
+from shardwise.checkpoint.deepspeed.folders import find as of_deepspeed
 from shardwise.checkpoint.folders import Found
 from shardwise.engine import consistency, load_tensors, optimizer_fields, usage_checks
 from shardwise.engine.checkpoint_tensors import EngineTensors
@@ -53,6 +54,11 @@ class CheckpointLoader:
                     f"{folder} is a checkpoint itself, and resume takes the folder of all: write "
                     f'engine.resume("{folder.parent}"), or engine.load("{folder}") for just this.'
                 )
+            elif not mine[0] and of_deepspeed(folder):
+                failure = (
+                    f"{folder} holds what DeepSpeed saved, and resume takes checkpoints of ours: "
+                    f'write engine.load("{folder}"), and resume and save in another folder.'
+                )
         consistency.agree(self._spec.world_group, failure)
         everywhere: tuple[list[Found], list[Found]] = self._world.broadcast_object(mine)
         return everywhere
@@ -91,6 +97,11 @@ class CheckpointLoader:
         self._take_seed(beside.seed)
         if beside.draws is not None:
             self._world.draws.restore(beside.draws)
+        if source.foreign is not None and (anew := self._tracked.left_out(beside.tracked)):
+            self._world.say_once(
+                f"a save of DeepSpeed has no state of {', '.join(anew)}, tracked here: it stays as "
+                "it is."
+            )
         self._tracked.give(beside.tracked)
         if beside.step:
             usage_checks.mark_schedulers(self._spec.optimizers)
@@ -114,14 +125,14 @@ class CheckpointLoader:
         source = load_tensors.open_source(
             path, engine_tensors, strict=strict, alone=alone, stack=stack
         )
-        if not source.fields:
+        if not source.fields and source.foreign is None:
             return source, None
         load_tensors.verify(
             path, source, engine_tensors.spec.world_group.rank, engine_tensors.spec.world_group.size
         )
-        if alone:
+        if alone or not source.fields:
             return source, None
-        beside = _beside(path, source.fields, self._tracked)
+        beside = _beside(path, source, self._tracked)
         optimizer_fields.check(engine_tensors, source.fields, beside.optimizers)
         return source, beside
 
@@ -144,9 +155,11 @@ class CheckpointLoader:
         assert result is not None
         return result
 
-    def _take_seed(self, seed: int) -> None:
+    def _take_seed(self, seed: int | None) -> None:
         """Go on with the seed that was drawn, unless this run has chosen one."""
         chosen = self._world.settings.seed
+        if seed is None:
+            return
         if chosen is None:
             self._world.seed = seed
         elif chosen != seed:
@@ -161,16 +174,21 @@ class _Beside:
     """What stands in a checkpoint beside the tensors, as it is given back."""
 
     step: int
-    seed: int
+    seed: int | None
+    """None where it does not say one."""
     scaling: Mapping[str, Any]
     tracked: Mapping[str, Any]
     optimizers: optimizer_fields.OptimizerFields
     draws: GeneratorStates | None
 
 
-def _beside(path: Path, fields: Mapping[str, Any], tracking: Tracking) -> _Beside:
+def _beside(path: Path, source: load_tensors.CheckpointSource, tracking: Tracking) -> _Beside:
     """Raises BrokenCheckpoint for what cannot be read."""
-    tracked = tracking.read(path, fields)
+    fields = source.fields
+    if source.foreign is None:
+        tracked = tracking.read(path, fields)
+    else:
+        tracked = tracking.matched(fields["tracked"])
     numbers = optimizer_fields.read(fields)
     step, seed, scaling = fields["step"], fields["seed"], fields["scaling"]
     return _Beside(step, seed, scaling, tracked, numbers, _draws(path, fields.get("draws")))

@@ -16,6 +16,7 @@ from weakref import WeakMethod, finalize
 
 import torch
 
+from shardwise.checkpoint import folders
 from shardwise.checkpoint.background import BackgroundSave, Copies, reserve
 from shardwise.checkpoint.folder_lock import FolderClaim, take
 from shardwise.checkpoint.folders import Draft
@@ -107,6 +108,12 @@ class CheckpointSaver:
             self._world.say_once(
                 f"the file system of {folder} has no locks: see that no other job saves there."
             )
+
+    def end_removals(self, folder: Path) -> None:
+        """Remove what a killed run left half removed in `folder`: a run that has nothing more to
+        train makes no save that would."""
+        if self._spec.world_group.rank == 0 and folder in self._claims:
+            folders.end_removals(folder)
 
     def leave(self) -> None:
         """Let other jobs save where this engine did."""

@@ -92,6 +92,7 @@ class Checkpoints:
             return self._state.steps
         self.saver.claim(home)
         self.saver.wait()
+        self.saver.end_removals(home)
         complete, lost = self.loader.found(home)
         loaded = self._load_newest([found.path for found in complete])
         if loaded is None:

@@ -23,17 +23,16 @@ from torch.amp import GradScaler
 
 from shardwise import config
 from shardwise.engine import describe, start_lines
-from shardwise.engine.backward import BackwardRunner
+from shardwise.engine.backward import BackwardRunner, layer_times_of
 from shardwise.engine.build import States
 from shardwise.engine.checkpoints import Checkpoints
-from shardwise.engine.engine_state import EngineState, build_state, spec_of
+from shardwise.engine.engine_state import build_state, spec_of
 from shardwise.engine.random_state import RandomState
-from shardwise.engine.recording import Recording
+from shardwise.engine.recording import recording_of
 from shardwise.engine.state_access import StateAccess
 from shardwise.engine.step import StepRunner
 from shardwise.engine.step_statistics import StepStats
 from shardwise.engine.user_objects import living
-from shardwise.parallel.pipeline import LayerTimes
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.world import current as current_world
 
@@ -78,12 +77,12 @@ class Engine:
         self._state = state = build_state(world, number, self._spec, scaler, tensor_plan)
         # The order matters: the state is collective to build, the generators wait for the first
         # batch from here on, and a step needs all other parts.
-        self._timing = _layer_times(state)
+        self._timing = layer_times_of(state)
         self._randoms = RandomState(state)
         self._access = StateAccess(state)
         self._checkpoints = Checkpoints(state, self._randoms)
         self._backward = BackwardRunner(state, self._randoms, self._timing)
-        self._recording = _recording(state)
+        self._recording = recording_of(state)
         self._stepper = StepRunner(
             state,
             self._backward,
@@ -100,6 +99,11 @@ class Engine:
     def steps(self) -> int:
         """How many steps were made, those before a resume included."""
         return self._state.steps
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there was a backward since the last step."""
+        return self._state.accumulation.backwards > 0
 
     @property
     def loss_scale(self) -> float:
@@ -349,7 +353,8 @@ class Engine:
         self, path: str | PathLike[str], *, strict: bool = True, model_only: bool = False
     ) -> None:
         """Load `path`: a checkpoint's folder (`folder`/step-N), whatever row and size wrote it; or
-        the tensors of a model from .safetensors, .pt, or a folder as Hugging Face writes them.
+        a folder that DeepSpeed saved, stages 0 to 3; or the tensors of a model from .safetensors,
+        .pt, or a folder as Hugging Face writes them.
 
         `model_only` leaves optimizers, steps and what is tracked as they are, as a file of another
         library does. Without `strict` names that are missing or unexpected are passed over.
@@ -388,18 +393,3 @@ class Engine:
             if self._recording is not None:
                 self._recording.close()
             living.discard(self._state.objects)
-
-
-def _layer_times(state: EngineState) -> LayerTimes | None:
-    """What times the layers, where that is asked for: the first engine's first model's, on rank
-    0."""
-    path = state.spec.settings.time_layers
-    if path is None or state.number or not state.world.is_main:
-        return None
-    return LayerTimes(state.spec.models[0], state.spec.settings.units, path)
-
-
-def _recording(state: EngineState) -> Recording | None:
-    """What writes down each step, where `shardwise verify` asks for it. Collective then."""
-    folder = state.world.settings.record_tensors
-    return None if folder is None else Recording(state, Path(folder))

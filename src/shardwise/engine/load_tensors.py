@@ -16,6 +16,10 @@ from torch import Tensor, nn
 from shardwise.checkpoint import document, reader
 from shardwise.checkpoint import tensor_names as names
 from shardwise.checkpoint.byte_ranges import Extent, clipped
+from shardwise.checkpoint.deepspeed.as_checkpoint import fields_of
+from shardwise.checkpoint.deepspeed.as_checkpoint import verify as verify_save
+from shardwise.checkpoint.deepspeed.folders import find
+from shardwise.checkpoint.deepspeed.save import Save
 from shardwise.checkpoint.folders import DOCUMENT, lacks_document
 from shardwise.checkpoint.format import dtype_of
 from shardwise.checkpoint.reader import TensorReader
@@ -37,11 +41,14 @@ Fill = Callable[[Tensor, int], None]
 @dataclass(frozen=True)
 class CheckpointSource:
     """Where the values of a model's tensors are: by set its files, and by the model's names those
-    in the file. `fields` are what stands beside them, where it is a checkpoint of ours."""
+    in the file. `fields` are what stands beside them, where it is a checkpoint of ours, or one of
+    DeepSpeed's with an optimizer."""
 
     sets: Mapping[str, TensorReader]
     names: Mapping[str, str]
     fields: Mapping[str, Any] = field(default_factory=dict)
+    foreign: Save | None = None
+    """The save of DeepSpeed that it is, if it is one."""
 
     def has(self, kind: str, name: str) -> bool:
         """Whether tensor `name` of set `kind` is there."""
@@ -83,6 +90,7 @@ def open_source(
     lost what stands beside the tensors, unless those `alone` are wanted.
     """
     fields: dict[str, Any] = {}
+    save: Save | None = None
     if lacks_document(path) and not alone:
         raise BrokenCheckpoint(
             f"{path} has the tensors of a checkpoint, and no {DOCUMENT}, which says the rest of "
@@ -97,11 +105,26 @@ def open_source(
         }
         if MODEL not in sets:
             raise BrokenCheckpoint(f"{path / DOCUMENT} has no set of tensors {MODEL!r}.")
+    elif (folder := find(path)) is not None:
+        save = Save(folder)
+        sets = {MODEL: save.model}
+        if not alone:
+            sets, fields = fields_of(save, engine_tensors.inventory.names, _groups(engine_tensors))
     else:
         sets = {MODEL: stack.enter_context(closing(reader.open_foreign(path)))}
     found = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
     _check(path, engine_tensors, sets[MODEL], found, strict=strict)
-    return CheckpointSource(sets, found.found, fields)
+    return CheckpointSource(sets, found.found, fields, save)
+
+
+def _groups(engine_tensors: EngineTensors) -> list[list[str]]:
+    """The names of what the optimizers have, by group."""
+    named = engine_tensors.optimized
+    return [
+        [named[parameter] for parameter in group["params"]]
+        for optimizer in engine_tensors.spec.optimizers
+        for group in optimizer.param_groups
+    ]
 
 
 def _check(
@@ -139,6 +162,9 @@ def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
     Tensors are dealt out by their bytes, the largest first. Raises BrokenCheckpoint for one that is
     not as it was written.
     """
+    if source.foreign is not None:
+        verify_save(source.foreign, rank, size)
+        return
     lost = [
         f"{name} of the set {kind}"
         for kind, sums in source.fields["checksums"].items()

@@ -79,6 +79,8 @@ def check(
     were saved, BrokenCheckpoint for options that cannot be theirs."""
     classes = [(type(o).__name__, len(o.param_groups)) for o in engine_tensors.spec.optimizers]
     there = [(described["class"], len(described["groups"])) for described in fields["optimizers"]]
+    if len(there) == len(classes):  # a class that is not said may be any
+        there = [(name or own[0], count) for own, (name, count) in zip(classes, there, strict=True)]
     if classes != there:
 
         def said(several: list[tuple[str, int]]) -> str:
@@ -89,6 +91,7 @@ def check(
             "Make the same ones, or load the model alone: engine.load(path, model_only=True)."
         )
     _check_groups(engine_tensors, fields)
+    _check_kind(engine_tensors.spec.optimizers, fields, numbers)
     _check_options(engine_tensors.spec.optimizers, numbers)
     lost = sorted(set(fields["state"]) - set(engine_tensors.optimized.values()))
     if lost:
@@ -118,6 +121,35 @@ def _check_groups(engine_tensors: EngineTensors, fields: Mapping[str, Any]) -> N
                     "when the checkpoint was saved (counted over all optimizers), so it would get "
                     "the rate and the options of others. Make the groups in the same order, or "
                     "load the model alone: engine.load(path, model_only=True)."
+                )
+
+
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "lr_scale"}
+"""Options that schedulers add to groups."""
+
+_ADAMW = "decoupled_weight_decay"
+"""The option of torch's AdamW that its Adam has as False."""
+
+
+def _check_kind(
+    optimizers: Sequence[optim.Optimizer], fields: Mapping[str, Any], numbers: OptimizerFields
+) -> None:
+    """Raise CheckpointMismatch where the options of an optimizer whose class is not said are those
+    of another class than here."""
+    for described, optimizer, several in zip(
+        fields["optimizers"], optimizers, numbers.options, strict=True
+    ):
+        if described["class"]:
+            continue
+        for group, saved in zip(optimizer.param_groups, several, strict=True):
+            odd = sorted(set(saved) - set(group) - _OF_SCHEDULERS)
+            if saved.get(_ADAMW, group.get(_ADAMW)) != group.get(_ADAMW):
+                odd.append(_ADAMW)
+            if odd:
+                raise CheckpointMismatch(
+                    f"The checkpoint is of an optimizer with {listed(odd)}, and here it is "
+                    f"{type(optimizer).__name__}, which differs in that. Make the optimizer that "
+                    "was saved, or load the model alone: engine.load(path, model_only=True)."
                 )
 
 

@@ -129,3 +129,9 @@ def _parameters(spec: EngineSpec) -> list[list[tuple[str, tuple[int, ...]]]]:
         ]
         for optimizer in spec.optimizers
     ]
+
+
+def recording_of(state: EngineState) -> Recording | None:
+    """What writes down each step, where `shardwise verify` asks for it. Collective then."""
+    folder = state.world.settings.record_tensors
+    return None if folder is None else Recording(state, Path(folder))

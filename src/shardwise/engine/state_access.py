@@ -79,6 +79,11 @@ class StateAccess:
             raise UsageError(
                 "engine.ema() between engine.backward and engine.step: enter it after the step."
             )
+        if state.states.shown is not None and state.states.shown.residency.in_block:
+            raise UsageError(
+                "engine.ema() inside engine.full_parameters(), where parameters are whole already "
+                "and would stay what they are: enter ema() first, and full_parameters() inside it."
+            )
         state.objects.look_for_changes()
         with torch.no_grad():
             context = state.states.averages.swapped_in()

@@ -112,6 +112,18 @@ class Tracking:
             for name, value in saved.items()
         }
 
+    def matched(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """`states` that another library saved, of schedulers, by the names that these have here: a
+        state goes to the only scheduler that is tracked, else to the name that it has."""
+        schedulers = [n for n, each in self._tracked.items() if hasattr(each, "get_last_lr")]
+        if len(schedulers) == len(states) == 1:
+            return {schedulers[0]: next(iter(states.values()))}
+        return dict(states)
+
+    def left_out(self, states: Mapping[str, Any]) -> list[str]:
+        """The names of what is tracked and has none of `states`."""
+        return sorted(set(self._tracked) - set(states))
+
     def give(self, states: Mapping[str, Any]) -> None:
         """Let each object have its state. Raises BrokenCheckpoint where one does not take it."""
         for name, state in states.items():

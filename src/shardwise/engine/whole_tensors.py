@@ -36,7 +36,13 @@ def full_parameters(
         module = None  # forwards are the plain ones everywhere or nowhere
     with torch.no_grad():
         numbers = unit_assignment.units_in(shown.sections, module) if shown is not None else []
-        whole: Any = nullcontext({}) if shown is None else shown.residency.whole(numbers)
+        if write and shown is not None and shown.residency.in_block:
+            _check_writable(shown.residency.is_writable(numbers))
+            yield  # what is written here is the outer block's to store
+            return
+        whole: Any = nullcontext({})
+        if shown is not None:
+            whole = shown.residency.whole(numbers, write=write)
         with whole as buckets:
             with _joined(spec, module, write=write):
                 yield
@@ -104,6 +110,16 @@ def _check_inner(*, write: bool, outer: bool) -> None:
         raise UsageError(
             "full_parameters(write=True) inside full_parameters() of layers that are split: give "
             "the outer block write=True."
+        )
+
+
+def _check_writable(writable: bool) -> None:
+    """Raise UsageError for a block that is to write more than the block around it may."""
+    if not writable:
+        raise UsageError(
+            "full_parameters(write=True) inside a full_parameters() block that is there to read, "
+            "or that has a part of the model: give the outer block write=True and the same "
+            "module, or leave it before."
         )
 
 

@@ -95,7 +95,10 @@ def _world() -> World:
         return current_world()
     except UsageError:
         states = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
+        device = torch.accelerator.current_accelerator(check_available=True)
+        kind = "cuda" if device is None else device.type  # of none, where there is none
+        count = torch.accelerator.device_count() if kind != "mps" else 0  # fork_rng knows it not
+        with torch.random.fork_rng(devices=range(count), device_type=kind):
             world = init_world()
         random.setstate(states[0])
         np.random.set_state(states[1])

@@ -209,7 +209,7 @@ class _TensorSpec:
 
     def __init__(self, tensor: Tensor) -> None:
         self._shape, self._dtype = tuple(tensor.shape), tensor.dtype
-        self._on_gpu = tensor.is_cuda
+        self._on_gpu = tensor.device.type != "cpu"
 
     def empty(self) -> Tensor:
         """A tensor like it, on this rank."""

@@ -149,7 +149,7 @@ def describe_rank(
         "state": str(len(optimizer.state)),
         "samples": _sample_digest(),
         "rate": "unscaled" if averages and not asked_size else "",
-        "device": f"{socket.gethostname()} {device}" if device.type == "cuda" else "",
+        "device": f"{socket.gethostname()} {device}" if device.type != "cpu" else "",
     }
 
 

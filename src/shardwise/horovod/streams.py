@@ -1,4 +1,4 @@
-"""Orders CUDA work between the communication thread and the other threads.
+"""Orders an accelerator's work between the communication thread and the other threads.
 
 A kernel is enqueued long before it runs. So one thread records an event on its stream, and another
 makes its own stream wait for that event before it enqueues more. On the CPU all of this does
@@ -9,50 +9,59 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class StreamEvent:
-    """A CUDA event on some stream; without one, waiting does nothing."""
+def _streams_of(device: torch.device) -> Any:
+    """torch's module for the streams of `device`; None where it has one queue, as the CPU has."""
+    module = torch.get_device_module(device)
+    return module if device.type != "cpu" and hasattr(module, "Stream") else None
 
-    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+
+class StreamEvent:
+    """An event on some stream; without one, waiting does nothing."""
+
+    def __init__(self, event: Any = None, device: torch.device | None = None) -> None:
         self._event = event
+        self._device = device
 
     @classmethod
     def record(cls, tensors: Sequence[Tensor]) -> StreamEvent:
-        """An event on the current stream of the GPU that has `tensors`; empty on the CPU."""
-        on_gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        if on_gpu is None:
-            return cls()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(on_gpu))
-        return cls(event)
+        """An event on the current stream of the accelerator that has `tensors`; empty on the
+        CPU."""
+        for device in (tensor.device for tensor in tensors):
+            if (streams := _streams_of(device)) is not None:
+                event = streams.Event()
+                event.record(streams.current_stream(device))
+                return cls(event, device)
+        return cls()
 
     def wait(self) -> None:
         """Make the current stream wait for the event; the host does not wait."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        if self._device is not None:
+            _streams_of(self._device).current_stream(self._device).wait_event(self._event)
 
 
-def record_use(tensors: Sequence[Tensor]) -> None:
-    """Record the use of tensors on the current stream.
+def record_use(tensors: Sequence[Tensor], stream: Any = None) -> None:
+    """Record the use of tensors on `stream`, or the current one.
 
     The allocator knows only the stream that made a tensor; without this it could reuse the memory
     while this stream still reads it.
     """
     for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        if (streams := _streams_of(tensor.device)) is not None:
+            tensor.record_stream(stream or streams.current_stream(tensor.device))
 
 
 class CommunicationStream:
-    """The CUDA stream that collectives are enqueued on; none for ranks on the CPU."""
+    """The stream that collectives are enqueued on; none for ranks on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._streams = _streams_of(device)
+        self._stream = self._streams.Stream(device) if self._streams is not None else None
 
     @contextmanager
     def after(self, event: StreamEvent) -> Iterator[None]:
@@ -60,13 +69,11 @@ class CommunicationStream:
         if self._stream is None:
             yield
             return
-        with torch.cuda.stream(self._stream):
+        with self._streams.stream(self._stream):
             event.wait()
             yield
 
     def record_use(self, tensors: Sequence[Tensor]) -> None:
         """Record the use of tensors of other streams on this one."""
         if self._stream is not None:
-            for tensor in tensors:
-                if tensor.is_cuda:
-                    tensor.record_stream(self._stream)
+            record_use(tensors, self._stream)

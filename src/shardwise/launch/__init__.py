@@ -7,4 +7,5 @@ supervisor.py        watches the ranks, and ends all when one fails
 failure_report.py    says which rank failed and why
 launchers.py         the table of launchers: each rank reads from it which rank it is
 environment.py       the variables that a rank is given
+deepspeed_flags.py   the command line of DeepSpeed's launcher, as flags of ours
 """

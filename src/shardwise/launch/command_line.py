@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import Field
+from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -51,6 +52,22 @@ def mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
             "If it is meant for shardwise, put it before the script.",
             err=True,
         )
+
+
+def adopting(names: Sequence[str], words: Sequence[str], *, module: bool) -> tuple[str, ...]:
+    """The words of a module that runs `words` with our classes in the place of those of `names`.
+
+    Raises LaunchError where there is nothing of that name, or it is no Python.
+    """
+    for name in names:
+        if name != "deepspeed" and find_spec(name) is None:  # of DeepSpeed nothing is needed
+            raise LaunchError(
+                f"--adopt {name} needs the package {name}: pip install 'shardwise[{name}]'"
+            )
+    program.command(words[0], tuple(words[1:]), module=module)  # raises where there is none
+    if not module and not program.is_script(words[0]):
+        raise LaunchError(f"--adopt runs scripts of Python, and {words[0]} is none.")
+    return ("shardwise.adopt", ",".join(names), *(("-m",) if module else ()), *words)
 
 
 def spelled(name: str, value: str) -> list[str]:

@@ -146,6 +146,7 @@ def read(folder: Path) -> dict[int, ErrorReport]:
 
 
 OURS = Path(__file__).parents[1]
+_ADOPT = OURS / "adopt.py"
 
 
 def refusal_sentence(error: BaseException) -> str:
@@ -154,14 +155,19 @@ def refusal_sentence(error: BaseException) -> str:
         return ""
     files = _files(error.__traceback__)
     users = [number for number, file in enumerate(files) if _is_users(file)]
+    if not users and _ADOPT in files:  # --adopt was refused, before any line of the script
+        return _said(error)
     if not users or not any(OURS in file.parents for file in files[users[-1] :]):
         return ""
     if any(any(map(_is_users, _files(cause.__traceback__))) for cause in _causes(error)):
         return ""
-    said = " ".join([str(error), *getattr(error, "__notes__", ())])
     *before, last = _users_frames(error.__traceback__)
     way = "".join(f"{_place(frame)} > " for frame in before)
-    return f"{said} [{way}{_line(last)}]"
+    return f"{_said(error)} [{way}{_line(last)}]"
+
+
+def _said(error: BaseException) -> str:
+    return " ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def users_line(trace: TracebackType | None) -> str:

@@ -15,6 +15,7 @@ GROUPS = {
     "scale": "Scale",
     "plan": "Pipeline plan",
     "verify": "Verify",
+    "simulate": "Simulate",
     "where": "Where",
     "spread": "Spread",
     "precision": "Precision",
@@ -62,7 +63,7 @@ class Typed(click.ParamType):  # type: ignore[type-arg]
             raise ConfigError(f"{shown} takes {wanted}, not {value!r}.") from None
 
 
-ADOPTED = ("accelerate", "transformers")
+ADOPTED = ("accelerate", "deepspeed", "transformers", "lightning")
 """The libraries whose classes `--adopt` puts ours in the place of, as adopt.py does it."""
 
 
@@ -154,7 +155,7 @@ def own() -> Iterator[Flag]:
         shown="--adopt NAMES",
         listed=True,
         type=Typed(adopted),
-        help=f"our classes in the place of theirs: {', '.join(ADOPTED)}",
+        help=f"our classes for those of {', '.join(ADOPTED)}",
     )
     yield Flag(
         ["--port"],
@@ -176,6 +177,13 @@ def own() -> Iterator[Flag]:
         group="where",
         shown="--config FILE",
         help="a TOML file of settings; weaker than flags and environment",
+    )
+    yield Flag(
+        ["--deepspeed"],
+        group="where",
+        shown="--deepspeed JSON",
+        rare=True,
+        help="a DeepSpeed JSON as settings; weaker than all of these",
     )
     yield from _recover_flags()
     yield from _watch_flags()

@@ -52,12 +52,14 @@ class HostTask:
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """The end of a rank: `how` in words, its error report, if any, and its last progress."""
+    """The end of a rank: `how` in words, its error report, if any, and its last progress; `alone`
+    says that it has left no process behind."""
 
     end: ExitStatus
     how: str
     report: ErrorReport | None
     progress: Progress | None
+    alone: bool
 
     @property
     def saved(self) -> bool:
@@ -127,9 +129,12 @@ class LocalWorkers:
                 for source in worker.sources:
                     self._ignore(source)
                     source.drain()
-                if worker.end is not None and worker.end.code == 0 and worker.is_gone():
-                    progress.mark_ended_early(self._folder, worker.rank)
                 self._left(self._rank_exit(worker))
+
+    def ended_well(self, rank: int) -> None:
+        """Let the ranks here know that `rank`, of any host, ended with code 0: they may wait for
+        it."""
+        progress.mark_ended_early(self._folder, rank)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to all that is left of the ranks; SIGTERM also ends who would save."""
@@ -221,4 +226,5 @@ class LocalWorkers:
             how=how,
             report=error_file.read(self._folder).get(worker.rank),
             progress=progress.read(self._folder, worker.rank),
+            alone=worker.is_gone(),
         )

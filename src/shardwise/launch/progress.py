@@ -112,7 +112,8 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 def mark_ended_early(folder: Path, rank: int) -> None:
-    """Let the ranks of this host, whose error files lie in `folder`, know that `rank` ended well.
+    """Let the ranks of this host, whose error files lie in `folder`, know that `rank`, of any host,
+    ended well.
 
     For a rank of which no process is left: what goes on in the background may still come.
     """

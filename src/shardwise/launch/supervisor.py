@@ -44,6 +44,9 @@ class Site(Protocol):
     def ask_to_end(self, number: signal.Signals) -> None:
         """Pass on that someone wants the ranks to end; those that save first report it."""
 
+    def ended_well(self, rank: int) -> None:
+        """Let the ranks there know that `rank`, of any host, ended with code 0."""
+
     def resize(self, window: tuple[int, int]) -> None:
         """Pass on the new rows and columns of the terminal."""
 
@@ -121,6 +124,9 @@ class Supervisor:
         """Note that a rank has ended."""
         self._running.discard(rank_exit.end.rank)
         self._exits[rank_exit.end.rank] = rank_exit
+        if rank_exit.end.code == 0 and rank_exit.alone:
+            for site in self._sites:
+                site.ended_well(rank_exit.end.rank)
         if self._is_patient:
             self._settle()
 

@@ -57,6 +57,8 @@ class Residency:
         self._depth = 0
         self._tape: list[Hashable] = []
         self._backwards = 0
+        self._own: dict[int, bool] = {}
+        """The units that a block of the user's has whole, and whether it is there to write."""
         self._whole = WholeUnits(parameters, units, self._gathers)
         self.settled()
         parameters.watch(self.settled)
@@ -88,6 +90,7 @@ class Residency:
         self._end_dead_passes()
         if self._depth == 0 and self._pass is None:
             self._whole.let_go_of_all(but_lasting=self.is_awaited)
+            self._whole.casts.begin()
             kind = ("forward", hook, torch.is_grad_enabled(), self.part)
             if kind not in self._expected:
                 self._expected[kind] = self._inside(module)
@@ -106,8 +109,10 @@ class Residency:
         in_backward = self._is_backward()
         awaited = torch.is_grad_enabled() or self.is_awaited
         if not (unit.depth or in_backward or (unit.lasting and awaited)):
+            self._whole.casts.left(number)
             self._whole.let_go(unit)
         if self._depth == 0 and not in_backward:
+            self._whole.casts.end()
             kind, self._pass = self._pass, None
             if torch.is_grad_enabled():
                 self._tape.append(kind)
@@ -213,32 +218,50 @@ class Residency:
 
     @contextmanager
     def whole(
-        self, numbers: Sequence[int], *, here: bool = True
+        self, numbers: Sequence[int], *, here: bool = True, write: bool = False
     ) -> Iterator[dict[ShardedBucket, Tensor]]:
-        """Inside the block the units `numbers` are whole, in memory of their own. Collective.
+        """Inside the block the units `numbers` are whole, in memory of their own, to read or to
+        `write`. Collective.
 
-        Yields their buckets. A rank that is not `here` takes part and keeps nothing.
+        Yields their buckets, but for those that a block around has already: they are its to end. A
+        rank that is not `here` takes part and keeps nothing.
         """
         if self._pass is not None:
             raise UsageError(
                 "engine.full_parameters inside a forward or a backward: enter it outside of them."
             )
-        self._parameters.check()
+        if not self.in_block:  # what a block around has written is that block's to store
+            self._parameters.check()
         self._whole.let_go_of_all()
+        new = [number for number in numbers if number not in self._own]
         shown: dict[ShardedBucket, Tensor] = {}
-        for number in numbers:
+        for number in new:
             shown |= self._whole.make_own(number, here=here)
+        self._own |= dict.fromkeys(new, write)
         try:
             yield shown
         finally:
             self._whole.forget_writes()
-            for number in numbers:
+            for number in new:
+                del self._own[number]
                 self._whole.end_own(number, here=here)
             self._whole.allow_writes(False)
 
+    @property
+    def in_block(self) -> bool:
+        """Whether a block of the user's has units whole now."""
+        return bool(self._own)
+
+    def is_writable(self, numbers: Sequence[int]) -> bool:
+        """Whether a block of the user's has all of `numbers` whole, to write."""
+        return all(self._own.get(number, False) for number in numbers)
+
     def check_unwritten(self, shown: Mapping[ShardedBucket, Tensor]) -> None:
-        """Raise BrokenView if one of `shown`, which `whole` gave to be read, was written to."""
+        """Raise BrokenView if one of `shown`, which `whole` gave to be read, was written to.
+        Collective."""
         self._parameters.check_unwritten(shown)
+        if not any(self._own.values()):
+            self._parameters.check()
 
     def resting(self) -> list[Tensor]:
         """The parameters that are not whole."""

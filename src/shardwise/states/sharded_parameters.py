@@ -236,7 +236,6 @@ class ShardedParameters(Parameters):
         mine = [number for bucket, flat in shown.items() for number in bucket.written(flat)]
         for number in itertools.chain.from_iterable(self._group.gather_objects(mine)):
             raise self.written_in_vain(self._all[number])
-        self.check()
 
     def written_in_vain(self, tracked: Tracked) -> BrokenView:
         """The error for a write that only this rank's temporary copy of a parameter has seen."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -59,9 +59,7 @@ class StorageFactory:
         `width` of them are in use at a time. Raises TierError where a disk cannot take them.
         """
         if not self.on_disk:
-            return [
-                self._in_memory(length, *kind) for length, kind in zip(lengths, kinds, strict=True)
-            ]
+            return self._in_memory(lengths, kinds)
         dtypes = [dtype for dtype, _ in kinds]
         records = [
             size
@@ -80,11 +78,26 @@ class StorageFactory:
         copy_streams = [self.copy_stream(device) for _, device in kinds]
         return list(on_disk(store, lengths, dtypes, copy_streams))
 
-    def _in_memory(self, length: int, dtype: torch.dtype, device: torch.device) -> Storage:
+    def _in_memory(self, lengths: Sequence[int], kinds: Sequence[TensorKind]) -> list[Storage]:
+        made: list[Storage | None] = [None] * len(kinds)
+        for kind in dict.fromkeys(kinds):
+            indices = [index for index, each in enumerate(kinds) if each == kind]
+            for index, storage in zip(
+                indices, self._of_kind([lengths[i] for i in indices], *kind), strict=True
+            ):
+                made[index] = storage
+        return [storage for storage in made if storage is not None]
+
+    def _of_kind(
+        self, lengths: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Iterator[Storage]:
         copy_stream = self.copy_stream(device)
         if copy_stream is None:
-            return MemoryStorage(self._group.allocate(length, dtype, device))
-        return HostStorage(copy_stream.memory(length, dtype), copy_stream)
+            for length in lengths:
+                yield MemoryStorage(self._group.allocate(length, dtype, device))
+        else:
+            for memory in copy_stream.memories(lengths, dtype):
+                yield HostStorage(memory, copy_stream)
 
     def close(self) -> None:
         """Give room on disks back."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise.states.bucket_gathers import BucketGathers, Gather, WholeBucket, there, whole_of
 from shardwise.states.lost_writes import LostWrites
-from shardwise.states.saved_references import BucketAddresses, BucketReference
+from shardwise.states.saved_references import BucketAddresses, BucketReference, CastCache
 from shardwise.states.sharded_bucket import ShardedBucket
 from shardwise.states.sharded_parameters import ShardedParameters
 from shardwise.states.tracked import Tracked
@@ -187,10 +187,16 @@ class WholeUnits:
         """Finds what to save instead of a tensor, if its memory is a whole unit's."""
         return self._addresses.find  # itself, since it is called for all that autograd saves
 
+    @property
+    def casts(self) -> CastCache:
+        """What autocast keeps of a forward's weights."""
+        return self._addresses.casts
+
     def is_current(self, reference: BucketReference) -> bool:
         """Whether parameters have not changed since `reference` was made."""
         return reference.generation == self._addresses.generation
 
     def tensor_at(self, reference: BucketReference) -> Tensor:
         """The tensor that `reference` was made of; its unit is whole."""
-        return self._units[reference.unit].wholes[reference.index].in_form(reference.form)
+        whole = self._units[reference.unit].wholes[reference.index]
+        return reference.of(whole.in_form(reference.form))

@@ -10,7 +10,7 @@ itself needs a copy, it waits for the copy's event: `event.synchronize()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
@@ -33,6 +33,16 @@ class CopyStream:
     def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host that copies go to and from without a stop, with anything in it."""
         return torch.empty(numel, dtype=dtype, pin_memory=self.device.type != "cpu")
+
+    def memories(self, numels: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """As `memory`, for many tensors that live equally long, in a few blocks."""
+        sizes, places = packed([numel * dtype.itemsize for numel in numels])
+        blocks = [self.memory(size // dtype.itemsize, dtype) for size in sizes]
+        starts = [(blocks[index], first // dtype.itemsize) for index, first in places]
+        return [
+            block[start : start + numel]
+            for (block, start), numel in zip(starts, numels, strict=True)
+        ]
 
     def from_here(self) -> AbstractContextManager[None]:
         """A block, of any thread, in which the copy stream is the present one.
@@ -85,3 +95,29 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)
+
+
+ALIGNED = 512
+"""Bytes that intervals in one block are aligned to: torch's own blocks on a device are."""
+
+
+def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Lay `sizes` (bytes) end to end into blocks whose sizes are powers of two.
+
+    torch's allocator of pinned memory rounds up to such a size: by itself, an interval would take
+    up to twice its bytes. Returns the blocks' sizes, and by interval its block and first byte.
+    """
+    aligned = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+    blocks: list[int] = []
+    places: list[tuple[int, int]] = []
+    used, left = 0, sum(aligned)
+    for size in aligned:
+        if not blocks or used + size > blocks[-1]:
+            above = 1 << (max(left, ALIGNED) - 1).bit_length()
+            # All that is left, where that wastes half an interval at most; else what can be filled.
+            fits = above if above - left <= size // 2 else above // 2
+            blocks.append(max(fits, 1 << (max(size, ALIGNED) - 1).bit_length()))
+            used = 0
+        places.append((len(blocks) - 1, used))
+        used, left = used + size, left - size
+    return blocks, places

@@ -143,9 +143,20 @@ def memory_in_use() -> dict[str, float]:
     one."""
     found = {"resident set": _resident() / MB}
     torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        found["device"] = torch.cuda.memory_allocated() / MB
+    if torch is not None and (nbytes := _on_device(torch)) is not None:
+        found["device"] = nbytes / MB
     return found
+
+
+def _on_device(torch: Any) -> int | None:
+    """Bytes of tensors on the accelerator of this process; None where it uses none."""
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is None:
+        return None
+    module: Any = torch.get_device_module(device)
+    if not getattr(module, "is_initialized", lambda: True)():
+        return None
+    allocated = getattr(module, "memory_allocated", None) or module.current_allocated_memory
+    return int(allocated())
 
 
 def _resident() -> int:

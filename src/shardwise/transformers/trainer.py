@@ -121,12 +121,12 @@ class Sharded:
         wait that is still to serve the forwards of others.
         """
         plain = getattr(self.model, "generate", None)
-        if plain is None or self._sharded_engines() == 0:
+        if plain is None:
             yield
             return
 
         def generate(*arguments: Any, **keywords: Any) -> Any:
-            with self.accelerator.uneven():
+            with self.accelerator.uneven(self.model):
                 return plain(*arguments, **keywords)
 
         own = vars(self.model)
@@ -137,9 +137,6 @@ class Sharded:
         finally:
             del own["generate"]
             own.update(before)
-
-    def _sharded_engines(self) -> int:
-        return sum(e.placement.is_sharded("parameters") for e in self.accelerator.engines)
 
 
 def on(trainer: type[Any]) -> type[Any]:

@@ -2,6 +2,7 @@
 on the placement: a cause is named only if taking it away makes the difference go.
 
     sampler      every DistributedSampler gives all samples, as on one rank
+    batches      a DataLoader that a library shares out has as many rows on all workers together
     split        random_split draws by a generator of its own, alike on all ranks
     draws        what is drawn after a step is drawn alike on all ranks
     loss         losses are multiplied by a number
@@ -50,6 +51,21 @@ def _sampler(value: Any) -> None:
         plain(self, dataset, **{**more, **kwargs, "num_replicas": 1, "rank": 0})
 
     kind.__init__ = alone
+
+
+def _batches(size: int) -> None:
+    kind: Any = torch.utils.data.DataLoader
+    plain = kind.__init__
+
+    @wraps(plain)
+    def divided(self: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
+        # A library makes further ones out of the user's; Trainer makes the first one itself.
+        first = watching.caller(1) is not None or watching.module_of(1) == "transformers"
+        if first and batch_size and current().size > 1:
+            batch_size = max(1, batch_size // size)
+        plain(self, dataset, batch_size, *args, **kwargs)
+
+    kind.__init__ = divided
 
 
 def _split(value: Any) -> None:
@@ -246,6 +262,7 @@ def _around_step(
 
 _ALL: dict[str, Callable[[Any], None]] = {
     "sampler": _sampler,
+    "batches": _batches,
     "split": _split,
     "draws": _draws,
     "loss": _loss,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.verify.comparing import Comparison, StepDifference
@@ -30,6 +30,8 @@ class Suspect:
     alter: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     both: bool = False
+    beside: str = ""
+    """What is said of it where it belongs to the mistake that another one names."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,17 @@ def find(suspects: Sequence[Suspect], agrees: Agrees, clue: str) -> Found:
         fewer = [each for each in needed if each is not suspect]
         if len(fewer) > 1 and agrees(fewer):
             needed = fewer
-    return Found(needed)
+    return Found(_as_one(needed))
+
+
+def _as_one(found: Sequence[Suspect]) -> Sequence[Suspect]:
+    """One cause where the number of workers is asked for by one mistake: a batch of a worker's own
+    has TOTAL // workers rows, a sum made by hand is divided by them."""
+    particular = [each for each in found if each.name != "size"]
+    if len(found) != 2 or len(particular) != 1:
+        return found
+    (one,), (size,) = particular, (each for each in found if each.name == "size")
+    return [replace(one, words=f"{one.words} {size.beside}")]
 
 
 def suspects(
@@ -69,10 +81,11 @@ def suspects(
     if first is None:
         return list(_general(facts))
     apart = astray(other)
+    ahead = _rates(reference) if _pace(reference, other, size) > 1 else {}
     return [
-        *_of_data(facts, comparison, first),
+        *_of_data(facts, comparison, first, size, ahead),
         *_of_loss(reference, other, first, size),
-        *_of_rate(reference, other),
+        *_of_rate(reference, other, size),
         *_of_model(facts),
         *_of_tensors(apart),
         *_general(facts, by_design=other.driver == "horovod"),
@@ -100,11 +113,17 @@ def lines(facts: Mapping[str, Any], name: str) -> str:
 
 
 def _of_data(
-    facts: Mapping[str, Any], comparison: Comparison, first: StepDifference
+    facts: Mapping[str, Any],
+    comparison: Comparison,
+    first: StepDifference,
+    size: int,
+    rates: Mapping[str, Any],
 ) -> Iterator[Suspect]:
     """Other samples, or more of them. What was fed before the first difference counts."""
     seen = [step for step in comparison.steps if 0 < step.number <= max(first.number, 1)]
     odd = next((step for step in seen if not step.fed), None)
+    if facts.get("bridge") and odd is not None and odd.rows[1] == size * odd.rows[0]:
+        yield _growing(facts["bridge"][-1], odd, size, rates)
     if facts.get("sampler"):
         yield Suspect(
             name="sampler",
@@ -133,6 +152,18 @@ def _of_data(
         "this worker's rows by world.share.",
         alter={"draws": True},
         both=True,
+    )
+
+
+def _growing(library: str, odd: StepDifference, size: int, rates: Mapping[str, Any]) -> Suspect:
+    """Batches that grow with the workers, as those of a library do that counts them by worker;
+    schedules that follow them go with it."""
+    return Suspect(
+        name="batches",
+        words=f"{_GROWING[library]}, so the total batch grows with the workers{_rows(odd)}. With "
+        f"batches of 1/{size} of the rows{' and its rates' if rates else ''} the runs agree. This "
+        f"is how the library works; to train as on one worker, {_TO_DIVIDE[library]}.",
+        alter={"batches": size, **({"lr": rates} if rates else {})},
     )
 
 
@@ -170,15 +201,17 @@ def _of_loss(
     )
 
 
-def _of_rate(reference: Training, other: Training) -> Iterator[Suspect]:
+def _of_rate(reference: Training, other: Training, size: int) -> Iterator[Suspect]:
     """Learning rates that are other ones than the reference's."""
-    rates: dict[str, list[list[float]]] = {}
+    rates = _rates(reference)
     apart: list[tuple[float, float]] = []
     for engine, steps in reference.engines.items():
-        rates[str(engine)] = [list(step.lr) for step in steps[1:]]
         pairs = zip(steps[1:], other.engines.get(engine, [])[1:], strict=False)
         apart += [(a, b) for x, y in pairs for a, b in zip(x.lr, y.lr, strict=False) if a != b]
     if not apart:
+        return
+    if (pace := _pace(reference, other, size)) > 1:
+        yield _fast_schedule(pace, rates)
         return
     theirs, ours = apart[0]
     times = f"{ours / theirs:.6g} times the reference's" if theirs else "another one"
@@ -188,6 +221,49 @@ def _of_rate(reference: Training, other: Training) -> Iterator[Suspect]:
         f"{theirs:.6g}, though the total batch is the same. With the reference's rates the runs "
         "agree. Leave the rate as it is: sw.Loader's batch_size is the total, so nothing grows "
         "with the workers (sw.lr.ScaledLR is for batches that do).",
+        alter={"lr": rates},
+    )
+
+
+def _rates(reference: Training) -> dict[str, list[list[float]]]:
+    """By engine the learning rates of each step."""
+    return {
+        str(engine): [list(step.lr) for step in steps[1:]]
+        for engine, steps in reference.engines.items()
+    }
+
+
+def _pace(reference: Training, other: Training, size: int) -> int:
+    """How many steps of the reference's schedule each step makes: the number of workers where all
+    rates are those of so many times the step, and not a multiple of those of the same step."""
+    scaled = True
+    for engine, steps in other.engines.items():
+        theirs = [step.lr for step in reference.engines.get(engine, [])[1:]]
+        ours = [step.lr for step in steps[1:]]
+        ahead = theirs[::size]
+        if not ahead or not all(map(_same_rates, ours, ahead)):
+            return 1
+        scaled &= all(
+            _same_rates(mine, [size * rate for rate in its])
+            for mine, its in zip(ours, theirs, strict=False)
+        )
+    return 1 if scaled else size
+
+
+def _same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
+    return len(one) == len(other) and all(
+        math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-300) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _fast_schedule(times: int, rates: Mapping[str, Any]) -> Suspect:
+    return Suspect(
+        name="lr",
+        words=f"the learning-rate scheduler is stepped {times} times in each step, once for each "
+        "worker, though the total batch is the same. With the reference's rates the runs agree. "
+        "Accelerate does so for schedulers that are prepared, unless its batches are totals: write "
+        "DataLoaderConfiguration(split_batches=True) and the total batch size, or do not prepare "
+        "the scheduler. In a loop of your own step it once.",
         alter={"lr": rates},
     )
 
@@ -254,9 +330,23 @@ def _general(facts: Mapping[str, Any], *, by_design: bool = False) -> Iterator[S
             words=f"code that depends on the number of workers{lines(facts, 'size')}. With 1 told "
             f"to the script the runs agree. {_BY_DESIGN if by_design else _TOTAL}",
             alter={"size": True},
+            beside="What the script makes of the number of workers"
+            f"{lines(facts, 'size')} belongs to the same mistake: the runs agree without both.",
         )
 
 
+_GROWING = {
+    "accelerate": "Accelerate gives each worker a batch of batch_size rows, and steps schedulers "
+    "once for each worker",
+    "transformers": "Trainer gives each worker per_device_train_batch_size rows",
+    "lightning": "Lightning gives each worker a batch of batch_size rows",
+}
+_TO_DIVIDE = {
+    "accelerate": "write DataLoaderConfiguration(split_batches=True), for which batch_size is the "
+    "total",
+    "transformers": "divide per_device_train_batch_size by the number of workers",
+    "lightning": "divide batch_size by the number of workers",
+}
 UNSHARED = Suspect(
     name="unshared",
     words="every worker trains on the whole batch: all that differs is how many items a step "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shardwise.errors import LaunchError
 from shardwise.printable import printable
@@ -24,7 +26,7 @@ from shardwise.verify.flow import Verification
 from shardwise.verify.plan import Plan
 from shardwise.verify.records import Training
 from shardwise.verify.report import Report
-from shardwise.verify.runs import RECORDS, Run, RunFailed
+from shardwise.verify.runs import RECORDS, Run, RunFailed, WarmRanks
 from shardwise.verify.verdicts import Result
 
 NEEDS = ("matplotlib", "jinja2")
@@ -32,30 +34,72 @@ FAILED = 1
 LOGS = "verify-logs"
 """The folder, beside the report, of what each run printed."""
 
+EVERY = 30.0
+"""Seconds between lines about a long run where there is no terminal."""
+
 LINES_OF_OUTPUT = 60
 """How many of the last lines of a run that failed are shown, its traceback among them."""
 
 
+class Shown:
+    """How far the runs are: on a terminal a line that changes, else a line for each run, and one
+    more every `EVERY` seconds of it."""
+
+    def __init__(self) -> None:
+        # The standard output is for the verdict, or for the JSON.
+        self._console = Console(highlight=False, markup=False, stderr=True)
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.fields[what]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None, what="")
+        self._said = -math.inf
+
+    def show(self, number: int, words: str, steps: int, most: int) -> None:
+        """Show that run `number`, called so in words, has made `steps` of `most`."""
+        far = printable(f"run {number} · {words} · step {steps} of {most}")
+        self._bar.update(self._task, what=far)
+        if self._bar.disable and (not steps or time.monotonic() - self._said > EVERY):
+            self._said = time.monotonic()
+            line = far if steps else printable(f"run {number} · {words}")
+            self._console.print(line, soft_wrap=True)
+
+    def __enter__(self) -> Shown:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+
 @dataclass
 class Maker:
-    """Makes runs with a log each in `folder`, showing on `bar` how far each is."""
+    """Makes runs with a log each in `folder`, their ranks forked from `warm` ones."""
 
     folder: Path
-    bar: Progress
-    task: TaskID
+    shown: Shown
+    warm: WarmRanks
     made: list[str] = field(default_factory=list)
 
     def __call__(self, run: Run, words: str) -> Training:
         """Make one. Raises RunFailed."""
         self.made.append(words)
-        log = self.folder / f"{len(self.made):02d}.txt"
+        number = len(self.made)
+        log = self.folder / f"{number:02d}.txt"
+        self.shown.show(number, words, 0, run.steps)
+        seen = 0
 
         def show(steps: int) -> None:
-            far = f"run {len(self.made)} · {words} · step {steps} of {run.steps}"
-            self.bar.update(self.task, what=printable(far))
+            nonlocal seen
+            if steps > seen:
+                seen = steps
+                self.shown.show(number, words, steps, run.steps)
 
-        show(0)
-        return runs.make(run, words, log, show)
+        return runs.make(run, words, log, show, self.warm)
 
 
 def verify(plan: Plan, json_file: Path | None) -> int:
@@ -77,7 +121,7 @@ def verify(plan: Plan, json_file: Path | None) -> int:
     before = signal.signal(signal.SIGTERM, _leave)
     results: list[Result] = []
     try:
-        with _maker(plan.out, console) as maker:
+        with _maker(plan) as maker:
             verification = Verification(plan, maker)
             verification.check()
             for placement in plan.placements:
@@ -96,19 +140,11 @@ def verify(plan: Plan, json_file: Path | None) -> int:
 
 
 @contextmanager
-def _maker(out: Path, console: Console) -> Iterator[Maker]:
-    """What makes runs, with their logs in a folder of `out`."""
-    folder = _log_folder(out)
-    bar = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.fields[what]}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with bar:
-        yield Maker(folder, bar, bar.add_task("", total=None, what=""))
+def _maker(plan: Plan) -> Iterator[Maker]:
+    """What makes the runs of a plan, with their logs in a folder of `out`."""
+    folder = _log_folder(plan.out)
+    with WarmRanks(plan.script, plan.most) as warm, Shown() as shown:
+        yield Maker(folder, shown, warm)
 
 
 def _log_folder(out: Path) -> Path:

@@ -21,6 +21,19 @@ Whether it trains the same:   shardwise verify -n 4 --zero 3 train.py --epochs 3
 shardwise verify [flags] SCRIPT.py [its arguments]     runs it on one worker, then spread
 """
 
+LAUNCHER = {
+    "hosts": "-H",
+    "hostfile": "--hostfile",
+    "pass_on": "-x",
+    "per_host": "--nproc-per-node",
+    "ssh": "--ssh",
+    "ssh_port": "--ssh-port",
+    "python": "--python",
+    "interface": "--interface",
+    "host_timeout": "--host-timeout",
+}
+"""The launcher's flags that a placement may have, and how they are spelled."""
+
 STEPS = 20
 """Steps that are compared, where the user does not say."""
 
@@ -82,7 +95,7 @@ def own() -> Iterator[Flag]:
 def command() -> Command:
     """The command `verify`: the settings of `run`, but for those that it gives itself."""
     own_settings = {"record", "record_tensors", "stop_after", "trial", "time_layers"}
-    shared = {"words", "module", "size", "config", "hosts", "hostfile", *config.FIELDS}
+    shared = {"words", "module", "size", "config", "adopt", *LAUNCHER, *config.FIELDS}
     return Command(
         "verify",
         top=TOP,
@@ -107,6 +120,7 @@ def _verify(
     json_file: Path | None,
     out: str | None,
     module: bool,
+    adopt: tuple[str, ...] | None,
     **given: Any,
 ) -> int:
     """The command `verify`: `given` are the flags of the first placement."""
@@ -116,6 +130,7 @@ def _verify(
     if not module and not program.is_script(words[0]):
         raise LaunchError(f"shardwise verify runs Python: a script, or -m MODULE, not {words[0]}.")
     command_line.mention_misplaced(words)
+    adopting = command_line.adopting(adopt, words, module=module) if adopt is not None else ()
     original = None if against is None else tuple(_words_of(against, "--against"))
     if original is not None:
         name = original[0] if original else ""
@@ -130,7 +145,7 @@ def _verify(
     plan = import_module("shardwise.verify.plan")
     kind = import_module("shardwise.verify.runs").Script
     asked = plan.Plan(
-        script=kind(words=words, module=module),
+        script=kind(words=words, module=module, adopting=adopting),
         placements=spread,
         steps=steps,
         out=Path(out or f"runs/verify-{Path(words[0]).stem}"),
@@ -147,6 +162,10 @@ def placement_of(text: str) -> Any:
     given = command().make_context("--also", _words_of(text, "--also")).params
     if given["words"]:
         raise LaunchError(f"{text!r} is to be flags of shardwise run, without a script.")
+    if given["adopt"] is not None:
+        raise LaunchError(
+            f"{text!r} has --adopt, which is about the script: give it once, beside the script."
+        )
     return _placement(given)
 
 
@@ -167,10 +186,13 @@ def _placement(given: dict[str, Any]) -> Any:
         if value is not None and name in ("config", *config.FIELDS)
     }
     command_line.check_settings(settings)
-    hosts = (("-H", given["hosts"]), ("--hostfile", given["hostfile"]))
-    launcher = [word for flag, value in hosts if value is not None for word in (flag, value)]
+    launcher: list[str] = []
+    for name, flag in LAUNCHER.items():
+        value = given[name]
+        several = value if isinstance(value, tuple) else () if value is None else (value,)
+        launcher += [word for each in several for word in (flag, str(each))]
     size = given["size"]
-    if size is None and not launcher:
+    if size is None and all(given[name] is None for name in ("hosts", "hostfile", "per_host")):
         size = resources.gpu_count(os.environ) or 2
     kind = import_module("shardwise.verify.placements").Placement
     return kind(size=size, settings=settings, launcher=tuple(launcher))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.errors import LaunchError
+from shardwise.launch.flags import ADOPTED
 from shardwise.verify import causes, placements
 from shardwise.verify.causes import Found, Suspect
 from shardwise.verify.comparing import Comparison, compare
@@ -161,7 +162,8 @@ class Verification:
         """Why a second run of the reference differs from the first; None where it does not."""
 
         def same(words: str, before: Training | None, **more: Any) -> tuple[bool, Training]:
-            made = self._run(self._alone(), words, against=True, **more)
+            seat = int(before is not None)
+            made = self._run(self._alone(), words, against=True, seat=seat, **more)
             return before is not None and compare(before, made).within(TOLERANCE), made
 
         if same("the reference again", reference)[0]:
@@ -239,6 +241,7 @@ class Verification:
         settings: Mapping[str, str] | None = None,
         environ: Mapping[str, str] | None = None,
         precision: str = WIDE,
+        seat: int = 0,
     ) -> Training:
         script = self.plan.script
         if against and self.plan.against is not None:
@@ -255,6 +258,7 @@ class Verification:
             environ=environ or {},
             precision=precision,
             most=self.plan.most,
+            seat=seat if against else 1,
         )
         return self.make(run, words)
 
@@ -269,8 +273,9 @@ def _check_driver(training: Training, script: str) -> None:
     if training.driver in ("", "plain"):
         raise LaunchError(
             f"{script} makes no sw.Engine and trains with no shardwise.horovod optimizer, so no "
-            "placement changes anything about it. docs/from_ddp.md has the lines to write; to "
-            f"compare a ported script with this one: shardwise verify --against {script} PORTED.py"
+            f"placement changes anything about it. --adopt {'|'.join(ADOPTED)} runs a script of "
+            "that library's as it is; else docs/from_ddp.md has the lines to write. To compare "
+            f"a ported script with this one: shardwise verify --against {script} PORTED.py"
         )
     if not training.steps:
         raise LaunchError(

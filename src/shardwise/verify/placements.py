@@ -39,13 +39,19 @@ class Placement:
     def __str__(self) -> str:
         return shlex.join(self.words)
 
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """Of the launcher's flags those that pass variables on (-x), which matter on any host."""
+        pairs = zip(self.launcher, self.launcher[1:], strict=False)
+        return tuple(word for flag, value in pairs if flag == "-x" for word in (flag, value))
+
     def reference(self) -> Placement:
         """One rank on this host that trains the same: -n 1 --zero 0."""
         kept = {name: text for name, text in self.settings.items() if name in TRAINING}
         alone = {"zero": "0"}
         if "config" in kept:  # what a file says of the placement is overridden
             alone |= {"tensor": "1", "pipeline": "1"}
-        return Placement(size=1, settings=alone | kept)
+        return Placement(size=1, settings=alone | kept, launcher=self.passed)
 
     def having(self, **settings: str) -> Placement:
         """The same with some settings in place of its own."""
@@ -171,4 +177,4 @@ def workers(placement: Placement) -> Iterator[Placement]:
         return
     for size in range(1, placement.size):
         if size % placement.replica == 0 and (size <= 2 or placement.size % size == 0):
-            yield replace(placement, size=size, launcher=())
+            yield replace(placement, size=size, launcher=placement.passed)

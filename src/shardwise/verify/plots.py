@@ -70,7 +70,7 @@ def draw(report: Report, folder: Path) -> str:
         figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
         worst = report.verdict
         figure.suptitle(
-            f"{_short(report.command)}: {worst.words}",
+            f"{_tail(report.command, 80)}: {worst.words}",
             color=VERDICTS[worst],
             fontsize=13,
             fontweight="bold",
@@ -103,7 +103,7 @@ def _losses(axes: Any, report: Report) -> None:
         )
     axes.ticklabel_format(axis="y", useOffset=False)
     _by_step(axes)
-    axes.legend(frameon=False, fontsize=8.5, loc="upper right")
+    axes.legend(frameon=False, fontsize=8.5, loc="best")
 
 
 def _steps(axes: Any, report: Report) -> None:
@@ -129,7 +129,7 @@ def _steps(axes: Any, report: Report) -> None:
     axes.set_ylim(LEAST / 3, None)
     _by_step(axes)
     axes.set_xlabel("step (-1: before the first)")
-    axes.legend(frameon=False, fontsize=8.5, loc="center right")
+    axes.legend(frameon=False, fontsize=8.5, loc="best")
 
 
 def _tensors(axes: Any, report: Report) -> None:

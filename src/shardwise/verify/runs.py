@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,20 @@ from typing import Any
 from shardwise.launch import program
 from shardwise.launch.resources import usable_cores
 from shardwise.tensor_log import WANTED
-from shardwise.verify import records
+from shardwise.verify import rank_client, records
 from shardwise.verify.placements import Placement
+from shardwise.verify.rank_client import SEATS, socket_path
 from shardwise.verify.records import Training
 
 SHIM = "shardwise.verify.script"
+SERVER = "shardwise.verify.fork_server"
+CLIENT = Path(rank_client.__file__)
+LARGE = {
+    *("accelerate", "datasets", "lightning", "matplotlib", "peft", "pytorch_lightning", "scipy"),
+    *("sklearn", "torchvision", "transformers", "trl"),
+}
+"""Packages that take long to import, and may be before a rank knows who it is."""
+
 RECORDS = "record-"
 """What the names of folders begin with that runs record into."""
 
@@ -29,10 +39,12 @@ OnStep = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What is run: its words, and whether the first is a module."""
+    """What is run: its words, and whether the first is a module. `adopting` are the words of the
+    module that is run in its place, which then runs it (--adopt)."""
 
     words: tuple[str, ...]
     module: bool = False
+    adopting: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +65,8 @@ class Run:
     """For what trains without an engine."""
     most: int = 1
     """The largest number of ranks of all runs, which share the cores alike."""
+    seat: int = 0
+    """Which warm process rank 0 is forked from: another seed of hash than in other seats."""
 
 
 class RunFailed(Exception):
@@ -70,16 +84,19 @@ def last_words(output: str) -> str:
     return next((line for line in reversed(lines) if line), "it said nothing")
 
 
-def make(run: Run, name: str, log: Path, on_step: OnStep) -> Training:
-    """Make the run called `name`, all its output going to `log`. Raises RunFailed; ended by Ctrl-C
-    it ends its ranks first. What was recorded is removed in any case."""
+def make(
+    run: Run, name: str, log: Path, on_step: OnStep, warm: WarmRanks | None = None
+) -> Training:
+    """Make the run called `name`, all its output going to `log`, its ranks forked from `warm` ones
+    where that can be. Raises RunFailed; ended by Ctrl-C it ends its ranks first. What was recorded
+    is removed in any case."""
     folder = Path(tempfile.mkdtemp(prefix=RECORDS, dir=log.parent))
     try:
         if run.values is not None:
             (folder / WANTED).write_text(json.dumps({"names": list(run.values)}))
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command(run, folder),
+                command(run, folder, warm),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -93,18 +110,22 @@ def make(run: Run, name: str, log: Path, on_step: OnStep) -> Training:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def command(run: Run, folder: Path) -> list[str]:
+def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
     """The words that make a run, which records into `folder`."""
     where = str(folder.resolve())
     given = {
         "record": where,
         "steps": run.steps,
-        "module": run.script.module,
+        "module": run.script.module or bool(run.script.adopting),
         "alter": dict(run.alter),
         "plain": run.placement is None,
         "precision": run.precision,
     }
-    shim = ["-m", SHIM, json.dumps(given), *run.script.words]
+    arguments = [json.dumps(given), *(run.script.adopting or run.script.words)]
+    shim = ["-m", SHIM, *arguments]
+    # What the interpreter reads at its start must be there then; other hosts have no warm process.
+    if warm is not None and not run.environ and not (run.placement and run.placement.launcher):
+        shim = warm.words(run.seat, arguments)
     if run.placement is None:
         return [sys.executable, *shim]
     flags = [*run.placement.words, "--trial", "--stop-after", str(run.steps)]
@@ -113,6 +134,54 @@ def command(run: Run, folder: Path) -> list[str]:
 
 
 def _environment(run: Run) -> dict[str, str]:
+    return {**environment(run.most), **run.environ}
+
+
+def environment(most: int) -> dict[str, str]:
     """Threads as many at every size, so that no sum is cut in another way for that alone."""
-    threads = str(max(1, usable_cores() // run.most))
-    return {"OMP_NUM_THREADS": threads, **os.environ, **run.environ}
+    threads = str(max(1, usable_cores() // most))
+    return {"OMP_NUM_THREADS": threads, **os.environ}
+
+
+class WarmRanks:
+    """Warm processes that ranks are forked from (fork_server.py); a context.
+
+    `script` is what will be run: what it imports of known large packages is imported by them.
+    """
+
+    def __init__(self, script: Script, most: int) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="shardwise-warm-"))
+        modules = " ".join(_large_imports(script))
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", SERVER, socket_path(str(self._folder), seat), modules],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the runs, which end their ranks
+                env=environment(most),
+            )
+            for seat in range(SEATS if sys.platform == "linux" else 0)
+        ]
+
+    def words(self, seat: int, arguments: Sequence[str]) -> list[str]:
+        """The script, and its arguments, that is a rank with these arguments."""
+        return [str(CLIENT), str(self._folder), str(seat), *arguments]
+
+    def __enter__(self) -> WarmRanks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _large_imports(script: Script) -> list[str]:
+    """What a script imports that takes long."""
+    text = program.text_of(next((word for word in script.words if program.is_script(word)), ""))
+    found = set(re.findall(r"^\s*(?:import|from)\s+(\w+)", text, re.MULTILINE))
+    return sorted(found & LARGE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import runpy
 import sys
@@ -23,7 +24,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from shardwise.launch import launchers
+from shardwise.launch import launchers, program
+from shardwise.launch.flags import ADOPTED
 from shardwise.model.precision import PRESETS
 from shardwise.verify import alterations, outside, watching
 
@@ -79,6 +81,11 @@ def main(arguments: list[str]) -> None:
     """Run what `arguments` name, until it ends."""
     given: dict[str, Any] = json.loads(arguments[0])
     words = arguments[1:]
+    if not Path(given["record"]).is_dir():
+        sys.exit(
+            f"shardwise: host {platform.node()} does not see {given['record']}, where each rank "
+            "records. On several hosts verify needs a folder that all of them share: --out DIR."
+        )
     sys.argv = words
     facts = watching.Facts()
     watching.watch(facts)
@@ -98,16 +105,23 @@ def main(arguments: list[str]) -> None:
         try:
             _run(words[0], facts, module=given["module"])
         finally:
+            for library in ADOPTED:
+                if f"shardwise.{library}" in sys.modules:
+                    facts.note("bridge", library)
             recorder.leave()
 
 
 def _run(name: str, facts: watching.Facts, *, module: bool) -> None:
+    script = next((word for word in sys.argv if program.is_script(word)), "")
+    for number, line in enumerate(program.text_of(script).splitlines(), 1):
+        if _RANKS.search(line):
+            facts.note("rank", f"{Path(script).name}:{number}")
     if module:
+        # python -m shardwise.adopt NAMES [-m MODULE | SCRIPT] runs another one in its place.
+        own = name if name != "shardwise.adopt" else sys.argv[3] if sys.argv[2] == "-m" else ""
+        watching.USERS.add(own.split(".")[0])
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         return
-    for number, line in enumerate(Path(name).read_text(errors="replace").splitlines(), 1):
-        if _RANKS.search(line):
-            facts.note("rank", f"{Path(name).name}:{number}")
     # As the interpreter does, which has put the current folder there for -m.
     sys.path[0] = str(Path(name).resolve().parent)
     runpy.run_path(name, run_name="__main__")

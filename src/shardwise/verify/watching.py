@@ -6,6 +6,7 @@ What is noted names no cause: it says which causes are worth a trial (causes.py)
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -25,6 +26,10 @@ from shardwise.world import World
 OURS = tuple(f"{Path(str(each.__file__)).parent}{os.sep}" for each in (shardwise, torch))
 """Where code lies that is not the user's."""
 _LIBRARY = ("runpy", "contextlib", "functools")
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+"""Libraries such as Accelerate, which ask for ranks, draw and drop on behalf of a script."""
+USERS: set[str] = set()
+"""Installed packages that are the user's own: what was started by -m."""
 
 RANKS = ("rank", "local_rank", "data_rank", "is_main")
 SIZES = ("size", "local_size", "data_size")
@@ -56,6 +61,11 @@ def caller(depth: int) -> str | None:
     return _line(frame) if frame is not None and _is_users(frame) else None
 
 
+def module_of(depth: int) -> str:
+    """The package that the code is of that called, `depth` frames up."""
+    return str(sys._getframe(depth + 1).f_globals.get("__name__", "")).split(".")[0]
+
+
 def user_line() -> str | None:
     """FILE:LINE of the innermost code of the user's that is under way."""
     frame: FrameType | None = sys._getframe(1)
@@ -66,9 +76,14 @@ def user_line() -> str | None:
 
 def _is_users(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
-    if path.startswith(("<", *OURS)):
+    if path.startswith(("<", *OURS)) or _is_installed(path):
         return False
     return str(frame.f_globals.get("__name__", "")) not in _LIBRARY
+
+
+def _is_installed(path: str) -> bool:
+    found = _INSTALLED.search(path)
+    return found is not None and path[found.end() :].split(os.sep)[0] not in USERS
 
 
 def _line(frame: FrameType) -> str:

@@ -17,7 +17,14 @@ from shardwise.checkpoint import document, reader
 from shardwise.checkpoint.byte_ranges import ByteRange
 from shardwise.checkpoint.commands import checkpoint
 from shardwise.checkpoint.export import write_model
-from shardwise.checkpoint.folders import Draft, Found, complete, lacks_document, lost
+from shardwise.checkpoint.folders import (
+    Draft,
+    Found,
+    complete,
+    end_removals,
+    lacks_document,
+    lost,
+)
 from shardwise.checkpoint.format import TensorSpec, lay_out
 from shardwise.checkpoint.writer import Writer, create
 from shardwise.cli import main
@@ -110,6 +117,16 @@ def test_of_a_link_the_link_is_removed(tmp_path):
         saved(folder, step, keep=1)
         assert names(folder) == [f"step-{step}"]
     assert names(tmp_path / "far" / "step-1") == ["checkpoint.json"]
+
+
+def test_removals_that_a_kill_cut_short_are_ended(tmp_path):
+    saved(tmp_path, 3)
+    for name in (".step-1.gone", ".step-2.gone.1", ".step-4.partial", ".step-5.replaced"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".step-1.gone" / "model.safetensors").touch()
+    end_removals(tmp_path)
+    assert names(tmp_path) == [".step-4.partial", ".step-5.replaced", "step-3"]
+    end_removals(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("kind", ["link", "file"])

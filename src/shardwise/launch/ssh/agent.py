@@ -6,7 +6,7 @@
         <- ready | refused
     start ->                  the ranks run
         <- output, end, saves ...
-    signal, ask, resize ->
+    signal, ask, resize, ended ->
     close ->                  it ends, as it does when the connection ends or falls silent
 
 It reads its standard input and writes its standard output, which ssh carries. Whatever happens,
@@ -137,6 +137,10 @@ class Agent:
         if self._workers is not None:
             self._workers.ask_to_end(protocol.signal_of(number))
 
+    def _on_ended(self, rank: int) -> None:
+        if self._workers is not None:
+            self._workers.ended_well(rank)
+
     def _on_resize(self, window: tuple[int, int]) -> None:
         if self._workers is not None:
             self._workers.resize(window)
@@ -154,7 +158,12 @@ class Agent:
             found and asdict(found) for found in (rank_exit.report, rank_exit.progress)
         )
         self._send(
-            "end", end=asdict(rank_exit.end), how=rank_exit.how, report=report, progress=progress
+            "end",
+            end=asdict(rank_exit.end),
+            how=rank_exit.how,
+            report=report,
+            progress=progress,
+            alone=rank_exit.alone,
         )
 
     def _saves(self, number: signal.Signals) -> None:

@@ -49,6 +49,7 @@ TO_AGENT: Kinds = {
     "start": {"task": dict},
     "signal": {"number": int},
     "ask": {"number": int},
+    "ended": {"rank": int},
     "resize": {"window": [int]},
     "close": {},
 }
@@ -64,7 +65,13 @@ FROM_AGENT: Kinds = {
     "ready": {"command": [str], "address": str, "port": int, "master_port": int},
     "refused": {"why": str},
     "output": {"rank": int, "stream": int, "data": str},
-    "end": {"end": dict, "how": str, "report": (dict, type(None)), "progress": (dict, type(None))},
+    "end": {
+        "end": dict,
+        "how": str,
+        "report": (dict, type(None)),
+        "progress": (dict, type(None)),
+        "alone": bool,
+    },
     "saves": {"number": int},
 }
 
@@ -192,4 +199,5 @@ def rank_exit(message: Message, offset: float) -> RankExit:
         how=message["how"],
         report=None if found is None else replace(found, time=found.time + offset),
         progress=None if progress is None else build(Progress, progress),
+        alone=message["alone"],
     )

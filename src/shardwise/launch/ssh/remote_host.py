@@ -102,6 +102,10 @@ class RemoteHost:
         """Pass on to the ranks there that someone wants them to end."""
         self._send("ask", number=int(number))
 
+    def ended_well(self, rank: int) -> None:
+        """Let the ranks there know that `rank`, of any host, ended with code 0."""
+        self._send("ended", rank=rank)
+
     def resize(self, window: tuple[int, int]) -> None:
         """Send the new rows and columns of the terminal."""
         self._send("resize", window=window)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from shardwise.errors import ModelError
+from shardwise.randomness import generator_of
 from shardwise.tiers.host_memory import mapped, trim
 
 
@@ -206,12 +207,8 @@ def perform(operation: Operation, generator: torch.Generator) -> None:
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that operations on `device` draw from."""
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
+    if device.type != "meta":
+        return generator_of(device)
     raise ModelError(
         f"on_meta cannot record random numbers drawn on {device}: build the model on the CPU "
         "inside the block."

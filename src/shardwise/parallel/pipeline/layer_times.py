@@ -140,6 +140,9 @@ class _Times:
 
 
 def _clock() -> float:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        module: Any = torch.get_device_module(device)
+        # Not where ranks on the CPU have left it alone: that would start it.
+        if getattr(module, "is_initialized", lambda: True)():
+            module.synchronize()
     return time.perf_counter()

@@ -16,7 +16,7 @@ from shardwise.parallel.pipeline.parameter_ownership import ParameterOwnership
 from shardwise.parallel.pipeline.stage_tensors import StageRun
 from shardwise.parallel.pipeline.stages import Stages
 from shardwise.parallel.pipeline.tied_weights import TiedWeights
-from shardwise.randomness import seed_from
+from shardwise.randomness import generator_of, seed_from
 
 
 class Undoable(Protocol):
@@ -97,9 +97,8 @@ class PipelineGroup(Stages):
     def seed_generators(self, *coordinates: int | str) -> None:
         """Seed the generators of this rank."""
         seed = seed_from(*coordinates)
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+        for device in {torch.device("cpu"), self.device}:
+            generator_of(device).manual_seed(seed)
 
     # -- exchange between stages -----------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.model.recomputation import once
-from shardwise.randomness import seed_from
+from shardwise.randomness import generator_of, seed_from
 
 
 class ReplicaRandomness:
@@ -35,9 +35,7 @@ class ReplicaRandomness:
 
     @property
     def _generator(self) -> torch.Generator:
-        if self._device.type == "cuda":
-            return torch.cuda.default_generators[self._device.index or 0]
-        return torch.default_generator
+        return generator_of(self._device)
 
     def enter_region(self) -> None:
         """Switch to this rank's own random numbers."""

@@ -1,0 +1,259 @@
+"""Losses, norms and rates of 20 steps, beside the real DeepSpeed: the same script and JSON.
+
+    python benchmarks/deepspeed_parity.py                     # all cases, on 1 and 2 ranks
+    python benchmarks/deepspeed_parity.py --ranks 2 --only bf16
+    python benchmarks/deepspeed_parity.py --figures tests/unit/deepspeed_schedules.json
+
+Each library runs all cases in one start of torchrun, with DS_ACCELERATOR=cpu. Printed are the
+largest relative differences of the mean loss over the ranks, of the gradient's norm before
+clipping, where DeepSpeed has one, and of the learning rate. With `--figures` the rates and betas of
+DeepSpeed's schedules are written instead, which a test compares ours with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+STEPS = 20
+ADAM = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+SCHEDULES = {
+    "WarmupLR": {"warmup_max_lr": 1e-2, "warmup_num_steps": 8},
+    "WarmupDecayLR": {"total_num_steps": 16, "warmup_max_lr": 1e-2, "warmup_num_steps": 4},
+    "WarmupCosineLR": {"total_num_steps": 16, "warmup_num_steps": 4, "warmup_type": "linear"},
+    "OneCycle": {
+        "cycle_min_lr": 1e-3,
+        "cycle_max_lr": 1e-2,
+        "cycle_first_step_size": 5,
+        "decay_step_size": 3,
+        "decay_lr_rate": 0.5,
+    },
+    "LRRangeTest": {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 4},
+}
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """The JSON of each case, by name."""
+    found = {}
+    for stage in range(4):
+        zero = {"zero_optimization": {"stage": stage}}
+        found[f"fp32 stage {stage}"] = zero
+        found[f"fp32 stage {stage}, accumulation 3, clipping 0.1"] = zero | {
+            "gradient_accumulation_steps": 3,
+            "gradient_clipping": 0.1,
+        }
+        found[f"bf16 stage {stage}"] = zero | {"bf16": {"enabled": True}}
+        found[f"bf16 stage {stage}, accumulation 3, clipping 0.1"] = zero | {
+            "bf16": {"enabled": True},
+            "gradient_accumulation_steps": 3,
+            "gradient_clipping": 0.1,
+        }
+    for name, params in SCHEDULES.items():
+        found[f"{name}, stage 1"] = {
+            "zero_optimization": {"stage": 1},
+            "scheduler": {"type": name, "params": params},
+        }
+    for name in ("AdamW", "Adagrad", "SGD"):
+        found[f"{name}, stage 0"] = {"optimizer": {"type": name, "params": {"lr": 1e-2}}}
+    found["no clipping, stage 2"] = {"gradient_clipping": 0, "zero_optimization": {"stage": 2}}
+    base = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM}
+    return {name: base | config for name, config in found.items()}
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("WarmupLR", {"warmup_num_steps": 8}),
+    ("WarmupLR", {"warmup_min_lr": 0.1, "warmup_max_lr": 0.2, "warmup_type": "linear"}),
+    ("WarmupLR", {"warmup_min_lr": [0.1, 0.2], "warmup_max_lr": [1, 2], "warmup_num_steps": 1}),
+    ("WarmupDecayLR", {"total_num_steps": 16, "warmup_num_steps": 5}),
+    ("WarmupDecayLR", {"total_num_steps": 4, "warmup_num_steps": 9, "warmup_type": "linear"}),
+    ("WarmupCosineLR", {"total_num_steps": 16, "warmup_num_steps": 5}),
+    ("WarmupCosineLR", {"total_num_steps": 12, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.2}),
+    (
+        "WarmupCosineLR",
+        {"total_num_steps": 14, "warmup_num_steps": 3, "warmup_type": "linear"},
+    ),
+    ("LRRangeTest", {"lr_range_test_step_size": 4}),
+    (
+        "LRRangeTest",
+        {
+            "lr_range_test_min_lr": [0.1, 0.2],
+            "lr_range_test_step_size": 5,
+            "lr_range_test_step_rate": 0.5,
+            "lr_range_test_staircase": True,
+        },
+    ),
+    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 6}),
+    (
+        "OneCycle",
+        {
+            "cycle_min_lr": 0.1,
+            "cycle_max_lr": 1.0,
+            "cycle_first_step_size": 4,
+            "cycle_second_step_size": 7,
+            "decay_step_size": 3,
+            "decay_lr_rate": 0.5,
+            "decay_mom_rate": 0.1,
+        },
+    ),
+    (
+        "OneCycle",
+        {
+            "cycle_min_lr": [0.1, 0.3],
+            "cycle_max_lr": [1.0, 2.0],
+            "cycle_first_step_size": 6,
+            "cycle_second_step_size": 9,
+            "cycle_first_stair_count": 3,
+            "cycle_second_stair_count": 2,
+            "cycle_momentum": False,
+        },
+    ),
+]
+"""Schedules and their keywords, of which a file has DeepSpeed's figures."""
+
+
+def rates(kind: Any, params: dict[str, Any]) -> list[list[float]]:
+    """Rates and first betas of two groups, at the start and after each of 24 steps."""
+    import torch
+
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    groups = [{"params": [weights[0]], "lr": 0.01}, {"params": [weights[1]], "lr": 0.02}]
+    optimizer = torch.optim.AdamW(groups)
+    schedule = kind(optimizer, **params)
+    found = []
+    for _ in range(25):
+        found.append([g["lr"] for g in optimizer.param_groups])
+        found[-1] += [g["betas"][0] for g in optimizer.param_groups]
+        schedule.step()
+    return found
+
+
+def write_figures(path: str) -> None:
+    """Write what DeepSpeed's schedules do."""
+    import deepspeed
+    from deepspeed.runtime import lr_schedules
+
+    rows = [
+        {"name": name, "params": params, "rates": rates(getattr(lr_schedules, name), params)}
+        for name, params in VARIANTS
+    ]
+    command = f"python benchmarks/deepspeed_parity.py --figures {path}"
+    head = {"command": command, "deepspeed": deepspeed.__version__}
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    Path(path).write_text(f'{json.dumps(head)[:-1]}, "figures": [\n{lines}\n]}}\n')
+
+
+# -- on a rank ------------------------------------------------------------------------------------
+
+
+def train(deepspeed: Any, config: dict[str, Any]) -> list[list[float]]:
+    """Loss (mean over ranks), norm and rate of each step."""
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8)
+    )
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+    draws = torch.Generator().manual_seed(1 + engine.global_rank)
+    rows = []
+    for _ in range(STEPS):
+        losses = []
+        for _ in range(engine.gradient_accumulation_steps()):
+            x = torch.randn(4, 16, generator=draws).to(dtype)
+            y = torch.randn(4, 8, generator=draws).to(dtype)
+            loss = torch.nn.functional.mse_loss(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach().double())
+        mean = torch.stack(losses).mean()
+        deepspeed.comm.all_reduce(mean)
+        mean /= deepspeed.comm.get_world_size()
+        norm = engine.get_global_grad_norm()
+        rows.append(
+            [float(mean), float("nan" if norm is None else norm), float(engine.get_lr()[0])]
+        )
+    engine.destroy()
+    return rows
+
+
+def work(library: str, names: list[str], out: str) -> None:
+    """Run the cases called `names` on this rank, and write what they did."""
+    deepspeed = import_module(library)
+    deepspeed.init_distributed()
+    known = cases()
+    found = {name: train(deepspeed, known[name]) for name in names}
+    if deepspeed.comm.get_rank() == 0:
+        Path(out).write_text(json.dumps(found))
+
+
+# -- beside each other ----------------------------------------------------------------------------
+
+
+def start(library: str, ranks: int, names: list[str], folder: str) -> dict[str, list[list[float]]]:
+    """What the ranks of one start of torchrun did in each case."""
+    out = Path(folder) / f"{library}-{ranks}.json"
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    mine = [__file__, "--worker", library, "--out", str(out), "--names", json.dumps(names)]
+    environ = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environ |= {"CUDA_VISIBLE_DEVICES": "", "SHARDWISE_QUIET": "on"}
+    done = subprocess.run(
+        [sys.executable, *words, *mine], env=environ, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{library} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    return json.loads(out.read_text())
+
+
+def difference(ours: list[list[float]], theirs: list[list[float]], column: int) -> float:
+    """The largest relative difference in a column; NaN where DeepSpeed has no figure."""
+    pairs = [(a[column], b[column]) for a, b in zip(ours, theirs, strict=True)]
+    return max((abs(a - b) / max(abs(b), 1e-12) if a != b else 0.0) for a, b in pairs)
+
+
+def compare(ranks: int, names: list[str]) -> None:
+    """Print a table of all cases on `ranks`."""
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = start("deepspeed", ranks, names, folder)
+        ours = start("shardwise.deepspeed", ranks, names, folder)
+    print(f"\n| {ranks} rank(s) | loss | norm | rate | last loss |\n|---|---|---|---|---|")
+    for name in names:
+        values = [difference(ours[name], theirs[name], column) for column in range(3)]
+        shown = " | ".join("-" if value != value else f"{value:.1e}" for value in values)
+        print(f"| {name} | {shown} | {ours[name][-1][0]:.6f} |", flush=True)
+
+
+def main() -> None:
+    """Run as a worker, or compare the two."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--only", default="", help="cases whose names have this in them")
+    parser.add_argument("--figures", help="write what DeepSpeed's schedules do into this file")
+    for hidden in ("--worker", "--out", "--names"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        work(given.worker, json.loads(given.names), given.out)
+        return
+    if given.figures:
+        write_figures(given.figures)
+        return
+    names = [name for name in cases() if given.only in name]
+    import torch
+
+    print(f"torch {torch.__version__}, {STEPS} steps, largest relative differences")
+    for ranks in given.ranks:
+        compare(ranks, names)
+
+
+if __name__ == "__main__":
+    main()

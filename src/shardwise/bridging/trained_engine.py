@@ -1,0 +1,188 @@
+"""One engine with the models and optimizers that it was made of, as a bridge's calls use it.
+
+backward ── clip ── clip ── step of one optimizer ── step of the other: the engine steps
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn, optim
+
+import shardwise as sw
+from shardwise.engine.usage_checks import mark_schedulers
+from shardwise.errors import UsageError
+
+EPSILON = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ has it."""
+
+
+@dataclass(frozen=True, eq=False)
+class LossItems:
+    """What a loss is a mean over: a number of items, those of one `batch` where that is known."""
+
+    number: float | Tensor
+    batch: object = None
+    same_items: bool | None = None
+    """Whether they are those of an earlier loss, where the script says so."""
+
+
+@dataclass(eq=False)
+class Trained:
+    """An engine with what it is made of, and what it was asked since its last step."""
+
+    engine: sw.Engine
+    models: list[nn.Module]
+    optimizers: list[optim.Optimizer]
+    owner: Any
+    """What made it, and gives it up where another one takes its models."""
+    skipped: bool = False
+    """Whether its last step updated nothing."""
+    norm: float = 0.0
+    """Of the gradient, where it was asked to be clipped."""
+    max_norm: float | None = None
+    """What the next step clips to."""
+    cleared: bool = True
+    """Whether a plain optimizer would have no gradients before the next backward."""
+    _batch: object = None
+    """The batch that the last loss was of."""
+    _stepped: list[optim.Optimizer] = field(default_factory=list)
+
+    def parameters(self) -> set[int]:
+        """The identities of what its optimizers train now."""
+        groups = (group for each in self.optimizers for group in each.param_groups)
+        return {id(p) for group in groups for p in group["params"] if p.requires_grad}
+
+    @property
+    def waits(self) -> bool:
+        """Whether some of its optimizers were stepped, and others are to be."""
+        return bool(self._stepped)
+
+    def check_complete(self, call: str) -> None:
+        """Raise UsageError where some optimizers were stepped and not all."""
+        if self._stepped:
+            left = [each for each in self.optimizers if each not in self._stepped]
+            names = " and ".join(type(each).__name__ for each in left)
+            raise UsageError(
+                f"{call} before {names} was stepped: the optimizers of one model step together, "
+                "since their gradients are made together. Step all of them after each backward; "
+                "or give each optimizer a model of its own."
+            )
+
+    def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None) -> None:
+        """Step `optimizer`: the engine does when the last of its optimizers is asked to."""
+        if optimizer in self._stepped:
+            self.check_complete(f"{type(optimizer).__name__}.step() again")
+        if closure is not None and len(self.optimizers) > 1:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step(closure) where the model has several "
+                "optimizers, which step together: make the backward before, and step without."
+            )
+        self._stepped.append(optimizer)
+        if len(self._stepped) < len(self.optimizers):
+            return
+        self._stepped.clear()
+        max_norm, self.max_norm = self.max_norm, None
+        self.skipped = False
+        if closure is None and not self.has_gradients(f"{type(optimizer).__name__}.step()"):
+            mark_schedulers(self.optimizers)  # it was stepped, if to no effect
+            return
+        self.skipped = self.engine.step(max_norm, closure=closure).skipped
+        self.cleared = False
+
+    def has_gradients(self, call: str) -> bool:
+        """Whether there was a backward since the last step. Without one, a plain optimizer that
+        was cleared has nothing to do in `call`; raises UsageError for one that was not, which
+        would use the gradients of the last step again."""
+        if self.engine.has_gradients or self.cleared:
+            return self.engine.has_gradients
+        raise UsageError(
+            f"{call} again without a backward since the last step, whose gradients are cleared "
+            "here: make a backward before; or call zero_grad() before, for a step that does "
+            "nothing."
+        )
+
+    def weighted(self, items: LossItems) -> dict[str, Any]:
+        """How a backward of a loss over `items` is weighted: a further loss of one batch adds up
+        with those before, as in plain PyTorch."""
+        again = items.same_items
+        if again is None and items.batch is not None:
+            again = (items.batch is self._batch and self.engine.has_gradients) or None
+        self._batch = items.batch
+        return {"weight": items.number, "same_items": again}
+
+    def clear(self) -> None:
+        """Forget the gradients since the last step."""
+        self._stepped.clear()
+        self.max_norm = None
+        self.cleared = True
+        self.engine.zero_grad()
+
+    def clip(self, max_norm: float, coefficient: float | None = None) -> None:
+        """Let the next step clip to `max_norm`; or, with a `coefficient` below 1, multiply by it.
+
+        Clipping again clips what is clipped already, so the smallest counts.
+        """
+        if coefficient is not None:
+            max_norm = coefficient * (self.norm + EPSILON) if coefficient < 1 else math.inf
+        if math.isfinite(self.norm) and math.isfinite(max_norm):
+            self.max_norm = max_norm if self.max_norm is None else min(max_norm, self.max_norm)
+
+    def clipped_norm(self) -> float:
+        """The norm as it is after what was asked so far."""
+        return self.norm * self.coefficient
+
+    @property
+    def coefficient(self) -> float:
+        """What the next step multiplies by to clip."""
+        return 1.0 if self.max_norm is None else min(1.0, self.max_norm / (self.norm + EPSILON))
+
+    def apply_clipping(self) -> None:
+        """Clip whole gradients as the next step would: what follows is of what is clipped."""
+        coefficient, self.max_norm = self.coefficient, None
+        if coefficient < 1:
+            for optimizer in self.optimizers:
+                for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(coefficient)
+
+
+_made: list[ref[Trained]] = []
+"""What was made in this process by whichever Accelerator, in that order. It lives as long as its
+models, which hold it: so it is there on all ranks, or on none."""
+
+_HELD = "_shardwise_trained"
+"""The attribute of a model that holds what trains it."""
+
+
+class _Held:
+    """What a model holds of what trains it; copies of the model hold nothing."""
+
+    def __init__(self, trained: Trained | None = None) -> None:
+        self.trained = trained
+
+    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
+        return _Held, ()
+
+
+def in_training() -> list[Trained]:
+    """What is trained now in this process."""
+    found = [(each, each()) for each in _made]
+    _made[:] = [each for each, trained in found if trained is not None]
+    return [trained for _, trained in found if trained is not None]
+
+
+def remember(trained: Trained) -> None:
+    _made.append(ref(trained))
+    for model in trained.models:
+        vars(model)[_HELD] = _Held(trained)
+
+
+def forget(trained: Trained) -> None:
+    _made[:] = [each for each in _made if each() is not trained]
+    for model in trained.models:
+        vars(model).pop(_HELD, None)

@@ -1,0 +1,224 @@
+"""One save of DeepSpeed as tensors by name, with what stands beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.checkpoint import tensor_names
+from shardwise.checkpoint.deepspeed import inert
+from shardwise.checkpoint.deepspeed.flat_groups import Shapes, each_by_itself
+from shardwise.checkpoint.deepspeed.folders import SaveFiles, files_of
+from shardwise.checkpoint.deepspeed.fragments import FragmentReader
+from shardwise.checkpoint.deepspeed.partitions import STAGE_3, Partitions, check_count, stage_of
+from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
+
+_OF_DEEPSPEED = {
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "sparse_tensor_module_names",
+    "csr_tensor_module_names",
+    "skipped_steps",
+    "global_steps",
+    "global_samples",
+    "dp_world_size",
+    "mp_world_size",
+    "checkpoint_parallel_dimensions",
+    "ds_config",
+    "ds_version",
+    "num_experts",
+    "ds_autoep_layers",
+    "autoep_layers",
+    "universal_checkpoint_info",
+}
+"""What DeepSpeed writes beside a model; the rest is the user's client_state."""
+
+
+class Save:
+    """What DeepSpeed saved in `folder`, that of a tag. Bytes of tensors are read when asked for.
+
+    `model` has the model's tensors: of stage 3 in fp32, else in the dtype of the run. `optimizer`
+    is the optimizer's of stage 0, `partitions` that of the others. Raises CheckpointError for what
+    is not read here, BrokenCheckpoint where files are missing or cut.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.files: SaveFiles = files_of(folder)
+        self._models = {rank: _map_in(path) for rank, path in self.files.models.items()}
+        self._beside = self._models[0]
+        saved = {rank: _optimizer_in(path) for rank, path in self.files.optimizers.items()}
+        self.stage = stage_of(folder, saved)
+        self.partitions: Partitions | None = None
+        if saved:
+            check_count(folder, saved, len(self._models) if self.stage == STAGE_3 else None)
+            self.partitions = Partitions(folder, self.stage, saved, self._shapes())
+        elif self._beside.get("param_shapes") is not None:
+            raise BrokenCheckpoint(
+                f"{folder} was saved with ZeRO, and none of its *_optim_states.pt is there. Bring "
+                "them back, or take another checkpoint."
+            )
+        self.ranks = len(saved) or self._count("dp_world_size", 1)
+        self.optimizer: dict[str, Any] | None = self._beside.get("optimizer")
+        self.loss_scale = _loss_scale(saved[0] if saved else self.optimizer or {})
+        self.model = self._read_model()
+
+    def _count(self, key: str, otherwise: int = 0) -> int:
+        told = self._beside.get(key, otherwise)
+        return told if isinstance(told, int) and told >= 0 else otherwise
+
+    def _shapes(self) -> list[Shapes]:
+        told = self._beside.get("param_shapes")
+        if not isinstance(told, list) or not all(isinstance(each, dict) for each in told):
+            raise BrokenCheckpoint(
+                f"{self.files.models[0]} does not say which parameters the optimizer's partitions "
+                "hold (param_shapes). Take another checkpoint."
+            )
+        return [{str(name): tuple(shape) for name, shape in each.items()} for each in told]
+
+    # -- what stands beside the tensors ---------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made, those included that an overflow skipped."""
+        return self._count("global_steps")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What DeepSpeed counts: steps, those of them that were skipped, samples."""
+        names = ("global_steps", "skipped_steps", "global_samples")
+        return {name: self._count(name) for name in names}
+
+    @property
+    def version(self) -> str:
+        """The version of DeepSpeed that wrote it."""
+        return str(self._beside.get("ds_version", "unknown"))
+
+    @property
+    def scheduler(self) -> Any:
+        """The state of the learning-rate scheduler; None without one."""
+        return self._beside.get("lr_scheduler")
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """What the user had saved beside. Objects of classes are Inert: records of their
+        attributes."""
+        return {k: value for k, value in self._beside.items() if k not in _OF_DEEPSPEED}
+
+    # -- the model ------------------------------------------------------------------------
+
+    def _read_model(self) -> FragmentReader:
+        module = self._beside.get("module")
+        if not isinstance(module, dict):
+            raise CheckpointError(
+                f"{self.files.models[0]} holds no module: it is of a pipeline, or of another "
+                "program. Save one of a run without a pipeline."
+            )
+        found = FragmentReader()
+        if self.stage == STAGE_3:
+            self._read_pieces(found, module)
+        else:
+            for name, value in module.items():
+                if isinstance(value, Tensor):
+                    found.add_whole(str(name), value)
+        return found
+
+    def _read_pieces(self, found: FragmentReader, module: dict[str, Any]) -> None:
+        """Of stage 3: whole buffers, and what each rank has of frozen and trained parameters."""
+        for name in self._beside.get("buffer_names") or ():
+            found.add_whole(name, module[name])
+        for name, shape in (self._beside.get("frozen_param_shapes") or {}).items():
+            pieces = {
+                rank: beside["frozen_param_fragments"][name]
+                for rank, beside in self._models.items()
+            }
+            cuts = each_by_itself({name: tuple(shape)}, len(pieces))[name]
+            found.add_cuts(name, tuple(shape), cuts, pieces)
+        assert self.partitions is not None
+        for group, shapes in enumerate(self.partitions.shapes):
+            same = {name: name for name in shapes}
+            self.partitions.add(found, group, self.partitions.flats(group), same)
+        for name, twin in (self._beside.get("shared_params") or {}).items():
+            found.add_from(name, found, twin)
+
+    def is_narrow(self, name: str) -> bool:
+        """Whether parameter `name` was trained in another dtype than that of its master."""
+        spec = self.model.specs.get(name)
+        return spec is not None and spec.dtype != "F32"
+
+    def shape_of(self, name: str, names: Mapping[str, Sequence[str]]) -> tuple[int, ...]:
+        """The shape of parameter `name` of a model, whose `names` are all of each tensor's by the
+        first. Raises CheckpointMismatch where there is none."""
+        theirs = tensor_names.match({name: names.get(name, [name])}, self.model.specs).found
+        if name not in theirs:
+            raise CheckpointMismatch(
+                f"{self.files.folder} has no {name}, which an optimizer has here. Build the model "
+                "that was saved."
+            )
+        return self.model.specs[theirs[name]].shape
+
+    @property
+    def twins(self) -> dict[str, str]:
+        """Of tied weights all names but one, with that one."""
+        shared = self._beside.get("shared_params")
+        if isinstance(shared, dict) and (shared or self.stage == STAGE_3):
+            return dict(shared)
+        first: dict[Any, str] = {}
+        found = {}
+        for name, value in self._beside["module"].items():
+            if isinstance(value, Tensor) and value.numel():
+                place = value.data_ptr(), tuple(value.shape), value.stride()
+                if first.setdefault(place, name) != name:
+                    found[name] = first[place]
+        return found
+
+    def fp32(self) -> FragmentReader:
+        """The model's tensors with fp32 masters in the place of what was trained in 16 bit, once
+        of tied weights. Stage 0 does not say which master is whose: there are none of them."""
+        found = FragmentReader()
+        masters = FragmentReader()
+        if self.partitions is not None and self.stage != STAGE_3:
+            for group, shapes in enumerate(self.partitions.shapes):
+                same = {name: name for name in shapes}
+                self.partitions.add(masters, group, self.partitions.flats(group), same)
+        for name in self.model.specs.keys() - self.twins.keys():
+            found.add_from(name, masters if name in masters.specs else self.model, name)
+        return found
+
+
+def _map_in(path: Path) -> dict[str, Any]:
+    told = inert.load(path)
+    if not isinstance(told, dict):
+        raise BrokenCheckpoint(f"{path} holds no map, as DeepSpeed writes one.")
+    return told
+
+
+def _optimizer_in(path: Path) -> dict[str, Any]:
+    told = _map_in(path).get("optimizer_state_dict")
+    if not isinstance(told, dict):
+        raise BrokenCheckpoint(f"{path} holds no optimizer_state_dict. Take another checkpoint.")
+    return told
+
+
+def _loss_scale(saved: dict[str, Any]) -> tuple[float, int] | None:
+    """The loss scale of fp16 and the steps since it has changed; None where there is none."""
+    scaler = saved.get("loss_scaler")
+    told = vars(scaler) if isinstance(scaler, inert.Inert) else saved
+    scale = told.get("cur_scale")
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or scale <= 0:
+        return None
+    window = told.get("scale_window")
+    if not isinstance(window, int) or window < 1:
+        return float(scale), 0
+    since = int(told.get("cur_iter", 0)) - int(told.get("last_overflow_iter", -1)) - 1
+    return float(scale), max(since - 1, 0) % window

@@ -1,0 +1,277 @@
+"""Job is what a DeepSpeed JSON asks for: settings of a run, and what a training loop does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.config.deepspeed.batches import MICRO, STEPS, TOTAL, Batches, solve
+from shardwise.config.deepspeed.document import Document, checked, read
+from shardwise.errors import ConfigError
+
+SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Muon")
+"""Those that DeepSpeed takes in any case of their letters; torch's own are taken by name."""
+_ELSEWHERE = ("onebitadam", "zerooneadam", "onebitlamb", "lamb", "lion", "muadam", "muadamw")
+_MISSING = (*_ELSEWHERE, "musgd")
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """How fp16 scales losses: by `static`, or from 2**`power`, doubling after `window` steps."""
+
+    static: float = 0.0
+    power: int = 16
+    window: int = 1000
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """Where the values of a training are written: `folder`/`job`."""
+
+    folder: str = ""
+    job: str = "DeepSpeedJobName"
+
+
+@dataclass(frozen=True)
+class Named:
+    """An optimizer or a schedule: its name, and its keywords."""
+
+    name: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a JSON asks for; `document` has its keys as they were given."""
+
+    document: Document
+    settings: Mapping[str, Any]
+    """Settings of Shardwise that come of it, without what the JSON leaves open."""
+    by: Mapping[str, str]
+    """Which key of the JSON each of them comes of."""
+    stage: int
+    precision: str
+    clipping: float
+    """Norm to clip to, 0 for none."""
+    averages: bool
+    """Whether gradients are averaged over the workers, not added up."""
+    manages_accumulation: bool
+    optimizer: Named | None
+    schedule: Named | None
+    scaling: LossScaling
+    steps_per_print: int | None
+    drop_last: bool
+    tensorboard: Monitor | None
+    csv: Monitor | None
+
+    def batches(self, workers: int) -> Batches:
+        """The batch sizes in a run of `workers`. Raises ConfigError."""
+        total, micro, steps = (self.document.get(key) for key in (TOTAL, MICRO, STEPS))
+        return solve(total, micro, steps, workers, self.document.name)
+
+
+def parse(
+    source: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None = None
+) -> Job:
+    """What the JSON `source` asks for; `auto` has values for keys that are "auto", by dotted name.
+
+    Raises ConfigError for what is no JSON, for keys that DeepSpeed does not have or that Shardwise
+    does not do, and for keys that contradict each other.
+    """
+    tree, name = read(source)
+    document = checked(tree, name, auto or {})
+    _refuse_contradictions(document)
+    settings, by = _settings(document)
+    return Job(
+        document=document,
+        settings=settings,
+        by=by,
+        stage=document.get("zero_optimization.stage", 0),
+        precision=settings.get("precision", "fp32"),
+        clipping=float(document.get("gradient_clipping", 1.0)),
+        averages=document.get("gradient_allreduce_op", "mean").lower() == "mean",
+        manages_accumulation=document.get("managed_gradient_accumulation", True),
+        optimizer=_optimizer(document),
+        schedule=_named(document, "scheduler"),
+        scaling=LossScaling(
+            document.get("fp16.loss_scale", 0.0),
+            document.get("fp16.initial_scale_power", 16),
+            document.get("fp16.loss_scale_window", 1000),
+        ),
+        steps_per_print=document.get("steps_per_print"),
+        drop_last=document.get("dataloader_drop_last", False),
+        tensorboard=_monitor(document, "tensorboard"),
+        csv=_monitor(document, "csv_monitor"),
+    )
+
+
+# -- what cannot be had ---------------------------------------------------------------------------
+
+
+def _refuse_contradictions(document: Document) -> None:
+    stage = document.get("zero_optimization.stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise document.error("zero_optimization.stage", f"is 0, 1, 2 or 3, not {stage}.")
+    _refuse_precisions(document)
+    operation = document.get("gradient_allreduce_op", "mean").lower()
+    if operation not in ("mean", "sum"):
+        raise document.error("gradient_allreduce_op", f"is mean or sum, not {operation!r}.")
+    if operation == "sum" and stage == 3:
+        raise _both(document, "gradient_allreduce_op sum", "zero_optimization.stage 3")
+    if document.get("gradient_clipping", 1.0) < 0:
+        raise document.error("gradient_clipping", "takes a number of 0 or more; 0 is off.")
+    if document.get("sequence_parallel_size", 1) > 1:
+        raise document.error("sequence_parallel_size", "is not there: leave it out.")
+    device = document.get("zero_optimization.offload_param.device", "none")
+    if stage != 3 and (device != "none" or document.get("zero_optimization.cpu_offload_param")):
+        raise _both(document, "zero_optimization.offload_param", f"zero_optimization.stage {stage}")
+    for state in ("param", "optimizer"):
+        _refuse_old_and_new(document, state)
+
+
+def _refuse_precisions(document: Document) -> None:
+    wanted = ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled")
+    on = [key for key in wanted if document.get(key)]
+    if len(on) > 1:
+        raise _both(document, on[0], on[1])
+    dtype = document.get("torch_autocast.dtype", "bfloat16")
+    if dtype not in _AUTOCAST:
+        raise document.error("torch_autocast.dtype", f"is bfloat16 or float16, not {dtype!r}.")
+    power, window = (
+        document.get(f"fp16.{n}", 1) for n in ("initial_scale_power", "loss_scale_window")
+    )
+    if document.get("fp16.loss_scale", 0) < 0 or power < 0 or window < 1:
+        raise document.error(
+            "fp16", "takes a loss_scale and an initial_scale_power of 0 or more, a window above 0."
+        )
+
+
+def _refuse_old_and_new(document: Document, state: str) -> None:
+    """Raise ConfigError where the old name of an offload and its new one differ."""
+    old = "zero_optimization.cpu_offload" + ("_param" if state == "param" else "")
+    section = f"zero_optimization.offload_{state}"
+    new = f"{section}.device"
+    if document.get(old) and document.get(new, "cpu") != "cpu":
+        raise _both(document, old, f"{new} {document.get(new)}")
+    if document.get(new, "none") not in ("none", "cpu", "nvme"):
+        raise document.error(new, f"is none, cpu or nvme, not {document.get(new)!r}.")
+    if document.get(new) == "nvme" and not document.get(
+        f"zero_optimization.offload_{state}.nvme_path"
+    ):
+        raise document.error(
+            new, f"nvme needs zero_optimization.offload_{state}.nvme_path, a folder."
+        )
+
+
+def _both(document: Document, one: str, other: str) -> ConfigError:
+    return ConfigError(f"{document.name}: {one} and {other} cannot be had together: leave one out.")
+
+
+# -- what comes of it -----------------------------------------------------------------------------
+
+_AUTOCAST = {
+    "bfloat16": "bf16-mixed",
+    "bf16": "bf16-mixed",
+    "torch.bfloat16": "bf16-mixed",
+    "float16": "fp16-mixed",
+    "fp16": "fp16-mixed",
+    "half": "fp16-mixed",
+    "torch.float16": "fp16-mixed",
+}
+
+
+def _settings(document: Document) -> tuple[dict[str, Any], dict[str, str]]:
+    """Settings of Shardwise that come of the JSON, and the key that each comes of."""
+    rows = [
+        *_placement_rows(document),
+        *_precision_rows(document),
+        *_transport_rows(document),
+    ]
+    return {name: value for name, value, _ in rows}, {name: key for name, _, key in rows}
+
+
+Row = tuple[str, Any, str]
+"""A setting, its value, and the key of the JSON that it comes of."""
+
+
+def _placement_rows(document: Document) -> Iterator[Row]:
+    stage = "zero_optimization.stage"
+    if stage in document.values:
+        yield "zero", document.get(stage), stage
+    for state, name in (("optimizer", "offload_optimizer"), ("param", "offload_params")):
+        key, tier = _tier(document, state)
+        if tier is not None:
+            yield name, tier, key
+    if document.get(key := "zero_optimization.zero_hpz_partition_size", 1) > 1:
+        yield "shard_within", "host", key
+    if document.get(key := "activation_checkpointing.cpu_checkpointing"):
+        yield "offload_activations", "cpu", key
+    if (size := document.get(key := "tensor_parallel.autotp_size", 0)) > 1:
+        yield "tensor", size, key
+    if (micro := document.get(MICRO)) is not None:
+        yield "micro_batch_size", micro, MICRO
+
+
+def _precision_rows(document: Document) -> Iterator[Row]:
+    if document.get(key := "bf16.enabled"):
+        yield "precision", "bf16", key
+        if document.get(checks := "bf16.check_grad_overflow", True):
+            yield "nonfinite", "skip", checks if checks in document.values else key
+    elif document.get(key := "fp16.enabled"):
+        yield "precision", "fp16-mixed", key
+    elif document.get(key := "torch_autocast.enabled"):
+        yield "precision", _AUTOCAST[document.get("torch_autocast.dtype", "bfloat16")], key
+
+
+def _transport_rows(document: Document) -> Iterator[Row]:
+    if elements := document.get(key := "zero_optimization.reduce_bucket_size"):
+        yield "bucket_mb", elements * (2 if document.get("bf16.enabled") else 4) / 1e6, key
+    if document.get(key := "zero_optimization.overlap_comm") is False:
+        yield "overlap", False, key
+
+
+def _tier(document: Document, state: str) -> tuple[str, str | None]:
+    """Where the JSON lets a state rest, as `--offload-*` says it, and the key that says so."""
+    section = f"zero_optimization.offload_{state}"
+    device = document.get(f"{section}.device", "none")
+    old = "zero_optimization.cpu_offload" + ("_param" if state == "param" else "")
+    if device == "none":
+        return old, "cpu" if document.get(old) else None
+    if device == "nvme":
+        return f"{section}.device", f"nvme:{document.get(f'{section}.nvme_path')}"
+    return f"{section}.device", "cpu"
+
+
+def _named(document: Document, section: str) -> Named | None:
+    name = document.get(f"{section}.type")
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise document.error(f"{section}.type", f"takes a name, not {name!r}.")
+    return Named(name, dict(document.get(f"{section}.params", {})))
+
+
+def _optimizer(document: Document) -> Named | None:
+    found = _named(document, "optimizer")
+    if found is None:
+        return None
+    known = {name.lower(): name for name in OPTIMIZERS}
+    if found.name.lower() in _MISSING:
+        raise document.error(
+            "optimizer.type",
+            f"{found.name} is not there: take one of {', '.join(OPTIMIZERS)}, or give an "
+            "optimizer of your own to initialize.",
+        )
+    if "max_grad_norm" in found.params:
+        raise document.error("optimizer.params.max_grad_norm", "is said as gradient_clipping.")
+    return Named(known.get(found.name.lower(), found.name), found.params)
+
+
+def _monitor(document: Document, section: str) -> Monitor | None:
+    if not document.get(f"{section}.enabled"):
+        return None
+    folder, job = (document.get(f"{section}.{name}") for name in ("output_path", "job_name"))
+    return Monitor(folder or "", job or Monitor.job)

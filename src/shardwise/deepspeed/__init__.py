@@ -1,0 +1,67 @@
+"""DeepSpeed's interface over this engine: `import shardwise.deepspeed as deepspeed`.
+
+initialize.py     a model, an optimizer and a JSON become an engine
+engine.py         the engine object: backward, step, checkpoints
+configured.py     what it answers of itself
+outputs.py        the dtypes of a module's outputs
+optimizers.py     optimizers and schedules by the names of the JSON
+ops/              optimizers by the names of DeepSpeed's kernels
+schedules.py      the five schedules
+loader.py         the loader of training_data
+monitor.py        values for TensorBoard and as comma-separated values
+checkpoints.py    save_checkpoint and load_checkpoint
+comm.py           collectives between the workers
+zero.py           models without memory, whole parameters for a moment
+utils.py          whole parameters, gradients and optimizer state; a log
+accelerator.py    where this process computes
+checkpointing.py  forwards that are run again in backward
+modules.py        the modules that `import deepspeed` gives under --adopt
+"""
+
+from typing import Any
+
+from shardwise.deepspeed import (
+    accelerator,
+    checkpointing,
+    comm,
+    ops,
+    utils,
+    zero,
+)
+from shardwise.deepspeed.accelerator import get_accelerator
+from shardwise.deepspeed.comm import init_distributed
+from shardwise.deepspeed.engine import DeepSpeedEngine
+from shardwise.deepspeed.initialize import add_config_arguments, initialize
+from shardwise.deepspeed.loader import DeepSpeedDataLoader
+from shardwise.deepspeed.utils import log_dist, logger
+
+__version__ = "0.19.8"
+"""The version of DeepSpeed whose interface this is."""
+
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+__git_hash__ = __git_branch__ = None
+
+__all__ = [
+    "DeepSpeedDataLoader",
+    "DeepSpeedEngine",
+    "accelerator",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "log_dist",
+    "logger",
+    "ops",
+    "utils",
+    "zero",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise AttributeError(
+        f"Shardwise's deepspeed has no {name!r}: docs/from_deepspeed.md lists what it has."
+    )

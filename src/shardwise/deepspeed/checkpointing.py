@@ -1,0 +1,52 @@
+"""deepspeed.checkpointing: forwards that are run again in backward, by torch's checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
+
+from shardwise.config.deepspeed import parse
+
+__all__ = ["checkpoint", "configure", "is_configured", "reset"]
+
+_configured: dict[str, bool] = {}
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Let `checkpoint` keep its inputs on the host where `checkpoint_in_cpu`, or the JSON's
+    cpu_checkpointing, says so. The other arguments are DeepSpeed's tuning."""
+    del mpu_, partition_activations, contiguous_checkpointing, num_checkpoints, synchronize, profile
+    in_cpu = bool(checkpoint_in_cpu)
+    if deepspeed_config is not None and checkpoint_in_cpu is None:
+        document = parse(deepspeed_config).document
+        in_cpu = bool(document.get("activation_checkpointing.cpu_checkpointing", False))
+    _configured["in_cpu"] = in_cpu
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return bool(_configured)
+
+
+def reset() -> None:
+    """Nothing to do: nothing is kept between forwards."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, of which backward computes what it needs again."""
+    kept = torch.autograd.graph.save_on_cpu() if _configured.get("in_cpu") else nullcontext()
+    with kept:
+        return checkpoint_of_torch(function, *args, use_reentrant=False)

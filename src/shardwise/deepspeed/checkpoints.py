@@ -1,0 +1,225 @@
+"""save_checkpoint and load_checkpoint: the engine's checkpoints under DeepSpeed's tags.
+
+save_dir/
+├── latest                        the tag of the newest one, written last
+└── global_step100/               a tag
+    ├── step-100/                 weights and optimizer state, as engine.save writes them
+    └── client-100.pt             client_state, schedule and counts; without code, before step-100
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.checkpoint.deepspeed import as_checkpoint
+from shardwise.checkpoint.folders import DOCUMENT, complete
+from shardwise.errors import BrokenCheckpoint, CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from shardwise.deepspeed.engine import DeepSpeedEngine
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What of a checkpoint is loaded beside the weights; `strict`: their names are all there."""
+
+    strict: bool
+    optimizer: bool
+    scheduler: bool
+    counts: bool
+
+
+class KeptBeside:
+    """Tells an engine that schedules are saved, which this module does in a file of its own."""
+
+    def get_last_lr(self) -> list[float]:
+        """As a scheduler has it."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: it is kept beside."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing either."""
+
+
+def save(
+    engine: DeepSpeedEngine,
+    folder: str | PathLike[str],
+    tag: str | None,
+    client_state: dict[str, Any],
+    *,
+    save_latest: bool,
+) -> bool:
+    """See DeepSpeedEngine.save_checkpoint."""
+    world, inner = engine.world, engine._engine("save_checkpoint")
+    home = Path(folder)
+    name = _tag_of(engine, tag)
+    place = home / name
+    data = _client_file(engine, client_state)
+    if not world.settings.trial:
+        if world.is_main:
+            place.mkdir(parents=True, exist_ok=True)
+            _write(place / f"client-{inner.steps}.pt", data)
+        world.barrier()
+    path = inner.save(place)
+    inner.leave_folders()
+    if path is None:
+        return False
+    if not world.settings.trial:
+        if world.is_main:
+            _remove_others(place, path)
+            if save_latest:
+                _write(home / LATEST, name.encode())
+        world.barrier()
+    return True
+
+
+def _tag_of(engine: DeepSpeedEngine, tag: str | None) -> str:
+    """The tag, alike on all workers. Raises UsageError where it is not, or is a path."""
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    if not name or name in (".", "..") or os.sep in name:
+        raise UsageError(f"save_checkpoint(tag={name!r}): a tag is the name of a folder.")
+    first = engine.world.broadcast_object(name)
+    if engine.world.any(first != name):
+        raise UsageError(
+            f"save_checkpoint has the tag {first!r} on rank 0 and another one elsewhere (here: "
+            f"{name!r}): give all workers the same."
+        )
+    return name
+
+
+def _client_file(engine: DeepSpeedEngine, client_state: dict[str, Any]) -> bytes:
+    """What is kept beside the engine's own checkpoint. Raises UsageError for what could not be
+    read without running code."""
+    schedule = engine.lr_scheduler
+    known = hasattr(schedule, "state_dict")
+    content = {
+        "client_state": client_state,
+        "lr_scheduler": schedule.state_dict() if known else None,
+        "counts": asdict(engine._counts),
+    }
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(
+            "save_checkpoint(client_state=...) takes numbers, words, tensors, and dicts and lists "
+            f"of them, which are read without running code: {first}."
+        ) from None
+    return buffer.getvalue()
+
+
+def _write(path: Path, data: bytes) -> None:
+    aside = path.with_name(f".{path.name}.partial")
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _remove_others(place: Path, kept: Path) -> None:
+    """Remove what an earlier save under the same tag has left."""
+    number = kept.name.removeprefix("step-")
+    for path in place.glob("step-*"):
+        if path.name != kept.name and (path / DOCUMENT).is_file():
+            shutil.rmtree(path, ignore_errors=True)
+    for path in place.glob("client-*.pt"):
+        if path.name != f"client-{number}.pt":
+            path.unlink(missing_ok=True)
+
+
+def load(
+    engine: DeepSpeedEngine, folder: str | PathLike[str], tag: str | None, wanted: Wanted
+) -> tuple[str | None, dict[str, Any] | None]:
+    """See DeepSpeedEngine.load_checkpoint."""
+    world, inner = engine.world, engine._engine("load_checkpoint")
+    found = world.broadcast_object(_found(Path(folder), tag) if world.is_main else None)
+    if found is None:
+        world.say_once(f"load_checkpoint: {folder} has no file {LATEST}: nothing is loaded.")
+        return None, None
+    if isinstance(found, CheckpointError):
+        raise found
+    place, path, data = found
+    inner.load(path, strict=wanted.strict, model_only=not wanted.optimizer)
+    if data is None:
+        return str(place), _take_theirs(engine, place, wanted)
+    content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if wanted.scheduler and content["lr_scheduler"] is not None and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(content["lr_scheduler"])
+    if wanted.counts:
+        for name, value in content["counts"].items():
+            setattr(engine._counts, name, value)
+    return str(place), content["client_state"]
+
+
+def _take_theirs(engine: DeepSpeedEngine, place: Path, wanted: Wanted) -> dict[str, Any]:
+    """Give the schedule and the counts of a save of DeepSpeed to `engine`, which has its tensors;
+    returns its client_state, where objects of classes are records of their attributes."""
+    save = as_checkpoint.opened(place)
+    if wanted.scheduler and save.scheduler is not None and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(save.scheduler)
+    if wanted.counts:
+        for name, value in save.counts.items():
+            setattr(engine._counts, name, value)
+        engine._counts.micro_steps = save.steps * engine.gradient_accumulation_steps()
+    return save.client_state
+
+
+def _found(
+    folder: Path, tag: str | None
+) -> tuple[Path, Path, bytes | None] | CheckpointError | None:
+    """The folder of the tag, the checkpoint in it, and what is kept beside; None where no tag is
+    given and none is the latest; an error where there is nothing that can be loaded."""
+    if tag is None:
+        if not (folder / LATEST).is_file():
+            return None
+        tag = (folder / LATEST).read_text().strip()
+    place = folder / str(tag)
+    if not place.is_dir():
+        return CheckpointError(f"{folder} has no checkpoint with the tag {tag!r}.")
+    saves = complete(place)
+    if not saves:
+        return place, place, None  # DeepSpeed's own files, or an error of engine.load
+    path = saves[-1].path
+    beside = place / f"client-{path.name.removeprefix('step-')}.pt"
+    if not beside.is_file():
+        return BrokenCheckpoint(f"{place} lacks {beside.name}: load another tag.")
+    return place, path, beside.read_bytes()
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with memory of its own: parameters are views of a buffer, which would be saved."""
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
+
+def save_weights(
+    engine: DeepSpeedEngine,
+    folder: str | PathLike[str],
+    name: str,
+    exclude_frozen_parameters: bool,
+) -> bool:
+    """See DeepSpeedEngine.save_16bit_model."""
+    state = engine.module_state_dict(exclude_frozen_parameters)
+    if engine.world.is_main and not engine.world.settings.trial:
+        home = Path(folder)
+        home.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        torch.save(_copied(state), buffer)
+        _write(home / name, buffer.getvalue())
+    engine.world.barrier()
+    return True

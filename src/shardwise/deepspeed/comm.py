@@ -1,0 +1,130 @@
+"""deepspeed.comm: torch's collectives between the workers of a run, under DeepSpeed's names."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp, is_available, is_initialized
+
+import shardwise as sw
+from shardwise.bridging.joining import join
+
+__all__ = ["ReduceOp", "init_distributed", "is_available", "is_initialized"]
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: Any = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the run, whoever launched it, once; the transport and the ranks are the launcher's to
+    say, and the arguments are DeepSpeed's. Collective."""
+    del dist_backend, auto_mpi_discovery, distributed_port, verbose, timeout, init_method
+    del dist_init_required, config, rank, world_size
+    join_run({})
+
+
+def join_run(settings: Mapping[str, Any]) -> sw.World:
+    """The world of this process, which has a group of torch's from now on: scripts call its
+    collectives, and read the ranks from the environment, in one process too. Collective."""
+    if "LOCAL_SIZE" in os.environ:  # how DeepSpeed's launcher calls it
+        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
+    world = join(settings, "shardwise.deepspeed")
+    if world.size == 1 and not dist.is_initialized():
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
+        atexit.register(_leave)
+        join(settings, "shardwise.deepspeed")
+    return world
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def get_rank(group: Any = None) -> int:
+    """This worker's number, in `group` where one is given."""
+    return dist.get_rank(group)
+
+
+def get_world_size(group: Any = None) -> int:
+    """How many workers there are, in `group` where one is given."""
+    return dist.get_world_size(group)
+
+
+def get_local_rank() -> int:
+    """This worker's number on its host."""
+    return sw.world().local_rank
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """The number in the run of the worker that is `group_rank` in `group`."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_world_group() -> Any:
+    """The group of all workers."""
+    return dist.group.WORLD
+
+
+def new_group(ranks: list[int]) -> Any:
+    """A group of the workers with these numbers. Collective over all."""
+    return dist.new_group(ranks)
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Leave `group`; the group of all workers is left when the process ends."""
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def barrier(group: Any = None, async_op: bool = False, **options: Any) -> Any:
+    """Wait for the other workers."""
+    del options
+    return dist.barrier(group, async_op=async_op)
+
+
+def inference_all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) -> Any:
+    """As all_reduce."""
+    return dist.all_reduce(tensor, op, group)
+
+
+_OWN = ("prof", "log_name", "debug")
+"""Arguments that DeepSpeed adds to torch's, for its own log."""
+
+
+def _plain(name: str) -> Callable[..., Any]:
+    of_torch = getattr(dist, name)
+
+    @wraps(of_torch)
+    def call(*arguments: Any, **options: Any) -> Any:
+        for own in _OWN:
+            options.pop(own, None)
+        return of_torch(*arguments, **options)
+
+    return call
+
+
+_OF_TORCH = (
+    *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor"),
+    *("reduce", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+    *("broadcast", "broadcast_object_list", "gather", "scatter", "monitored_barrier"),
+    *("send", "recv", "isend", "irecv", "all_reduce_coalesced", "batch_isend_irecv"),
+)
+globals().update({name: _plain(name) for name in _OF_TORCH})
+__all__ += [*_OF_TORCH, "barrier", "destroy_process_group", "get_global_rank", "get_local_rank"]
+__all__ += ["get_rank", "get_world_group", "get_world_size", "inference_all_reduce", "new_group"]

@@ -1,0 +1,311 @@
+"""DeepSpeedEngine: DeepSpeed's object for training, over an engine of Shardwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.config.deepspeed import Batches, Job
+from shardwise.deepspeed import checkpoints
+from shardwise.deepspeed.configured import Configured, Trained
+from shardwise.deepspeed.loader import DeepSpeedDataLoader
+from shardwise.deepspeed.monitor import MonitorMaster
+from shardwise.deepspeed.outputs import OutputTypes
+from shardwise.errors import UsageError
+
+
+class DeepSpeedEngine(Configured):
+    """Calls its `module`, and trains it as DeepSpeed's engine does: a loss is divided by the
+    accumulation steps, gradients are averaged over the workers, and schedules step inside `step`.
+
+    `deepspeed.initialize` makes it. Attributes of the module are its attributes too. `module` is
+    the user's own object; `optimizer` is torch's, whose `param_groups` schedules may edit.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        job: Job,
+        batches: Batches,
+        world: sw.World,
+        trained: Trained,
+        outputs: OutputTypes,
+        collate_fn: Any = None,
+    ) -> None:
+        super().__init__(job, batches, world, trained)
+        self.module = module
+        self.optimizer = trained.optimizer
+        self.basic_optimizer = trained.optimizer
+        self.lr_scheduler = trained.scheduler
+        self.training_dataloader: DeepSpeedDataLoader | None = None
+        self.collate_fn = collate_fn
+        self._outputs = outputs
+        self._boundary: bool | None = None
+        self._inside_no_sync = False
+        self._unmanaged_backwards = 0
+        self._step_applied = False
+        self._grad_norm: float | None = None
+        self.losses: float | None = None
+        self.monitor = MonitorMaster(job, is_main=world.is_main)
+        _made[:] = [each for each in _made if each() is not None] + [ref(self)]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            raise AttributeError(
+                f"Shardwise's DeepSpeedEngine has no attribute {name!r}, nor has its module."
+            ) from None
+
+    # -- forward and backward ---------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's outputs, in the dtypes that it computed them in."""
+        return self._outputs.restored(self.module(*inputs, **kwargs))
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Add the gradient of `loss`, a scalar, over the accumulation steps; returns what it
+        added, unscaled. Collective where gradients are sharded. Raises UsageError without an
+        optimizer."""
+        engine = self._engine("backward")
+        self._unmanaged_backwards += 1
+        if scale_wrt_gas:
+            loss = loss / self.gradient_accumulation_steps()
+        last = self._job.manages_accumulation and self.is_gradient_accumulation_boundary()
+        engine.backward(
+            loss,
+            reduction="ddp" if self._job.averages else "sum",
+            last=last and not self._inside_no_sync,
+            retain_graph=retain_graph,
+        )
+        return loss.detach()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside the block backwards only accumulate, in every stage. Raises UsageError for a
+        block in a block."""
+        if self._inside_no_sync:
+            raise UsageError("no_sync() inside no_sync(): leave the inner block out.")
+        self._inside_no_sync = True
+        try:
+            yield
+        finally:
+            self._inside_no_sync = False
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Raises UsageError: gradients are seeded by the engine."""
+        raise UsageError(
+            "engine.scale(loss).backward(): write engine.backward(loss), which scales the loss and "
+            "collects the gradients."
+        )
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` updates."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self._job.manages_accumulation:
+            return False
+        return (self._counts.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say by hand whether the next `step` updates. Raises UsageError where every one does."""
+        if not self._job.manages_accumulation:
+            raise UsageError(
+                "set_gradient_accumulation_boundary with managed_gradient_accumulation=false, "
+                "where every step() updates: leave it out."
+            )
+        self._boundary = is_boundary
+
+    # -- step -------------------------------------------------------------------------------
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Update in the last micro-batch of a step, and step the schedule with `lr_kwargs` unless
+        the update was skipped. Collective. Raises UsageError inside `no_sync`."""
+        engine = self._engine("step")
+        if self._inside_no_sync:
+            raise UsageError("engine.step() inside no_sync(): call it after the block.")
+        self._step_applied = False
+        if not self._job.manages_accumulation or self.is_gradient_accumulation_boundary():
+            stats = engine.step(self._job.clipping or None)
+            self._grad_norm, self.losses = stats.grad_norm, stats.loss
+            self._step_applied = not stats.skipped
+            self._follow(lr_kwargs or {})
+        self._counts.micro_steps += 1
+
+    def _follow(self, lr_kwargs: dict[str, Any]) -> None:
+        """What comes after an update, or one that was skipped: the schedule, counts, reports."""
+        counts = self._counts
+        if not self._step_applied:
+            counts.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        counts.global_steps += 1
+        if self._job.manages_accumulation:
+            counts.global_samples += self.train_batch_size()
+        else:
+            per_backward = self._batches.micro * self.world.data_size
+            counts.global_samples += per_backward * self._unmanaged_backwards
+        self._unmanaged_backwards = 0
+        every = self._job.steps_per_print
+        if every and counts.global_steps % every == 0:
+            self.world.print(
+                f"step={counts.global_steps}, skipped={counts.skipped_steps}, lr={self.get_lr()}, "
+                f"mom={self.get_mom()}"
+            )
+        self._write_monitor()
+
+    def _write_monitor(self) -> None:
+        if not self.monitor.enabled:
+            return
+        samples = self._counts.global_samples
+        events: list[tuple[str, float, int]] = [
+            ("Train/Samples/train_loss", float(self.losses or 0.0), samples),
+            ("Train/Samples/lr", float(self.get_lr()[0]), samples),
+        ]
+        if self.fp16_enabled():
+            events.append(("Train/Samples/loss_scale", self.loss_scale(), samples))
+        self.monitor.write_events(events)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` updated the parameters."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """The gradient's 2-norm in the last update, before clipping; None before the first."""
+        return self._grad_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients since the last update. Collective."""
+        del set_to_none
+        if self._trained.engine is not None:
+            self._trained.engine.zero_grad()
+
+    # -- data, whole weights, checkpoints, the end ------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader that gives this worker its share of `dataset`, in batches of `batch_size`
+        (default: the micro-batch); shuffled for the `route` "train". Raises UsageError for what is
+        no dataset."""
+        return DeepSpeedDataLoader(
+            dataset,
+            self._batches.micro if batch_size is None else batch_size,
+            self.world,
+            shuffle=route == "train",
+            pin_memory=pin_memory,
+            sampler=data_sampler,
+            collate_fn=self.collate_fn if collate_fn is None else collate_fn,
+            workers=num_local_io_workers,
+            drop_last=self._job.drop_last,
+        )
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The module's state_dict with whole tensors, on the main worker; empty on others where
+        parameters are sharded. Collective."""
+        engine = self._trained.engine
+        if engine is None or not engine.placement.is_sharded("parameters"):
+            found = dict(self.module.state_dict())
+        else:
+            found = engine.model_state_dict(self.module)
+        frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad}
+        drop = frozen if exclude_frozen_parameters else set()
+        return {name: value for name, value in found.items() if name not in drop}
+
+    def save_16bit_model(
+        self,
+        save_dir: str | PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights of the module as one file of torch, in the dtype that they are trained
+        in. Collective."""
+        return checkpoints.save_weights(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
+
+    def save_checkpoint(
+        self,
+        save_dir: str | PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save all into `save_dir`/`tag` (default: global_step and its number), which any placement
+        and number of workers loads. Collective. Raises UsageError between micro-batches of a step,
+        and for a `client_state` that only a pickle can hold."""
+        if exclude_frozen_parameters:
+            self.world.say_once("save_checkpoint saves frozen parameters too.")
+        return checkpoints.save(self, save_dir, tag, client_state or {}, save_latest=save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from what `save_checkpoint` has saved in `load_dir`, or DeepSpeed itself; returns
+        the path and the client_state, or None twice where nothing is saved there. Collective."""
+        if custom_load_fn is not None:
+            raise UsageError("load_checkpoint(custom_load_fn=...): load into the model before.")
+        wanted = checkpoints.Wanted(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            counts=not load_module_only,
+        )
+        return checkpoints.load(self, load_dir, tag, wanted)
+
+    def destroy(self) -> None:
+        """Give the module and the optimizer back as plain ones. Collective."""
+        self.monitor.close()
+        if self._trained.engine is not None:
+            self._trained.engine.close()
+            self._trained.engine = None
+        self._outputs.remove()
+
+    def _engine(self, call: str) -> sw.Engine:
+        if self._trained.engine is None:
+            raise UsageError(
+                f"engine.{call}() without an optimizer, or after destroy(): give initialize an "
+                "optimizer, or name one in the JSON."
+            )
+        return self._trained.engine
+
+
+_made: list[ref[DeepSpeedEngine]] = []
+"""The engines of this process, in the order of their making."""
+
+
+def engine_of(parameter: Tensor) -> DeepSpeedEngine | None:
+    """The engine that trains `parameter`, None without one."""
+    for each in reversed(_made):
+        engine = each()
+        if engine is None or engine._trained.engine is None:
+            continue
+        if any(parameter is p for p in engine.module.parameters()):
+            return engine
+    return None

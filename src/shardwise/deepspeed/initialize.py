@@ -1,0 +1,189 @@
+"""deepspeed.initialize: a model, an optimizer and a JSON become an engine."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.amp import GradScaler
+
+import shardwise as sw
+from shardwise.config import OF_THE_ENGINE, json_of_deepspeed
+from shardwise.config.deepspeed import Job, parse, short_lines
+from shardwise.deepspeed import optimizers
+from shardwise.deepspeed.checkpoints import KeptBeside
+from shardwise.deepspeed.comm import join_run
+from shardwise.deepspeed.configured import Trained
+from shardwise.deepspeed.engine import DeepSpeedEngine
+from shardwise.deepspeed.loader import DeepSpeedDataLoader
+from shardwise.deepspeed.outputs import OutputTypes
+from shardwise.errors import UsageError
+
+Json = str | os.PathLike[str] | Mapping[str, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: optim.Optimizer | Callable[[Any], optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Json | None = None,
+    mesh_param: Any = None,
+    config_params: Json | None = None,
+) -> tuple[DeepSpeedEngine, Any, DeepSpeedDataLoader | None, Any]:
+    """An engine over `model`, its optimizer, the loader of `training_data`, and the schedule.
+
+    `config` is the JSON, as a file or a dict; left out, it is `args.deepspeed_config`, or the file
+    of `shardwise run --deepspeed`. `optimizer` and `lr_scheduler` are objects, or functions that
+    make them of the parameters and of the optimizer; left out, the JSON's. `model_parameters` are
+    what is trained (default: all). Flags of the command win over the JSON. Collective.
+
+    Raises ConfigError for a JSON that cannot be had, UsageError for a model in parts.
+    """
+    del distributed_port, dist_init_required  # the run is joined by its launcher's variables
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"deepspeed.initialize(model=...) takes a torch.nn.Module, not {model!r}.")
+    if mpu is not None or mesh_param is not None:
+        raise UsageError(
+            "deepspeed.initialize(mpu=..., mesh_param=...): groups of ranks are Shardwise's to "
+            "make. Leave them out."
+        )
+    job = parse(_json_of(args, config if config is not None else config_params))
+    world = join_run({n: v for n, v in job.settings.items() if n == "tensor"})
+    _say(world, job)
+    if hasattr(args, "local_rank"):
+        args.local_rank = world.local_rank
+    engine = _build(world, job, model, optimizer, model_parameters, lr_scheduler, collate_fn)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _json_of(args: Any, config: Json | None) -> Json:
+    """The one JSON that is given. Raises UsageError for none, and for two."""
+    names = ("deepspeed_config", "deepscale_config")
+    given = [config, *(getattr(args, name, None) for name in names)]
+    found: list[Json] = [each for each in given if each is not None]
+    if len(found) > 1:
+        raise UsageError(
+            "deepspeed.initialize has a config and args.deepspeed_config: give one of them."
+        )
+    if not found and (of_run := json_of_deepspeed(os.environ)) is not None:
+        found.append(of_run)
+    if not found:
+        raise UsageError(
+            "deepspeed.initialize has no JSON: give config=, or --deepspeed_config in args, or "
+            "start with shardwise run --deepspeed FILE."
+        )
+    return found[0]
+
+
+def _say(world: sw.World, job: Job) -> None:
+    """Say once what of the JSON is ignored, and what "auto" became."""
+    for line in short_lines(job, of_loop=False):
+        world.say_once(f"{job.document.name}: {line}")
+    if job.precision == "fp16-mixed" and job.document.get("fp16.enabled"):
+        world.say_once(
+            f"{job.document.name}: fp16 computes in autocast here, and weights stay fp32; "
+            "DeepSpeed casts them."
+        )
+
+
+def _build(
+    world: sw.World,
+    job: Job,
+    model: nn.Module,
+    optimizer: Any,
+    model_parameters: Any,
+    lr_scheduler: Any,
+    collate_fn: Any,
+) -> DeepSpeedEngine:
+    batches = job.batches(world.data_size)
+    settings = {n: v for n, v in job.settings.items() if n in OF_THE_ENGINE}
+    precision = world.settle(**settings).precision
+    _place(model, world, precision)
+    parameters = list(model.parameters()) if model_parameters is None else list(model_parameters)
+    made = _optimizers(job, model, optimizer, parameters)
+    outputs = OutputTypes(model, restores=precision.startswith("bf16"))
+    trained = Trained(optimizers=made)
+    if made:
+        scaler = _scaler(job, world) if precision == "fp16-mixed" else None
+        trained.engine = sw.Engine(model, made, scaler=scaler, **settings)
+        trained.engine.track(schedules_of_deepspeed=KeptBeside())
+        trained.optimizer = made[0] if len(made) == 1 else optimizers.ManyOptimizers(made)
+        trained.scheduler = _schedule(job, trained.optimizer, lr_scheduler)
+    elif job.stage > 0:
+        world.say_once("a model without an optimizer is not sharded: each worker has all of it.")
+    return DeepSpeedEngine(model, job, batches, world, trained, outputs, collate_fn)
+
+
+def _place(model: nn.Module, world: sw.World, precision: str) -> None:
+    """Move `model` to where this worker computes. Under bf16 its weights are rounded, as DeepSpeed
+    does: masters begin with what the first forward has."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return  # the engine makes and places what has no memory yet
+    model.to(world.device)
+    if precision != "bf16":
+        return
+    for module in model.modules():
+        if not isinstance(module, nn.modules.batchnorm._NormBase):
+            for parameter in module.parameters(recurse=False):
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _optimizers(
+    job: Job, model: nn.Module, optimizer: Any, parameters: list[Any]
+) -> list[optim.Optimizer]:
+    """What trains the model: the script's, or the JSON's; none where neither has one."""
+    if optimizer is None:
+        if job.optimizer is None:
+            return []
+        made = optimizers.of_json(job.optimizer, parameters, [model], job.document.name)
+    else:
+        made = [optimizer if isinstance(optimizer, optim.Optimizer) else optimizer(parameters)]
+    for each in made:
+        if not isinstance(each, optim.Optimizer):
+            raise UsageError(
+                "deepspeed.initialize(optimizer=...) takes an optimizer of torch, or a function "
+                f"that makes one, not {type(each).__name__}."
+            )
+        each.param_groups[:] = [group for group in each.param_groups if group["params"]]
+    return made
+
+
+def _scaler(job: Job, world: sw.World) -> GradScaler:
+    scaling = job.scaling
+    scale = scaling.static or float(2**scaling.power)
+    scaler = GradScaler(world.device.type, init_scale=scale, growth_interval=scaling.window)
+    if scaling.static:
+        scaler.set_growth_factor(1.0)
+        scaler.set_backoff_factor(1.0)
+    return scaler
+
+
+def _schedule(job: Job, optimizer: Any, given: Any) -> Any:
+    if given is not None:
+        return given(optimizer) if callable(given) else given
+    if job.schedule is None:
+        return None
+    return optimizers.schedule_of_json(job.schedule, optimizer, job.document.name)
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add --deepspeed and --deepspeed_config to `parser`, and their old names; returns it."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    for name in ("deepspeed", "deepscale"):
+        group.add_argument(f"--{name}", action="store_true", help="train with DeepSpeed's engine")
+        group.add_argument(f"--{name}_config", default=None, type=str, help="its JSON file")
+    return parser

@@ -1,0 +1,99 @@
+"""Gives `import deepspeed` and its submodules ours, without the package: `--adopt deepspeed`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+NAME = "deepspeed"
+
+_OURS = "shardwise.deepspeed"
+
+MODULES = {
+    "comm": "comm",
+    "comm.comm": "comm",
+    "zero": "zero",
+    "runtime.zero": "zero",
+    "runtime.zero.partition_parameters": "zero",
+    "utils": "utils",
+    "utils.logging": "utils",
+    "accelerator": "accelerator",
+    "accelerator.real_accelerator": "accelerator",
+    "checkpointing": "checkpointing",
+    "runtime.activation_checkpointing.checkpointing": "checkpointing",
+    "runtime.lr_schedules": "schedules",
+    "runtime.engine": "engine",
+    "runtime.dataloader": "loader",
+    "monitor.monitor": "monitor",
+    "ops": "ops",
+    "ops.adam": "ops.adam",
+    "ops.adam.cpu_adam": "ops.adam",
+    "ops.adam.fused_adam": "ops.adam",
+    "pipe": "pipe",
+    "runtime.pipe.module": "pipe",
+}
+"""A module of DeepSpeed, and ours that has its public names."""
+
+
+class _Missing(MetaPathFinder):
+    """Says of a submodule that it does not exist here."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """None for others' modules. Raises ModuleNotFoundError for one of DeepSpeed."""
+        del path, target
+        if name.partition(".")[0] != NAME:
+            return None
+        raise ModuleNotFoundError(
+            f"Shardwise has no {name}: docs/from_deepspeed.md lists what it has of DeepSpeed.",
+            name=name,
+        )
+
+
+class _Part(ModuleType):
+    """A module of names that stand elsewhere; of another name it says that it does not exist."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"Shardwise's {self.__name__} has no {name!r}.")
+
+
+def adopt() -> None:
+    """Let `import deepspeed`, and what it has, give ours in this process, installed or not."""
+    for name in [n for n in sys.modules if n.partition(".")[0] == NAME]:
+        del sys.modules[name]
+    sys.modules[NAME] = import_module(_OURS)
+    for name, ours in MODULES.items():
+        if (module := _ours(ours)) is not None:
+            _put(f"{NAME}.{name}", module)
+    if not any(isinstance(each, _Missing) for each in sys.meta_path):
+        sys.meta_path.insert(0, _Missing())
+
+
+def _ours(name: str) -> ModuleType | None:
+    try:
+        return import_module(f"{_OURS}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{_OURS}.{name}":
+            raise
+        return None
+
+
+def _put(name: str, module: ModuleType) -> None:
+    """Have `module` imported by `name`, as an attribute of its package too."""
+    sys.modules[name] = module
+    package, _, last = name.rpartition(".")
+    if package not in sys.modules:
+        _put(package, _Part(package))
+    parent = sys.modules[package]
+    if not hasattr(parent, last) or isinstance(parent, _Part):
+        setattr(parent, last, module)
+    if isinstance(parent, _Part) and not hasattr(parent, "__path__"):
+        parent.__path__ = []

@@ -1,0 +1,74 @@
+"""Writes the values of a training for TensorBoard, or as comma-separated values."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.deepspeed.job import Job, Monitor
+from shardwise.errors import ConfigError
+
+Event = tuple[str, float, int]
+"""The name of a value, the value, and the samples that were trained on until then."""
+
+
+class MonitorMaster:
+    """Writes events to what the JSON asks for, on the main worker. Raises ConfigError where
+    TensorBoard is asked for and not installed."""
+
+    def __init__(self, job: Job, *, is_main: bool) -> None:
+        self.enabled = job.tensorboard is not None or job.csv is not None
+        self._writers: list[Any] = []
+        if is_main and job.tensorboard is not None:
+            self._writers.append(_tensorboard(job.tensorboard))
+        if is_main and job.csv is not None:
+            self._writers.append(_CsvWriter(job.csv))
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Write `events`; workers other than the main one write nothing."""
+        for writer in self._writers:
+            for name, value, samples in events:
+                writer.add_scalar(name, value, samples)
+            writer.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        for writer in self._writers:
+            writer.close()
+        self._writers.clear()
+
+
+def _tensorboard(monitor: Monitor) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "tensorboard.enabled needs the package tensorboard: pip install tensorboard."
+        ) from None
+    return SummaryWriter(str(Path(monitor.folder) / monitor.job))
+
+
+class _CsvWriter:
+    """A file for each name: Train_Samples_lr.csv, with samples and values."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._folder = Path(monitor.folder) / monitor.job
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._begun: set[str] = set()
+
+    def add_scalar(self, name: str, value: float, samples: int) -> None:
+        path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+        with path.open("a", newline="") as file:
+            writer = csv.writer(file)
+            if name not in self._begun:
+                self._begun.add(name)
+                writer.writerow(["step", name.rpartition("/")[2]])
+            writer.writerow([samples, value])
+
+    def flush(self) -> None:
+        """Nothing to do: each value is written at once."""
+
+    def close(self) -> None:
+        """Nothing to do either."""

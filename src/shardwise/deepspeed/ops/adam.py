@@ -1,0 +1,86 @@
+"""deepspeed.ops.adam: DeepSpeed's names for torch's Adam and AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import optim
+
+from shardwise.errors import ConfigError
+
+__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
+
+
+class _Stands(type):
+    """Lets isinstance take torch's optimizers for the class that made them."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return type(instance) in (optim.Adam, optim.AdamW)
+
+
+class FusedAdam(metaclass=_Stands):
+    """Gives torch's AdamW, or Adam where `adam_w_mode` is off, without weight decay by default.
+
+    The engine updates by torch's fused kernels where they exist. Raises ConfigError for what these
+    do not do.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> optim.Optimizer:
+        """The optimizer over `params`."""
+        del set_grad_none  # the engine clears gradients
+        return _adam(params, lr, betas, eps, weight_decay, amsgrad, bias_correction, adam_w_mode)
+
+
+class DeepSpeedCPUAdam(metaclass=_Stands):
+    """Gives torch's AdamW, or Adam where `adamw_mode` is off; where its state rests is up to
+    `--offload-optimizer`. Raises ConfigError for what these do not do."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> optim.Optimizer:
+        """The optimizer over `model_params`."""
+        if not fp32_optimizer_states:
+            raise ConfigError("fp32_optimizer_states=false: optimizer state is fp32; leave it out.")
+        return _adam(
+            model_params, lr, betas, eps, weight_decay, amsgrad, bias_correction, adamw_mode
+        )
+
+
+def _adam(
+    params: Any,
+    lr: float,
+    betas: Sequence[float],
+    eps: float,
+    weight_decay: float,
+    amsgrad: bool,
+    bias_correction: bool,
+    decoupled: bool,
+) -> optim.Optimizer:
+    if not bias_correction:
+        raise ConfigError("bias_correction=false is not there: torch's Adam always corrects.")
+    kind = optim.AdamW if decoupled else optim.Adam
+    first, second = betas
+    return kind(
+        params, lr=lr, betas=(first, second), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad
+    )

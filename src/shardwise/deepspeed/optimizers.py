@@ -1,0 +1,162 @@
+"""Optimizers by the names that DeepSpeed has for them, as torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from shardwise.config.deepspeed.job import Named
+from shardwise.deepspeed import schedules
+from shardwise.deepspeed.ops.adam import FusedAdam
+from shardwise.errors import ConfigError
+
+Parameters = Sequence[Any]
+"""Parameters, or dicts of them as torch's parameter groups."""
+
+
+def of_json(
+    named: Named, parameters: Parameters, models: Sequence[nn.Module], name: str
+) -> list[optim.Optimizer]:
+    """The optimizers that the JSON called `name` asks for, over `parameters`: two for Muon, which
+    leaves what is no matrix to AdamW. Raises ConfigError for one that does not exist, and for
+    keywords that it does not take."""
+    try:
+        if named.name == "Muon":
+            return _muon(named.params, parameters, models)
+        if named.name in ("Adam", "AdamW"):
+            return [_adam_of(named, parameters)]
+        return [_of_torch(named, parameters, name)]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: optimizer {named.name}: {error}.") from None
+
+
+def _adam_of(named: Named, parameters: Parameters) -> optim.Optimizer:
+    params = dict(named.params)
+    decoupled = params.pop("adam_w_mode", True) or named.name == "AdamW"
+    if params.pop("torch_adam", False):
+        params.pop("fp32_optimizer_states", None)
+        return (optim.AdamW if decoupled else optim.Adam)(parameters, **params)
+    states = params.pop("fp32_optimizer_states", True)
+    if states is False:
+        raise ValueError("fp32_optimizer_states=false: optimizer state is fp32; leave it out")
+    return FusedAdam(parameters, adam_w_mode=decoupled, **params)
+
+
+def _of_torch(named: Named, parameters: Parameters, name: str) -> optim.Optimizer:
+    kind = getattr(optim, named.name, None)
+    if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer)):
+        raise ConfigError(
+            f"{name}: there is no optimizer {named.name!r}: take Adam, AdamW, Adagrad, Muon or one "
+            "of torch.optim, or give an optimizer of your own to initialize."
+        )
+    return kind(parameters, **named.params)
+
+
+def schedule_of_json(named: Named, optimizer: Any, name: str) -> Any:
+    """The schedule that the JSON called `name` asks for: DeepSpeed's or torch's. Raises ConfigError
+    for one that does not exist, and for keywords that it does not take."""
+    kind: Any = schedules.BY_NAME.get(named.name) or getattr(optim.lr_scheduler, named.name, None)
+    if not isinstance(kind, type):
+        raise ConfigError(
+            f"{name}: there is no schedule {named.name!r}: take one of "
+            f"{', '.join(schedules.BY_NAME)}, or one of torch.optim.lr_scheduler."
+        )
+    try:
+        return kind(optimizer, **named.params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: scheduler {named.name}: {error}.") from None
+
+
+# -- Muon -----------------------------------------------------------------------------------------
+
+
+def _muon(
+    params: Mapping[str, Any], parameters: Parameters, models: Sequence[nn.Module]
+) -> list[optim.Optimizer]:
+    """Muon over matrices, but for embeddings and the head, and AdamW over the rest."""
+    kind = getattr(optim, "Muon", None)
+    if kind is None:
+        raise ConfigError(
+            f"torch {torch.__version__} has no Muon: take a newer torch, or another optimizer."
+        )
+    given = dict(params)
+    _check_muon(given)
+    shared = {key: given[key] for key in ("lr", "weight_decay") if key in given}
+    by_muon = {"lr": 0.02, "weight_decay": 0.0} | shared
+    by_adam: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
+    by_adam |= shared | {key: given[key] for key in ("betas", "eps") if key in given}
+    by_muon["lr"] = given.get("muon_lr", by_muon["lr"])
+    by_adam["lr"] = given.get("adam_lr", by_adam["lr"])
+    if "momentum" in given:
+        by_muon["momentum"] = given["momentum"]
+    matrices, others = _halves(parameters, models)
+    found = []
+    if matrices:
+        found.append(kind(matrices, **by_muon))
+    if others:
+        found.append(optim.AdamW(others, **by_adam))
+    return found
+
+
+_MUON_TAKES = {"lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps"}
+
+
+def _check_muon(params: dict[str, Any]) -> None:
+    if params.pop("adam_w_mode", True) is False or params.pop("per_head_muon", False):
+        raise ValueError("adam_w_mode=false and per_head_muon are not there: leave them out")
+    if unknown := sorted(set(params) - _MUON_TAKES):
+        raise ValueError(f"it takes {', '.join(sorted(_MUON_TAKES))}, not {unknown[0]}")
+
+
+def _halves(
+    parameters: Parameters, models: Sequence[nn.Module]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The groups of `parameters` that Muon has, and those of the rest."""
+    matrices = {p for model in models for p in _matrices(model)}
+    loose = [each for each in parameters if not isinstance(each, Mapping)]
+    groups = [dict(each) for each in parameters if isinstance(each, Mapping)]
+    if loose:
+        groups.append({"params": loose})
+    halves: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    for group in groups:
+        trained = [p for p in _several(group["params"]) if p.requires_grad]
+        for half, taken in zip(halves, (True, False), strict=True):
+            chosen = [p for p in trained if (p in matrices) is taken]
+            keys = ("lr", "weight_decay") if taken else ("lr", "weight_decay", "betas", "eps")
+            if chosen:
+                half.append({"params": chosen} | {k: group[k] for k in keys if k in group})
+    return halves
+
+
+def _matrices(model: nn.Module) -> Iterable[nn.Parameter]:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2 and not any(w in name.lower() for w in ("embed", "lm_head")):
+            if parameter.ndim > 2:
+                shape = tuple(parameter.shape)
+                raise ConfigError(f"torch's Muon takes matrices, and {name} is {shape}.")
+            yield parameter
+
+
+def _several(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+class ManyOptimizers:
+    """The face of several optimizers that step together: their parameter groups in one list."""
+
+    def __init__(self, optimizers: Sequence[optim.Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        self.defaults = self.optimizers[0].defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all, which are the optimizers' own."""
+        return [group for each in self.optimizers for group in each.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all."""
+        for each in self.optimizers:
+            each.zero_grad(set_to_none)

@@ -1,0 +1,350 @@
+"""DeepSpeed's five learning-rate schedules, as functions of the number of steps made.
+
+The range test, and the cycle of rate and momentum, are those of Smith (2018), "A disciplined
+approach to neural network hyper-parameters: Part 1"; the figures are DeepSpeed 0.19.8's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, optim
+
+from shardwise.errors import ConfigError
+
+Values = float | Sequence[float]
+"""One number for all parameter groups, or one for each."""
+
+
+class Schedule:
+    """Sets the learning rate of each group of `optimizer`; `step` is called after each update.
+
+    `last_batch_iteration` counts the steps, from -1: the rates of the first update are those of a
+    schedule that has begun, and stand in the optimizer from the start.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, last_batch_iteration: int = -1) -> None:
+        self.optimizer = optimizer
+        self.last_batch_iteration = last_batch_iteration
+        self._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def get_lr(self) -> list[float]:
+        """The rates of the groups after so many steps."""
+        raise NotImplementedError
+
+    def get_last_lr(self) -> list[float]:
+        """The rates that were set last."""
+        return self._last_lr
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Count a step, or go to `last_batch_iteration`, and set the rates."""
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = (
+            following if last_batch_iteration is None else last_batch_iteration
+        )
+        self._set(self.get_lr())
+
+    def state_dict(self) -> dict[str, int]:
+        """The count of steps."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after as many steps as `state` counts."""
+        self.last_batch_iteration = state["last_batch_iteration"]
+
+    def _set(self, rates: Sequence[float]) -> None:
+        self._last_lr = list(rates)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _each(self, value: Values, name: str) -> list[float]:
+        """`value` for each group. Raises ConfigError for a list of another length."""
+        count = len(self.optimizer.param_groups)
+        if not isinstance(value, list | tuple):
+            return [value] * count  # type: ignore[list-item]
+        if len(value) != count:
+            raise ConfigError(f"{name} has {len(value)} values, and the optimizer {count} groups.")
+        return list(value)
+
+
+class WarmupLR(Schedule):
+    """From `warmup_min_lr` to `warmup_max_lr` (default: the optimizer's rate) in
+    `warmup_num_steps`, logarithmically or linearly; then constant."""
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        warmup_min_lr: Values = 0.0,
+        warmup_max_lr: Values | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self.warmup_type = _warmup_type(warmup_type)
+        self.min_lrs = self._each(warmup_min_lr, "warmup_min_lr")
+        self.max_lrs = (
+            list(self._last_lr)
+            if warmup_max_lr is None
+            else self._each(warmup_max_lr, "warmup_max_lr")
+        )
+        if last_batch_iteration == -1:
+            self._set(self.get_lr())
+
+    def get_lr(self) -> list[float]:
+        """The rates of the groups after so many steps."""
+        if self.last_batch_iteration < 0:
+            return list(self.min_lrs)
+        share = self._share()
+        return [
+            low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
+        ]
+
+    def _share(self) -> float:
+        if self.last_batch_iteration < self.warmup_num_steps:
+            return _warmed_up(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
+        return self._after_warmup()
+
+    def _after_warmup(self) -> float:
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """As WarmupLR, and then linearly to 0 at `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: Values = 0.0,
+        warmup_max_lr: Values = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = total_num_steps
+        super().__init__(
+            optimizer,
+            warmup_min_lr,
+            warmup_max_lr,
+            warmup_num_steps,
+            warmup_type,
+            last_batch_iteration,
+        )
+
+    def _after_warmup(self) -> float:
+        left = self.total_num_steps - self.last_batch_iteration
+        return max(0.0, left / max(1.0, self.total_num_steps - self.warmup_num_steps))
+
+
+class WarmupCosineLR(Schedule):
+    """Each group's own rate times a ratio: from `warmup_min_ratio` to 1 in `warmup_num_steps`, then
+    by a half cosine to `cos_min_ratio` at `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self.warmup_type = _warmup_type(warmup_type)
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self.org_lrs = list(self._last_lr)
+        if last_batch_iteration == -1:
+            self._set(self.get_lr())
+
+    def get_lr(self) -> list[float]:
+        """The rates of the groups after so many steps."""
+        ratio = self.get_lr_ratio()
+        return [rate * ratio for rate in self.org_lrs]
+
+    def get_lr_ratio(self) -> float:
+        """What each group's own rate is multiplied by."""
+        done = self.last_batch_iteration
+        if done < 0:
+            return 0.0
+        if done < self.warmup_num_steps:
+            share = _warmed_up(done, self.warmup_num_steps, self.warmup_type)
+            return self.warmup_min_ratio + share * (1.0 - self.warmup_min_ratio)
+        length = max(1, self.total_num_steps - self.warmup_num_steps)
+        progress = min(1.0, (done - self.warmup_num_steps + 1) / length)
+        share = (1.0 + math.cos(math.pi * progress)) / 2.0
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * share)
+
+
+class LRRangeTest(Schedule):
+    """Rates that grow without end from `lr_range_test_min_lr`, by `lr_range_test_step_rate` of it
+    in each `lr_range_test_step_size` steps: to find the largest that trains."""
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        lr_range_test_min_lr: Values = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        if not isinstance(lr_range_test_step_size, int) or lr_range_test_step_size <= 0:
+            raise ConfigError(
+                "lr_range_test_step_size takes a whole number of 1 or more, not "
+                f"{lr_range_test_step_size!r}."
+            )
+        self.min_lr = self._each(lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        if last_batch_iteration == -1:
+            self._set(self.min_lr)
+
+    def get_lr(self) -> list[float]:
+        """The rates of the groups after so many steps."""
+        intervals = (self.last_batch_iteration + 1) / self.step_size
+        if self.staircase:
+            intervals = math.floor(intervals)
+        return [rate * (1 + self.step_rate * intervals) for rate in self.min_lr]
+
+
+class OneCycle(Schedule):
+    """Rates up from `cycle_min_lr` to `cycle_max_lr` and down again, and then a decay; the first
+    beta goes the other way where `cycle_momentum` says so and the optimizer has betas.
+
+    A stair count above 0 keeps rates constant in so many stairs of a half.
+    """
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        cycle_min_lr: Values,
+        cycle_max_lr: Values,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: Values = 0.8,
+        cycle_max_mom: Values = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        if cycle_first_step_size <= 0 or second < 0:
+            raise ConfigError(
+                "OneCycle takes a cycle_first_step_size above 0 and a cycle_second_step_size of 0 "
+                f"or more, not {cycle_first_step_size} and {second}."
+            )
+        self._halves = float(cycle_first_step_size), float(second)
+        stairs = cycle_first_stair_count
+        self._stairs = (
+            stairs,
+            stairs if cycle_second_stair_count is None else (cycle_second_stair_count),
+        )
+        self._decay_step_size = decay_step_size
+        self._decay_lr_rate, self._decay_mom_rate = decay_lr_rate, decay_mom_rate
+        self.min_lrs = self._each(cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = self._each(cycle_max_lr, "cycle_max_lr")
+        self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
+        self.min_moms = self._each(cycle_min_mom, "cycle_min_mom")
+        self.max_moms = self._each(cycle_max_mom, "cycle_max_mom")
+        if last_batch_iteration == -1:
+            self._set(self.min_lrs)
+            self._set_momentum(self.min_moms)
+
+    @property
+    def total_size(self) -> float:
+        """Steps of the whole cycle."""
+        return sum(self._halves)
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Count a step, or go to `last_batch_iteration`, and set rates and betas."""
+        super().step(last_batch_iteration)
+        if (moments := self.get_mom()) is not None:
+            self._set_momentum([beta for beta, _ in moments])
+
+    def get_lr(self) -> list[float]:
+        """The rates of the groups after so many steps."""
+        if self.last_batch_iteration < self.total_size:
+            height = self._height()
+            return [
+                low + (high - low) * height
+                for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
+            ]
+        factor = 1 + self._decay_lr_rate * self._decays()
+        return [rate / factor for rate in self.min_lrs]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of the groups after so many steps, None where they are not cycled."""
+        if not self.cycle_momentum:
+            return None
+        if self.last_batch_iteration < self.total_size:
+            height = self._height()
+            firsts = [
+                high - (high - low) * height
+                for low, high in zip(self.min_moms, self.max_moms, strict=True)
+            ]
+        else:
+            factor = 1 + self._decay_mom_rate * self._decays()
+            firsts = [beta * factor for beta in self.max_moms]
+        return [(first, _SECOND_BETA) for first in firsts]
+
+    def _decays(self) -> float:
+        """How many times the decay has acted since the end of the cycle."""
+        if not self._decay_step_size:
+            return 0.0
+        return (self.last_batch_iteration - self.total_size + 1) / self._decay_step_size
+
+    def _height(self) -> float:
+        """From 0 at the ends of the cycle to 1 at its peak."""
+        first, second = self._halves
+        at = (self.last_batch_iteration + 1) % self.total_size
+        rising = at <= first
+        height = at / first if rising else (self.total_size - at) / second
+        stairs = self._stairs[0 if rising else 1]
+        return math.floor(height * stairs) / stairs if stairs > 0 else height
+
+    def _set_momentum(self, firsts: Sequence[float]) -> None:
+        if self.cycle_momentum:
+            for group, first in zip(self.optimizer.param_groups, firsts, strict=True):
+                group["betas"] = (first, _SECOND_BETA)
+
+
+_SECOND_BETA = 0.99
+"""What OneCycle sets for the second beta of Adam."""
+
+
+def _warmed_up(done: int, steps: int, kind: str) -> float:
+    """The share of a warmup of `steps` after `done` of them, from 0 to 1."""
+    return math.log(done + 1) / math.log(steps) if kind == "log" else done / steps
+
+
+def _warmup_steps(count: Any) -> int:
+    if not isinstance(count, int) or count <= 0:
+        raise ConfigError(f"warmup_num_steps takes a whole number of 1 or more, not {count!r}.")
+    return max(2, count)  # a logarithm to the base 1 is none
+
+
+def _warmup_type(kind: str) -> str:
+    if kind not in ("log", "linear"):
+        raise ConfigError(f"warmup_type is log or linear, not {kind!r}.")
+    return kind
+
+
+BY_NAME = {
+    each.__name__: each for each in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}

@@ -1,0 +1,117 @@
+"""deepspeed.utils: whole fp32 parameters, gradients and optimizer state; a log; a loader."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.deepspeed.engine import DeepSpeedEngine, engine_of
+from shardwise.deepspeed.loader import RepeatingLoader
+from shardwise.errors import UsageError
+
+__all__ = [
+    "RepeatingLoader",
+    "instrument_w_nvtx",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "set_z3_leaf_modules",
+]
+
+logger = logging.getLogger("shardwise.deepspeed")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log `message` on these ranks (default, and for -1: all)."""
+    rank = sw.world().rank
+    if not ranks or -1 in ranks or rank in ranks:
+        logger.log(level, "[Rank %s] %s", rank, message)
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`func` as it is: --timeline shows where time goes."""
+    return func
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """A copy of the whole of `param` in fp32, None where no engine trains it. Collective.
+
+    Raises UsageError under 16-bit weights, whose fp32 masters are in checkpoints.
+    """
+    engine = engine_of(param)
+    if engine is None:
+        return None
+    inner = _without_masters(engine, "safe_get_full_fp32_param")
+    with inner.full_parameters():
+        return param.detach().float().clone()
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Write `value` to the whole of `param`; rank 0's is everyone's. Collective. Raises as
+    safe_get_full_fp32_param does."""
+    engine = engine_of(param)
+    if engine is not None:
+        inner = _without_masters(engine, "safe_set_full_fp32_param")
+        with inner.full_parameters(write=True):
+            param.data.copy_(value)
+
+
+def _without_masters(engine: DeepSpeedEngine, call: str) -> sw.Engine:
+    if engine.bfloat16_enabled():
+        raise UsageError(
+            f"{call} under bf16: the fp32 masters are in the optimizer's state, which "
+            "save_checkpoint has. deepspeed.zero.GatheredParameters shows the bf16 weights."
+        )
+    return engine._engine(call)
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """A copy of the whole gradient of `param`, averaged over the workers, between the last backward
+    of a step and the step; None where there is none. Collective."""
+    engine = engine_of(param)
+    if engine is None:
+        return None
+    with engine._engine("safe_get_full_grad").full_gradients():
+        return None if param.grad is None else param.grad.detach().clone()
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Put `value` in the place of the whole gradient of `param`, where `safe_get_full_grad` reads
+    it; rank 0's is everyone's. Collective."""
+    engine = engine_of(param)
+    if engine is not None:
+        with engine._engine("safe_set_full_grad").full_gradients():
+            if param.grad is not None:
+                param.grad.copy_(value)
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """The whole of what the optimizer keeps for `param` as `optim_state_key` ("exp_avg"), None
+    where it keeps none. All of the optimizer's state passes by. Collective."""
+    engine = engine_of(param)
+    if engine is None:
+        return None
+    inner = engine._engine("safe_get_full_optimizer_state")
+    found: Tensor | None = None
+    for optimizer in engine._trained.optimizers:
+        state = inner.optimizer_state_dict(optimizer)["state"]
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, each in enumerate(held):
+            if each is param and number in state:
+                found = state[number].get(optim_state_key)
+    return None if found is None else torch.as_tensor(found)
+
+
+def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Sequence[Any]) -> list[Any]:
+    """The modules of these classes in `model`. A mixture of experts is one unit by itself, and
+    `--units` names others."""
+    return [each for each in model.modules() if type(each) in tuple(leaf_module_classes)]

@@ -1,0 +1,121 @@
+"""deepspeed.zero: models built without memory, and whole parameters for a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.deepspeed.engine import DeepSpeedEngine, engine_of
+from shardwise.errors import UsageError
+from shardwise.model import meta
+
+__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+
+
+class Init:
+    """Inside the block models are built without memory, and get it when their engine is made.
+
+    The values are those of a plain build. Of the arguments, which are DeepSpeed's, `enabled` counts
+    and a `module` that is built already stays as it is.
+    """
+
+    def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **options: Any):
+        del module, options
+        self._enabled = enabled
+        self._blocks = ExitStack()
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            self._blocks.enter_context(sw.on_meta())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._blocks.__exit__(*error)
+
+
+class GatheredParameters:
+    """Inside the block `params`, one or several, are whole on every worker. With `modifier_rank`
+    what that worker has written is everyone's afterwards. Collective.
+
+    Before their engine is made, parameters that have no memory yet get theirs. Raises UsageError
+    for parameters of several engines.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | Iterable[Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        del fwd_module
+        several = [params] if isinstance(params, Tensor) else list(params)
+        self._parameters = several if enabled else []
+        self._modifier_rank = modifier_rank
+        self._blocks = ExitStack()
+
+    def __enter__(self) -> None:
+        if not self._parameters:
+            return
+        engine = engine_of_all(self._parameters)
+        if engine is None:
+            _fill(self._parameters)
+            return
+        inner, writes = engine._engine("GatheredParameters"), self._modifier_rank is not None
+        part = _smallest(engine.module, self._parameters)
+        self._blocks.enter_context(inner.full_parameters(part, write=writes))
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None and self._modifier_rank is not None and dist.is_initialized():
+            _give(self._parameters, self._modifier_rank)
+        self._blocks.__exit__(*error)
+
+
+def _give(parameters: list[Tensor], rank: int) -> None:
+    """Give every worker the values that `rank` has; by way of where it computes, since a group of
+    GPUs moves nothing else."""
+    with torch.no_grad():
+        for parameter in parameters:
+            value = parameter.data.to(sw.world().device)
+            dist.broadcast(value, rank)
+            parameter.data.copy_(value)
+
+
+def engine_of_all(parameters: Iterable[Tensor]) -> DeepSpeedEngine | None:
+    """The engine that trains `parameters`, None without one. Raises UsageError for several."""
+    found = {id(engine): engine for engine in map(engine_of, parameters)}
+    if len(found) > 1:
+        raise UsageError(
+            "GatheredParameters with parameters of several engines, or of one and of none: write a "
+            "block for each."
+        )
+    return next(iter(found.values()))
+
+
+def _smallest(model: nn.Module, parameters: list[Tensor]) -> nn.Module:
+    """The module with the fewest parameters that has all of these."""
+    wanted = {id(parameter) for parameter in parameters}
+    holders = []
+    for number, module in enumerate(model.modules()):
+        held = {id(parameter) for parameter in module.parameters()}
+        if wanted <= held:
+            holders.append((len(held), number, module))
+    return min(holders)[2]
+
+
+def _fill(parameters: list[Tensor]) -> None:
+    """Give memory to parameters that were built inside `Init`: what is written to them stays."""
+    for parameter in parameters:
+        if parameter.is_meta and isinstance(parameter, nn.Parameter):
+            meta.make_real(parameter, meta.materialise(parameter))
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do: a unit is found by the parameters that its forward uses."""
+    del module, parameter

@@ -1,0 +1,22 @@
+"""Gives a program its local rank as an argument: `python -m shardwise.launch.local_rank COUNT WORD
+...` runs the words with `--local_rank=N` after the first COUNT of them, as DeepSpeed's launcher
+does."""
+
+import os
+import sys
+
+from shardwise.launch import launchers
+
+
+def main(arguments: list[str]) -> None:
+    """Become the program, in this process."""
+    count, *words = arguments
+    place = int(count)
+    local_rank = launchers.detect(os.environ).local_rank
+    line = [*words[:place], f"--local_rank={local_rank}", *words[place:]]
+    sys.stdout.flush()
+    os.execvp(line[0], line)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,36 @@
+"""Lightning and Fabric over this engine: `import shardwise.lightning` lets them know the strategy.
+
+    Trainer(strategy="shardwise")       Trainer(strategy=ShardwiseStrategy(zero=3))
+    Fabric(strategy="shardwise")        Fabric(strategy=ShardwiseFabricStrategy(zero=3))
+
+trees.py              the two class trees of Lightning, and our classes in each
+trainer_strategy.py   the Trainer's strategy: setup, a step, whole states
+fabric_strategy.py    Fabric's
+training.py           the engines of one Trainer or Fabric, a step piece by piece
+parts.py              which modules each of several optimizers trains
+forwards.py           a training_step inside the module's forward
+sharing.py            loaders in their order; an evaluation with every sample once
+environment.py        who this worker is, and what a script asks for
+adoption.py           scripts that name another strategy, or none
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from shardwise.lightning import trees
+
+if TYPE_CHECKING:
+    from shardwise.lightning.fabric_strategy import FabricStrategy as ShardwiseFabricStrategy
+    from shardwise.lightning.trainer_strategy import TrainerStrategy as ShardwiseStrategy
+
+__all__ = ["ShardwiseFabricStrategy", "ShardwiseStrategy"]
+
+trees.register()
+
+
+def __getattr__(name: str) -> Any:
+    """The strategies, of the class tree that the script has imported."""
+    if name == "ShardwiseStrategy":
+        return trees.trainer_strategy(trees.in_use(trees.TRAINERS))
+    if name == "ShardwiseFabricStrategy":
+        return trees.fabric_strategy(trees.in_use(trees.FABRICS))
+    raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -1,0 +1,86 @@
+"""Lets the Trainers and Fabrics of a script that names another strategy, or none, have ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import shardwise as sw
+from shardwise.errors import UsageError
+from shardwise.lightning.trees import (
+    FABRICS,
+    NAME,
+    TRAINERS,
+    fabric_strategy,
+    trainer_strategy,
+    when_imported,
+)
+
+_REPLACED = ("auto", "ddp", "fsdp", "deepspeed", "zero", "model_parallel", "single_device")
+"""How the names of the strategies begin that ours takes the place of."""
+
+_CLASSES = ("DDP", "FSDP", "DeepSpeed", "ModelParallel", "SingleDevice")
+"""How the names of their classes begin."""
+
+
+def adopt() -> None:
+    """Let every Trainer and Fabric that this process makes from now on have our strategy."""
+    for tree in TRAINERS:
+        when_imported(tree, lambda name: _replace(name, "Trainer", trainer_strategy))
+    for tree in FABRICS:
+        when_imported(tree, lambda name: _replace(name, "Fabric", fabric_strategy))
+
+
+def _replace(tree: str, name: str, strategy: Callable[[str], Any]) -> None:
+    """Let `name`, a class of `tree`, be made with what `strategy` gives."""
+    kind = getattr(import_module(tree), name)
+    stock = kind.__init__
+
+    @wraps(stock)
+    def made(self: Any, *arguments: Any, **keywords: Any) -> None:
+        given = keywords.get("strategy", "auto")
+        if not _is_ours(given):
+            _say(name, given, keywords)
+            keywords["strategy"] = strategy(tree)()
+            keywords["devices"], keywords["num_nodes"] = 1, 1
+            keywords["accelerator"] = sw.world().device.type.replace("cuda", "gpu")
+        stock(self, *arguments, **keywords)
+
+    kind.__init__ = made
+
+
+def _is_ours(strategy: Any) -> bool:
+    """Whether `strategy` is ours; raises UsageError for one that ours cannot stand for."""
+    if isinstance(strategy, str):
+        if strategy == NAME:
+            return True
+        known = strategy.lower().startswith(_REPLACED)
+    else:
+        name = type(strategy).__name__
+        if type(strategy).__module__.startswith("shardwise."):
+            return True
+        known = name.startswith(_CLASSES)
+    if not known:
+        raise UsageError(
+            f"--adopt lightning, and the script asks for strategy={strategy!r}, which this engine "
+            'does not stand for. Write strategy="shardwise" there.'
+        )
+    return False
+
+
+def _say(name: str, given: Any, keywords: dict[str, Any]) -> None:
+    """Say once what is not followed."""
+    shown = given if isinstance(given, str) else type(given).__name__
+    asked = [f"strategy={shown!r}" if isinstance(given, str) else f"strategy={shown}(...)"]
+    asked += [
+        f"{key}={keywords[key]!r}"
+        for key in ("accelerator", "devices", "num_nodes")
+        if keywords.get(key, "auto") not in ("auto", 1)
+    ]
+    world = sw.world()
+    asked = asked if len(asked) > 1 or shown != "auto" else [f"{name}(...)"]
+    world.say_once(
+        f"{', '.join(asked)}: {name} trains by shardwise on the {world.size} worker(s) of this run."
+    )

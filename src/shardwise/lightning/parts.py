@@ -1,0 +1,58 @@
+"""Finds the modules that each of several optimizers trains, so that each steps on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn, optim
+
+from shardwise.errors import UsageError
+
+
+def models_of(module: nn.Module, optimizers: Sequence[optim.Optimizer]) -> list[nn.Module]:
+    """The parts of `module` that have an engine of their own: `module` itself, where its optimizers
+    have parameters in common or there is one.
+
+    Else the largest modules whose parameters are trained by one optimizer, and by no other one.
+    Raises UsageError for a parameter beside which another optimizer trains one of the same module.
+    """
+    inside = {id(p) for p in module.parameters()}
+    trained = [part for part in _connected(optimizers) if part & inside]
+    if len(trained) < 2:
+        return [module]
+    return [model for part in trained for model in _modules(module, part, trained)]
+
+
+def _connected(optimizers: Sequence[optim.Optimizer]) -> list[set[int]]:
+    """The parameters, by identity, of each set of optimizers that have some in common."""
+    parts: list[set[int]] = []
+    for optimizer in optimizers:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for each in [part for part in parts if part & own]:
+            parts.remove(each)
+            own |= each
+        parts.append(own)
+    return parts
+
+
+def _modules(
+    module: nn.Module, part: set[int], trained: Sequence[set[int]], name: str = ""
+) -> Iterator[nn.Module]:
+    """The largest modules in `module`, called `name`, with parameters of `part` and of no other of
+    `trained`."""
+    held = {id(p) for p in module.parameters()}
+    if not held & part:
+        return
+    if not any(other & held for other in trained if other is not part):
+        yield module
+        return
+    for key, parameter in module.named_parameters(recurse=False):
+        if id(parameter) in part:
+            path = f"{name}.{key}".lstrip(".")
+            raise UsageError(
+                f"{path} lies in {type(module).__name__} beside parameters of another optimizer, "
+                "and each optimizer is to step on its own: put what one optimizer trains into "
+                "modules of its own (self.generator, self.discriminator)."
+            )
+    for key, child in module.named_children():
+        yield from _modules(child, part, trained, f"{name}.{key}")

@@ -1,0 +1,338 @@
+"""The strategy of Lightning's Trainer: setup, a step, whole states, and the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from shardwise.errors import UsageError
+from shardwise.lightning.environment import Environment, check_devices
+from shardwise.lightning.forwards import inside_forward
+from shardwise.lightning.sharing import Marked, count_once, share_in_order
+from shardwise.lightning.training import Training, plain
+
+_ELSEWHERE = ("DeepSpeed", "FSDP", "XLA", "TransformerEngine", "Bitsandbytes")
+"""How the names of precision plugins begin that convert a model for another engine."""
+
+_WITH_GRADIENTS = ("on_before_optimizer_step", "configure_gradient_clipping")
+"""Hooks that may read or change gradients, which are whole for the moment then."""
+
+
+class OverEngines:
+    """What makes a DDPStrategy of Lightning train by engines; stands before its class.
+
+    Takes what strategies take, and settings of Shardwise (`zero=3`, `offload_optimizer="cpu"`).
+    The result is that of Lightning with DistributedDataParallel; docs/from_lightning.md says what
+    differs.
+    """
+
+    library = "Trainer"
+    hooks: Any
+    """Lightning's Precision, LightningModule and Callback: of one class tree."""
+
+    _accelerator: Any
+    _launcher: Any
+    _layer_sync: Any
+    _num_nodes: int
+    _precision_plugin: Any
+    lightning_module: Any
+    model: Any
+    optimizers: list[optim.Optimizer]
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **settings: Any,
+    ) -> None:
+        self.training = Training(settings, self.library)
+        self._devices: list[torch.device] | None = None
+        self._failed = False
+        super().__init__(  # type: ignore[call-arg]
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            **{self._precision_keyword: precision_plugin},
+        )
+
+    _precision_keyword = "precision_plugin"
+
+    # -- who this process is ----------------------------------------------------------------
+
+    @property
+    def accelerator(self) -> Any:
+        """Lightning's accelerator. Once it is known the run is joined on its device."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self.training.join(type(accelerator).__name__)
+        self.cluster_environment = Environment(self.training.world)
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices that the script asks for, at first; then the one of this worker."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._devices = devices
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that this worker computes on."""
+        return self.training.world.device
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        """What Lightning's samplers share batches out by; None for one worker."""
+        world = self.training.world
+        if world.size == 1:
+            return None
+        return {"num_replicas": Marked(world.size), "rank": world.rank}
+
+    def _configure_launcher(self) -> None:
+        """Workers are started from outside: nothing is launched here."""
+        self._launcher = None
+        asked = len(self._devices or ()) or 1
+        check_devices(self.training.world, asked, self._num_nodes, self.library)
+        self._devices = [self.root_device]
+
+    def setup_distributed(self) -> None:
+        """The process group is there: tell Lightning's printing and warnings which rank this is."""
+        self.set_world_ranks()  # type: ignore[attr-defined]
+
+
+class TrainerStrategy(OverEngines):
+    """The strategy that `Trainer(strategy="shardwise")` has."""
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's plugin: it casts and autocasts; clipping and the loss scale are the
+        engine's."""
+        return self._precision_plugin if self._precision_plugin is not None else self.hooks[0]()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = plugin
+        if plugin is None:
+            return
+        refuse_precision(plugin)
+        self.training.scaler = getattr(plugin, "scaler", None)
+        plugin.clip_grad_by_norm = self.training.clip_norm
+        plugin.clip_grad_by_value = self.training.clip_value
+
+    # -- setup and the end ------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Before the script's `setup` hooks: this rank is known, and how loaders are shared."""
+        super().setup_environment()  # type: ignore[misc]
+        share_in_order(self.lightning_module.trainer._data_connector, self.training.world.size)
+
+    def setup(self, trainer: Any) -> None:
+        """Place the model, make the optimizers, and let engines train them. Collective."""
+        self._failed = False
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == "fit"
+        if fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()  # type: ignore[attr-defined]
+        if not fitting:
+            self.setup_precision_plugin()  # type: ignore[attr-defined]
+            self.training.make_alike(self.model)
+            return
+        self.setup_optimizers(trainer)  # type: ignore[attr-defined]
+        self.setup_precision_plugin()  # type: ignore[attr-defined]
+        self.training.prepare(self.model, self.optimizers)
+        if len(self.optimizers) > 1:
+            own = vars(self.lightning_module)
+            own["toggle_optimizer"], own["untoggle_optimizer"] = self._toggle, self._untoggle
+
+    def teardown(self) -> None:
+        """Give the model and its optimizers back as plain ones, on the CPU. Collective, unless the
+        run has failed: then nothing waits for other ranks."""
+        if self.lightning_module is not None:
+            for name in ("toggle_optimizer", "untoggle_optimizer"):
+                vars(self.lightning_module).pop(name, None)
+        if self._failed and self.training.world.size > 1:
+            self.precision_plugin.teardown()
+            self.accelerator.teardown()
+            return
+        self.training.close()
+        super().teardown()  # type: ignore[misc]
+
+    def on_exception(self, exception: BaseException) -> None:
+        """This rank has failed, and others may not know yet."""
+        del exception
+        self._failed = True
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def _toggle(self, optimizer: Any) -> None:
+        """Let backwards leave gradients for `optimizer` alone.
+
+        Lightning takes requires_grad from all other parameters, and states would be laid out anew
+        at each change; an engine can leave a loss out.
+        """
+        self.training.engines.only = plain(optimizer)
+
+    def _untoggle(self, optimizer: Any) -> None:
+        del optimizer
+        self.training.engines.only = None
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside the block more backwards follow in the step."""
+        with self.training.not_last():
+            yield
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward by the engines, between the hooks that Lightning calls around it."""
+        plugin, module = self.precision_plugin, self.lightning_module
+        # Precision's own: the plugin of mixed precision would scale the loss, as the engine does.
+        loss: Any = self.hooks[0].pre_backward(plugin, closure_loss, module)
+        # LightningModule.backward, and what overrides it, calls this.
+        loss.backward = lambda *a, **k: self.training.backward(loss, *a, **k)
+        try:
+            plugin_backward = self.hooks[0].backward
+            plugin_backward(plugin, loss, module, optimizer, *args, **kwargs)
+        finally:
+            del loss.backward
+        return plugin.post_backward(loss, module)  # type: ignore[no-any-return]
+
+    def optimizer_step(
+        self,
+        optimizer: optim.Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Compute by `closure`, call the hooks, clip, and step. Collective."""
+        if kwargs:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step({next(iter(kwargs))}=...): the engine steps "
+                "without further arguments. Leave it out."
+            )
+        module = model or self.lightning_module
+        if isinstance(optimizer, optim.LBFGS):
+            return self._step_by_closure(optimizer, closure, module)
+        result = closure()
+        with self._gradients_for_hooks(optimizer, module):
+            self.hooks[0]._after_closure(self.precision_plugin, module, optimizer)
+        self.training.step(optimizer)
+        return result
+
+    def _step_by_closure(
+        self, optimizer: optim.Optimizer, closure: Callable[[], Any], module: Any
+    ) -> Any:
+        """An optimizer that computes the loss as often as it wants."""
+        if module.trainer.gradient_clip_val:
+            raise UsageError(
+                "gradient_clip_val with LBFGS, which computes gradients by itself in a step: "
+                "leave it out."
+            )
+        results: list[Any] = []
+
+        def computed() -> Any:
+            results.append(closure())
+            return results[-1]
+
+        self.training.step(optimizer, computed)
+        return results[0] if results else None
+
+    def _gradients_for_hooks(
+        self, optimizer: optim.Optimizer, module: Any
+    ) -> AbstractContextManager[None]:
+        """Whole gradients, where the script has a hook that may look at them."""
+        _, base, callback = self.hooks
+        for name in _WITH_GRADIENTS:
+            if name in vars(module) or getattr(type(module), name) is not getattr(base, name):
+                return self.training.full_gradients(optimizer)
+        stock = callback.on_before_optimizer_step
+        for each in module.trainer.callbacks:
+            if type(each).on_before_optimizer_step is not stock:
+                return self.training.full_gradients(optimizer)
+        return nullcontext()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, inside its forward."""
+        return self._inside("train", "training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, inside its forward."""
+        return self._inside("val", "validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, inside its forward."""
+        return self._inside("test", "test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, inside its forward."""
+        return self._inside("predict", "predict_step", *args, **kwargs)
+
+    def _inside(self, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        module: nn.Module = self.lightning_module
+        method = getattr(module, name)
+        trained = self.training.engines.of_model(module)
+        with getattr(self.precision_plugin, f"{kind}_step_context")():
+            if trained is None or module not in trained.models:
+                return method(*args, **kwargs)
+            return inside_forward(module, method, *args, **kwargs)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """`tensor`, reduced over all workers. Collective.
+
+        The mean of whole numbers is not cut off, as Lightning does over Gloo: it divides by the
+        mean number of samples, which need not be whole where workers have other numbers.
+        """
+        stock = super().reduce  # type: ignore[misc]
+        means = str(reduce_op).lower() in ("mean", "avg")
+        if not means or not isinstance(tensor, Tensor) or tensor.is_floating_point():
+            return stock(tensor, group, reduce_op)
+        return stock(tensor.double(), group, reduce_op).to(torch.get_default_dtype())
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """`dataloader`; in an evaluation with every sample once."""
+        trainer = self.lightning_module.trainer
+        stage = str(getattr(trainer.state.stage, "value", ""))
+        return count_once(dataloader) if stage in _EVALUATIONS else dataloader
+
+    # -- whole states -----------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state_dict with whole tensors; where parameters are sharded, on rank 0
+        alone. Collective."""
+        return self.training.state_dict(self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Let the module have the weights of `checkpoint`. Collective."""
+        self.training.load_state_dict(
+            self.lightning_module, checkpoint["state_dict"], strict=strict
+        )
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The whole state of `optimizer`, as it is in one process. Collective."""
+        return self.training.optimizer_state(plain(optimizer))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on from the optimizers of `checkpoint`, whatever size wrote them. Collective."""
+        self.training.replace_optimizer_states(checkpoint["optimizer_states"])
+
+
+_EVALUATIONS = ("validate", "sanity_check", "test")
+
+
+def refuse_precision(plugin: Any) -> None:
+    """Raise UsageError for a plugin that belongs to another engine."""
+    name = type(plugin).__name__
+    if name.startswith(_ELSEWHERE):
+        raise UsageError(
+            f'{name} converts a model for another engine. Write precision="bf16-mixed", '
+            '"16-mixed", "bf16-true", "32-true" or "64-true".'
+        )

@@ -1,0 +1,244 @@
+"""The catalogue of failures: classes of what fails, how often, and what it takes with it.
+
+A file is TOML in which every value has its source, as in the catalogue of devices. The rate of a
+class is a count over what was observed, or a number per 1,000 days of one component:
+
+    [class.gpu]
+    title = "faulty GPU"
+    scope = "device"                                    # device, host, rack, pod or job
+    count = { value = 148, from = "table" }             # or per_1000_days
+    detect_seconds = { value = 60, from = "assumed" }   # from the failure until the run has ended
+    repair_hours = { value = 24, from = "assumed" }     # until its hosts are back; none: they stay
+
+`planned = true`: the run saves first. With `slowdown` nothing stops: for `lasts_hours` the run
+goes at the pace of that component.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.planning.catalogue import Source
+
+OWN = Path(__file__).parent / "failures"
+SCOPES = ("device", "host", "rack", "pod", "job")
+DAY, HOUR = 86400.0, 3600.0
+_NUMBERS = (
+    *("count", "per_1000_days", "detect_seconds", "repair_hours", "slowdown", "lasts_hours"),
+)
+_OBSERVED = ("days", "devices", "devices_per_host", "hosts_per_rack", "racks_per_pod")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How many components of each scope `hosts` hosts are."""
+
+    hosts: int
+    devices_per_host: int
+    hosts_per_rack: int
+    racks_per_pod: int
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.hosts * self.devices_per_host
+
+    def components(self, scope: str) -> int:
+        """How many components of `scope` there are; the last rack and pod may not be full."""
+        racks = math.ceil(self.hosts / self.hosts_per_rack)
+        return {
+            "device": self.devices,
+            "host": self.hosts,
+            "rack": racks,
+            "pod": math.ceil(racks / self.racks_per_pod),
+            "job": 1,
+        }[scope]
+
+    def hosts_of(self, scope: str) -> int:
+        """How many hosts go when a component of `scope` does."""
+        rack = min(self.hosts_per_rack, self.hosts)
+        pod = min(rack * self.racks_per_pod, self.hosts)
+        return {"device": 1, "host": 1, "rack": rack, "pod": pod, "job": 0}[scope]
+
+
+@dataclass(frozen=True)
+class FailureClass:
+    """A kind of failure; `rate` is per second and component of `scope`.
+
+    For `detect` seconds nobody notices. Its hosts are back after `repair` seconds in the mean, 0
+    where they stay. `slowdown` above 1 only slows the run down, for `lasts` seconds in the mean.
+    """
+
+    name: str
+    title: str
+    scope: str
+    rate: float
+    detect: float = 0.0
+    repair: float = 0.0
+    planned: bool = False
+    slowdown: float = 1.0
+    lasts: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failures:
+    """A file of the catalogue."""
+
+    title: str
+    classes: tuple[FailureClass, ...]
+    hosts_per_rack: int
+    racks_per_pod: int
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    """By class and key, such as "gpu.count"."""
+
+
+def names() -> list[str]:
+    """The files that come with the package."""
+    return sorted(each.stem for each in OWN.glob("*.toml"))
+
+
+def read_failures(name: str) -> Failures:
+    """The file of the package with this name, or the one of this path; "none" is no failure.
+
+    Raises ConfigError of the first mistake in it.
+    """
+    if name == "none":
+        return Failures("no failures", (), 1, 1)
+    path = Path(name) if name.endswith(".toml") else OWN / f"{name}.toml"
+    if not path.is_file():
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"--failures {name}: there is no such file.{hint} Write none, "
+            f"{', '.join(names())}, or the path of a .toml file of yours."
+        )
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML that can be read: {error}.") from error
+    return _Reading(path).failures(tree)
+
+
+class _Reading:
+    """Reads the tables of one file; its errors name the file and the key."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._sources: dict[str, Source] = {}
+        self._found: dict[str, Source] = {}
+
+    def failures(self, tree: Mapping[str, Any]) -> Failures:
+        self._only(tree, ("title", "sources", "observed", "class"), "the file")
+        for name, entry in self._tables(tree, "sources"):
+            self._only(entry, ("text", "date", "url"), f"[sources.{name}]")
+            text, date = (self._text(entry, key, f"[sources.{name}]") for key in ("text", "date"))
+            self._sources[name] = Source(text, date, str(entry.get("url", "")))
+        observed = self._observed(tree.get("observed", {}))
+        classes = tuple(
+            self._class(name, entry, observed) for name, entry in self._tables(tree, "class")
+        )
+        if not classes:
+            raise self._wrong("it has no [class.NAME].")
+        return Failures(
+            self._text(tree, "title", "the file"),
+            classes,
+            int(observed.get("hosts_per_rack", 1)),
+            int(observed.get("racks_per_pod", 1)),
+            self._found,
+        )
+
+    def _observed(self, entry: Any) -> dict[str, float]:
+        if not isinstance(entry, dict):
+            raise self._wrong("observed has to be a table [observed].")
+        self._only(entry, _OBSERVED, "[observed]")
+        found = {key: self._number(value, f"observed.{key}") for key, value in entry.items()}
+        if broken := [key for key in found if key != "days" and found[key] % 1]:
+            raise self._wrong(f"[observed] {broken[0]} has to be a whole number.")
+        return found
+
+    def _class(
+        self, name: str, entry: Mapping[str, Any], observed: Mapping[str, float]
+    ) -> FailureClass:
+        where = f"[class.{name}]"
+        self._only(entry, ("title", "scope", "planned", *_NUMBERS), where)
+        scope = self._text(entry, "scope", where)
+        if scope not in SCOPES:
+            raise self._wrong(f"{where} scope is one of {', '.join(SCOPES)}, not {scope!r}.")
+        found = {key: self._number(entry[key], f"{name}.{key}") for key in _NUMBERS if key in entry}
+        if found.get("slowdown", 2.0) <= 1 or ("slowdown" in found) != ("lasts_hours" in found):
+            raise self._wrong(
+                f"{where} slowdown has to be above 1 and comes with lasts_hours, as that with it."
+            )
+        return FailureClass(
+            name=name,
+            title=self._text(entry, "title", where),
+            scope=scope,
+            rate=self._rate(where, scope, found, observed),
+            detect=found.get("detect_seconds", 0.0),
+            repair=found.get("repair_hours", 0.0) * HOUR,
+            planned=entry.get("planned") is True,
+            slowdown=found.get("slowdown", 1.0),
+            lasts=found.get("lasts_hours", 0.0) * HOUR,
+        )
+
+    def _rate(
+        self, where: str, scope: str, found: Mapping[str, float], observed: Mapping[str, float]
+    ) -> float:
+        """Failures per second and component."""
+        if ("count" in found) == ("per_1000_days" in found):
+            raise self._wrong(f"{where} needs count or per_1000_days, one of the two.")
+        if "per_1000_days" in found:
+            return found["per_1000_days"] / (1000 * DAY)
+        if missing := [key for key in _OBSERVED[:3] if key not in observed]:
+            raise self._wrong(f"{where} has a count, so [observed] needs {missing[0]}.")
+        hosts = math.ceil(observed["devices"] / observed["devices_per_host"])
+        seen = Topology(
+            hosts,
+            int(observed["devices_per_host"]),
+            int(observed.get("hosts_per_rack", 1)),
+            int(observed.get("racks_per_pod", 1)),
+        )
+        return found["count"] / (observed["days"] * DAY * seen.components(scope))
+
+    def _tables(self, tree: Mapping[str, Any], kind: str) -> list[tuple[str, dict[str, Any]]]:
+        group = tree.get(kind, {})
+        if not isinstance(group, dict) or not all(isinstance(v, dict) for v in group.values()):
+            raise self._wrong(f"{kind} has to be tables such as [{kind}.NAME].")
+        return list(group.items())
+
+    def _only(self, entry: Mapping[str, Any], allowed: Sequence[str], where: str) -> None:
+        for key in entry:
+            if key not in allowed:
+                near = difflib.get_close_matches(key, allowed, n=1)
+                hint = f" Did you mean {near[0]}?" if near else f" It takes: {', '.join(allowed)}."
+                raise self._wrong(f"{where} has no key {key!r}.{hint}")
+
+    def _text(self, entry: Mapping[str, Any], key: str, where: str) -> str:
+        value = entry.get(key)
+        if not isinstance(value, str) or not value:
+            raise self._wrong(f"{where} needs a text for {key}.")
+        return value
+
+    def _number(self, entry: Any, where: str) -> float:
+        if not isinstance(entry, dict) or set(entry) != {"value", "from"}:
+            raise self._wrong(f'{where} has to be {{ value = NUMBER, from = "SOURCE" }}.')
+        if (source := self._sources.get(entry["from"])) is None:
+            raise self._wrong(
+                f"{where} is from {entry['from']!r}, and there is no [sources.{entry['from']}]."
+            )
+        value = entry["value"]
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        if not plain or not 0 < value < math.inf:
+            raise self._wrong(f"{where} has to be a number above 0, and is {value!r}.")
+        self._found[where] = source
+        return float(value)
+
+    def _wrong(self, text: str) -> ConfigError:
+        return ConfigError(f"{self._path}: {text}")

@@ -1,0 +1,168 @@
+"""Draws where the time of a simulated run goes, and writes it as a page."""
+
+from __future__ import annotations
+
+import io
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from jinja2 import Environment
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, PercentFormatter
+
+from shardwise.simulation import command
+from shardwise.simulation.failure_classes import DAY
+from shardwise.simulation.run_model import CAUSES
+from shardwise.simulation.trial import USEFUL
+
+INK, GREY, FAINT = "#22272e", "#6b7480", "#d5dae1"
+GOOD = "#2563a8"
+COLORS = {
+    "lost": "#d9622b",
+    "restart": "#b0892c",
+    "detection": "#c23b6b",
+    "waiting": "#8a4fb0",
+    "saves": "#2f8f5b",
+    "slowest": "#3a9aa8",
+    "slow": "#7a6a5c",
+    "fewer": "#8d99ae",
+}
+VARIABLES = {INK: "ink", GREY: "grey", FAINT: "faint", GOOD: "good"} | {
+    color: cause for cause, color in COLORS.items()
+}
+"""Colors of the plots, and the names that they have in the style sheet of the page."""
+
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "svg.fonttype": "none",  # text stays text, in the page's font
+    "svg.hashsalt": "simulate",
+}
+
+
+def draw(report: command.Report, folder: Path) -> Path:
+    """Save simulate.png and simulate.html in `folder`; returns the path of the page."""
+    with plt.rc_context(STYLE):
+        figure, (over_time, second) = plt.subplots(
+            1, 2, figsize=(13, 4.4), layout="constrained", width_ratios=(2, 1)
+        )
+        _over_time(over_time, report)
+        (_intervals if report.tried else _causes)(second, report)
+        picture = io.StringIO()
+        figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
+        figure.suptitle(command.headline(report), fontsize=12, fontweight="bold")
+        figure.savefig(folder / "simulate.png", dpi=110)
+        plt.close(figure)
+    page = folder / "simulate.html"
+    page.write_text(_page(report, _themed(picture.getvalue())))
+    return page
+
+
+def _over_time(axes: Any, report: command.Report) -> None:
+    """The median run, by parts of its time: what it spent them on, with its failures above."""
+    shown = report.found.shown
+    kinds = [USEFUL, *(cause for cause in COLORS if shown.lost[cause] > 0)]
+    longest = max(len(shown.bins[kind]) for kind in kinds)
+    width = shown.width / DAY
+    starts = [number * width for number in range(longest)]
+    base = [0.0] * longest
+    for kind in kinds:
+        seconds = shown.bins[kind] + [0.0] * (longest - len(shown.bins[kind]))
+        share = [each / shown.width for each in seconds]
+        axes.bar(
+            starts,
+            share,
+            width=width,
+            bottom=base,
+            align="edge",
+            color=GOOD if kind == USEFUL else COLORS[kind],
+            label="steps that count" if kind == USEFUL else CAUSES[kind],
+        )
+        base = [low + more for low, more in zip(base, share, strict=True)]
+    moments = [moment / DAY for moment, _ in shown.moments]
+    axes.plot(moments, [1.03] * len(moments), "|", color=INK, markersize=6, alpha=0.6)
+    axes.set_ylim(0, 1.07)
+    axes.set_xlim(0, shown.wall / DAY)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_xlabel("days (a mark above is a failure)")
+    axes.set_title("where the time goes, in the run of median goodput")
+    axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=3)
+
+
+def _intervals(axes: Any, report: command.Report) -> None:
+    """Goodput by the interval between checkpoints."""
+    minutes = [interval / 60 for interval, _ in report.tried]
+    bands = [band for _, band in report.tried]
+    axes.fill_between(
+        minutes, [b.low for b in bands], [b.high for b in bands], color=GOOD, alpha=0.2, linewidth=0
+    )
+    axes.plot(minutes, [b.mean for b in bands], color=GOOD, marker="o")
+    axes.axvline(report.model.interval / 60, color=GREY, linestyle=":")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_minor_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.tick_params(axis="x", which="both", labelsize=8)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xlabel("minutes of steps between checkpoints")
+    axes.set_title("goodput by interval")
+
+
+def _causes(axes: Any, report: command.Report) -> None:
+    """The share of each cause over all runs."""
+    causes = [cause for cause in COLORS if report.found.lost[cause] > 0][::-1]
+    axes.set_title("lost, over all runs")
+    if not causes:
+        axes.axis("off")
+        axes.text(0.5, 0.5, "nothing is lost", ha="center", va="center", color=GREY)
+        return
+    axes.barh(
+        [CAUSES[cause] for cause in causes],
+        [report.found.lost[cause] for cause in causes],
+        color=[COLORS[cause] for cause in causes],
+        height=0.6,
+    )
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.tick_params(axis="y", labelsize=8.5)
+
+
+def _page(report: command.Report, picture: str) -> str:
+    """One file, which fetches nothing."""
+    text = resources.files("shardwise.simulation").joinpath("page.html.jinja").read_text()
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
+    found = report.found
+    return template.render(
+        headline=command.headline(report),
+        sentences=command.sentences(report),
+        picture=picture,
+        lost=[(CAUSES[c], f"{found.lost[c]:.2%}") for c in CAUSES if found.lost[c]],
+        goodput=f"{found.goodput.mean:.2%}",
+        failed=[
+            (each.title, each.scope, f"{found.failures[each.name]:,.1f}")
+            for each in report.failures.classes
+        ],
+        title=report.failures.title,
+        sources=sorted({str(source) for source in report.failures.sources.values()}),
+    )
+
+
+def _themed(svg: str) -> str:
+    """An SVG to stand in the page: colors by name, as wide as its place."""
+    svg = svg[svg.index("<svg") :]
+    for color, variable in VARIABLES.items():
+        svg = svg.replace(color, f"var(--{variable})")
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"|height="[\d.]+pt"', "", svg, count=1)

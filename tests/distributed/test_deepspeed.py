@@ -1,0 +1,317 @@
+"""DeepSpeed's interface over engines, beside plain PyTorch with DeepSpeed's arithmetic."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.errors import CheckpointError, ConfigError, UsageError
+
+SIZES = [1, 2]
+STEPS = 3
+
+
+def ranks(group, size):
+    return group(size, reseed=False, quiet=True)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def batch(step, micro, rank):
+    draw = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    x = torch.randn(4, 4, generator=draw, dtype=torch.float64)
+    return x, x[:, :3].sin()
+
+
+def loss_of(model, x, y):
+    return (model(x) - y).square().mean()
+
+
+def json_of(zero, **more):
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+        "zero_optimization": {"stage": zero},
+    } | more
+
+
+def plain(size, accumulation, max_norm, *, averages=True):
+    """Losses, norms and weights of one process that does what DeepSpeed does."""
+    from shardwise.deepspeed.schedules import WarmupLR
+
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    schedule = WarmupLR(optimizer, warmup_num_steps=3)
+    seen = []
+    for step in range(STEPS):
+        for micro in range(accumulation):
+            for rank in range(size):
+                loss = loss_of(model, *batch(step, micro, rank))
+                (loss / accumulation / (size if averages else 1)).backward()
+                seen.append(loss.item())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+        seen.append(norm.item())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return seen, model.state_dict()
+
+
+def trained(world, config, steps=range(STEPS)):
+    """The same by DeepSpeed's interface; the engine is left open."""
+    import shardwise.deepspeed as deepspeed
+
+    model = net()
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    return engine, run(world, engine, steps)
+
+
+def run(world, engine, steps):
+    seen = []
+    for step in steps:
+        for micro in range(engine.gradient_accumulation_steps()):
+            loss = loss_of(engine, *batch(step, micro, world.rank))
+            engine.backward(loss)
+            engine.step()
+            seen += [float(each) for each in world.gather(loss.detach())]
+            last = micro == engine.gradient_accumulation_steps() - 1
+            assert engine.was_step_applied() == last
+        seen.append(engine.get_global_grad_norm())
+    return seen
+
+
+def close(engine, world):
+    engine.destroy()
+    if world.size == 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def parity_case(world, zero, accumulation, max_norm):
+    config = json_of(zero, gradient_accumulation_steps=accumulation, gradient_clipping=max_norm)
+    expected, weights = plain(world.size, accumulation, max_norm)
+    engine, seen = trained(world, config)
+    assert seen == pytest.approx(expected, rel=1e-8)
+    assert engine.zero_optimization_stage() == zero
+    assert (engine.global_steps, engine.micro_steps) == (STEPS, STEPS * accumulation)
+    state = engine.module_state_dict()
+    if world.is_main:
+        for name, value in weights.items():
+            assert torch.allclose(state[name], value, rtol=1e-8, atol=1e-10), name
+    close(engine, world)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_arithmetic_is_deepspeeds(group, size):
+    for zero in range(4):
+        ranks(group, size)(parity_case, zero, 2, 0.05)
+    ranks(group, size)(parity_case, 1, 1, 0)
+
+
+def sum_case(world):
+    config = json_of(2, gradient_allreduce_op="sum", gradient_clipping=0)
+    expected, _ = plain(world.size, 1, 0, averages=False)
+    engine, seen = trained(world, config)
+    assert seen == pytest.approx(expected, rel=1e-8)
+    close(engine, world)
+
+
+def test_gradients_are_added_up_over_workers(group):
+    ranks(group, 2)(sum_case)
+
+
+def boundary_case(world):
+    """Boundaries that the script sets itself, and steps that all are boundaries."""
+    expected, _ = plain(world.size, 1, 1.0)
+    config = json_of(1, managed_gradient_accumulation=False)
+    engine, seen = trained(world, config)
+    assert seen == pytest.approx(expected, rel=1e-8)
+    close(engine, world)
+    engine, _ = trained(world, json_of(2, gradient_accumulation_steps=4), steps=[])
+    for step in range(STEPS):
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(loss_of(engine, *batch(step, 0, world.rank)), scale_wrt_gas=False)
+        engine.step()
+        assert engine.was_step_applied()
+        assert engine.get_global_grad_norm() == pytest.approx(expected[(step + 1) * 3 - 1])
+    close(engine, world)
+
+
+def test_boundaries(group):
+    ranks(group, 2)(boundary_case)
+
+
+def checkpoint_case(world, folder):
+    """A run that goes on in another stage does what it would have done."""
+    expected, _ = plain(world.size, 1, 1.0)
+    engine, _ = trained(world, json_of(2), steps=range(2))
+    assert engine.save_checkpoint(folder, client_state={"epoch": 7, "seen": torch.arange(3)})
+    close(engine, world)
+    engine, _ = trained(world, json_of(3), steps=[])
+    path, client = engine.load_checkpoint(folder)
+    assert path.endswith("global_step2")
+    assert client["epoch"] == 7
+    assert client["seen"].tolist() == [0, 1, 2]
+    assert engine.global_steps == 2
+    seen = run(world, engine, range(2, STEPS))
+    assert seen == pytest.approx(expected[-len(seen) :], rel=1e-8)
+    assert engine.load_checkpoint(f"{folder}/none") == (None, None)
+    with pytest.raises(CheckpointError, match="no checkpoint with the tag 'other'"):
+        engine.load_checkpoint(folder, "other")
+    with pytest.raises(UsageError, match="without running code"):
+        engine.save_checkpoint(folder, client_state={"bad": object()})
+    close(engine, world)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_checkpoints_go_on_in_another_stage(group, size, tmp_path):
+    ranks(group, size)(checkpoint_case, str(tmp_path))
+
+
+def whole_case(world):
+    import shardwise.deepspeed as deepspeed
+
+    with deepspeed.zero.Init():
+        model = net()
+    with deepspeed.zero.GatheredParameters(model[0].bias, modifier_rank=0):
+        nn.init.constant_(model[0].bias, 0.25)
+    engine, *_ = deepspeed.initialize(model=model, config=json_of(3))
+    with deepspeed.zero.GatheredParameters(list(model[0].parameters())):
+        assert model[0].bias.tolist() == [0.25] * 6
+        assert torch.equal(model[0].weight, net()[0].weight)
+    last = world.size - 1
+    with deepspeed.zero.GatheredParameters(model[2].bias, modifier_rank=last):
+        model[2].bias.fill_(world.rank + 1.0)
+    full = deepspeed.utils.safe_get_full_fp32_param(model[2].bias)
+    assert full.tolist() == [world.size] * 3
+    run(world, engine, range(1))
+    moments = deepspeed.utils.safe_get_full_optimizer_state(model[0].weight, "exp_avg")
+    assert moments.shape == model[0].weight.shape
+    assert moments.abs().sum() > 0
+    engine.backward(loss_of(engine, *batch(0, 0, world.rank)))
+    assert deepspeed.utils.safe_get_full_grad(model[0].weight).shape == (6, 4)
+    engine.step()
+    close(engine, world)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_whole_parameters_and_states(group, size):
+    ranks(group, size)(whole_case)
+
+
+def bf16_case(world, zero):
+    """Weights are rounded before masters begin, outputs are bf16 as the module computed them."""
+    import shardwise.deepspeed as deepspeed
+
+    model = net().float()
+    reference = copy.deepcopy(model).bfloat16()
+    config = json_of(zero, bf16={"enabled": True})
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=config)
+    x, y = (each.bfloat16() for each in batch(0, 0, world.rank))
+    output = engine(x)
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, reference(x))
+    engine.backward((output - y).square().mean())
+    engine.step()
+    assert engine.was_step_applied()
+    assert engine.bfloat16_enabled()
+    assert optimizer is engine.optimizer
+    close(engine, world)
+
+
+def test_bf16_begins_as_deepspeed_does(group):
+    for zero in (0, 3):
+        ranks(group, 2)(bf16_case, zero)
+
+
+def several_case(world):
+    """Two engines, each with its own optimizer: a loss of one moves the other not."""
+    import shardwise.deepspeed as deepspeed
+
+    one, other = net(), net()
+    first, *_ = deepspeed.initialize(model=one, config=json_of(1))
+    second, *_ = deepspeed.initialize(
+        model=other,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        config={"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0},
+    )
+    run(world, first, range(2))
+    assert torch.equal(other[0].weight, net()[0].weight)
+    assert second.get_lr() == [0.1]
+    run(world, second, range(1))
+    assert not torch.equal(other[0].weight, net()[0].weight)
+    first.destroy()
+    close(second, world)
+
+
+def test_several_engines(group):
+    ranks(group, 2)(several_case)
+
+
+def data_case(world, folder):
+    """Each worker has its share of training_data; values are written as files."""
+    import shardwise.deepspeed as deepspeed
+
+    rows = torch.utils.data.TensorDataset(torch.arange(16.0).reshape(16, 1))
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "Muon", "params": {"lr": 0.01}},
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"},
+    }
+    model = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))
+    engine, _, loader, _ = deepspeed.initialize(model=model, training_data=rows, config=config)
+    assert len(loader) == 2
+    mine = torch.cat([x for (x,) in loader])
+    every = torch.cat([each.flatten() for each in world.gather(mine)])
+    assert sorted(every.tolist()) == list(range(16))
+    for (x,) in deepspeed.utils.RepeatingLoader(loader):
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        if engine.global_steps == 3:
+            break
+    if world.is_main:
+        with open(f"{folder}/job/Train_Samples_lr.csv") as file:
+            assert file.read().split() == ["step,lr", "8,0.01", "16,0.01", "24,0.01"]
+    close(engine, world)
+
+
+def test_data_and_values_that_are_written(group, tmp_path):
+    ranks(group, 2)(data_case, str(tmp_path))
+
+
+def refusals_case(world):
+    import shardwise.deepspeed as deepspeed
+
+    model = net()
+    for options, words in (
+        ({}, "has no JSON"),
+        ({"config": json_of(0) | {"train_batch_size": 3}}, "do not multiply out"),
+        ({"config": json_of(0, optimizer={"type": "Adm"})}, "no optimizer 'Adm'"),
+        ({"config": json_of(0, scheduler={"type": "Warmup"})}, "no schedule 'Warmup'"),
+        (
+            {"config": json_of(0, optimizer={"type": "Adam", "params": {"lrr": 1}})},
+            "optimizer Adam: .*lrr",
+        ),
+        ({"config": json_of(0), "mpu": object()}, "groups of ranks"),
+        ({"config": json_of(0) | {"tensor_parallel": {"autotp_size": 2}}}, "tensor"),
+    ):
+        with pytest.raises((ConfigError, UsageError), match=words):
+            deepspeed.initialize(model=model, **options)
+    engine, *_ = deepspeed.initialize(model=net(), config={"train_batch_size": world.size})
+    assert engine(torch.zeros(1, 4).double()).shape == (1, 3)
+    with pytest.raises(UsageError, match="without an optimizer"):
+        engine.step()
+    with pytest.raises(AttributeError, match="nor has its module"):
+        engine.nothing  # noqa: B018 asks for it
+    close(engine, world)
+
+
+def test_refusals_name_what_is_wrong(group):
+    ranks(group, 2)(refusals_case)

@@ -1,0 +1,480 @@
+"""Lightning's Trainer and Fabric over engines: the results of the stock ones in one process."""
+
+import copy
+import os
+import warnings
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from shardwise.errors import ModelError, UsageError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pl = pytest.importorskip("lightning.pytorch", reason="the lightning package is not there")
+    import lightning.fabric as fabric_library
+
+SIZES = [1, 2, pytest.param(4, marks=pytest.mark.full)]
+BATCH = 8
+ROWS = 40
+TESTED = 11
+ENDS = {"fp32": 1e-5, "fp64": 1e-8}
+
+
+def ranks(group, size):
+    """Ranks whose generators are the script's own. To import Lightning takes seconds of CPU in
+    each, and more on a busy machine."""
+    return partial(group(size, reseed=False), limit=300)
+
+
+@contextmanager
+def calm():
+    """Lightning's warnings are its own; RANK and the like are another test's."""
+    before = {name: os.environ.pop(name, None) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def samples(rows, seed=1):
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 4, generator=draw)
+    return TensorDataset(x, x.prod(1, keepdim=True).sin())
+
+
+class Model(pl.LightningModule):
+    """Blocks, a parameter of its own that training_step uses, and a frozen layer."""
+
+    def __init__(self, share=1):
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)]
+        self.net = nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 1))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.fixed = nn.Linear(1, 1).requires_grad_(False)
+        self.share = share
+        self.seen = []
+
+    def forward(self, x):
+        return self.net(x) + self.fixed(x[:, :1])
+
+    def loss(self, batch):
+        x, y = (part.to(self.scale.dtype) for part in batch)
+        return (self(x) * self.scale - y).square().mean()
+
+    def training_step(self, batch, index):
+        loss = self.loss(batch)
+        self.seen.append(self.trainer.strategy.reduce(loss.detach().clone()).item())
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, index):
+        loss = self.loss(batch)
+        self.log("valid", loss, sync_dist=True, batch_size=len(batch[0]))
+        self.log("rows", float(len(batch[0])), sync_dist=True, reduce_fx="sum")
+
+    test_step = validation_step
+
+    def predict_step(self, batch, index):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    def train_dataloader(self):
+        return DataLoader(samples(ROWS), batch_size=BATCH // self.share)
+
+    def val_dataloader(self):
+        return DataLoader(samples(TESTED, 2), batch_size=BATCH // self.share)
+
+    test_dataloader = val_dataloader
+
+
+class Rates(pl.Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def trainer(strategy, callbacks=(), **options):
+    """Our Trainer; with strategy "auto" the stock one, of one process."""
+    options = {"max_epochs": 2, "logger": False, "enable_checkpointing": False} | options
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def ours(zero, **settings):
+    from shardwise.lightning import ShardwiseStrategy
+
+    return ShardwiseStrategy(zero=zero, quiet=True, **settings)
+
+
+def fitted(strategy, share=1, model=None, ckpt=None, **options):
+    """The trainer, its model and learning rates by batch, after `fit`."""
+    rates = Rates()
+    with calm():
+        made = trainer(strategy, [rates, *options.pop("callbacks", [])], **options)
+        model = Model(share) if model is None else model
+        made.fit(model, ckpt_path=ckpt, weights_only=None if ckpt is None else False)
+    return made, model, rates.seen
+
+
+def alike(model, expected, end=1e-5):
+    for name, value in expected.state_dict().items():
+        found = model.state_dict()[name]
+        assert torch.allclose(found, value, rtol=100 * end, atol=end), name
+
+
+# -- the Trainer ------------------------------------------------------------------------------
+
+
+def parity_case(world, dtype, rows):
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+    if dtype == "fp64":
+        options["precision"] = "64-true"
+    stock, expected, rates = fitted("auto", **options)
+    for zero in rows:
+        made, model, seen = fitted(ours(zero), world.size, **options)
+        assert made.world_size == world.size
+        assert model.seen == pytest.approx(expected.seen, rel=ENDS[dtype])
+        assert seen == rates
+        alike(model, expected, ENDS[dtype])
+        for name in ("valid", "rows"):
+            value = made.callback_metrics[name]
+            assert value.item() == pytest.approx(stock.callback_metrics[name].item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", ENDS)
+def test_results_of_the_stock_trainer(group, size, dtype):
+    """Five batches, two to a step, clipped and scheduled; 11 samples to validate on."""
+    ranks(group, size)(parity_case, dtype, range(4))
+
+
+class Batches:
+    """This worker's share of each batch; the first time from the batch `begun` on."""
+
+    def __init__(self, begun, rank, size):
+        self.begun, self.rank, self.size = begun, rank, size
+
+    def __len__(self):
+        return ROWS // BATCH
+
+    def __iter__(self):
+        begun, self.begun = self.begun, 0
+        for start in range(begun * BATCH, ROWS, BATCH):
+            part = slice(start + self.rank, start + BATCH, self.size)
+            yield [tensor[part] for tensor in samples(ROWS).tensors]
+
+
+class ReadsOn(Model):
+    """Reads on where a resumed epoch has stopped, as stateful loaders do."""
+
+    def train_dataloader(self):
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        rank, size = self.trainer.global_rank, self.trainer.world_size
+        return Batches(done % (ROWS // BATCH), rank, size)
+
+
+def resume_case(world, folder, zero, every):
+    """Saved at `every` steps; what follows is the same as without a break."""
+    saves = pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1)
+    options = {"enable_checkpointing": True, "num_sanity_val_steps": 0}
+    _, whole, _ = fitted(ours(zero), world.size, ReadsOn(world.size), callbacks=[saves], **options)
+    world.barrier()
+    path = Path(folder) / f"step={every}.ckpt"
+    again = ReadsOn(world.size)
+    fitted(ours(zero), world.size, again, path, num_sanity_val_steps=0)
+    assert again.seen == whole.seen[every:]
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    return whole.seen
+
+
+@pytest.mark.parametrize("zero", [3, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [3, 5])
+def test_a_resumed_run_goes_on_with_the_same_bits(group, tmp_path, zero, every):
+    """In the middle of an epoch and at its end; then at another size, and in stock Lightning."""
+    seen = ranks(group, 2)(resume_case, str(tmp_path), zero, every)[0]
+    ranks(group, 1)(elsewhere_case, str(tmp_path / f"step={every}.ckpt"), seen[every:])
+
+
+def elsewhere_case(world, path, expected):
+    for strategy in (ours(2), "auto"):
+        again = ReadsOn()
+        fitted(strategy, 1, again, path, num_sanity_val_steps=0)
+        assert again.seen == pytest.approx(expected, rel=1e-5)
+    with calm():
+        loaded = Model.load_from_checkpoint(path, weights_only=False)
+    assert all(p.numel() for p in loaded.parameters())
+
+
+def best_case(world, folder):
+    """The best weights, whole at ZERO_3, are what `test` and load_from_checkpoint read."""
+    best = pl.callbacks.ModelCheckpoint(folder, monitor="valid", save_last=True)
+    stops = pl.callbacks.EarlyStopping("valid", patience=3)
+    rates = pl.callbacks.LearningRateMonitor("step")
+    made, model, _ = fitted(
+        ours(3),
+        world.size,
+        callbacks=[best, stops, rates],
+        enable_checkpointing=True,
+        max_epochs=3,
+        logger=pl.loggers.CSVLogger(folder),
+        log_every_n_steps=1,
+    )
+    with calm():
+        (measured,) = made.test(model, ckpt_path="best", weights_only=False, verbose=False)
+        loaded = Model.load_from_checkpoint(best.best_model_path, weights_only=False)
+        rows = made.predict(model, loaded.val_dataloader())
+    assert measured["valid"] == pytest.approx(best.best_model_score.item(), rel=1e-5)
+    assert sum(map(len, rows)) == len(range(world.rank, TESTED, world.size))
+    assert made.global_step == len(model.seen)
+    alike(model, loaded)
+
+
+def test_checkpoints_stopping_and_loggers(group, tmp_path):
+    ranks(group, 2)(best_case, str(tmp_path))
+    assert "lr-AdamW" in next(tmp_path.rglob("metrics.csv")).read_text()
+
+
+class Gan(pl.LightningModule):
+    """Two optimizers that step on their own, by hand."""
+
+    def __init__(self, share=1, toggles=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        self.judge = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.share, self.toggles, self.seen = share, toggles, []
+
+    def configure_optimizers(self):
+        made = torch.optim.Adam(self.generator.parameters(), 1e-2)
+        judged = torch.optim.SGD(self.judge.parameters(), 1e-1, momentum=0.9)
+        return [made, judged], []
+
+    def training_step(self, batch, index):
+        draws, real = batch
+        first, second = self.optimizers()
+        self.step(first, lambda: self.judge(self.generator(draws)).square().mean())
+        fake = self.generator(draws).detach()
+        self.step(second, lambda: (self.judge(fake) - self.judge(real.expand(-1, 2))).mean())
+
+    def step(self, optimizer, loss_of):
+        if self.toggles:
+            self.toggle_optimizer(optimizer)
+        loss = loss_of()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.2, "norm")
+        optimizer.step()
+        if self.toggles:
+            self.untoggle_optimizer(optimizer)
+        self.seen.append(self.trainer.strategy.reduce(loss.detach().clone()).item())
+
+    def train_dataloader(self):
+        return DataLoader(samples(ROWS), batch_size=BATCH // self.share)
+
+
+def gan_case(world, zero, toggles):
+    _, expected, _ = fitted("auto", model=Gan(toggles=toggles))
+    laid_out = []
+    with counted_layouts(laid_out):
+        _, model, _ = fitted(ours(zero), model=Gan(world.size, toggles))
+    assert model.seen == pytest.approx(expected.seen, rel=1e-5)
+    alike(model, expected)
+    assert len(laid_out) == 2  # one for each engine: nothing was laid out anew
+
+
+@contextmanager
+def counted_layouts(found):
+    from shardwise.engine.user_objects import UserObjects
+
+    stock = UserObjects._build_states
+
+    def counted(self, *arguments):
+        found.append(self)
+        stock(self, *arguments)
+
+    UserObjects._build_states = counted
+    try:
+        yield
+    finally:
+        UserObjects._build_states = stock
+
+
+@pytest.mark.parametrize("toggles", [True, False])
+def test_several_optimizers_by_hand(group, toggles):
+    for zero in (0, 3):
+        ranks(group, 2)(gan_case, zero, toggles)
+
+
+class Looking(Model):
+    """Reads gradients before the step, and clips by value."""
+
+    def on_before_optimizer_step(self, optimizer):
+        norms = pl.utilities.grad_norm(self, norm_type=2)
+        self.seen.append(norms["grad_2.0_norm_total"].item())
+
+
+def hooks_case(world):
+    options = {"gradient_clip_val": 1e-2, "gradient_clip_algorithm": "value"}
+    _, expected, _ = fitted("auto", model=Looking(), **options)
+    for zero in (1, 3):
+        _, model, _ = fitted(ours(zero), model=Looking(world.size), **options)
+        assert model.seen == pytest.approx(expected.seen, rel=1e-5)
+        alike(model, expected)
+
+
+def test_hooks_see_whole_gradients(group):
+    ranks(group, 2)(hooks_case)
+
+
+class Endless(IterableDataset):
+    """Each worker's own rows of a stream."""
+
+    def __init__(self, rank, size):
+        self.rows = [samples(ROWS)[i] for i in range(rank, ROWS, size)]
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+class Streamed(Model):
+    def train_dataloader(self):
+        rank, size = self.trainer.global_rank, self.trainer.world_size
+        return DataLoader(Endless(rank, size), batch_size=BATCH // self.share)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.1)
+
+    def configure_model(self):
+        self.late = nn.Linear(1, 1)
+
+
+def streams_case(world):
+    for options in ({}, {"precision": "bf16-mixed"}, {"plugins": [scaled()]}):
+        end = 3e-2 if options else 1e-5  # 16 bits
+        _, expected, _ = fitted("auto", model=Streamed(), **options)
+        _, model, _ = fitted(ours(3), model=Streamed(world.size), **copy.deepcopy(options))
+        assert model.seen == pytest.approx(expected.seen, rel=end)
+
+
+def scaled():
+    """fp16 with a loss scale, on the CPU."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    return pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+
+
+def test_streams_and_16_bits(group):
+    ranks(group, 2)(streams_case)
+
+
+def refused_case(world):
+    shared = Gan()
+    shared.configure_optimizers = lambda: [
+        torch.optim.SGD(shared.parameters(), 0.1),
+        torch.optim.SGD(shared.judge.parameters(), 0.1),
+    ]
+    with pytest.raises(ModelError, match="give each parameter to one optimizer"):
+        fitted(ours(1), model=shared)
+    split = Gan()
+    split.configure_optimizers = lambda: [
+        torch.optim.SGD([split.judge[0].weight, *split.generator.parameters()], 0.1),
+        torch.optim.SGD([split.judge[0].bias], 0.1),
+    ]
+    with pytest.raises(UsageError, match=r"judge\.0\.weight lies in Linear beside"):
+        fitted(ours(1), model=split)
+    with calm(), pytest.raises(UsageError, match=r"devices=3, .* shardwise run -n 3 script\.py"):
+        pl.Trainer(accelerator="cpu", devices=3, strategy="shardwise")
+    with calm(), pytest.raises(UsageError, match="zer0"):
+        trainer(ours(1, zer0=1))
+
+
+def test_what_is_refused(group):
+    ranks(group, 1)(refused_case)
+
+
+# -- Fabric -----------------------------------------------------------------------------------
+
+
+def looped(fabric, share=1, folder=None, start=None, zero=None):
+    """Losses and norms of a loop with Fabric, and the model."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(DataLoader(samples(ROWS), batch_size=BATCH // share))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if start:
+        fabric.load(start, state, weights_only=False)
+    seen = []
+    for number, (x, y) in enumerate(loader):
+        if number < state["step"]:
+            continue
+        window = number % 2 == 0
+        with fabric.no_backward_sync(model, enabled=window):
+            loss = (model(x) - y).square().mean()
+            fabric.backward(loss / 2)
+        seen.append(fabric.all_reduce(loss.detach().clone()).item())
+        if not window:
+            norm = fabric.clip_gradients(model, optimizer, max_norm=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(norm.item())
+            state["step"] = number + 1
+        if folder and state["step"] == 2:
+            fabric.save(folder, state)
+    return seen, fabric.strategy.get_module_state_dict(model.module)
+
+
+def fabric_case(world, path):
+    from shardwise.lightning import ShardwiseFabricStrategy
+
+    def made(strategy):
+        fabric = fabric_library.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        fabric.launch()
+        return fabric
+
+    with calm():
+        expected, weights = looped(made("auto"))
+        for zero in range(4):
+            ours = made(ShardwiseFabricStrategy(zero=zero, quiet=True))
+            seen, state = looped(ours, world.size, path)
+            assert seen == pytest.approx(expected, rel=1e-5)
+            for name, value in state.items():
+                assert torch.allclose(value, weights[name], atol=1e-5), name
+            ours.strategy.training.close()
+            again = made(ShardwiseFabricStrategy(zero=zero, quiet=True))
+            resumed, last = looped(again, world.size, start=path)
+            assert resumed == seen[3:]
+            assert all(torch.equal(last[name], state[name]) for name in state)
+            again.strategy.training.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_results_of_stock_fabric(group, tmp_path, size):
+    ranks(group, size)(fabric_case, str(tmp_path / "saved.ckpt"))

@@ -1,0 +1,178 @@
+"""Sharded parameters under autocast: no cast of a weight is kept from forward to backward."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.states import saved_references
+from tests.distributed.sharded import every_size, on, sharded
+
+full = pytest.mark.full
+
+WIDE, ROWS, BLOCKS = 64, 6, 3
+
+
+class Wide(nn.Module):
+    """Layers that keep their input, and nothing else, for backward; the first is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDE, WIDE), nn.ReLU()) for _ in range(BLOCKS)
+        )
+        self.head = nn.Linear(WIDE, WIDE)
+
+    def forward(self, x):
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(x)
+
+
+class Convolved(nn.Module):
+    """A convolution with weights in channels-last order, and a layer that is split by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()) for _ in range(2)
+        ).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(WIDE, WIDE)
+
+    def forward(self, x):
+        x = x.view(-1, 4, 4, 4)
+        for block in self.blocks:
+            x = block(x)
+        up, down = self.head.weight.chunk(2)
+        return torch.cat([x.flatten(1) @ up.T, nn.functional.linear(x.flatten(1), down)], 1)
+
+
+def inputs(step, rows=ROWS):
+    return torch.randn(rows, WIDE, generator=torch.Generator().manual_seed(step))
+
+
+def bytes_kept(world, dtype):
+    """What autograd keeps of a forward under a precision, beside references to parameters."""
+    torch.manual_seed(3)
+    model = Wide()
+    engine = sharded(model, precision=dtype)
+    for step in range(2):
+        kept = {}
+
+        def pack(tensor, kept=kept):
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = model(inputs(step))
+        engine.backward(out.square().mean(), weight=ROWS)
+        engine.step()
+    engine.close()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@every_size
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16-mixed", 2)])
+def test_only_activations_are_kept(group, ranks, precision, width):
+    """Each layer's input, in the dtype that it computes in."""
+    layers = BLOCKS + 2
+    activations = layers * ROWS * WIDE * width
+    for kept in on(group, ranks)(bytes_kept, precision):
+        assert kept == activations
+
+
+class Once(Wide):
+    """Each block is called once."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class CastWeights(TorchDispatchMode):
+    """Remembers all weights that are cast to 16 bits inside, as long as their memory is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        is_cast = func == torch.ops.aten._to_copy.default and made.dtype == torch.bfloat16
+        if is_cast and made.shape == (WIDE, WIDE):
+            self.storages.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+    def alive(self):
+        return sum(not storage.expired() for storage in self.storages)
+
+
+def casts_at_once(world, make):
+    """How many weights' casts there are, at most, when a forward enters a layer: by step, and in
+    an evaluation."""
+    torch.manual_seed(3)
+    model = make()
+    engine = sharded(model, precision="bf16-mixed")
+    most = []
+    for layer in [*model.blocks, model.head]:
+        layer.register_forward_pre_hook(lambda *_: most.append(max(most.pop(), casts.alive())))
+    for step in range(4):
+        most.append(0)
+        with CastWeights() as casts, torch.set_grad_enabled(step < 3):
+            loss = model(inputs(step)).square().mean()
+        if step < 3:
+            engine.backward(loss, weight=ROWS)
+            engine.step()
+    engine.close()
+    return most
+
+
+@every_size
+def test_a_forward_has_the_casts_of_one_unit(group, ranks):
+    """From the second step on: the first one shows that no weight is used again later."""
+    for most in on(group, ranks)(casts_at_once, Once):
+        assert most == [BLOCKS, 0, 0, 0]
+
+
+def test_casts_that_are_used_again_stay(group):
+    """Cast twice, the gradients of a weight would be added in another precision."""
+    for most in group(2, transport="gloo")(casts_at_once, Wide):
+        assert most == [BLOCKS, BLOCKS, BLOCKS, 0]
+
+
+def trained(world, make, precision):
+    torch.manual_seed(3)
+    model = make()
+    engine = sharded(model, precision=precision)
+    told = []
+    for step in range(3):
+        for part in range(2):
+            x = world.share(inputs(10 * step + part, 7))
+            engine.backward(model(x).square().mean(), weight=len(x))
+        told.append(engine.step().loss)
+    with engine.full_parameters():
+        found = [value.clone() for value in model.state_dict().values()]
+    engine.close()
+    return told, found
+
+
+def with_the_bits_of_kept_casts(world, make, precision):
+    """What is cast again is what would have been kept."""
+    losses, values = trained(world, make, precision)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_references, "cast_parameter", lambda cast: None)
+        patch.setattr(saved_references.CastCache, "left", lambda self, number: None)
+        wanted, kept = trained(world, make, precision)
+    assert losses == wanted
+    for a, b in zip(values, kept, strict=True):
+        assert torch.equal(a, b)
+
+
+@every_size
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("fp16-mixed", marks=full)])
+@pytest.mark.parametrize("make", [Wide, Once, Convolved])
+def test_cast_again_it_is_the_same(group, ranks, make, precision):
+    on(group, ranks)(with_the_bits_of_kept_casts, make, precision)

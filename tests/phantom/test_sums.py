@@ -1,0 +1,76 @@
+"""Sums that a rank makes of what the others send: what travels, and what waits for it."""
+
+import pytest
+import torch
+
+from shardwise.bucket_layout import even_cuts
+from shardwise.collectives import Sum
+
+LONG = 1 << 17
+
+
+def rows_of(world, numel, dtype):
+    """What each rank gives, by rank."""
+    draw = torch.Generator().manual_seed(3)
+    return list(torch.randn(world.size, numel, generator=draw).to(dtype))
+
+
+def narrow(world, verb, numel, dtype):
+    """A sum in 16 bits: bytes that were sent, by dtype; asserts that it is rounded once."""
+    from tests.phantom import collectives
+
+    rows = rows_of(world, numel, dtype)
+    wanted = sum(row.float() for row in rows).to(dtype)
+    buffer = rows[world.rank].to(world.device)
+    cuts = even_cuts(numel, world.size)
+    own = slice(cuts[world.rank], cuts[world.rank + 1])
+    collectives.sent.clear()
+    group = world.collectives
+    handle = group.all_reduce(buffer) if verb == "all" else group.reduce_scatter(buffer, cuts)
+    handle.wait()
+    assert torch.equal(buffer.cpu()[own], wanted[own])
+    assert verb == "scatter" or torch.equal(buffer.cpu(), wanted)
+    return dict(collectives.sent)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [LONG, LONG + 1])
+def test_numbers_of_16_bits_travel_in_16_bits(phantom, numel, dtype):
+    """An all-reduce sends them once, and then this rank's interval of the sum."""
+    for rank, sent in enumerate(phantom(2, narrow, "scatter", numel, dtype)):
+        assert sent == {dtype: 2 * numel}, rank
+    for rank, sent in enumerate(phantom(2, narrow, "all", numel, dtype)):
+        first, end = even_cuts(numel, 2)[rank : rank + 2]
+        assert sent == {dtype: 2 * numel + 2 * (end - first)}
+
+
+def test_a_short_sum_takes_one_message(phantom):
+    for sent in phantom(2, narrow, "all", 64, torch.bfloat16):
+        assert sent == {torch.float32: 4 * 64}
+
+
+def unheld(world, how):
+    """Whether the present stream waits for NCCL before a sum is asked for, and then."""
+    from tests.phantom.streams import Device
+
+    def waits():
+        seen = Device.order.moment(Device.current())
+        return sum(count for name, count in seen.items() if name.startswith("NCCL"))
+
+    buffers = [row.to(world.device) for row in rows_of(world, LONG, torch.bfloat16)]
+    found = [waits()]
+    handles = [world.collectives.all_reduce(buffer, how) for buffer in buffers]
+    for handle in handles:
+        handle.advance()
+    found.append(waits())
+    for handle in handles:
+        handle.wait()
+    found.append(waits())
+    return found
+
+
+@pytest.mark.parametrize("how", [Sum(), Sum(in_tree=True)], ids=["as they come", "in the tree"])
+def test_the_work_goes_on_until_a_sum_is_asked_for(phantom, how):
+    for before, advanced, done in phantom(2, unheld, how):
+        assert advanced == before
+        assert done > before

@@ -1,0 +1,283 @@
+"""Simulated runs: against formulas, against every device by itself, and what files may hold."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from shardwise.cli import main
+from shardwise.errors import ConfigError
+from shardwise.simulation.failure_classes import (
+    DAY,
+    FailureClass,
+    Topology,
+    names,
+    read_failures,
+)
+from shardwise.simulation.flags import command, duration
+from shardwise.simulation.goodput import best_interval, simulate
+from shardwise.simulation.run_model import CAUSES, RunModel, daly, slowest_of, young
+from shardwise.simulation.trial import Trial
+
+HOSTS = Topology(hosts=128, devices_per_host=8, hosts_per_rack=4, racks_per_pod=8)
+
+
+def failing(per_day: float, scope: str = "job", **more: float) -> FailureClass:
+    """A class of so many failures a day of all components of HOSTS."""
+    rate = per_day / DAY / HOSTS.components(scope)
+    return FailureClass(name="it", title="it", scope=scope, rate=rate, **more)  # type: ignore[arg-type]
+
+
+def model(*failures: FailureClass, **more: float) -> RunModel:
+    """A run of ten days on HOSTS."""
+    given = {"work": 10 * DAY, "step": 10.0, "interval": 1000.0, "save": 20.0, "restart": 300.0}
+    return RunModel(topology=HOSTS, failures=failures, **given | more)  # type: ignore[arg-type]
+
+
+class TestWithoutFailures:
+    def test_saves_are_all_that_is_lost(self) -> None:
+        outcome = Trial(model(), 0).run()
+        assert outcome.whole
+        assert outcome.useful == pytest.approx(10 * DAY, rel=1e-12)
+        # One after each thousand seconds of work, but none after the last.
+        assert outcome.lost["saves"] == pytest.approx(20 * (10 * DAY / 1000 - 1), abs=20.1)
+        assert sum(outcome.lost.values()) + outcome.useful == pytest.approx(outcome.wall)
+
+    def test_the_slowest_device_sets_the_pace(self) -> None:
+        outcome = Trial(model(save=0.0, jitter=0.02), 0).run()
+        assert outcome.goodput == pytest.approx(1 / slowest_of(1024, 0.02))
+
+    @pytest.mark.parametrize(("count", "expected"), [(2, 0.56419), (10, 1.53875), (1000, 3.24144)])
+    def test_the_mean_of_the_largest_of_normal_numbers(self, count: int, expected: float) -> None:
+        # Expected values of the largest order statistic: Harter (1961), table 1.
+        assert slowest_of(count, 1.0) - 1 == pytest.approx(expected, abs=2e-4)
+
+
+class TestBooks:
+    """Whatever happens, the parts add up to the whole."""
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_time_is_spent_once(self, seed: int) -> None:
+        kinds = (
+            replace(failing(6, "host", detect=60.0, repair=DAY / 4), name="host"),
+            replace(failing(2, "rack", detect=600.0, repair=DAY / 8), name="rack"),
+            replace(failing(3, planned=True), name="planned"),
+            replace(failing(4, "device", slowdown=1.5, lasts=3600.0), name="slow"),
+        )
+        made = model(*kinds, spares=2, least=100, jitter=0.01, background=90.0)
+        outcome = Trial(made, seed).run()
+        assert outcome.whole
+        assert outcome.useful + sum(outcome.lost.values()) == pytest.approx(outcome.wall)
+        assert outcome.useful == pytest.approx(made.work)
+        assert all(outcome.lost[cause] > 0 for cause in CAUSES if cause != "waiting")
+        for kind, seconds in {"useful": outcome.useful, **outcome.lost}.items():
+            assert sum(outcome.bins[kind]) == pytest.approx(seconds)
+            assert min(outcome.bins[kind]) >= 0
+        assert len(outcome.moments) == sum(outcome.failures.values())
+
+    def test_equal_seeds_give_equal_runs(self) -> None:
+        made = model(failing(10))
+        first, again, other = (Trial(made, seed).run() for seed in (1, 1, 2))
+        assert first == again
+        assert first.wall != other.wall
+
+
+class TestFailures:
+    def test_as_many_as_the_rate_says(self) -> None:
+        made = model(failing(20, "device"), restart=0.0, save=0.0)
+        found = simulate(made, 20, 0)
+        expected = 20 * found.wall.mean / DAY
+        assert found.failures["it"] == pytest.approx(expected, abs=4 * math.sqrt(expected / 20))
+
+    def test_without_spares_a_run_waits_for_its_host(self) -> None:
+        waits = Trial(model(failing(1, "host", repair=DAY / 2)), 3).run()
+        spared = Trial(model(failing(1, "host", repair=DAY / 2), spares=20), 3).run()
+        assert waits.lost["waiting"] > DAY
+        assert spared.lost["waiting"] == 0
+
+    def test_with_fewer_hosts_it_goes_on_slower(self) -> None:
+        outcome = Trial(model(failing(2, "host", repair=DAY / 2), least=64), 3).run()
+        assert outcome.lost["waiting"] == 0
+        assert 0 < outcome.lost["fewer"] < 0.05 * outcome.wall
+
+    def test_a_checkpoint_in_the_background_counts_when_it_is_complete(self) -> None:
+        at_once = simulate(model(failing(40)), 10, 0)
+        later = simulate(model(failing(40), background=900.0), 10, 0)
+        assert later.lost["lost"] > at_once.lost["lost"] + 0.1
+
+    def test_what_is_noticed_sooner_costs_less(self) -> None:
+        slow = simulate(model(failing(10, detect=1800.0)), 10, 0)
+        fast = simulate(model(failing(10, detect=1800.0), detect=30.0), 10, 0)
+        assert slow.lost["detection"] == pytest.approx(60 * fast.lost["detection"], rel=0.2)
+
+    def test_a_planned_stop_loses_no_work(self) -> None:
+        outcome = Trial(model(failing(5, planned=True)), 0).run()
+        assert outcome.failures["it"] > 10
+        assert outcome.lost["lost"] == 0
+
+    def test_a_run_that_never_ends_is_given_up(self) -> None:
+        found = simulate(model(failing(2000), interval=5000.0), 2, 0)
+        assert found.unfinished == 2
+        assert found.goodput.mean < 0.05
+
+
+def test_rare_failures_agree_with_the_formula() -> None:
+    """Where failures are far apart: half an interval and its save are lost, and the restart."""
+    made = model(failing(0.5), interval=2000.0, save=10.0, work=200 * DAY)
+    found = simulate(made, 20, 0)
+    gap = DAY / 0.5
+    expected = 1 - 10 / 2010 - (1000 + 5 + 300) / gap
+    assert found.goodput.mean == pytest.approx(expected, abs=0.002)
+
+
+def test_the_best_interval_is_near_youngs() -> None:
+    made = model(failing(8), save=30.0, work=40 * DAY)
+    best, tried = best_interval(made, 10, 0)
+    assert young(made.failure_rate, 30.0) / 1.5 < best < young(made.failure_rate, 30.0) * 1.5
+    assert max(tried, key=lambda each: each[1].mean)[0] == best
+    assert daly(made.failure_rate, 30.0) == young(made.failure_rate, 30.0) - 30.0
+
+
+def device_by_device(made: RunModel, random: np.random.Generator) -> float:
+    """The goodput of one run in which each device has its own clock and its own step times, and a
+    failure stops the run at the end of a second."""
+    count = made.topology.devices
+    (failure,) = made.failures
+    dies = random.exponential(1 / failure.rate, count)
+    now = work = kept = 0.0
+    unsaved = 0
+    while work < made.work:
+        step = made.step * (1 + made.jitter * random.standard_normal(count).max())
+        ends = now + step
+        saves = unsaved + 1 == round(made.interval / made.step) and work + made.step < made.work
+        if (first := dies.min()) < ends + (made.save if saves else 0.0):
+            work, unsaved = kept, 0
+            now = max(first, now) + failure.detect
+            while True:  # a failure in a start begins it anew
+                dies = np.where(
+                    dies <= now, now + random.exponential(1 / failure.rate, count), dies
+                )
+                if dies.min() > now + made.restart:
+                    now += made.restart
+                    break
+                now = dies.min() + failure.detect
+            continue
+        now, work, unsaved = ends, work + made.step, unsaved + 1
+        if saves:
+            now, kept, unsaved = now + made.save, work, 0
+    return work / now
+
+
+def test_folded_devices_are_1024_devices() -> None:
+    made = model(
+        failing(30, "device", detect=60.0), work=0.5 * DAY, jitter=0.03, interval=500.0, save=15.0
+    )
+    random = np.random.default_rng(0)
+    one_by_one = [device_by_device(made, random) for _ in range(60)]
+    folded = [outcome.goodput for outcome in simulate(made, 400, 0).outcomes]
+    error = math.hypot(
+        np.std(one_by_one) / math.sqrt(len(one_by_one)), np.std(folded) / math.sqrt(len(folded))
+    )
+    assert error < 0.01
+    assert np.mean(folded) == pytest.approx(np.mean(one_by_one), abs=3 * error)
+
+
+class TestCatalogue:
+    def test_llama_3_fails_as_often_as_it_did(self) -> None:
+        failures = read_failures("llama3")
+        topology = Topology(2048, 8, failures.hosts_per_rack, failures.racks_per_pod)
+        per_second = {
+            each.name: topology.components(each.scope) * each.rate for each in failures.classes
+        }
+        assert sum(per_second.values()) * 54 * DAY == pytest.approx(466)
+        assert per_second["gpu"] * 54 * DAY == pytest.approx(148)
+
+    @pytest.mark.parametrize(("gpus", "hours"), [(16_384, 1.80), (131_072, 0.23)])
+    def test_rsc_1_stops_as_often_as_its_paper_says(self, gpus: int, hours: float) -> None:
+        made = model(*read_failures("rsc1").classes)
+        made = replace(made, topology=Topology(gpus // 8, 8, 1, 1))
+        assert 1 / made.failure_rate / 3600 == pytest.approx(hours, abs=0.006)
+
+    @pytest.mark.parametrize("name", names())
+    def test_every_file_can_be_read(self, name: str) -> None:
+        assert all(each.rate > 0 for each in read_failures(name).classes)
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("title = 'x'", "it has no [class.NAME]"),
+            ("titel = 'x'", "Did you mean title?"),
+            ("title = 'x'\n[class.a]\ntitle='a'\nscope='galaxy'", "scope is one of device, host"),
+            ("title = 'x'\n[class.a]\ntitle='a'\nscope='host'", "needs count or per_1000_days"),
+            (
+                "title = 'x'\n[class.a]\ntitle='a'\nscope='host'\ncount={value=1,from='s'}",
+                "there is no [sources.s]",
+            ),
+            (
+                "title = 'x'\n[sources.s]\ntext='t'\ndate='2026'\n"
+                "[class.a]\ntitle='a'\nscope='host'\ncount={value=1,from='s'}",
+                "[observed] needs days",
+            ),
+            (
+                "title = 'x'\n[sources.s]\ntext='t'\ndate='2026'\n"
+                "[class.a]\ntitle='a'\nscope='host'\nper_1000_days={value=-1,from='s'}",
+                "has to be a number above 0",
+            ),
+            ("title = ", "is not TOML"),
+        ],
+    )
+    def test_a_mistake_is_one_sentence(self, tmp_path: Path, text: str, words: str) -> None:
+        file = tmp_path / "mine.toml"
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"mine\.toml") as raised:
+            read_failures(str(file))
+        assert words in str(raised.value)
+
+    def test_an_unknown_name(self) -> None:
+        with pytest.raises(ConfigError, match=r"Did you mean llama3\?"):
+            read_failures("lama3")
+
+
+class TestCommand:
+    def test_a_run_from_the_command_line(self, tmp_path: Path) -> None:
+        words = [
+            *("--on", "16x8xH100", "--days", "5", "--spares", "1", "--trials", "4"),
+            *("--json", str(tmp_path / "found.json"), "--out", str(tmp_path / "out")),
+        ]
+        done = CliRunner().invoke(command(), words)
+        assert done.exit_code == 0, done.output
+        assert done.output.startswith("5 days of steps on 16x8xH100 take ")
+        found = json.loads((tmp_path / "found.json").read_text())
+        assert 0.5 < found["goodput"]["mean"] < 1
+        assert sum(found["lost"].values()) + found["goodput"]["mean"] == pytest.approx(1, abs=0.01)
+        assert "<svg" in (tmp_path / "out" / "simulate.html").read_text()
+        assert (tmp_path / "out" / "simulate.png").stat().st_size > 10_000
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ("--on 4x8xH100 --min-hosts 5", "the run has 4 hosts only"),
+            ("--on 4x8xH1000", "no device"),
+            ("--on 4x8xH100 --save-every soon", "--save-every takes a duration"),
+            ("--on 4x8xH100 --days 0", "--days takes a duration above 0"),
+            ("--on 4x8xH100 --failures nil", "there is no such file"),
+            ("", "Missing option"),
+        ],
+    )
+    def test_bad_input_is_one_sentence(
+        self, words: str, said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["simulate", *words.split()]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert "Traceback" not in error
+
+    @pytest.mark.parametrize(
+        ("text", "seconds"), [("90s", 90), ("30m", 1800), ("1.5h", 5400), ("4d", 345600), ("7", 7)]
+    )
+    def test_durations(self, text: str, seconds: float) -> None:
+        assert duration("s")(text) == seconds

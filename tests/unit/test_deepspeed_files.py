@@ -1,0 +1,301 @@
+"""Saves of DeepSpeed as files: what is read, what is refused, and that nothing of theirs runs."""
+
+import pickle
+import shutil
+import struct
+import zipfile
+
+import pytest
+import safetensors.torch
+import torch
+from click.testing import CliRunner
+
+from shardwise.checkpoint.commands import checkpoint
+from shardwise.checkpoint.deepspeed import inert
+from shardwise.checkpoint.deepspeed.as_checkpoint import client_state, fields_of, opened, verify
+from shardwise.checkpoint.deepspeed.commands import zero_to_fp32
+from shardwise.checkpoint.deepspeed.flat_groups import Cut, each_by_itself, end_to_end
+from shardwise.checkpoint.deepspeed.folders import find
+from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
+from tests import deepspeed_checkpoints as small
+
+
+def test_end_to_end():
+    shapes = {"a": (2, 3), "b": (), "c": (5,)}
+    assert end_to_end(shapes, 7, 2) == {
+        "a": [Cut(0, 0, 0, 6)],
+        "b": [Cut(0, 6, 0, 1)],
+        "c": [Cut(1, 0, 0, 5)],
+    }
+    assert end_to_end(shapes, 4, 3, [2, 0, 0]) == {
+        "a": [Cut(0, 0, 0, 4), Cut(1, 0, 4, 2)],
+        "b": [Cut(2, 0, 0, 1)],
+        "c": [Cut(2, 1, 0, 3)],
+    }
+
+
+def test_each_by_itself():
+    assert each_by_itself({"a": (2, 3), "b": (), "c": (5,)}, 2) == {
+        "a": [Cut(0, 0, 0, 3), Cut(1, 0, 3, 3)],
+        "b": [Cut(0, 3, 0, 1)],
+        "c": [Cut(0, 4, 0, 3), Cut(1, 4, 3, 2)],
+    }
+
+
+# -- nothing of theirs runs ------------------------------------------------------------------
+
+
+class Evil:
+    def __reduce__(self):
+        return eval, ("__import__('pathlib').Path('ran').touch()",)
+
+
+class Record:
+    def __init__(self):
+        self.rate = 0.5
+
+
+def test_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "x.pt"
+    torch.save({"a": Evil(), "b": Record(), "c": torch.ones(3), "d": {1}, "e": b"\xff"}, path)
+    loaded = inert.load(path)
+    assert not (tmp_path / "ran").exists()
+    assert loaded["a"].kind == "builtins.eval"
+    assert isinstance(loaded["b"], inert.Inert)
+    assert loaded["b"].rate == 0.5
+    assert loaded["c"].tolist() == [1, 1, 1]
+    assert loaded["d"] == {1}
+    assert loaded["e"] == b"\xff"
+
+
+NOTHING = b"}X\x08\x00\x00\x00functionNs"
+"""As a pickle: a map that sets `function` to None."""
+
+
+@pytest.mark.parametrize("state", [NOTHING, b"(N" + NOTHING + b"t", b"(N" + NOTHING + b"l"])
+def test_builders_cannot_be_changed(tmp_path, state):
+    path = tmp_path / "x.pt"
+    before = inert.BUILDERS["torch._utils", "_rebuild_tensor_v2"].function
+    code = b"ctorch._utils\n_rebuild_tensor_v2\n" + state + b"b."
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", b"\x80\x02" + code)
+        archive.writestr("x/version", "3\n")
+        archive.writestr("x/byteorder", "little")
+    with pytest.raises(BrokenCheckpoint, match="cannot be read"):
+        inert.load(path)
+    assert inert.BUILDERS["torch._utils", "_rebuild_tensor_v2"].function is before
+
+
+def test_numbers_of_numpy(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    path = tmp_path / "x.pt"
+    torch.save({"best": numpy.float64(0.25), "count": numpy.int64(-3)}, path)
+    assert inert.load(path) == {"best": 0.25, "count": -3}
+
+
+@pytest.mark.parametrize("content", [b"", b"no zip", pickle.dumps(3)])
+def test_no_file_of_torch(tmp_path, content):
+    path = tmp_path / "x.pt"
+    path.write_bytes(content)
+    with pytest.raises(BrokenCheckpoint, match="cut short, or no file"):
+        inert.load(path)
+
+
+# -- a save ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(tmp_path):
+    def make(name):
+        shutil.copytree(small.HERE / name, tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def named(model, optimizer):
+    """All names of each tensor by the first, and those of the optimizer's groups."""
+    names, first = {}, {}
+    for name, value in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+        names.setdefault(first.setdefault(id(value), name), []).append(name)
+    return names, [[first[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("name", ["stage1", "stage2", "stage2-round-robin", "stage3-groups"])
+def test_stages_hold_the_same(name):
+    """What each stage saved, put together, is what stage 0 has whole."""
+    model = small.made()
+    names, groups = named(model, small.optimizer_of(model))
+    whole, expected = fields_of(opened(small.HERE / "stage0"), names, groups)
+    sets, fields = fields_of(opened(small.HERE / name), names, groups)
+    assert sets.keys() == whole.keys()
+    for kind, tensors in whole.items():
+        assert sets[kind].specs == tensors.specs
+        for each in tensors.specs:
+            torch.testing.assert_close(
+                sets[kind].whole(each), tensors.whole(each), rtol=2e-5, atol=1e-6
+            )
+    assert {n: set(e) for n, e in fields["state"].items()} == {
+        n: {"step"} for group in groups for n in group
+    }
+    theirs, ours = fields["optimizers"][0], expected["optimizers"][0]
+    assert [set(g["parameters"]) for g in theirs["groups"]] == [set(g) for g in groups]
+    assert [g["options"] for g in theirs["groups"]] == [g["options"] for g in ours["groups"]]
+    assert fields["step"] == small.STEPS
+
+
+def test_other_groups_than_stage_0():
+    model = small.made()
+    names, groups = named(model, small.optimizer_of(model))
+    with pytest.raises(CheckpointMismatch, match=r"groups of \[3, 4\].*here they are \[7\]"):
+        fields_of(opened(small.HERE / "stage0"), names, [[*groups[0], *groups[1]]])
+    with pytest.raises(CheckpointMismatch, match=r"in the place of out\.weight"):
+        fields_of(opened(small.HERE / "stage0"), names, [groups[0][::-1], groups[1]])
+
+
+def test_client_state():
+    assert client_state(small.HERE / "stage2") == {"epoch": 1, "best": 0.5, "words": ("a",)}
+    with pytest.raises(CheckpointError, match="holds no save of DeepSpeed"):
+        client_state(small.HERE)
+
+
+# -- what is refused -------------------------------------------------------------------------
+
+
+def test_a_file_that_is_missing(copy):
+    folder = copy("stage2")
+    (folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(BrokenCheckpoint, match="lacks zero_pp_rank_1_mp_rank_00_optim_states"):
+        opened(folder)
+
+
+def test_the_last_file_is_missing(copy):
+    folder = copy("stage2")
+    (folder / "global_step3" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(BrokenCheckpoint, match="saved by 3 ranks, and 2 files"):
+        opened(folder)
+
+
+def test_no_file_of_the_optimizer(copy):
+    folder = copy("stage1")
+    for path in folder.glob("*/*_optim_states.pt"):
+        path.unlink()
+    with pytest.raises(BrokenCheckpoint, match="saved with ZeRO, and none of"):
+        opened(folder)
+
+
+def test_no_file_of_the_model(copy):
+    folder = copy("stage2")
+    (folder / "global_step3" / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(BrokenCheckpoint, match=r"lacks its model_states\.pt"):
+        opened(folder)
+
+
+def test_a_file_that_is_cut(copy):
+    folder = copy("stage3")
+    path = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(BrokenCheckpoint, match=r"rank_1_mp_rank_00_optim_states.pt is cut short"):
+        opened(folder)
+
+
+def test_a_file_that_is_changed(copy):
+    folder = copy("stage3")
+    path = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        at = next(e.header_offset for e in archive.infolist() if "/data/3" in e.filename)
+    name, extra = struct.unpack("<HH", data[at + 26 : at + 30])
+    data[at + 30 + name + extra] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(BrokenCheckpoint, match=r"not what was written|cannot be read"):
+        verify(opened(folder), 0, 1)
+    result = CliRunner().invoke(checkpoint, ["verify", str(folder)], standalone_mode=False)
+    assert result.return_value == 1
+    assert "1 not as written" in result.output.replace("\n", " ")
+
+
+def test_another_stage(copy):
+    folder = copy("stage1")
+    for path in folder.glob("*/*_optim_states.pt"):
+        saved = {"optimizer_state_dict": {"zero_stage": 4, "partition_count": [2, 2]}}
+        torch.save(saved, path)
+    with pytest.raises(CheckpointError, match="ZeRO stage 4, and 0 to 3 are read"):
+        opened(folder)
+
+
+def test_which_tag(copy):
+    folder = copy("stage1")
+    assert find(folder) == find(folder / "global_step3") == folder / "global_step3"
+    (folder / "latest").unlink()
+    assert find(folder) == folder / "global_step3"
+    shutil.copytree(folder / "global_step3", folder / "best")
+    with pytest.raises(CheckpointError, match=r"several saves of DeepSpeed \(best, global_step3\)"):
+        find(folder)
+    (folder / "latest").write_text("best\n")
+    assert find(folder) == folder / "best"
+    (folder / "latest").write_text("global_step9")
+    (folder / "zero_to_fp32.py").touch()
+    with pytest.raises(BrokenCheckpoint, match="names global_step9, which is not in"):
+        find(folder)
+    assert find(folder.parent) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer_00-model_00-model_states.pt",
+        "mp_rank_01_model_states.pt",
+        "layer_0_expert_1_mp_rank_00_model_states.pt",
+    ],
+)
+def test_models_that_were_cut(copy, name):
+    folder = copy("stage1")
+    (folder / "global_step3" / name).touch()
+    with pytest.raises(CheckpointError, match="pipeline, tensor or expert parallelism"):
+        opened(folder)
+
+
+# -- the command -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["m.safetensors", "m.bin", "folder"])
+@pytest.mark.parametrize("name", ["stage0", "stage2", "stage3"])
+def test_zero_to_fp32(tmp_path, name, ending):
+    result = CliRunner().invoke(zero_to_fp32, [str(small.HERE / name), str(tmp_path / ending)])
+    assert result.exit_code == 0, result.output
+    out = tmp_path / ("folder/model.safetensors" if ending == "folder" else ending)
+    assert f"stage {name[-1]} on" in result.output
+    assert sorted(tmp_path.rglob("*.*")) == [out]
+    model = small.made()
+    if out.suffix == ".bin":
+        model.load_state_dict(torch.load(out, weights_only=True))
+    else:
+        safetensors.torch.load_model(model, out)
+    save = opened(small.HERE / name)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, save.model.whole(key)), key
+
+
+def test_zero_to_fp32_refuses(tmp_path):
+    runner = CliRunner()
+    result = runner.invoke(zero_to_fp32, [str(tmp_path), str(tmp_path / "m.bin")])
+    assert result.exit_code
+    assert "holds no save of DeepSpeed" in result.output
+    result = runner.invoke(zero_to_fp32, [str(small.HERE / "stage2"), str(tmp_path / "m.gguf")])
+    assert result.exit_code
+    assert "ends in .gguf" in result.output
+
+
+def test_checkpoint_commands_know_it(tmp_path):
+    runner = CliRunner()
+    said = runner.invoke(checkpoint, ["inspect", str(small.HERE / "stage3")]).output
+    assert "DeepSpeed 0.19.8, ZeRO stage 3 on 2 ranks, step 3" in said
+    assert "epoch" in said
+    said = runner.invoke(checkpoint, ["verify", str(small.HERE / "stage3")]).output
+    assert "4 files, all as written" in said.replace("\n", " ")
+    said = runner.invoke(
+        checkpoint, ["export", str(small.HERE / "stage3"), str(tmp_path / "m.safetensors")]
+    ).output
+    assert "11 tensors in fp32" in said
