@@ -102,6 +102,26 @@ def test_no_file_of_torch(tmp_path, content):
         inert.load(path)
 
 
+def test_torchscript_that_zipfile_does_not_see(tmp_path, monkeypatch):
+    """torch takes the directory from where the end says, zipfile the one right before the end."""
+    monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("it runs as TorchScript"))
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        folder = archive.namelist()[0].partition("/")[0]
+        archive.writestr(f"{folder}/constants.pkl", pickle.dumps(()))
+        start = archive.start_dir
+    data = path.read_bytes()
+    end = data.rindex(b"PK\5\6")
+    directory = data[start:end]
+    seen = directory.replace(b"constants.pkl", b"constantz.pkl")
+    path.write_bytes(data[:end] + seen + data[end:])
+    with zipfile.ZipFile(path) as archive:
+        assert not any("constants.pkl" in name for name in archive.namelist())
+    with pytest.raises(BrokenCheckpoint, match="no file of torch.save"):
+        inert.load(path)
+
+
 # -- a save ----------------------------------------------------------------------------------
 
 
