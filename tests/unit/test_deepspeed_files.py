@@ -118,7 +118,7 @@ def test_torchscript_that_zipfile_does_not_see(tmp_path, monkeypatch):
     path.write_bytes(data[:end] + seen + data[end:])
     with zipfile.ZipFile(path) as archive:
         assert not any("constants.pkl" in name for name in archive.namelist())
-    with pytest.raises(BrokenCheckpoint, match="no file of torch.save"):
+    with pytest.raises(BrokenCheckpoint, match="is no file of"):
         inert.load(path)
 
 
@@ -242,6 +242,13 @@ def test_another_stage(copy):
         saved = {"optimizer_state_dict": {"zero_stage": 4, "partition_count": [2, 2]}}
         torch.save(saved, path)
     with pytest.raises(CheckpointError, match="ZeRO stage 4, and 0 to 3 are read"):
+        opened(folder)
+
+
+def test_a_universal_checkpoint_is_named(copy):
+    folder = copy("stage0")
+    (folder / "global_step3" / "zero" / "first.weight").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="is a universal checkpoint of DeepSpeed"):
         opened(folder)
 
 
