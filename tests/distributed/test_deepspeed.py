@@ -1,13 +1,14 @@
 """DeepSpeed's interface over engines, beside plain PyTorch with DeepSpeed's arithmetic."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.errors import CheckpointError, ConfigError, UsageError
+from shardwise.errors import BrokenCheckpoint, CheckpointError, ConfigError, UsageError
 
 SIZES = [1, 2]
 STEPS = 3
@@ -167,6 +168,22 @@ def checkpoint_case(world, folder):
         engine.load_checkpoint(folder, "other")
     with pytest.raises(UsageError, match="without running code"):
         engine.save_checkpoint(folder, client_state={"bad": object()})
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    world.barrier()
+    if world.is_main:
+        (Path(folder) / "global_step2" / "client-2.pt").write_bytes(b"cut")
+    world.barrier()
+    with pytest.raises(BrokenCheckpoint, match=r"has a client-\*.pt that is damaged"):
+        engine.load_checkpoint(folder)
+    assert all(map(torch.equal, before, engine.module.parameters()))
+    with pytest.raises(CheckpointError, match="is a checkpoint of engine"):
+        engine.load_checkpoint(f"{folder}/global_step2", "step-2")
+    world.barrier()
+    if world.is_main:
+        (Path(folder) / "latest").write_bytes(b"\xff")
+    world.barrier()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        engine.load_checkpoint(folder)
     close(engine, world)
 
 
@@ -286,6 +303,10 @@ def test_data_and_values_that_are_written(group, tmp_path):
     ranks(group, 2)(data_case, str(tmp_path))
 
 
+class PipelineModule(torch.nn.Sequential):
+    """A module of the name that DeepSpeed's pipelines have."""
+
+
 def refusals_case(world):
     import shardwise.deepspeed as deepspeed
 
@@ -300,10 +321,11 @@ def refusals_case(world):
             "optimizer Adam: .*lrr",
         ),
         ({"config": json_of(0), "mpu": object()}, "groups of ranks"),
+        ({"config": json_of(0), "model": PipelineModule()}, "has a PipelineModule"),
         ({"config": json_of(0) | {"tensor_parallel": {"autotp_size": 2}}}, "tensor"),
     ):
         with pytest.raises((ConfigError, UsageError), match=words):
-            deepspeed.initialize(model=model, **options)
+            deepspeed.initialize(**{"model": model} | options)
     engine, *_ = deepspeed.initialize(model=net(), config={"train_batch_size": world.size})
     assert engine(torch.zeros(1, 4).double()).shape == (1, 3)
     with pytest.raises(UsageError, match="without an optimizer"):

@@ -102,6 +102,26 @@ def test_no_file_of_torch(tmp_path, content):
         inert.load(path)
 
 
+def test_torchscript_that_zipfile_does_not_see(tmp_path, monkeypatch):
+    """torch takes the directory from where the end says, zipfile the one right before the end."""
+    monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("it runs as TorchScript"))
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        folder = archive.namelist()[0].partition("/")[0]
+        archive.writestr(f"{folder}/constants.pkl", pickle.dumps(()))
+        start = archive.start_dir
+    data = path.read_bytes()
+    end = data.rindex(b"PK\5\6")
+    directory = data[start:end]
+    seen = directory.replace(b"constants.pkl", b"constantz.pkl")
+    path.write_bytes(data[:end] + seen + data[end:])
+    with zipfile.ZipFile(path) as archive:
+        assert not any("constants.pkl" in name for name in archive.namelist())
+    with pytest.raises(BrokenCheckpoint, match="is no file of"):
+        inert.load(path)
+
+
 # -- a save ----------------------------------------------------------------------------------
 
 
@@ -222,6 +242,13 @@ def test_another_stage(copy):
         saved = {"optimizer_state_dict": {"zero_stage": 4, "partition_count": [2, 2]}}
         torch.save(saved, path)
     with pytest.raises(CheckpointError, match="ZeRO stage 4, and 0 to 3 are read"):
+        opened(folder)
+
+
+def test_a_universal_checkpoint_is_named(copy):
+    folder = copy("stage0")
+    (folder / "global_step3" / "zero" / "first.weight").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="is a universal checkpoint of DeepSpeed"):
         opened(folder)
 
 

@@ -1,9 +1,11 @@
 """Other users of the host: what they left in the temporary folder, and their silent sockets."""
 
 import os
+import shutil
 import socket
 import stat
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -53,15 +55,16 @@ def another_user(do: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A temporary folder that all users may write to."""
-    folder = tmp_path / "tmp"
-    folder.mkdir()
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder that all users may write to.
+
+    It is not pytest's own: each pytest that starts closes the folder above that to other users.
+    """
+    folder = Path(tempfile.mkdtemp())
     folder.chmod(0o1777)
-    for above in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        above.chmod(0o755)
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(folder))
-    return folder
+    yield folder
+    shutil.rmtree(folder)
 
 
 class TestFolder:

@@ -148,23 +148,39 @@ def load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See DeepSpeedEngine.load_checkpoint."""
     world, inner = engine.world, engine._engine("load_checkpoint")
-    found = world.broadcast_object(_found(Path(folder), tag) if world.is_main else None)
+    found = world.broadcast_object(_looked_for(Path(folder), tag) if world.is_main else None)
     if found is None:
         world.say_once(f"load_checkpoint: {folder} has no file {LATEST}: nothing is loaded.")
         return None, None
     if isinstance(found, CheckpointError):
         raise found
     place, path, data = found
+    content = None if data is None else _content(place, data)  # before anything has changed
     inner.load(path, strict=wanted.strict, model_only=not wanted.optimizer)
-    if data is None:
+    if content is None:
         return str(place), _take_theirs(engine, place, wanted)
-    content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if wanted.scheduler and content["lr_scheduler"] is not None and engine.lr_scheduler is not None:
         engine.lr_scheduler.load_state_dict(content["lr_scheduler"])
     if wanted.counts:
         for name, value in content["counts"].items():
             setattr(engine._counts, name, value)
     return str(place), content["client_state"]
+
+
+def _content(place: Path, data: bytes) -> dict[str, Any]:
+    """What `_client_file` has written. Raises BrokenCheckpoint for what it has not."""
+    try:
+        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch meets in a file that is not whole
+        raise BrokenCheckpoint(
+            f"{place} has a client-*.pt that is damaged: load another tag."
+        ) from error
+    if not isinstance(content, dict) or content.keys() != _CONTENT:
+        raise BrokenCheckpoint(f"{place} has a client-*.pt of something else: load another tag.")
+    return content
+
+
+_CONTENT = {"client_state", "lr_scheduler", "counts"}
 
 
 def _take_theirs(engine: DeepSpeedEngine, place: Path, wanted: Wanted) -> dict[str, Any]:
@@ -180,6 +196,17 @@ def _take_theirs(engine: DeepSpeedEngine, place: Path, wanted: Wanted) -> dict[s
     return save.client_state
 
 
+def _looked_for(
+    folder: Path, tag: str | None
+) -> tuple[Path, Path, bytes | None] | CheckpointError | None:
+    """What `_found` returns; an error too where a file cannot be read, since other workers wait for
+    the answer of this one."""
+    try:
+        return _found(folder, tag)
+    except (OSError, ValueError) as error:
+        return CheckpointError(f"{folder} cannot be read: {error}.")
+
+
 def _found(
     folder: Path, tag: str | None
 ) -> tuple[Path, Path, bytes | None] | CheckpointError | None:
@@ -193,6 +220,12 @@ def _found(
     if not place.is_dir():
         return CheckpointError(f"{folder} has no checkpoint with the tag {tag!r}.")
     saves = complete(place)
+    if not saves and (place / DOCUMENT).is_file():
+        return CheckpointError(
+            f"{place} is a checkpoint of engine.save, which keeps no counts, schedule or "
+            "client_state for load_checkpoint: give the folder and the tag that save_checkpoint "
+            "was given."
+        )
     if not saves:
         return place, place, None  # DeepSpeed's own files, or an error of engine.load
     path = saves[-1].path

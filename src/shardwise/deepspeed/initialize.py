@@ -53,6 +53,11 @@ def initialize(
     del distributed_port, dist_init_required  # the run is joined by its launcher's variables
     if not isinstance(model, nn.Module):
         raise UsageError(f"deepspeed.initialize(model=...) takes a torch.nn.Module, not {model!r}.")
+    if any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__):
+        raise UsageError(
+            "deepspeed.initialize(model=...) has a PipelineModule, which is not here: give its "
+            "layers as one nn.Sequential."
+        )
     if mpu is not None or mesh_param is not None:
         raise UsageError(
             "deepspeed.initialize(mpu=..., mesh_param=...): groups of ranks are Shardwise's to "

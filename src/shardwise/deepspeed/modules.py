@@ -34,8 +34,6 @@ MODULES = {
     "ops.adam": "ops.adam",
     "ops.adam.cpu_adam": "ops.adam",
     "ops.adam.fused_adam": "ops.adam",
-    "pipe": "pipe",
-    "runtime.pipe.module": "pipe",
 }
 """A module of DeepSpeed, and ours that has its public names."""
 

@@ -23,6 +23,9 @@ _SCRIPT = "zero_to_fp32.py"
 
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]{2,})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]{2,})_?optim_states\.pt")
+_UNIVERSAL = "zero"
+"""The folder in which ds_to_universal.py puts the tensors, beside a model_states.pt."""
+
 _PARTS = re.compile(r"(layer_[0-9]|expp_rank_|layer_[0-9]+_expert_).*_states\.pt")
 
 
@@ -99,6 +102,12 @@ def files_of(folder: Path) -> SaveFiles:
     for path in sorted(folder.iterdir()):
         if _PARTS.fullmatch(path.name):
             raise _cut_otherwise(folder, path.name)
+        if path.name == _UNIVERSAL and path.is_dir():
+            raise CheckpointError(
+                f"{folder} is a universal checkpoint of DeepSpeed (ds_to_universal.py), which is "
+                "not read here. Load the save that it was made of, or load this in a run of "
+                "DeepSpeed without pipeline, tensor and expert parallelism and save there."
+            )
         for form, found in ((_MODEL, models), (_OPTIMIZER, optimizers)):
             if named := form.fullmatch(path.name):
                 if int(named[2]):
@@ -122,6 +131,6 @@ def _missing(folder: Path, what: str) -> BrokenCheckpoint:
 def _cut_otherwise(folder: Path, name: str) -> CheckpointError:
     return CheckpointError(
         f"{folder} is a save of DeepSpeed's pipeline, tensor or expert parallelism ({name}), which "
-        "is not read here. Convert it with DeepSpeed (ds_to_universal.py), or save one of a run "
-        "without these."
+        "is not read here. Load it in a run of DeepSpeed without these (ds_to_universal.py makes "
+        "that possible), and load here what that run saves."
     )

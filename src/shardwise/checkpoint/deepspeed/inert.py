@@ -152,8 +152,8 @@ def load(path: Path) -> Any:
     """
     try:
         must_be_file(path)
-        with zipfile.ZipFile(path) as archive:
-            names = [name.rpartition("/")[2] for name in archive.namelist()]
+        zipfile.ZipFile(path).close()
+        names = _records(path)
         if "constants.pkl" in names or "data.pkl" not in names:
             raise BrokenCheckpoint(f"{path} is no file of torch.save. Take another checkpoint.")
         return torch.load(
@@ -173,6 +173,14 @@ def load(path: Path) -> Any:
         ) from error
     except Exception as error:  # whatever torch meets in a file that is not whole
         raise BrokenCheckpoint(f"{path} cannot be read: {error!r:.300}.") from error
+
+
+def _records(path: Path) -> list[str]:
+    """The names of the records as torch.load finds them. Where it finds constants.pkl it runs the
+    file as TorchScript, and a file can be made in which zipfile finds other names than torch."""
+    reader = torch._C.PyTorchFileReader(str(path))
+    found: list[str] = reader.get_all_records()
+    return found
 
 
 _UNSUMMED = "version"
