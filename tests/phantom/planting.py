@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-from tests.phantom.where import where
+from tests.phantom.where import asking_files
 
 COLLECTIVE, EVENT, RECORD, SYNCHRONIZE = (
     "the wait for a collective",
@@ -28,8 +28,7 @@ class Planted:
         """Whether what the lines that this thread is at ask for is not to be done."""
         if kind != cls._kind:
             return False
-        files = {name for name, _ in where()}
-        if not files.issuperset(cls._places):
+        if not asking_files().issuperset(cls._places):
             return False
         cls._times += 1
         return True

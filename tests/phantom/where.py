@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from itertools import groupby, islice
 from types import CodeType, FrameType
 
 _PACKAGE, _TESTS, _OWN = "/shardwise/", "/tests/", "/tests/phantom/"
@@ -24,17 +26,27 @@ class Lines(tuple[tuple[str, int], ...]):
 
 def where() -> Lines:
     """The lines that this thread is at."""
-    found: list[tuple[str, int]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < LINES:
+    return Lines(islice(_lines(sys._getframe(1)), LINES))
+
+
+def asking_files() -> set[str]:
+    """The files that this thread is at, LINES of them from the innermost one on.
+
+    Calls inside one file count once: a function that is cut in two must not hide who asked.
+    """
+    names = (name for name, _ in _lines(sys._getframe(1)))
+    return {name for name, _ in islice(groupby(names), LINES)}
+
+
+def _lines(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    while frame is not None:
         code = frame.f_code
         name = _known.get(code)
         if name is None:
             name = _known[code] = _shown(code.co_filename)
         if name:
-            found.append((name, frame.f_lineno))
+            yield name, frame.f_lineno
         frame = frame.f_back
-    return Lines(found)
 
 
 def _shown(path: str) -> str:

@@ -17,12 +17,16 @@ CUDA_ALONE = {
     "collectives/connect.py": "NCCL is for GPUs of CUDA and ROCm",
     "collectives/nccl.py": "the same",
     "config/settings.py": "ranks are put on these devices: the transports are NCCL and Gloo",
+    "deepspeed/accelerator.py": "DeepSpeed's own accelerator: that of NCCL or of Gloo",
     "doctor/checks.py": "names the GPUs that NCCL has",
     "horovod/basics.py": "the version of NCCL",
     "horovod/script_checks.py": "quotes a line of Horovod's guide",
     "initialize.py": "gives each rank a device that NCCL can use",
+    "lightning/adoption.py": "Lightning's name for the device that ranks are put on",
+    "lightning/training.py": "the same, the other way round",
     "model/meta/deferred_init.py": "torch's attribute, for what users ask",
     "parallel/tensor/torch_functions.py": "a list of torch's attributes",
+    "planning/calibration_worker.py": "the memory of a GPU that ranks are put on",
     "states/optimizer_kind.py": "fused kernels whose arithmetic is known to be the same",
 }
 """Files that may ask for it, and why."""
