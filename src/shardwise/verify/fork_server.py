@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import fcntl
 import gc
+import io
 import json
 import os
 import selectors
@@ -127,10 +128,11 @@ class ForkServer:
         os.chdir(asked["folder"])
         if os.environ.get("PYTHONFAULTHANDLER"):
             faulthandler.enable()
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
-        # Each process that is started draws its own seed; random does so by itself after a fork.
+        _open_streams(buffered=not os.environ.get("PYTHONUNBUFFERED"))
+        # Each process that is started draws its own seeds; random does so by itself after a fork.
+        # Of torch's generators, the one of the CPU alone begins with a seed that is drawn.
         import_module("numpy").random.seed()
+        import_module("torch").default_generator.seed()
 
     def _hear(self, child: Child) -> None:
         """A signal for a rank; the end of its line ends it."""
@@ -168,6 +170,26 @@ class ForkServer:
             os.waitpid(pid, 0)
 
 
+def _open_streams(*, buffered: bool) -> None:
+    """Open the standard output and error anew, as the interpreter does at its start.
+
+    The files of a rank are others than those of the warm process: a terminal is written to line by
+    line. Unbuffered, nothing that was printed is lost when a rank is killed.
+    """
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, name)
+        file = os.fdopen(fd, "wb", -1 if buffered else 0, closefd=False)
+        stream = io.TextIOWrapper(
+            file,
+            encoding=old.encoding,
+            errors=old.errors,
+            line_buffering=name == "stderr" or file.isatty(),
+            write_through=not buffered,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
 def _signal(group: int, number: int) -> bool:
     """Send a signal to a process group; whether there is one."""
     try:
@@ -193,8 +215,11 @@ def main(path: str, modules: str) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(64)
+        # Packages ask at their import whether there is a GPU; asked in this way, the driver is not
+        # started, which no forked process could use then. Ranks get their own environment.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         for name in (*IMPORTED, *modules.split()):
-            with contextlib.suppress(ImportError):  # the script itself says what is missing
+            with contextlib.suppress(Exception):  # the script itself says what is missing or broken
                 import_module(name)
         # A collection would copy each page that is shared with the ranks.
         gc.collect()

@@ -31,6 +31,8 @@ LARGE = {
 }
 """Packages that take long to import, and may be before a rank knows who it is."""
 
+_SETS_VARIABLES = re.compile(r"environ|putenv|dotenv")
+
 RECORDS = "record-"
 """What the names of folders begin with that runs record into."""
 
@@ -124,7 +126,12 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
     arguments = [json.dumps(given), *(run.script.adopting or run.script.words)]
     shim = ["-m", SHIM, *arguments]
     # What the interpreter reads at its start must be there then; other hosts have no warm process.
-    if warm is not None and not run.environ and not (run.placement and run.placement.launcher):
+    if (
+        warm is not None
+        and warm.answers
+        and not run.environ
+        and not (run.placement and run.placement.launcher)
+    ):
         shim = warm.words(run.seat, arguments)
     if run.placement is None:
         return [sys.executable, *shim]
@@ -164,6 +171,11 @@ class WarmRanks:
             for seat in range(SEATS if sys.platform == "linux" else 0)
         ]
 
+    @property
+    def answers(self) -> bool:
+        """Whether there are any: elsewhere than on Linux, ranks are started one by one."""
+        return bool(self._processes)
+
     def words(self, seat: int, arguments: Sequence[str]) -> list[str]:
         """The script, and its arguments, that is a rank with these arguments."""
         return [str(CLIENT), str(self._folder), str(seat), *arguments]
@@ -181,7 +193,15 @@ class WarmRanks:
 
 
 def _large_imports(script: Script) -> list[str]:
-    """What a script imports that takes long."""
-    text = program.text_of(next((word for word in script.words if program.is_script(word)), ""))
+    """What a script imports that takes long, and that means the same before the script begins.
+
+    Packages read variables such as HF_HOME when they are imported: a script that sets any imports
+    them itself. So does one that has a module of that name beside it, which would be another one.
+    """
+    name = next((word for word in script.words if program.is_script(word)), "")
+    text = program.text_of(name)
+    if _SETS_VARIABLES.search(text):
+        return []
     found = set(re.findall(r"^\s*(?:import|from)\s+(\w+)", text, re.MULTILINE))
-    return sorted(found & LARGE)
+    beside = {path.stem for folder in (Path(name).parent, Path()) for path in folder.iterdir()}
+    return sorted((found & LARGE) - beside)
