@@ -162,10 +162,10 @@ class TrainedModels:
         chosen = self._whole(parameters)
         if chosen is None:
             return None
+        # One without gradients is left as it is: a limit would wait for its next backward.
+        chosen = [each for each in chosen if each.has_gradients("clip_grad_norm_()")]
         for each in chosen:
-            if not each.has_gradients("clip_grad_norm_()"):
-                each.norm = 0.0
-            elif each.max_norm is None:
+            if each.max_norm is None:
                 each.norm = each.engine.reduce()
         norm = math.hypot(*(each.clipped_norm() for each in chosen))
         for each in chosen:
