@@ -303,7 +303,7 @@ _ANSWERS: dict[str, dict[str, Any]] = {
     "ready": {"command": ["x"], "address": "", "port": 1, "master_port": 2},
     "refused": {"why": "x"},
     "output": {"rank": 0, "stream": 1, "data": "x"},
-    "end": {"end": {}, "how": "x", "report": None, "progress": None},
+    "end": {"end": {}, "how": "x", "report": None, "progress": None, "alone": True},
     "saves": {"number": 15},
 }
 
