@@ -92,6 +92,10 @@ class Collectives(ABC):
     looks = False
     """Whether a handle's `advance` only looks at what has come, without waiting for the rest."""
 
+    in_one_order = False
+    """Whether all calls have to be made in one order on all ranks, those that a handle's `advance`
+    makes included."""
+
     @property
     def knows_tree(self) -> bool:
         """Whether this group can sum in the tree of the exact mode."""

@@ -74,6 +74,10 @@ class HybridShard(Collectives):
             first.wait()
             free()
             second.append(self._between.all_reduce(own, how))
+            if self._between.in_one_order:
+                # An all-reduce may be two calls. Ranks settle their buckets at different moments,
+                # so a second call that waited for that could come before or after the next first.
+                second[0].advance()
 
         def finish() -> None:
             second[0].wait()

@@ -33,6 +33,7 @@ class Nccl(Collectives):
     """
 
     name = "nccl"
+    in_one_order = True
 
     def __init__(
         self,

@@ -132,6 +132,8 @@ class BucketAddresses:
     def _cast(self, tensor: Tensor) -> BucketReference | None:
         """Refer to `tensor` where it is a 16-bit cast of a trained parameter, or a view of one."""
         cast = tensor if tensor._base is None else tensor._base
+        if cast.dtype != tensor.dtype:  # its bits, seen as another type
+            return None
         parameter = cast_parameter(cast)
         if parameter is None or (found := self._at(parameter.data_ptr(), parameter)) is None:
             return None
