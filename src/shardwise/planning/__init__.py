@@ -13,6 +13,7 @@
 - hf_model.py    trains a model of transformers by its configuration
 - record.py      what was observed of one step, the seam between memory and time
 - choice.py      a placement of a training on a cluster, and who says how long its step takes
+- sourced_toml.py  TOML in which every value names its source
 - catalogue.py   devices and links with their figures, each with its source: hardware/*.toml
 - cluster.py     a cluster as it is written, such as 4x8xH100
 - clock.py       the step of an observed script, in seconds by kind

@@ -22,14 +22,14 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import tomllib
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.planning.sourced_toml import Source, SourcedFile
 
 GIB = float(2**30)
 OWN = Path(__file__).parent / "hardware"
@@ -58,18 +58,6 @@ NEEDED = ("memory_gib", "memory_tb_per_s")
 CURVES = ("matmul", *(f"matmul_{dtype}" for dtype in DTYPES), "memory")
 _DEVICE_WORDS = ("title", "inside", "between")
 _LINK_SCALES = {"gb_per_s": 1e9, "latency_us": 1e-6}
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a value is from, and when it was published or looked up."""
-
-    text: str
-    date: str
-    url: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.text} ({self.date})" + (f", {self.url}" if self.url else "")
 
 
 @dataclass(frozen=True)
@@ -221,74 +209,15 @@ def _files(path: Path) -> list[Path]:
 
 def read_file(file: Path) -> Catalogue:
     """The devices and links of one file. Raises ConfigError of the first mistake in it."""
-    try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not TOML: {error}.") from error
     reading = _Reading(file)
-    reading.only(tree, ("sources", "device", "link"), "the file")
-    for name, entry in reading.tables(tree, "sources"):
-        reading.sources[name] = reading.source(entry, name)
+    tree = reading.tree(("device", "link"))
     devices = {name: reading.device(entry, name) for name, entry in reading.tables(tree, "device")}
     links = {name: reading.link(entry, name) for name, entry in reading.tables(tree, "link")}
     return Catalogue(devices, links)
 
 
-class _Reading:
-    """Reads the tables of one file; its errors name the file and the key."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.sources: dict[str, Source] = {}
-
-    def wrong(self, text: str) -> ConfigError:
-        return ConfigError(f"{self.file}: {text}")
-
-    def only(self, entry: Mapping[str, Any], allowed: Sequence[str], where: str) -> None:
-        for key in entry:
-            if key not in allowed:
-                near = difflib.get_close_matches(key, allowed, n=1)
-                hint = f" Did you mean {near[0]}?" if near else f" It takes: {', '.join(allowed)}."
-                raise self.wrong(f"{where} has no key {key!r}.{hint}")
-
-    def tables(self, tree: Mapping[str, Any], kind: str) -> list[tuple[str, dict[str, Any]]]:
-        group = tree.get(kind, {})
-        entries = group.items() if isinstance(group, dict) else ()
-        if not isinstance(group, dict) or not all(isinstance(each, dict) for _, each in entries):
-            raise self.wrong(f"{kind} has to be tables such as [{kind}.NAME].")
-        return list(entries)
-
-    def text(self, entry: Mapping[str, Any], key: str, where: str, default: str = "") -> str:
-        value = entry.get(key, default)
-        if not isinstance(value, str) or not value:
-            raise self.wrong(f"{where} needs a text for {key}.")
-        return value
-
-    def source(self, entry: Mapping[str, Any], name: str) -> Source:
-        where = f"[sources.{name}]"
-        self.only(entry, ("text", "date", "url"), where)
-        url = entry.get("url", "")
-        return Source(self.text(entry, "text", where), self.text(entry, "date", where), str(url))
-
-    def sourced(self, entry: Any, where: str) -> tuple[Any, Source]:
-        """The value of `{ value = ..., from = "..." }` and its source."""
-        if not isinstance(entry, dict) or set(entry) != {"value", "from"}:
-            raise self.wrong(f'{where} has to be {{ value = NUMBER, from = "SOURCE" }}.')
-        if (source := self.sources.get(entry["from"])) is None:
-            raise self.wrong(
-                f"{where} is from {entry['from']!r}, and there is no [sources.{entry['from']}]."
-            )
-        return entry["value"], source
-
-    def number(self, entry: Any, where: str) -> tuple[float, Source]:
-        value, source = self.sourced(entry, where)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < math.inf
-        ):
-            raise self.wrong(f"{where} has to be a number above 0, and is {value!r}.")
-        return float(value), source
+class _Reading(SourcedFile):
+    """Reads the tables of one file of the catalogue."""
 
     def curve(self, entry: Any, where: str) -> tuple[Curve, Source]:
         value, source = self.sourced(entry, where)

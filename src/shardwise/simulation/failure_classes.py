@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import difflib
 import math
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.planning.catalogue import Source
+from shardwise.planning.sourced_toml import Source, SourcedFile
 
 OWN = Path(__file__).parent / "failures"
 SCOPES = ("device", "host", "rack", "pod", "job")
@@ -119,35 +118,26 @@ def read_failures(name: str) -> Failures:
             f"--failures {name}: there is no such file.{hint} Write none, "
             f"{', '.join(names())}, or the path of a .toml file of yours."
         )
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML that can be read: {error}.") from error
-    return _Reading(path).failures(tree)
+    return _Reading(path).failures()
 
 
-class _Reading:
-    """Reads the tables of one file; its errors name the file and the key."""
+class _Reading(SourcedFile):
+    """Reads the tables of one file of failures."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._sources: dict[str, Source] = {}
+        super().__init__(path)
         self._found: dict[str, Source] = {}
 
-    def failures(self, tree: Mapping[str, Any]) -> Failures:
-        self._only(tree, ("title", "sources", "observed", "class"), "the file")
-        for name, entry in self._tables(tree, "sources"):
-            self._only(entry, ("text", "date", "url"), f"[sources.{name}]")
-            text, date = (self._text(entry, key, f"[sources.{name}]") for key in ("text", "date"))
-            self._sources[name] = Source(text, date, str(entry.get("url", "")))
+    def failures(self) -> Failures:
+        tree = self.tree(("title", "observed", "class"))
         observed = self._observed(tree.get("observed", {}))
         classes = tuple(
-            self._class(name, entry, observed) for name, entry in self._tables(tree, "class")
+            self._class(name, entry, observed) for name, entry in self.tables(tree, "class")
         )
         if not classes:
-            raise self._wrong("it has no [class.NAME].")
+            raise self.wrong("it has no [class.NAME].")
         return Failures(
-            self._text(tree, "title", "the file"),
+            self.text(tree, "title", "the file"),
             classes,
             int(observed.get("hosts_per_rack", 1)),
             int(observed.get("racks_per_pod", 1)),
@@ -156,29 +146,29 @@ class _Reading:
 
     def _observed(self, entry: Any) -> dict[str, float]:
         if not isinstance(entry, dict):
-            raise self._wrong("observed has to be a table [observed].")
-        self._only(entry, _OBSERVED, "[observed]")
+            raise self.wrong("observed has to be a table [observed].")
+        self.only(entry, _OBSERVED, "[observed]")
         found = {key: self._number(value, f"observed.{key}") for key, value in entry.items()}
         if broken := [key for key in found if key != "days" and found[key] % 1]:
-            raise self._wrong(f"[observed] {broken[0]} has to be a whole number.")
+            raise self.wrong(f"[observed] {broken[0]} has to be a whole number.")
         return found
 
     def _class(
         self, name: str, entry: Mapping[str, Any], observed: Mapping[str, float]
     ) -> FailureClass:
         where = f"[class.{name}]"
-        self._only(entry, ("title", "scope", "planned", *_NUMBERS), where)
-        scope = self._text(entry, "scope", where)
+        self.only(entry, ("title", "scope", "planned", *_NUMBERS), where)
+        scope = self.text(entry, "scope", where)
         if scope not in SCOPES:
-            raise self._wrong(f"{where} scope is one of {', '.join(SCOPES)}, not {scope!r}.")
+            raise self.wrong(f"{where} scope is one of {', '.join(SCOPES)}, not {scope!r}.")
         found = {key: self._number(entry[key], f"{name}.{key}") for key in _NUMBERS if key in entry}
         if found.get("slowdown", 2.0) <= 1 or ("slowdown" in found) != ("lasts_hours" in found):
-            raise self._wrong(
+            raise self.wrong(
                 f"{where} slowdown has to be above 1 and comes with lasts_hours, as that with it."
             )
         return FailureClass(
             name=name,
-            title=self._text(entry, "title", where),
+            title=self.text(entry, "title", where),
             scope=scope,
             rate=self._rate(where, scope, found, observed),
             detect=found.get("detect_seconds", 0.0),
@@ -193,11 +183,11 @@ class _Reading:
     ) -> float:
         """Failures per second and component."""
         if ("count" in found) == ("per_1000_days" in found):
-            raise self._wrong(f"{where} needs count or per_1000_days, one of the two.")
+            raise self.wrong(f"{where} needs count or per_1000_days, one of the two.")
         if "per_1000_days" in found:
             return found["per_1000_days"] / (1000 * DAY)
         if missing := [key for key in _OBSERVED[:3] if key not in observed]:
-            raise self._wrong(f"{where} has a count, so [observed] needs {missing[0]}.")
+            raise self.wrong(f"{where} has a count, so [observed] needs {missing[0]}.")
         hosts = math.ceil(observed["devices"] / observed["devices_per_host"])
         seen = Topology(
             hosts,
@@ -207,38 +197,7 @@ class _Reading:
         )
         return found["count"] / (observed["days"] * DAY * seen.components(scope))
 
-    def _tables(self, tree: Mapping[str, Any], kind: str) -> list[tuple[str, dict[str, Any]]]:
-        group = tree.get(kind, {})
-        if not isinstance(group, dict) or not all(isinstance(v, dict) for v in group.values()):
-            raise self._wrong(f"{kind} has to be tables such as [{kind}.NAME].")
-        return list(group.items())
-
-    def _only(self, entry: Mapping[str, Any], allowed: Sequence[str], where: str) -> None:
-        for key in entry:
-            if key not in allowed:
-                near = difflib.get_close_matches(key, allowed, n=1)
-                hint = f" Did you mean {near[0]}?" if near else f" It takes: {', '.join(allowed)}."
-                raise self._wrong(f"{where} has no key {key!r}.{hint}")
-
-    def _text(self, entry: Mapping[str, Any], key: str, where: str) -> str:
-        value = entry.get(key)
-        if not isinstance(value, str) or not value:
-            raise self._wrong(f"{where} needs a text for {key}.")
-        return value
-
     def _number(self, entry: Any, where: str) -> float:
-        if not isinstance(entry, dict) or set(entry) != {"value", "from"}:
-            raise self._wrong(f'{where} has to be {{ value = NUMBER, from = "SOURCE" }}.')
-        if (source := self._sources.get(entry["from"])) is None:
-            raise self._wrong(
-                f"{where} is from {entry['from']!r}, and there is no [sources.{entry['from']}]."
-            )
-        value = entry["value"]
-        plain = isinstance(value, int | float) and not isinstance(value, bool)
-        if not plain or not 0 < value < math.inf:
-            raise self._wrong(f"{where} has to be a number above 0, and is {value!r}.")
-        self._found[where] = source
-        return float(value)
-
-    def _wrong(self, text: str) -> ConfigError:
-        return ConfigError(f"{self._path}: {text}")
+        """A number, whose source is kept."""
+        value, self._found[where] = self.number(entry, where)
+        return value

@@ -1,0 +1,110 @@
+"""SourcedFile reads TOML in which every value names its source: devices, links, failures.
+
+[sources.sheet]
+text = "data sheet"
+date = "2024-09"
+
+[device.H100]
+watts = { value = 700, from = "sheet" }
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value is from, and when it was published or looked up."""
+
+    text: str
+    date: str
+    url: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.date})" + (f", {self.url}" if self.url else "")
+
+
+class SourcedFile:
+    """A TOML file in which every value names its source; errors name the file and the key.
+
+    `sources` are those of its tables [sources.NAME], once `tree` was called.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.sources: dict[str, Source] = {}
+
+    def tree(self, tables: Sequence[str]) -> dict[str, Any]:
+        """Read the file, which may have `tables` beside its sources. Raises ConfigError."""
+        try:
+            tree = tomllib.loads(self.file.read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.file} is not TOML that can be read: {error}.") from error
+        self.only(tree, ("sources", *tables), "the file")
+        for name, entry in self.tables(tree, "sources"):
+            self.sources[name] = self.source(entry, name)
+        return tree
+
+    def wrong(self, text: str) -> ConfigError:
+        """The error `text` about this file."""
+        return ConfigError(f"{self.file}: {text}")
+
+    def only(self, entry: Mapping[str, Any], allowed: Sequence[str], where: str) -> None:
+        """Raise ConfigError for a key of `entry` that is none of `allowed`."""
+        for key in entry:
+            if key not in allowed:
+                near = difflib.get_close_matches(key, allowed, n=1)
+                hint = f" Did you mean {near[0]}?" if near else f" It takes: {', '.join(allowed)}."
+                raise self.wrong(f"{where} has no key {key!r}.{hint}")
+
+    def tables(self, tree: Mapping[str, Any], kind: str) -> list[tuple[str, dict[str, Any]]]:
+        """The tables [kind.NAME], by name. Raises ConfigError for anything else of that name."""
+        group = tree.get(kind, {})
+        entries = group.items() if isinstance(group, dict) else ()
+        if not isinstance(group, dict) or not all(isinstance(each, dict) for _, each in entries):
+            raise self.wrong(f"{kind} has to be tables such as [{kind}.NAME].")
+        return list(entries)
+
+    def text(self, entry: Mapping[str, Any], key: str, where: str, default: str = "") -> str:
+        """The text of a key. Raises ConfigError without one."""
+        value = entry.get(key, default)
+        if not isinstance(value, str) or not value:
+            raise self.wrong(f"{where} needs a text for {key}.")
+        return value
+
+    def source(self, entry: Mapping[str, Any], name: str) -> Source:
+        """The source of a table [sources.NAME]."""
+        where = f"[sources.{name}]"
+        self.only(entry, ("text", "date", "url"), where)
+        url = entry.get("url", "")
+        return Source(self.text(entry, "text", where), self.text(entry, "date", where), str(url))
+
+    def sourced(self, entry: Any, where: str) -> tuple[Any, Source]:
+        """The value of `{ value = ..., from = "..." }` and its source."""
+        if not isinstance(entry, dict) or set(entry) != {"value", "from"}:
+            raise self.wrong(f'{where} has to be {{ value = NUMBER, from = "SOURCE" }}.')
+        if (source := self.sources.get(entry["from"])) is None:
+            raise self.wrong(
+                f"{where} is from {entry['from']!r}, and there is no [sources.{entry['from']}]."
+            )
+        return entry["value"], source
+
+    def number(self, entry: Any, where: str) -> tuple[float, Source]:
+        """A number above 0 and its source. Raises ConfigError for anything else."""
+        value, source = self.sourced(entry, where)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < math.inf
+        ):
+            raise self.wrong(f"{where} has to be a number above 0, and is {value!r}.")
+        return float(value), source
