@@ -20,7 +20,12 @@ from shardwise.bridging.joining import join
 
 def main(arguments: list[str]) -> None:
     """Adopt the libraries that the first of `arguments` names, and run the rest."""
-    names, *words = arguments
+    names, *words = arguments or [""]
+    if not words or any(name not in _ADOPT for name in names.split(",")):
+        sys.exit(
+            "shardwise: python -m shardwise.adopt takes names out of "
+            f"{', '.join(_ADOPT)}, with commas between, and then a script or -m MODULE."
+        )
     join({}, f"--adopt {names}")
     for name in names.split(","):
         _ADOPT[name]()
