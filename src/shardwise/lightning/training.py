@@ -297,7 +297,8 @@ class Training:
         """Let `optimizer` go on from `state`, that of a plain one. Collective."""
         trained = self.engines.of(optimizer)
         if trained is None:
-            optimizer.load_state_dict(dict(state))
+            # The class's own: Fabric has put this method in the place of the optimizer's.
+            type(optimizer).load_state_dict(optimizer, dict(state))
         else:
             trained.engine.load_optimizer_state_dict(state, optimizer)
 
