@@ -136,6 +136,8 @@ class TrainerStrategy(OverEngines):
 
     def setup(self, trainer: Any) -> None:
         """Place the model, make the optimizers, and let engines train them. Collective."""
+        if self._failed:  # teardown has left the engines of that fit; all ranks are here again
+            self.training.close()
         self._failed = False
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == "fit"

@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 import shardwise as sw
 from shardwise.bridging.joining import SETTINGS, join
 from shardwise.bridging.trained import Make, TrainedModels
-from shardwise.bridging.trained_engine import Trained
+from shardwise.bridging.trained_engine import Trained, in_training
 from shardwise.config import OF_THE_ENGINE
 from shardwise.engine.initial_values import make_alike
 from shardwise.errors import UsageError
@@ -85,6 +85,12 @@ class Engines(TrainedModels):
         """Give models and optimizers back as plain ones. Collective."""
         self.forget()
         super().close()
+
+    def _end(self, trained: Trained) -> None:
+        # Another Trainer may take the model in the middle of a step: a closed engine clears no
+        # gradients.
+        self._pending = [each for each in self._pending if each is not trained]
+        super()._end(trained)
 
 
 class Training:
@@ -157,7 +163,9 @@ class Training:
 
     def make_alike(self, module: nn.Module) -> None:
         """Give every rank rank 0's values of what no engine has of `module`. Collective."""
-        known = {id(t) for model in self._models for t in _tensors(model)}
+        # A Trainer that has failed may still train it: its shards are no values to send.
+        models = self._models + [model for each in in_training() for model in each.models]
+        known = {id(t) for model in models for t in _tensors(model)}
         make_alike([t for t in _tensors(module) if id(t) not in known], self.world.collectives)
 
     def close(self) -> None:
