@@ -172,11 +172,11 @@ def _mention_copies(script: str, size: int | None) -> None:
 
 def _adoptable(text: str) -> str | None:
     """The library in a script's text in whose place --adopt puts ours; None without one."""
-    if re.search(r"^\s*(import|from) deepspeed\b", text, re.MULTILINE):
+    if program.imports(text, "deepspeed"):
         return "deepspeed"
     if re.search(r"\bimport Accelerator\b|\baccelerate\.Accelerator\b", text):
         return "accelerate"
-    if re.search(r"^\s*(import|from) (lightning|pytorch_lightning|lightning_fabric)\b", text, re.M):
+    if program.imports(text, "lightning", "pytorch_lightning", "lightning_fabric"):
         return "lightning"
     return "transformers" if re.search(r"\b(Seq2Seq)?Trainer\b", text) else None
 
@@ -190,7 +190,7 @@ def _deepspeed(words: tuple[str, ...], **given: Any) -> int:
     for name, value in settings.items():
         if value is not None:
             flags += command_line.spelled(name, command_line.as_text(value))
-    if deepspeed_flags.adopts(words[0], given):
+    if deepspeed_flags.adopts(words, given):
         flags += ["--adopt", deepspeed_flags.DEEPSPEED]
     if not settings["quiet"]:
         click.echo(f"shardwise: {deepspeed_flags.line_of([*flags, *words])}", err=True)

@@ -1,6 +1,7 @@
 """A command line of DeepSpeed's launcher becomes one of `shardwise run`, or is refused by name."""
 
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -8,7 +9,7 @@ from click.testing import CliRunner
 from shardwise import cli
 from shardwise.errors import LaunchError
 from shardwise.launch import deepspeed_flags, start
-from shardwise.launch.deepspeed_flags import Asked, run_words, with_local_rank
+from shardwise.launch.deepspeed_flags import Asked, adopts, run_words, with_local_rank
 from shardwise.launch.hosts import from_file
 
 HOSTS = "node1 slots=4\nalice@node2 slots=4\n"
@@ -131,3 +132,26 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert cli.main(["deepspeed", "--bind_core_list", "0-3", str(script)]) == 2
     assert "taskset" in capsys.readouterr().err
     assert CliRunner().invoke(cli._shardwise, ["deepspeed", "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "expected"),
+    [
+        ("import deepspeed\n", (), True),
+        ("import argparse, torch, deepspeed\n", (), True),
+        ("    from deepspeed.ops.adam import FusedAdam\n", (), True),
+        ("import train_utils\n", ("--deepspeed_config", "ds.json"), True),
+        ("import train_utils\n", ("--deepspeed=ds.json",), True),
+        ("import train_utils\n", ("--name", "deepspeed"), False),
+        ("import torch  # no deepspeed here\n", (), False),
+        ("import mydeepspeed\n", (), False),
+        ("import shardwise.deepspeed as deepspeed\n", ("--deepspeed",), False),
+    ],
+)
+def test_whose_deepspeed_a_script_gets(
+    tmp_path: Path, text: str, arguments: tuple[str, ...], expected: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert adopts((str(script), *arguments), {}) == expected
+    assert not adopts((str(script), *arguments), {"no_python": True})

@@ -4,7 +4,6 @@ Each flag of `deepspeed --help` becomes flags of ours, or is refused with what t
 """
 
 import os
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -304,11 +303,15 @@ def line_of(words: Sequence[str]) -> str:
 # -- the script ------------------------------------------------------------------------------
 
 
-def adopts(script: str, flags: Mapping[str, Any]) -> bool:
-    """Whether ours is put in the place of DeepSpeed in a script that imports it."""
+def adopts(words: Sequence[str], flags: Mapping[str, Any]) -> bool:
+    """Whether ours is put in the place of DeepSpeed: in a script that imports it, or is given its
+    flags for modules of its own to read."""
     known = DEEPSPEED in ADOPTED and not flags.get("module") and not flags.get("no_python")
-    text = program.text_of(script) if known else ""
-    return re.search(r"^\s*(import|from) deepspeed\b", text, re.MULTILINE) is not None
+    text = program.text_of(words[0]) if known else ""
+    if not text or program.names_us(text):
+        return False
+    given = any(word.partition("=")[0] in ("--deepspeed", "--deepspeed_config") for word in words)
+    return given or program.imports(text, DEEPSPEED)
 
 
 def with_local_rank(words: tuple[str, ...], *, module: bool) -> tuple[str, ...]:

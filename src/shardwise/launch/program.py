@@ -58,6 +58,13 @@ def names_us(text: str) -> bool:
     return re.search("shardwise|horovod", text) is not None
 
 
+def imports(text: str, *packages: str) -> bool:
+    """Whether a script's text imports one of `packages`, alone or in a list."""
+    names = "|".join(packages)
+    line = rf"^[ \t]*(from[ \t]+({names})\b|import\b[^#\n]*\b({names})\b)"
+    return re.search(line, text, re.MULTILINE) is not None
+
+
 def _check_file(name: str) -> None:
     path = Path(name)
     if not path.is_file():
