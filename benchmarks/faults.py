@@ -57,6 +57,18 @@ class Counts:
     """Checkpoints that were complete by their name, and not whole."""
 
 
+def ranks_of(launcher: int) -> list[int]:
+    """The processes below `launcher` that are ranks."""
+    found = []
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        try:
+            if b"\0SHARDWISE_LAUNCH_RANK=" in Path(f"/proc/{child}/environ").read_bytes():
+                found.append(int(child))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
 class Run:
     """One training, started as often as its launcher is killed."""
 
@@ -131,15 +143,7 @@ class Run:
 
     def ranks(self) -> list[int]:
         """The processes that are ranks."""
-        pid = self.process.pid
-        found = []
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            try:
-                if b"\0SHARDWISE_LAUNCH_RANK=" in Path(f"/proc/{child}/environ").read_bytes():
-                    found.append(int(child))
-            except OSError:  # it has ended
-                continue
-        return found
+        return ranks_of(self.process.pid)
 
     def end(self) -> int:
         """Wait for the end; the exit code."""

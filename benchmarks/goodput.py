@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 import machine
+from faults import ranks_of
 from shardwise.simulation.failure_classes import FailureClass, Topology
 from shardwise.simulation.goodput import simulate
 from shardwise.simulation.run_model import RunModel
@@ -123,21 +124,11 @@ class Training:
     def _kill(self, dice: random.Random) -> None:
         """Kill a rank, or the first that comes where none runs now."""
         while self._process.poll() is None:
-            if ranks := self._ranks():
+            if ranks := ranks_of(self._process.pid):
                 self.events.append(Event(time.monotonic(), "kill"))
                 os.kill(dice.choice(ranks), signal.SIGKILL)
                 return
             time.sleep(0.01)
-
-    def _ranks(self) -> list[int]:
-        pid, found = self._process.pid, []
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            try:
-                if b"\0SHARDWISE_LAUNCH_RANK=" in Path(f"/proc/{child}/environ").read_bytes():
-                    found.append(int(child))
-            except OSError:  # it has ended
-                continue
-        return found
 
     def _read(self) -> None:
         assert self._process.stdout is not None
