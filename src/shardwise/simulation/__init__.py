@@ -6,6 +6,7 @@
 - goodput.py: many trials, their spread, and the best interval between checkpoints
 - flags.py: the command `shardwise simulate`
 - command.py: makes the trials and shows what they found
+- report.py: what was asked and found, in sentences and as JSON
 - pictures.py: the plots and the page
 
 Ranks that do the same are one: failures of n components are one Poisson process of n times the

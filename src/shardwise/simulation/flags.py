@@ -208,6 +208,6 @@ def command() -> Command:
 
 
 def _simulate(json_file: Path | None, out: str, hardware: tuple[str, ...], **given: Any) -> int:
+    asked = import_module("shardwise.simulation.report").Asked(hardware=hardware, **given)
     made = import_module("shardwise.simulation.command")
-    asked = made.Asked(hardware=hardware, **given)
     return made.run(asked, Path(out), json_file)  # type: ignore[no-any-return]

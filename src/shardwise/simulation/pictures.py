@@ -16,8 +16,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from shardwise.simulation import command
 from shardwise.simulation.failure_classes import DAY
+from shardwise.simulation.report import Report, headline, sentences
 from shardwise.simulation.run_model import CAUSES
 from shardwise.simulation.trial import USEFUL
 
@@ -55,7 +55,7 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def draw(report: command.Report, folder: Path) -> Path:
+def draw(report: Report, folder: Path) -> Path:
     """Save simulate.png and simulate.html in `folder`; returns the path of the page."""
     with plt.rc_context(STYLE):
         figure, (over_time, second) = plt.subplots(
@@ -65,7 +65,7 @@ def draw(report: command.Report, folder: Path) -> Path:
         (_intervals if report.tried else _causes)(second, report)
         picture = io.StringIO()
         figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
-        figure.suptitle(command.headline(report), fontsize=12, fontweight="bold")
+        figure.suptitle(headline(report), fontsize=12, fontweight="bold")
         figure.savefig(folder / "simulate.png", dpi=110)
         plt.close(figure)
     page = folder / "simulate.html"
@@ -73,7 +73,7 @@ def draw(report: command.Report, folder: Path) -> Path:
     return page
 
 
-def _over_time(axes: Any, report: command.Report) -> None:
+def _over_time(axes: Any, report: Report) -> None:
     """The median run, by parts of its time: what it spent them on, with its failures above."""
     shown = report.found.shown
     kinds = [USEFUL, *(cause for cause in COLORS if shown.lost[cause] > 0)]
@@ -104,7 +104,7 @@ def _over_time(axes: Any, report: command.Report) -> None:
     axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=3)
 
 
-def _intervals(axes: Any, report: command.Report) -> None:
+def _intervals(axes: Any, report: Report) -> None:
     """Goodput by the interval between checkpoints."""
     minutes = [interval / 60 for interval, _ in report.tried]
     bands = [band for _, band in report.tried]
@@ -122,7 +122,7 @@ def _intervals(axes: Any, report: command.Report) -> None:
     axes.set_title("goodput by interval")
 
 
-def _causes(axes: Any, report: command.Report) -> None:
+def _causes(axes: Any, report: Report) -> None:
     """The share of each cause over all runs."""
     causes = [cause for cause in COLORS if report.found.lost[cause] > 0][::-1]
     axes.set_title("lost, over all runs")
@@ -140,14 +140,14 @@ def _causes(axes: Any, report: command.Report) -> None:
     axes.tick_params(axis="y", labelsize=8.5)
 
 
-def _page(report: command.Report, picture: str) -> str:
+def _page(report: Report, picture: str) -> str:
     """One file, which fetches nothing."""
     text = resources.files("shardwise.simulation").joinpath("page.html.jinja").read_text()
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
     found = report.found
     return template.render(
-        headline=command.headline(report),
-        sentences=command.sentences(report),
+        headline=headline(report),
+        sentences=sentences(report),
         picture=picture,
         lost=[(CAUSES[c], f"{found.lost[c]:.2%}") for c in CAUSES if found.lost[c]],
         goodput=f"{found.goodput.mean:.2%}",
