@@ -38,6 +38,11 @@ def test_no_damage_goes_unseen(runner, first):
     assert not (told := COMMAND.failures(runner, range(first, first + TOGETHER))), told
 
 
+def test_a_switch_of_the_optimizer_takes_no_other_type(runner):
+    """In seed 30438 `foreach`, which was None, is a dict in a document without a checksum."""
+    assert not (told := COMMAND.failures(runner, [30438])), told
+
+
 # -- the instrument itself ----------------------------------------------------------------------
 
 

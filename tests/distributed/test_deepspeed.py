@@ -149,6 +149,14 @@ def test_boundaries(group):
     ranks(group, 2)(boundary_case)
 
 
+def whole_weights(engine):
+    """Copies of the weights, whole on every rank."""
+    import shardwise.deepspeed as deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+
 def checkpoint_case(world, folder):
     """A run that goes on in another stage does what it would have done."""
     expected, _ = plain(world.size, 1, 1.0)
@@ -168,14 +176,14 @@ def checkpoint_case(world, folder):
         engine.load_checkpoint(folder, "other")
     with pytest.raises(UsageError, match="without running code"):
         engine.save_checkpoint(folder, client_state={"bad": object()})
-    before = [p.detach().clone() for p in engine.module.parameters()]
+    before = whole_weights(engine)
     world.barrier()
     if world.is_main:
         (Path(folder) / "global_step2" / "client-2.pt").write_bytes(b"cut")
     world.barrier()
     with pytest.raises(BrokenCheckpoint, match=r"has a client-\*.pt that is damaged"):
         engine.load_checkpoint(folder)
-    assert all(map(torch.equal, before, engine.module.parameters()))
+    assert all(map(torch.equal, before, whole_weights(engine)))
     with pytest.raises(CheckpointError, match="is a checkpoint of engine"):
         engine.load_checkpoint(f"{folder}/global_step2", "step-2")
     world.barrier()

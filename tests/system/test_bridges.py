@@ -58,7 +58,10 @@ def test_trainers_scripts_run_unchanged(shardwise: Launcher, zero: str) -> None:
 
 def test_what_cannot_be_adopted(shardwise: Launcher) -> None:
     for words, said in (
-        (["--adopt", "keras", ADOPTED], "--adopt takes names out of accelerate, deepspeed, transformers"),
+        (
+            ["--adopt", "keras", ADOPTED],
+            "--adopt takes names out of accelerate, deepspeed",
+        ),
         (["--adopt", "accelerate", "absent.py"], "There is no script absent.py"),
         (["--adopt", "accelerate", "sh"], "--adopt runs scripts of Python, and sh is none."),
     ):

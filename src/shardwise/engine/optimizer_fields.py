@@ -155,6 +155,9 @@ def _check_kind(
 
 NUMBER = "a number"
 
+_SWITCHES = {"foreach", "fused"}
+"""Options of torch's optimizers that are None until somebody turns them on or off."""
+
 
 def _check_options(optimizers: Sequence[optim.Optimizer], numbers: OptimizerFields) -> None:
     """Options of another kind than the optimizer has would only fail in its update."""
@@ -162,7 +165,8 @@ def _check_options(optimizers: Sequence[optim.Optimizer], numbers: OptimizerFiel
         for place, (group, saved) in enumerate(zip(optimizer.param_groups, several, strict=True)):
             for key, value in saved.items():
                 now = group.get(key)
-                if not _fits(now, value):
+                switch = key not in _SWITCHES or value is None or isinstance(value, bool)
+                if not (switch and _fits(now, value)):
                     raise BrokenCheckpoint(
                         f"{key} of group {place} of {type(optimizer).__name__} is {value!r:.60} in "
                         f"checkpoint.json, and {now!r:.60} here, which is of another kind. Take "
