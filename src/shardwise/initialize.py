@@ -40,8 +40,8 @@ def init(seed: int | None = None, **settings: Any) -> World:
 
     Raises ConfigError for a setting that is wrong, LaunchError when the others cannot be reached.
     """
-    found = config.sources(os.environ, settings)
     error_file.watch_exceptions()
+    found = config.sources(os.environ, settings)
     idle = config.idle(found, config.resolve(found)[0], config.OF_A_RUN)
     made = enter(seed, settings)
     for line in idle:

@@ -81,7 +81,7 @@ def typo(rng: Random) -> Input:
             ("run", "-m", ""),
             ("run", ""),
             _run("--zero"),
-            _run("--zero", "1", "--zero", "2"),
+            _run("-H", "localhost:1", "-H", "localhost:2"),
         ]
     )
     return Input(kind="no such thing", words=words)

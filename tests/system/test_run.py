@@ -417,8 +417,8 @@ class TestRefusing:
             (["train.py", "-n", "2"], "no command 'train.py'. Did you mean: shardwise run train"),
             (["env"], "no command 'env'. Did you mean: shardwise run env"),
             (
-                ["plan", "train.py"],
-                "no command 'plan'. There are: checkpoint, doctor",
+                ["budget", "train.py"],
+                "no command 'budget'. There are: checkpoint, deepspeed, doctor",
             ),
         ],
     )
