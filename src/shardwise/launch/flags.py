@@ -155,7 +155,7 @@ def own() -> Iterator[Flag]:
         shown="--adopt NAMES",
         listed=True,
         type=Typed(adopted),
-        help=f"ours in place of {', '.join(ADOPTED)}",
+        help=f"ours for {', '.join(ADOPTED)}",
     )
     yield Flag(
         ["--port"],
