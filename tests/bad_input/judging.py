@@ -18,6 +18,9 @@ SLOW = 60.0
 LONGEST = 3
 """Lines that a refusal may have."""
 
+_TELLS = ("does nothing", "has no effect", "overrides")
+"""Words of the lines that tell of a setting which changes nothing."""
+
 COMMAND = Command(
     name="bad_input",
     about="Input that cannot be, by every way that there is, and what is made of it.",
@@ -64,7 +67,7 @@ def judged(given: Input, seen: Seen) -> tuple[str, str]:
     if seen.left:
         return "left behind", ", ".join(seen.left)
     if seen.code == 0:
-        said = any("does nothing" in line or "overrides" in line for line in lines)
+        said = any(word in line for line in lines for word in _TELLS)
         return ("a line says so" if said else "silently taken"), last
     if not lines or "shardwise: " not in seen.err:
         return "no word", last
