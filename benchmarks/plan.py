@@ -108,7 +108,7 @@ def _in_fork(work: Callable[[], Any], log: Path) -> None:
         try:
             work()
         except SystemExit:
-            pass
+            pass  # the script is stopped this way once it has been measured
         except BaseException:
             traceback.print_exc()
         sys.stdout.flush()

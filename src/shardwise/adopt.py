@@ -7,7 +7,6 @@ The run is joined before the script starts, so that whatever it asks first knows
 from __future__ import annotations
 
 import builtins
-import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.bridging.joining import join
+from shardwise.launch import program
 
 
 def main(arguments: list[str]) -> None:
@@ -29,13 +29,9 @@ def main(arguments: list[str]) -> None:
     join({}, f"--adopt {names}")
     for name in names.split(","):
         _ADOPT[name]()
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        sys.path[0] = os.getcwd()
+    if program.set_up_python(words):
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = words
-        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
         _run(words[0])
 
 

@@ -6,8 +6,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.placement import Placement
+from shardwise.planning.engine_parts import note_spec, recorded
 from shardwise.planning.layout import lay_out
-from shardwise.planning.observed_engine import note_spec, recorded
 from shardwise.planning.record import StepRecord
 
 

@@ -81,6 +81,24 @@ def number(low: float, high: float, *, above: bool = False) -> Parse[float]:
     return parse
 
 
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def duration(unit: str, *, units: str = "smhd") -> Parse[float]:
+    """Seconds, written as a number and one of `units` (s, m, h, d), or a number alone of `unit`."""
+
+    def parse(text: str) -> float:
+        text = text.strip()
+        given = text[-1:] if text[-1:] and text[-1:] in units else ""
+        try:
+            seconds = number(0, 1e30)(text.removesuffix(given)) * _SECONDS[given or unit]
+        except ValueError:
+            raise ValueError("a duration such as 90s, 30m, 12h or 4d") from None
+        return seconds
+
+    return parse
+
+
 def fraction(text: str) -> float:
     """A number between 0 and 1, without the two."""
     value = _float(text)

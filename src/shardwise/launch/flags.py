@@ -13,7 +13,8 @@ from shardwise.errors import ConfigError, LaunchError
 
 GROUPS = {
     "scale": "Scale",
-    "plan": "Pipeline plan",
+    "pipeline_plan": "Pipeline plan",
+    "plan": "Plan",
     "verify": "Verify",
     "simulate": "Simulate",
     "where": "Where",

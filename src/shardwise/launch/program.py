@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import FileFinder, ModuleSpec
 from pathlib import Path
@@ -56,6 +56,15 @@ def joins_itself(name: str) -> bool:
 def names_us(text: str) -> bool:
     """Whether a script may be one for `sw.init` or `hvd.init`."""
     return re.search("shardwise|horovod", text) is not None
+
+
+def set_up_python(words: Sequence[str]) -> bool:
+    """Set sys.argv and sys.path[0] as Python has them for `words`, SCRIPT ... or -m MODULE ...;
+    returns whether it is a module, whose name is sys.argv[0] then."""
+    module = words[0] == "-m"
+    sys.argv = list(words[1:] if module else words)
+    sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(words[0]))
+    return module
 
 
 def imports(text: str, *packages: str) -> bool:

@@ -23,7 +23,7 @@ def own() -> Iterator[Flag]:
     """Yield the flags that set the number of stages, and what they are balanced by."""
     yield Flag(
         ["stages", "--pipeline"],
-        group="plan",
+        group="pipeline_plan",
         shown="--pipeline P",
         type=Typed(values.whole(2, values.MOST_RANKS)),
         default=2,
@@ -31,14 +31,14 @@ def own() -> Iterator[Flag]:
     )
     yield Flag(
         ["micros", "--microbatches"],
-        group="plan",
+        group="pipeline_plan",
         shown="--microbatches M",
         type=Typed(values.whole(1)),
         help="micro-batches of a batch (default 4 P)",
     )
     yield Flag(
         ["--by"],
-        group="plan",
+        group="pipeline_plan",
         shown="--by time|parameters",
         type=click.Choice(["time", "parameters"]),
         default="time",
@@ -46,7 +46,7 @@ def own() -> Iterator[Flag]:
     )
     yield Flag(
         ["--steps"],
-        group="plan",
+        group="pipeline_plan",
         shown="--steps S",
         type=Typed(values.whole(1)),
         default=STEPS,

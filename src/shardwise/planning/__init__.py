@@ -4,7 +4,7 @@
                  the command: its flags; what it prints
 - search.py      placements that fit, the fastest first; what would help the others
 - observe.py     runs a script up to one step, with two batch sizes
-- observer.py, observed_engine.py, step_recorder.py
+- observer.py, observed_engine.py, observation.py, engine_parts.py, step_recorder.py
                  in that process: the engine without states, and what it records
 - layout.py      bytes of the states on each rank, to the byte
 - memory.py, heap.py

@@ -78,10 +78,6 @@ def _measure(ranks: int, on_made: Callable[..., None]) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def _lines_of(file: Path) -> int:
-    return file.read_text().count("\n")
-
-
 def as_toml(found: dict[int, list[dict[str, Any]]], day: str) -> str:
     """The catalogue's file of measurements by number of ranks, made on `day`."""
     parts = [f'[sources.measured]\ntext = "shardwise plan --calibrate"\ndate = "{day}"\n']

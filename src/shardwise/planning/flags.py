@@ -20,6 +20,9 @@ shardwise plan [flags] SCRIPT.py [its arguments]     observes one step, without 
 EMPTY = "Plan what? For example: shardwise plan --on 8xH100 train.py"
 """The error without a script."""
 
+DAY = 86400.0
+"""Seconds."""
+
 MODEL = "shardwise.planning.hf_model"
 """The module that trains a model of transformers from its configuration."""
 
@@ -31,18 +34,18 @@ def amount(text: str) -> float:
 
 def days(text: str) -> float:
     """Days: 10d, 12h or a number of days."""
-    units = {"d": 1.0, "h": 1 / 24}
-    factor = units.get(text[-1:])
+    wanted = "days or hours, such as 10d or 12h"
     try:
-        return values.number(0, 1e6, above=True)(text if factor is None else text[:-1]) * (
-            factor or 1.0
-        )
+        found = values.duration("d", units="dh")(text) / DAY
     except ValueError:
-        raise ValueError("days or hours, such as 10d or 12h") from None
+        raise ValueError(wanted) from None
+    if not 0 < found <= 1e6:
+        raise ValueError(wanted)
+    return found
 
 
-def own() -> Iterator[Flag]:
-    """Yield the flags that say where, how long, and what is shown."""
+def _question_flags() -> Iterator[Flag]:
+    """What is to be trained, on what, and within which limits."""
     yield Flag(
         ["--on"],
         group="plan",
@@ -70,26 +73,16 @@ def own() -> Iterator[Flag]:
         type=Typed(amount),
         help="mark what costs more",
     )
-    yield Flag(
-        ["--calibrate"],
-        group="plan",
-        shown="--calibrate",
-        is_flag=True,
-        help="measure this machine for a minute, for --on here",
-    )
+
+
+def _report_flags() -> Iterator[Flag]:
+    """What is shown, and where it is written."""
     yield Flag(
         ["--explain"],
         group="plan",
         shown="--explain",
         is_flag=True,
         help="which tensors, at which line, make the peak of the first placement",
-    )
-    yield Flag(
-        ["--hf", "hf"],
-        group="plan",
-        shown="--hf CONFIG.json",
-        type=Typed(values.file),
-        help="a model of transformers by its configuration, without a script",
     )
     yield Flag(
         ["--json", "json_file"],
@@ -104,6 +97,24 @@ def own() -> Iterator[Flag]:
         shown="--page DIR",
         type=Typed(values.folder),
         help="draw memory over the step there: plan.html and plan.png",
+    )
+
+
+def _source_flags() -> Iterator[Flag]:
+    """Where what is planned for comes from: a measured machine, a model's configuration, a file."""
+    yield Flag(
+        ["--calibrate"],
+        group="plan",
+        shown="--calibrate",
+        is_flag=True,
+        help="measure this machine for a minute, for --on here",
+    )
+    yield Flag(
+        ["--hf", "hf"],
+        group="plan",
+        shown="--hf CONFIG.json",
+        type=Typed(values.file),
+        help="a model of transformers by its configuration, without a script",
     )
     yield Flag(
         ["--hardware"],
@@ -121,7 +132,13 @@ def command() -> Command:
         "plan",
         top=TOP,
         callback=_plan,
-        params=[*own(), command_line.help_all(), *command_line.flags_named(shared)],
+        params=[
+            *_question_flags(),
+            *_source_flags(),
+            *_report_flags(),
+            command_line.help_all(),
+            *command_line.flags_named(shared),
+        ],
         context_settings=command_line.PROGRAM_LAST,
         short_help="Predict memory and time of a script's placements.",
     )

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
 
 from shardwise import config
-from shardwise.engine import unit_assignment, usage_checks
+from shardwise.engine import usage_checks
 from shardwise.engine.engine import Engine
-from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.engine_state import spec_of
 from shardwise.engine.gradient_weighting import divisor_of
 from shardwise.engine.step_statistics import StepStats
@@ -25,57 +22,11 @@ from shardwise.model import precision
 from shardwise.model.activations import Activations
 from shardwise.parallel.pipeline import runner
 from shardwise.parallel.tensor.plan import TensorPlan
-from shardwise.planning.record import GroupRecord, ParameterRecord, StepRecord, UnitUse
-from shardwise.planning.step_recorder import StepRecorder
-from shardwise.states.optimizer_kind import may_fuse
-from shardwise.states.optimizer_trial import OptimizerKinds
-from shardwise.states.tracked import Tracked
+from shardwise.planning.engine_parts import ObservedParameter, note_spec
+from shardwise.planning.observation import Observation, finish
+from shardwise.planning.record import UnitUse
 from shardwise.world import World
 from shardwise.world import current as current_world
-
-
-@dataclass
-class Observation:
-    """What all engines of the script have in common: one recorder, and the file for the record."""
-
-    path: Path
-    fake: FakeTensorMode
-    recorder: StepRecorder
-    engines: list[ObservedEngine] = field(default_factory=list)
-    uses: list[UnitUse] = field(default_factory=list)
-    units: list[str] = field(default_factory=list)
-    groups: list[GroupRecord] = field(default_factory=list)
-    parameters: list[_Parameter] = field(default_factory=list)
-    first_backward: int = -1
-    batch: Any = None
-    samples: int = 0
-    total: int = 0
-    asked: int = 0
-    """The batch size that the script gave its last Loader, which may have been given another."""
-    accumulates: bool = False
-    """Whether its loop takes a step in several micro-batches."""
-    buffer_bytes: int = 0
-    written: bool = False
-
-    current: ClassVar[Observation | None] = None
-
-    @classmethod
-    def begin(cls, path: Path) -> Observation:
-        """Observe from now on."""
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        cls.current = cls(path, fake, StepRecorder(fake))
-        cls.current.recorder.__enter__()  # type: ignore[no-untyped-call]
-        return cls.current
-
-
-@dataclass(eq=False)
-class _Parameter:
-    """A parameter, and the operation after which its gradient was there."""
-
-    tracked: Tracked
-    unit: int
-    group: int
-    arrived: int = -1
 
 
 class ObservedEngine(Engine):
@@ -117,7 +68,7 @@ class ObservedEngine(Engine):
 
     # -- making -----------------------------------------------------------------------------
 
-    def _take_memory(self, parameters: Sequence[_Parameter]) -> None:
+    def _take_memory(self, parameters: Sequence[ObservedParameter]) -> None:
         """Put a fake parameter in the place of each, wherever the models and optimizers have it."""
         cast = precision.PRESETS[self.settings.precision].cast
         replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -140,7 +91,7 @@ class ObservedEngine(Engine):
                 group["params"] = [replaced.get(p, p) for p in group["params"]]
             optimizer.state.clear()
 
-    def _arrival(self, each: _Parameter) -> Callable[[Tensor], None]:
+    def _arrival(self, each: ObservedParameter) -> Callable[[Tensor], None]:
         """The hook that notes when a gradient has come, and lets it go: the engine moves it."""
         recorder = self._observation.recorder
 
@@ -229,14 +180,11 @@ class ObservedEngine(Engine):
         usage_checks.check_loss(loss)
         weighted = weight is not None
         divisor = divisor_of(reduction, weighted=weighted, replicas=self.world.data_size)
-        self._note_batch(
-            weighted=weighted or divisor > 0, anew=weighted and not same_items, loss=loss
-        )
+        self._note_batch(weighted=weighted or divisor > 0, anew=weighted and not same_items)
         self._run_backward(loss, retain_graph=retain_graph)
 
-    def _note_batch(self, *, weighted: bool, anew: bool, loss: Tensor | None = None) -> None:
+    def _note_batch(self, *, weighted: bool, anew: bool) -> None:
         """Write down how many samples the batch has, and the total batch of the Loader."""
-        del loss
         self.world.draws.check_outside("engine.backward")
         current = self.world.current_batch
         batch = current.batch_of_loss(weighted=weighted, anew=anew)
@@ -378,69 +326,6 @@ class ObservedEngine(Engine):
             finish(self._observation)
 
 
-@dataclass(frozen=True)
-class SpecNotes:
-    """What the record says of an engine's parts before any forward: units, groups, parameters;
-    `modules` are those that are units, by number."""
-
-    units: list[str]
-    groups: list[GroupRecord]
-    parameters: list[_Parameter]
-    modules: dict[nn.Module, int]
-
-
-def note_spec(
-    spec: EngineSpec, number: int, first_unit: int = 0, first_group: int = 0
-) -> SpecNotes:
-    """Notes of engine `number`, whose units and groups are counted from these numbers on."""
-    located = spec.located()
-    sections = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
-    groups, owners = _groups_of(spec, number)
-    return SpecNotes(
-        [section.name for section in sections.sections],
-        groups,
-        [
-            _Parameter(
-                tracked,
-                first_unit + sections.unit_of[tracked.parameter],
-                first_group + owners[tracked.parameter] if tracked.parameter in owners else -1,
-            )
-            for tracked in located
-        ],
-        {module: first_unit + n for module, n in sections.modules.items()},
-    )
-
-
-def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[nn.Parameter, int]]:
-    """The parameter groups, and which one trains each parameter."""
-    kinds = OptimizerKinds()
-    groups: list[GroupRecord] = []
-    owners: dict[nn.Parameter, int] = {}
-    device = torch.device("cpu")
-    for number, optimizer in enumerate(spec.optimizers):
-        for index, options in enumerate(optimizer.param_groups):
-            if not options["params"]:
-                continue
-            kind = kinds.of(optimizer, options, device)
-            dtype = options["params"][0].dtype
-            master = torch.float32 if dtype in precision.NARROW else dtype
-            owners |= dict.fromkeys(options["params"], len(groups))
-            groups.append(
-                GroupRecord(
-                    optimizer=type(optimizer).__name__,
-                    number=engine * 1000 + number,  # engines share no bucket
-                    index=index,
-                    moments=tuple(sorted(kind.tensor_keys)),
-                    elementwise=kind.elementwise,
-                    separable=kind.separable,
-                    known=kind.known,
-                    fused=bool(options.get("fused"))
-                    or may_fuse(optimizer, options, master, device),
-                )
-            )
-    return groups, owners
-
-
 def _replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Let `module` have the new parameters wherever it has an old one: registered, or in a list
     beside (RNNs keep one)."""
@@ -453,44 +338,3 @@ def _replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]
                 replaced.get(each, each) if isinstance(each, nn.Parameter) else each
                 for each in value
             ]
-
-
-def finish(observation: Observation) -> None:
-    """Write the record, and end the script with success."""
-    recorder = observation.recorder
-    recorder.active = False
-    recorder.end()
-    engine = observation.engines[0]
-    StepRecord(
-        operations=tuple(recorder.operations),
-        tensors=tuple(sorted(recorder.tensors, key=lambda each: (each.born, each.died))),
-        parameters=tuple(map(recorded, observation.parameters)),
-        groups=tuple(observation.groups),
-        units=tuple(observation.units),
-        uses=tuple(observation.uses),
-        batch_size=observation.samples,
-        total_batch=observation.total,
-        backward=observation.first_backward,
-        precision=engine.settings.precision,
-        activations=engine.settings.activations,
-        accumulates=observation.accumulates,
-        assumed=tuple(recorder.assumed),
-        buffer_bytes=observation.buffer_bytes,
-    ).write(observation.path)
-    observation.written = True
-    raise SystemExit(0)
-
-
-def recorded(each: _Parameter) -> ParameterRecord:
-    """The parameter as the record has it."""
-    tracked = each.tracked
-    return ParameterRecord(
-        name=tracked.name,
-        shape=tuple(tracked.shape),
-        dtype=str(tracked.dtype).removeprefix("torch."),
-        itemsize=tracked.dtype.itemsize,
-        unit=each.unit,
-        group=each.group if tracked.parameter.requires_grad else -1,
-        arrived=each.arrived,
-        is_float=tracked.can_rest,
-    )

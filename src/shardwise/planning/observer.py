@@ -9,7 +9,6 @@ the script is stopped at the end of its first step, and FILE has the record.
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import sys
 import traceback
@@ -22,7 +21,9 @@ from torch import nn
 
 from shardwise.data.loader import Loader
 from shardwise.errors import ShardwiseError
-from shardwise.planning.observed_engine import Observation, ObservedEngine, finish
+from shardwise.launch import program
+from shardwise.planning.observation import Observation, finish
+from shardwise.planning.observed_engine import ObservedEngine
 from shardwise.planning.step_recorder import user_place
 
 
@@ -52,13 +53,9 @@ def main(arguments: list[str]) -> None:
 
 def _run(words: list[str]) -> None:
     """Run a script, or with -m a module, as Python does."""
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        sys.path[0] = os.getcwd()
+    if program.set_up_python(words):
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = words
-        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
         runpy.run_path(words[0], run_name="__main__")
 
 

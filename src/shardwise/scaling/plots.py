@@ -6,23 +6,22 @@ import io
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from jinja2 import Environment
 
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from shardwise import plot_look
+from shardwise.plot_look import FAINT, GREY, INK
 from shardwise.scaling.records import Curve, Measured
 from shardwise.scaling.report import BATCH_GROWS, COLUMNS, ScalingReport, accuracy, lines
 from shardwise.scaling.runs import STRONG
 
-INK, GREY, FAINT = "#22272e", "#6b7480", "#d5dae1"
 COLORS = ("#2563a8", "#d9622b", "#2f8f5b", "#8a4fb0", "#b0892c", "#c23b6b", "#3a9aa8", "#7a6a5c")
 KINDS = {STRONG: COLORS[0], "weak": COLORS[1]}
 STYLES = ("-", "--")
@@ -32,21 +31,7 @@ VARIABLES = {INK: "ink", GREY: "grey", FAINT: "faint"} | {
 }
 """Colors of a plot, and the names that they have in the style sheet of the page."""
 
-STYLE: dict[Any, Any] = {
-    "font.size": 10.5,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": FAINT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": FAINT,
-    "grid.linewidth": 0.6,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "svg.fonttype": "none",  # text stays text, in the page's font
-    "savefig.transparent": False,
-}
+STYLE = plot_look.STYLE | plot_look.GRID | {"font.size": 10.5, "savefig.transparent": False}
 SIZE = (5.6, 3.7)
 MARKED = 40
 """Points of a line, at most, of which each is marked."""
@@ -182,13 +167,9 @@ def _workers(axes: Any, report: ScalingReport) -> None:
 
 
 def _themed(svg: str, name: str) -> str:
-    """An SVG for a page: with ids of its own, named colors, and the width of its place."""
-    svg = svg[svg.index("<svg") :]
-    for color, variable in VARIABLES.items():
-        svg = svg.replace(color, f"var(--{variable})")
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = re.sub(r'(xlink:href="|url\()#', rf"\g<1>#{name}-", svg)
-    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"|height="[\d.]+pt"', "", svg, count=1)
+    """An SVG for a page that has several: with ids of its own."""
+    svg = re.sub(r'\bid="', f'id="{name}-', plot_look.themed(svg, VARIABLES))
+    return re.sub(r'(xlink:href="|url\()#', rf"\g<1>#{name}-", svg)
 
 
 CAPTIONS = {
@@ -202,9 +183,8 @@ CAPTIONS = {
 def render_page(report: ScalingReport, pictures: Mapping[str, str]) -> str:
     """One HTML page with all of a measurement, which loads nothing; `pictures` are SVG plots by
     name."""
-    text = resources.files("shardwise.scaling").joinpath("page.html.jinja").read_text()
-    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
-    return page.render(
+    return plot_look.render_page(
+        "shardwise.scaling",
         report=report,
         machine=report.machine(),
         notes=report.notes(),

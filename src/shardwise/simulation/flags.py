@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -19,23 +17,6 @@ shardwise simulate [flags]     needs no script and no device: the durations are 
 """
 BEST = "best"
 TRIALS = 20
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def duration(unit: str) -> Callable[[str], float]:
-    """Parse seconds from "90s", "30m", "12h" or "4d"; a plain number is in `unit`. The result
-    raises ValueError for anything else, and below 0."""
-
-    def parse(text: str) -> float:
-        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([smhd]?)\s*", text)
-        if found is None:
-            raise ValueError("a duration such as 90s, 30m, 12h or 4d")
-        seconds = float(found[1]) * _UNITS[found[2] or unit]
-        if not math.isfinite(seconds):
-            raise ValueError("a duration that is finite")
-        return seconds
-
-    return parse
 
 
 def _above_zero(parse: Callable[[str], float]) -> Callable[[str], float]:
@@ -50,7 +31,7 @@ def _above_zero(parse: Callable[[str], float]) -> Callable[[str], float]:
 
 def _interval(text: str) -> float | None:
     """Seconds; None for the best one."""
-    return None if text.strip() == BEST else _above_zero(duration("s"))(text)
+    return None if text.strip() == BEST else _above_zero(values.duration("s"))(text)
 
 
 def _cluster_flags() -> Iterator[Flag]:
@@ -99,7 +80,7 @@ def _run_flags() -> Iterator[Flag]:
         ["--days"],
         group="simulate",
         shown="--days D",
-        type=Typed(_above_zero(duration("d"))),
+        type=Typed(_above_zero(values.duration("d"))),
         default="30",
         help="days of steps that the training takes where nothing is lost (default 30)",
     )
@@ -107,7 +88,7 @@ def _run_flags() -> Iterator[Flag]:
         ["--step"],
         group="simulate",
         shown="--step S",
-        type=Typed(_above_zero(duration("s"))),
+        type=Typed(_above_zero(values.duration("s"))),
         default="10",
         help="seconds of a step (default 10)",
     )
@@ -131,7 +112,7 @@ def _run_flags() -> Iterator[Flag]:
         ["--save"],
         group="simulate",
         shown="--save S",
-        type=Typed(duration("s")),
+        type=Typed(values.duration("s")),
         default="10",
         help="seconds for which a save holds all up (default 10)",
     )
@@ -139,7 +120,7 @@ def _run_flags() -> Iterator[Flag]:
         ["--background"],
         group="simulate",
         shown="--background S",
-        type=Typed(duration("s")),
+        type=Typed(values.duration("s")),
         default="0",
         help="seconds after that until a checkpoint is complete (default 0)",
     )
@@ -147,14 +128,14 @@ def _run_flags() -> Iterator[Flag]:
         ["--detect"],
         group="simulate",
         shown="--detect S",
-        type=Typed(duration("s")),
+        type=Typed(values.duration("s")),
         help="a failure is noticed after S at most; left out, as the file says",
     )
     yield Flag(
         ["--restart"],
         group="simulate",
         shown="--restart S",
-        type=Typed(duration("s")),
+        type=Typed(values.duration("s")),
         default="300",
         help="from a start to the first step, loading included (default 300)",
     )

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import io
-import re
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from jinja2 import Environment
 
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
+from shardwise import plot_look
+from shardwise.plot_look import FAINT, GREY, INK
 from shardwise.simulation.failure_classes import DAY
 from shardwise.simulation.report import Report, headline, sentences
 from shardwise.simulation.run_model import CAUSES
 from shardwise.simulation.trial import USEFUL
 
-INK, GREY, FAINT = "#22272e", "#6b7480", "#d5dae1"
 GOOD = "#2563a8"
 COLORS = {
     "lost": "#d9622b",
@@ -38,21 +36,7 @@ VARIABLES = {INK: "ink", GREY: "grey", FAINT: "faint", GOOD: "good"} | {
 }
 """Colors of the plots, and the names that they have in the style sheet of the page."""
 
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": FAINT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "svg.fonttype": "none",  # text stays text, in the page's font
-    "svg.hashsalt": "simulate",
-}
+STYLE = plot_look.STYLE | plot_look.TITLES | {"font.size": 10, "svg.hashsalt": "simulate"}
 
 
 def draw(report: Report, folder: Path) -> Path:
@@ -69,7 +53,7 @@ def draw(report: Report, folder: Path) -> Path:
         figure.savefig(folder / "simulate.png", dpi=110)
         plt.close(figure)
     page = folder / "simulate.html"
-    page.write_text(_page(report, _themed(picture.getvalue())))
+    page.write_text(_page(report, plot_look.themed(picture.getvalue(), VARIABLES)))
     return page
 
 
@@ -142,10 +126,9 @@ def _causes(axes: Any, report: Report) -> None:
 
 def _page(report: Report, picture: str) -> str:
     """One file, which fetches nothing."""
-    text = resources.files("shardwise.simulation").joinpath("page.html.jinja").read_text()
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
     found = report.found
-    return template.render(
+    return plot_look.render_page(
+        "shardwise.simulation",
         headline=headline(report),
         sentences=sentences(report),
         picture=picture,
@@ -158,11 +141,3 @@ def _page(report: Report, picture: str) -> str:
         title=report.failures.title,
         sources=sorted({str(source) for source in report.failures.sources.values()}),
     )
-
-
-def _themed(svg: str) -> str:
-    """An SVG to stand in the page: colors by name, as wide as its place."""
-    svg = svg[svg.index("<svg") :]
-    for color, variable in VARIABLES.items():
-        svg = svg.replace(color, f"var(--{variable})")
-    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"|height="[\d.]+pt"', "", svg, count=1)

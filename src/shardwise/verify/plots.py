@@ -4,7 +4,6 @@ tensors that differ most."""
 from __future__ import annotations
 
 import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
+from shardwise import plot_look
+from shardwise.plot_look import FAINT, GREY, INK
 from shardwise.verify.comparing import growth
 from shardwise.verify.report import Report, largest
 from shardwise.verify.verdicts import TOLERANCE, Verdict
 
-INK, GREY, FAINT = "#22272e", "#6b7480", "#d5dae1"
 COLORS = ("#d9622b", "#2f8f5b", "#8a4fb0", "#b0892c", "#c23b6b", "#3a9aa8")
 REFERENCE = "#2563a8"
 VERDICTS = {
@@ -33,25 +33,12 @@ VARIABLES = {INK: "ink", GREY: "grey", FAINT: "faint", REFERENCE: "reference"} |
 }
 """Colors of the plots, and the names that they have in the style sheet of the page."""
 
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": FAINT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "grid.color": FAINT,
-    "grid.linewidth": 0.6,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "svg.fonttype": "none",  # text stays text, in the page's font
-    "svg.hashsalt": "verify",
-}
+STYLE = (
+    plot_look.STYLE
+    | plot_look.GRID
+    | plot_look.TITLES
+    | {"font.size": 10, "axes.axisbelow": True, "svg.hashsalt": "verify"}
+)
 LEAST = 1e-17
 """Where equal bits are drawn on a log scale."""
 TENSORS = 10
@@ -77,7 +64,7 @@ def draw(report: Report, folder: Path) -> str:
         )
         figure.savefig(folder / "verify.png", dpi=110)
         plt.close(figure)
-    return _themed(picture.getvalue())
+    return plot_look.themed(picture.getvalue(), VARIABLES)
 
 
 def _losses(axes: Any, report: Report) -> None:
@@ -166,11 +153,3 @@ def _short(text: str, most: int = 40) -> str:
 def _tail(name: str, most: int = 34) -> str:
     """The end of a long name tells more than its begin."""
     return name if len(name) <= most else f"…{name[-most + 1 :]}"
-
-
-def _themed(svg: str) -> str:
-    """An SVG to stand in the page: colors by name, as wide as its place."""
-    svg = svg[svg.index("<svg") :]
-    for color, variable in VARIABLES.items():
-        svg = svg.replace(color, f"var(--{variable})")
-    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"|height="[\d.]+pt"', "", svg, count=1)

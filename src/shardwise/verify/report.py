@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from shardwise import plot_look
 from shardwise.verify import verdicts
 from shardwise.verify.comparing import Comparison, TensorDifference, growth
 from shardwise.verify.plan import Plan
@@ -144,11 +144,8 @@ def _known(value: float) -> float | None:
 
 def page(report: Report, picture: str) -> str:
     """The page: one file, which fetches nothing. `picture` is the plots as SVG."""
-    from jinja2 import Environment
-
-    text = resources.files("shardwise.verify").joinpath("page.html.jinja").read_text()
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
-    return template.render(
+    return plot_look.render_page(
+        "shardwise.verify",
         report=report,
         machine=report.machine(),
         picture=picture,

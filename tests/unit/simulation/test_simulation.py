@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from shardwise.cli import main
+from shardwise.config.values import duration
 from shardwise.errors import ConfigError
 from shardwise.simulation.failure_classes import (
     DAY,
@@ -18,7 +19,7 @@ from shardwise.simulation.failure_classes import (
     names,
     read_failures,
 )
-from shardwise.simulation.flags import command, duration
+from shardwise.simulation.flags import command
 from shardwise.simulation.goodput import best_interval, simulate
 from shardwise.simulation.run_model import CAUSES, RunModel, daly, slowest_of, young
 from shardwise.simulation.trial import Trial

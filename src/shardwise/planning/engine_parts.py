@@ -1,0 +1,104 @@
+"""Notes the parts of an engine before any forward: its units, parameter groups and parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.engine import unit_assignment
+from shardwise.engine.engine_spec import EngineSpec
+from shardwise.model import precision
+from shardwise.planning.record import GroupRecord, ParameterRecord
+from shardwise.states.optimizer_kind import may_fuse
+from shardwise.states.optimizer_trial import OptimizerKinds
+from shardwise.states.tracked import Tracked
+
+
+@dataclass(eq=False)
+class ObservedParameter:
+    """A parameter, and the operation after which its gradient was there."""
+
+    tracked: Tracked
+    unit: int
+    group: int
+    arrived: int = -1
+
+
+@dataclass(frozen=True)
+class SpecNotes:
+    """What the record says of an engine's parts before any forward: units, groups, parameters;
+    `modules` are those that are units, by number."""
+
+    units: list[str]
+    groups: list[GroupRecord]
+    parameters: list[ObservedParameter]
+    modules: dict[nn.Module, int]
+
+
+def note_spec(
+    spec: EngineSpec, number: int, first_unit: int = 0, first_group: int = 0
+) -> SpecNotes:
+    """Notes of engine `number`, whose units and groups are counted from these numbers on."""
+    located = spec.located()
+    sections = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
+    groups, owners = _groups_of(spec, number)
+    return SpecNotes(
+        [section.name for section in sections.sections],
+        groups,
+        [
+            ObservedParameter(
+                tracked,
+                first_unit + sections.unit_of[tracked.parameter],
+                first_group + owners[tracked.parameter] if tracked.parameter in owners else -1,
+            )
+            for tracked in located
+        ],
+        {module: first_unit + n for module, n in sections.modules.items()},
+    )
+
+
+def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[nn.Parameter, int]]:
+    """The parameter groups, and which one trains each parameter."""
+    kinds = OptimizerKinds()
+    groups: list[GroupRecord] = []
+    owners: dict[nn.Parameter, int] = {}
+    device = torch.device("cpu")
+    for number, optimizer in enumerate(spec.optimizers):
+        for index, options in enumerate(optimizer.param_groups):
+            if not options["params"]:
+                continue
+            kind = kinds.of(optimizer, options, device)
+            dtype = options["params"][0].dtype
+            master = torch.float32 if dtype in precision.NARROW else dtype
+            owners |= dict.fromkeys(options["params"], len(groups))
+            groups.append(
+                GroupRecord(
+                    optimizer=type(optimizer).__name__,
+                    number=engine * 1000 + number,  # engines share no bucket
+                    index=index,
+                    moments=tuple(sorted(kind.tensor_keys)),
+                    elementwise=kind.elementwise,
+                    separable=kind.separable,
+                    known=kind.known,
+                    fused=bool(options.get("fused"))
+                    or may_fuse(optimizer, options, master, device),
+                )
+            )
+    return groups, owners
+
+
+def recorded(each: ObservedParameter) -> ParameterRecord:
+    """The parameter as the record has it."""
+    tracked = each.tracked
+    return ParameterRecord(
+        name=tracked.name,
+        shape=tuple(tracked.shape),
+        dtype=str(tracked.dtype).removeprefix("torch."),
+        itemsize=tracked.dtype.itemsize,
+        unit=each.unit,
+        group=each.group if tracked.parameter.requires_grad else -1,
+        arrived=each.arrived,
+        is_float=tracked.can_rest,
+    )

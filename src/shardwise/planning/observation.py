@@ -1,0 +1,76 @@
+"""Observation is what the engines of a script have in common: one recorder, and what was seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise.planning.engine_parts import ObservedParameter, recorded
+from shardwise.planning.record import GroupRecord, StepRecord, UnitUse
+from shardwise.planning.step_recorder import StepRecorder
+
+if TYPE_CHECKING:
+    from shardwise.planning.observed_engine import ObservedEngine
+
+
+@dataclass
+class Observation:
+    """What all engines of the script have in common: one recorder, and the file for the record."""
+
+    path: Path
+    fake: FakeTensorMode
+    recorder: StepRecorder
+    engines: list[ObservedEngine] = field(default_factory=list)
+    uses: list[UnitUse] = field(default_factory=list)
+    units: list[str] = field(default_factory=list)
+    groups: list[GroupRecord] = field(default_factory=list)
+    parameters: list[ObservedParameter] = field(default_factory=list)
+    first_backward: int = -1
+    batch: Any = None
+    samples: int = 0
+    total: int = 0
+    asked: int = 0
+    """The batch size that the script gave its last Loader, which may have been given another."""
+    accumulates: bool = False
+    """Whether its loop takes a step in several micro-batches."""
+    buffer_bytes: int = 0
+    written: bool = False
+
+    current: ClassVar[Observation | None] = None
+
+    @classmethod
+    def begin(cls, path: Path) -> Observation:
+        """Observe from now on."""
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        cls.current = cls(path, fake, StepRecorder(fake))
+        cls.current.recorder.__enter__()  # type: ignore[no-untyped-call]
+        return cls.current
+
+
+def finish(observation: Observation) -> None:
+    """Write the record, and end the script with success."""
+    recorder = observation.recorder
+    recorder.active = False
+    recorder.end()
+    engine = observation.engines[0]
+    StepRecord(
+        operations=tuple(recorder.operations),
+        tensors=tuple(sorted(recorder.tensors, key=lambda each: (each.born, each.died))),
+        parameters=tuple(map(recorded, observation.parameters)),
+        groups=tuple(observation.groups),
+        units=tuple(observation.units),
+        uses=tuple(observation.uses),
+        batch_size=observation.samples,
+        total_batch=observation.total,
+        backward=observation.first_backward,
+        precision=engine.settings.precision,
+        activations=engine.settings.activations,
+        accumulates=observation.accumulates,
+        assumed=tuple(recorder.assumed),
+        buffer_bytes=observation.buffer_bytes,
+    ).write(observation.path)
+    observation.written = True
+    raise SystemExit(0)
