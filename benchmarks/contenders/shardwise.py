@@ -54,7 +54,7 @@ def _bytes(engine: sw.Engine) -> dict[str, Any]:
     """What this rank holds of each state, wherever it rests, and how much of it is padding."""
     states = engine._states
     buckets = states.parameters.buckets
-    used = sum(tracked.shape.numel() for tracked in states.parameters.tracked)
+    used = sum(named.shape.numel() for named in states.parameters.named)
     return {
         "all": engine.state_bytes,
         "parameters": states.parameters.state_bytes,

@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from shardwise import config
 from shardwise.bucket_layout import even_cuts
 from shardwise.collectives.base import Collectives
-from shardwise.common_draws import SHARE, CommonCalls, CommonDraws
+from shardwise.common_calls import SHARE, CommonCalls
+from shardwise.common_random_stream import CommonRandomStream
 from shardwise.current_batch import Batch, CurrentBatch, StreamShape
 from shardwise.errors import DataError, UsageError
 from shardwise.nested_batch import Rows, dimension
@@ -41,7 +42,7 @@ class BatchRows(ABC):
     collectives: Collectives
     data: Collectives
     current_batch: CurrentBatch
-    draws: CommonDraws
+    draws: CommonRandomStream
     calls: CommonCalls
     step_log: StepLog
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from shardwise import collectives, config, timeline_control
 from shardwise.batch_rows import BatchRows
 from shardwise.collectives import Collectives, GatherOrder, Solo
-from shardwise.common_draws import CommonCalls, CommonDraws
+from shardwise.common_calls import CommonCalls
+from shardwise.common_random_stream import CommonRandomStream
 from shardwise.current_batch import CurrentBatch
 from shardwise.errors import UsageError
 from shardwise.launch.identity import Identity
@@ -82,7 +83,7 @@ class World(BatchRows):
         self.progress = progress or ProgressWriter({})
         self.preemption = Preemption(self.progress, self.print)
         self.current_batch.watch(self.preemption.before_batch)
-        self.draws = CommonDraws(device)
+        self.draws = CommonRandomStream(device)
         self.current_batch.watch(self.draws.before_batch)
         self.calls = CommonCalls()
         self.step_log = StepLog(None, self.rank)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
-from shardwise.common_draws import CommonCalls
+from shardwise.common_calls import CommonCalls
 from shardwise.errors import DataError, UsageError
 from tests.distributed.test_seed import begin, plainly
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.common_draws import CommonDraws
+from shardwise.common_random_stream import CommonRandomStream
 
 GUIDE = Path(__file__).parents[2] / "docs" / "porting.md"
 _SECTION = re.compile(
@@ -50,7 +50,7 @@ def ported_case(world, script, zero):
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        world.draws, world.current_batch.batch = CommonDraws(world.device), None
+        world.draws, world.current_batch.batch = CommonRandomStream(world.device), None
         world.current_batch.watch(world.draws.before_batch)
         return world
 

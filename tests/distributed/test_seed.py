@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import shardwise as sw
 from shardwise import initialize
-from shardwise.common_draws import CommonDraws
+from shardwise.common_random_stream import CommonRandomStream
 from shardwise.config import Settings
 from shardwise.errors import ConfigError, DataError, UsageError
 from tests.distributed.group import RankFailed
@@ -32,7 +32,7 @@ def plainly(seed):
 def begin(world, seed):
     """Let `world` be as it is after sw.init(seed=...)."""
     plainly(seed)
-    world.draws, world.current_batch.batch = CommonDraws(world.device), None
+    world.draws, world.current_batch.batch = CommonRandomStream(world.device), None
     world.current_batch.watch(world.draws.before_batch)
 
 

@@ -129,7 +129,7 @@ def _reset(world: Any) -> None:
     import torch
 
     from shardwise import randomness
-    from shardwise.common_draws import CommonCalls
+    from shardwise.common_calls import CommonCalls
     from shardwise.current_batch import CurrentBatch
 
     gc.collect()

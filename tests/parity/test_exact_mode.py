@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.states import storage
-from shardwise.states.squared_sums import GRAIN
+from shardwise.states.exact_squared_sums import GRAIN
 from tests.disk import on_a_disk
 from tests.parity import exact_problems
 from tests.parity.pairwise import pairwise

@@ -16,7 +16,7 @@ class Report:
     races: list[str] = field(default_factory=list)
     kernels: dict[str, int] = field(default_factory=dict)
     synchronisations: dict[str, int] = field(default_factory=dict)
-    """By cause and line, as `event in engine/accumulation.py:12`."""
+    """By cause and line, as `event in engine/loss_accumulation.py:12`."""
 
 
 def followed(world: Any, function: Callable[..., Any], *args: Any) -> Report:

@@ -94,9 +94,9 @@ LEFT_OUT = [
     rarely(EVENT, (BESIDE, "states/host_storage.py"), "gradients on the host"),
     rarely(EVENT, (BESIDE, "states/bucket_reducer.py"), "gradients on the host"),
     rarely(EVENT, (BESIDE, "states/bucket_gathers.py"), "states on a disk"),
-    rarely(EVENT, (SIDE, "horovod/operations.py"), "horovod"),
+    rarely(EVENT, (SIDE, "horovod/operation_handle.py"), "horovod"),
     rarely(EVENT, (SIDE, HVD), "horovod"),
-    rarely(RECORD, (SIDE, "horovod/operations.py"), "horovod"),
+    rarely(RECORD, (SIDE, "horovod/operation_handle.py"), "horovod"),
     often(RECORD, (SIDE, HVD), "horovod"),
     often(
         SYNCHRONIZE, ("states/host_storage.py", "states/span_read_ahead.py"), "states on the host"

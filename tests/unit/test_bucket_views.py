@@ -7,14 +7,14 @@ from torch import nn
 
 from shardwise.bucket_layout import Spec, lay_out
 from shardwise.states.bucket_reducer import BucketViews
-from shardwise.states.tracked import Tracked
+from shardwise.states.named_parameters import NamedParameter
 
 
 def form(sizes):
     value = torch.zeros(sizes)
     if len(sizes) == 4:
         value = value.contiguous(memory_format=torch.channels_last)
-    return Tracked("p", nn.Parameter(value))
+    return NamedParameter("p", nn.Parameter(value))
 
 
 @given(
@@ -31,16 +31,16 @@ def form(sizes):
     st.data(),
 )
 def test_gradients_land_where_they_belong(shapes, ranks, data):
-    tracked = [form(shape) for shape in shapes]
-    specs = [Spec(name="p", numel=t.parameter.numel(), itemsize=4, key=0) for t in tracked]
+    named = [form(shape) for shape in shapes]
+    specs = [Spec(name="p", numel=t.parameter.numel(), itemsize=4, key=0) for t in named]
     (bucket,) = lay_out(specs, ranks=ranks, capacity=10**6)
-    tracked = [tracked[slot.parameter] for slot in bucket.slots]
+    named = [named[slot.parameter] for slot in bucket.slots]
     apart = bucket.interval(data.draw(st.integers(0, ranks - 1)))
     buffer, own = torch.full((bucket.numel,), -1.0), torch.full((apart[1] - apart[0],), -1.0)
-    views = BucketViews(bucket, tracked, buffer, apart, own)
+    views = BucketViews(bucket, named, buffer, apart, own)
 
     expected = torch.full((bucket.numel,), -2.0)
-    for place, (slot, each) in enumerate(zip(bucket.slots, tracked, strict=True)):
+    for place, (slot, each) in enumerate(zip(bucket.slots, named, strict=True)):
         value = torch.randn(each.shape)  # as autograd may make it, in another order
         each.view(expected, slot.start).copy_(value)
         parts = views.parts(place, value)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.common_draws import SHARE, CommonCalls
+from shardwise.common_calls import SHARE, CommonCalls
 from shardwise.engine.usage_checks import check_calls
 from shardwise.errors import UsageError
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardwise import sum_tree
 from shardwise.errors import ConfigError
-from shardwise.states.accumulator import Accumulator
+from shardwise.states.gradient_accumulator import GradientAccumulator
 from shardwise.states.storage import MemoryStorage
 from shardwise.sum_tree import MicroShards
 
@@ -51,7 +51,7 @@ def test_what_ranks_make_in_turns_is_joined_in_the_one_tree(run):
     shards = [MicroShards(count, workers, rank) for rank in range(workers)]
     fan_ins = shards[0].fan_ins
     levels = [MemoryStorage(torch.empty(5)) for _ in range(max(len(fan_ins), 1))]
-    sums = Accumulator(levels, fan_ins, torch.device("cpu"))
+    sums = GradientAccumulator(levels, fan_ins, torch.device("cpu"))
     for _ in range(2):  # two steps
         for turn in range(shards[0].turns):
             assert turn == 0 or not sums.is_complete
@@ -71,7 +71,7 @@ def test_every_micro_shard_is_run_once(run):
 
 
 def test_without_a_tree_parts_are_added_as_they_come():
-    sums = Accumulator([MemoryStorage(torch.zeros(1))], (), torch.device("cpu"))
+    sums = GradientAccumulator([MemoryStorage(torch.zeros(1))], (), torch.device("cpu"))
     for number in range(1, 6):
         sums.add(torch.tensor([float(number)]))
         assert sums.is_complete

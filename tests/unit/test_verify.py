@@ -19,7 +19,7 @@ from shardwise.errors import LaunchError
 from shardwise.model.module_records import tensors_beside
 from shardwise.tensor_log import Part, TensorLog
 from shardwise.testing import _imported, _train_plain
-from shardwise.verify import causes, placements, records, report, verdicts
+from shardwise.verify import causes, page, placements, records, verdicts
 from shardwise.verify.causes import Suspect
 from shardwise.verify.command import LOGS, _log_folder
 from shardwise.verify.comparing import compare
@@ -546,16 +546,16 @@ def test_a_report_has_page_picture_and_json(tmp_path: Path, off: float) -> None:
 
     asked = plan(tmp_path)
     result = judged(tmp_path, make)
-    report.write(Report(plan=asked, results=[result]), tmp_path, tmp_path / "ci.json")
+    page.write(Report(plan=asked, results=[result]), tmp_path, tmp_path / "ci.json")
     told = json.loads((tmp_path / "ci.json").read_text())
     assert told == json.loads((tmp_path / "verify.json").read_text())
     assert told["exit_code"] == result.verdict.value
     (placement,) = told["placements"]
     assert placement["first_tensor"] == ("1.weight" if off else None)
     assert placement["first_step"] == (0 if off else None)
-    page = (tmp_path / "verify.html").read_text()
-    assert result.verdict.words in page
-    assert "<svg" in page
+    shown = (tmp_path / "verify.html").read_text()
+    assert result.verdict.words in shown
+    assert "<svg" in shown
     assert (tmp_path / "verify.png").read_bytes().startswith(b"\x89PNG")
 
 

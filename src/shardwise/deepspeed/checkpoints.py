@@ -15,16 +15,15 @@ import shutil
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+import shardwise as sw
 from shardwise.checkpoint.deepspeed import as_checkpoint
 from shardwise.checkpoint.folders import DOCUMENT, complete
+from shardwise.deepspeed.configured import Configured
 from shardwise.errors import BrokenCheckpoint, CheckpointError, UsageError
-
-if TYPE_CHECKING:
-    from shardwise.deepspeed.engine import DeepSpeedEngine
 
 LATEST = "latest"
 
@@ -55,7 +54,7 @@ class KeptBeside:
 
 
 def save(
-    engine: DeepSpeedEngine,
+    engine: Configured,
     folder: str | PathLike[str],
     tag: str | None,
     client_state: dict[str, Any],
@@ -86,7 +85,7 @@ def save(
     return True
 
 
-def _tag_of(engine: DeepSpeedEngine, tag: str | None) -> str:
+def _tag_of(engine: Configured, tag: str | None) -> str:
     """The tag, alike on all workers. Raises UsageError where it is not, or is a path."""
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     if not name or name in (".", "..") or os.sep in name:
@@ -100,7 +99,7 @@ def _tag_of(engine: DeepSpeedEngine, tag: str | None) -> str:
     return name
 
 
-def _client_file(engine: DeepSpeedEngine, client_state: dict[str, Any]) -> bytes:
+def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
     """What is kept beside the engine's own checkpoint. Raises UsageError for what could not be
     read without running code."""
     schedule = engine.lr_scheduler
@@ -144,7 +143,7 @@ def _remove_others(place: Path, kept: Path) -> None:
 
 
 def load(
-    engine: DeepSpeedEngine, folder: str | PathLike[str], tag: str | None, wanted: Wanted
+    engine: Configured, folder: str | PathLike[str], tag: str | None, wanted: Wanted
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See DeepSpeedEngine.load_checkpoint."""
     world, inner = engine.world, engine._engine("load_checkpoint")
@@ -183,7 +182,7 @@ def _content(place: Path, data: bytes) -> dict[str, Any]:
 _CONTENT = {"client_state", "lr_scheduler", "counts"}
 
 
-def _take_theirs(engine: DeepSpeedEngine, place: Path, wanted: Wanted) -> dict[str, Any]:
+def _take_theirs(engine: Configured, place: Path, wanted: Wanted) -> dict[str, Any]:
     """Give the schedule and the counts of a save of DeepSpeed to `engine`, which has its tensors;
     returns its client_state, where objects of classes are records of their attributes."""
     save = as_checkpoint.opened(place)
@@ -240,19 +239,12 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 
-def save_weights(
-    engine: DeepSpeedEngine,
-    folder: str | PathLike[str],
-    name: str,
-    exclude_frozen_parameters: bool,
-) -> bool:
-    """See DeepSpeedEngine.save_16bit_model."""
-    state = engine.module_state_dict(exclude_frozen_parameters)
-    if engine.world.is_main and not engine.world.settings.trial:
-        home = Path(folder)
-        home.mkdir(parents=True, exist_ok=True)
+def save_weights(world: sw.World, state: dict[str, Any], folder: Path, name: str) -> bool:
+    """Write `state`, weights by name on the main worker, as one file. Collective."""
+    if world.is_main and not world.settings.trial:
+        folder.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
         torch.save(_copied(state), buffer)
-        _write(home / name, buffer.getvalue())
-    engine.world.barrier()
+        _write(folder / name, buffer.getvalue())
+    world.barrier()
     return True

@@ -46,6 +46,7 @@ class Configured(nn.Module):
         self._batches = batches
         self._trained = trained
         self._counts = Counts()
+        self.lr_scheduler = trained.scheduler
 
     @property
     def device(self) -> torch.device:
@@ -207,6 +208,14 @@ class Configured(nn.Module):
     def get_type(self) -> list[Any]:
         """The type of each group, where the script has given one."""
         return self._of_groups("type")
+
+    def _engine(self, call: str) -> sw.Engine:
+        if self._trained.engine is None:
+            raise UsageError(
+                f"engine.{call}() without an optimizer, or after destroy(): give initialize an "
+                "optimizer, or name one in the JSON."
+            )
+        return self._trained.engine
 
     def _of_groups(self, name: str) -> list[Any]:
         if self.optimizer is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -42,7 +43,6 @@ class DeepSpeedEngine(Configured):
         self.module = module
         self.optimizer = trained.optimizer
         self.basic_optimizer = trained.optimizer
-        self.lr_scheduler = trained.scheduler
         self.training_dataloader: DeepSpeedDataLoader | None = None
         self.collate_fn = collate_fn
         self._outputs = outputs
@@ -238,7 +238,8 @@ class DeepSpeedEngine(Configured):
     ) -> bool:
         """Write the weights of the module as one file of torch, in the dtype that they are trained
         in. Collective."""
-        return checkpoints.save_weights(self, save_dir, save_filename, exclude_frozen_parameters)
+        state = self.module_state_dict(exclude_frozen_parameters)
+        return checkpoints.save_weights(self.world, state, Path(save_dir), save_filename)
 
     save_fp16_model = save_16bit_model
 
@@ -286,14 +287,6 @@ class DeepSpeedEngine(Configured):
             self._trained.engine.close()
             self._trained.engine = None
         self._outputs.remove()
-
-    def _engine(self, call: str) -> sw.Engine:
-        if self._trained.engine is None:
-            raise UsageError(
-                f"engine.{call}() without an optimizer, or after destroy(): give initialize an "
-                "optimizer, or name one in the JSON."
-            )
-        return self._trained.engine
 
 
 _made: list[ref[DeepSpeedEngine]] = []

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from shardwise import randomness
 from shardwise.current_batch import Batch
 from shardwise.engine import start_lines, usage_checks
-from shardwise.engine.accumulation import LossTerm
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.gradient_weighting import LossWeight, divisor_of, weigh
+from shardwise.engine.loss_accumulation import LossTerm
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.user_objects import living
 from shardwise.errors import CollectiveError
@@ -226,8 +226,8 @@ class BackwardRunner:
         if len(living) == 1:
             return None
         # torch refuses one that is frozen.
-        tracked = (each.parameter for each in self._objects.states.parameters.tracked)
-        return [parameter for parameter in tracked if parameter.requires_grad]
+        named = (each.parameter for each in self._objects.states.parameters.named)
+        return [parameter for parameter in named if parameter.requires_grad]
 
     @contextmanager
     def _collecting(

@@ -23,6 +23,7 @@ from shardwise.placement import STATES
 from shardwise.states.ema import Averages
 from shardwise.states.gradients import Gradients
 from shardwise.states.interval_gather import IntervalGather
+from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.optimizer_kind import OptimizerKind
 from shardwise.states.optimizer_lr_and_options import ParameterGroup
 from shardwise.states.optimizer_state import OptimizerState
@@ -31,7 +32,6 @@ from shardwise.states.parameters import Parameters, ReplicatedParameters
 from shardwise.states.residency import Residency
 from shardwise.states.sharded_parameters import ShardedParameters
 from shardwise.states.storage_factory import StorageFactory
-from shardwise.states.tracked import Tracked
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class BucketBytes:
     """Parameters that lie in one bucket, and the bytes of each state of them on one rank, in the
     order of STATES."""
 
-    tracked: Sequence[Tracked]
+    named: Sequence[NamedParameter]
     sizes: tuple[int, int, int]
 
 
@@ -79,7 +79,7 @@ class States:
         found: dict[int, set[int]] = defaultdict(set)
         for number, bucket in enumerate(self.parameters.buckets):
             for slot in bucket.slots:
-                found[key(self.parameters.tracked[slot.parameter].parameter)].add(number)
+                found[key(self.parameters.named[slot.parameter].parameter)].add(number)
         return {value: frozenset(numbers) for value, numbers in found.items()}
 
     def expected_bytes(self) -> int:
@@ -98,7 +98,7 @@ class States:
         parameters, buckets = self.parameters, self.gradients.reducer.buckets
         found = [
             BucketBytes(
-                [parameters.tracked[slot.parameter] for slot in bucket.slots],
+                [parameters.named[slot.parameter] for slot in bucket.slots],
                 (
                     parameters.held_bytes(index),
                     buckets[index].nbytes,
@@ -108,7 +108,7 @@ class States:
             for index, bucket in enumerate(parameters.buckets)
         ]
         frozen = parameters.frozen_bytes()
-        return found + [BucketBytes(tracked, (nbytes, 0, 0)) for tracked, nbytes in frozen]
+        return found + [BucketBytes(named, (nbytes, 0, 0)) for named, nbytes in frozen]
 
 
 def build(
@@ -127,7 +127,7 @@ def build(
     located = [t for t in everything if spec.is_here(t.parameter)]
     # What has an average stays laid out while it is frozen, since its average goes on.
     kept = averages or {}
-    tracked = [
+    named = [
         t
         for t in located
         if t.parameter in owners and (t.parameter.requires_grad or t.parameter in kept)
@@ -135,10 +135,10 @@ def build(
     storage_factories = {
         state: StorageFactory(spec.placement.tier(state), spec.shard_group) for state in STATES
     }
-    parameters, shown = _parameters(spec, located, tracked, owners, storage_factories["parameters"])
+    parameters, shown = _parameters(spec, located, named, owners, storage_factories["parameters"])
     gradients = _gradients(spec, parameters, shown, storage_factories["gradients"])
     scattered = spec.placement.is_sharded("optimizer")
-    groups = [owners[tracked[bucket.slots[0].parameter].parameter] for bucket in parameters.buckets]
+    groups = [owners[named[bucket.slots[0].parameter].parameter] for bucket in parameters.buckets]
     optimizer = OptimizerState(
         parameters,
         groups,
@@ -206,7 +206,7 @@ def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
     return {
         number
         for number, bucket in enumerate(parameters.buckets)
-        if parameters.tracked[bucket.slots[0].parameter].shard is None
+        if parameters.named[bucket.slots[0].parameter].shard is None
     }
 
 
@@ -215,7 +215,7 @@ def _pace(parameters: Parameters, gradients: Gradients, shown: ShardedUnits) -> 
     units are gathered in turns."""
     buckets: dict[int, list[int]] = defaultdict(list)
     for number, bucket in enumerate(parameters.buckets):
-        first = parameters.tracked[bucket.slots[0].parameter].parameter
+        first = parameters.named[bucket.slots[0].parameter].parameter
         buckets[shown.sections.unit_of[first]].append(number)
     return shown.residency.pace(lambda unit: gradients.start(buckets[unit]))
 
@@ -305,7 +305,7 @@ def _device_of(spec: EngineSpec, parameter: nn.Parameter) -> torch.device:
 
 
 def _check_trainable(
-    located: Sequence[Tracked], owners: Mapping[nn.Parameter, ParameterGroup], *, main: bool
+    located: Sequence[NamedParameter], owners: Mapping[nn.Parameter, ParameterGroup], *, main: bool
 ) -> None:
     if not any(t.parameter.requires_grad for t in located):
         raise ModelError(
@@ -327,22 +327,22 @@ def _check_trainable(
 
 def _parameters(
     spec: EngineSpec,
-    located: Sequence[Tracked],
-    tracked: Sequence[Tracked],
+    located: Sequence[NamedParameter],
+    named: Sequence[NamedParameter],
     owners: Mapping[nn.Parameter, ParameterGroup],
     factory: StorageFactory,
 ) -> tuple[Parameters, ShardedUnits | None]:
     """The parameters as the placement wants them, and what shows them where they are sharded."""
     if not spec.placement.is_sharded("parameters"):
-        buckets = _buckets(spec, [_spec(spec, t, owners[t.parameter], 0) for t in tracked])
-        return ReplicatedParameters(tracked, buckets, spec.shard_group), None
+        buckets = _buckets(spec, [_spec(spec, t, owners[t.parameter], 0) for t in named])
+        return ReplicatedParameters(named, buckets, spec.shard_group), None
     found = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
     units = found.unit_of
     # Integers have no NaN to rest as, so they stay whole.
-    frozen = [t for t in located if t not in tracked and t.can_rest]
+    frozen = [t for t in located if t not in named and t.can_rest]
     parameters = ShardedParameters(
-        tracked,
-        _buckets(spec, [_spec(spec, t, owners[t.parameter], units[t.parameter]) for t in tracked]),
+        named,
+        _buckets(spec, [_spec(spec, t, owners[t.parameter], units[t.parameter]) for t in named]),
         frozen,
         _buckets(spec, [_spec(spec, t, None, units[t.parameter]) for t in frozen]),
         spec.shard_group,
@@ -357,21 +357,21 @@ def _parameters(
 
 
 def _spec(
-    spec: EngineSpec, tracked: Tracked, owner: ParameterGroup | None, unit: int
+    spec: EngineSpec, named: NamedParameter, owner: ParameterGroup | None, unit: int
 ) -> bucket_layout.Spec:
     """A parameter for the layout; it is frozen where no group owns it."""
     number = -1 if owner is None else spec.optimizers.index(owner.optimizer)
     return bucket_layout.Spec(
-        name=tracked.name,
-        numel=tracked.parameter.numel(),
-        itemsize=tracked.dtype.itemsize,
+        name=named.name,
+        numel=named.parameter.numel(),
+        itemsize=named.dtype.itemsize,
         key=(
-            *(unit, number, owner and owner.index, tracked.dtype, tracked.device),
-            spec.stage_of(tracked.parameter),
-            tracked.shard is not None,
+            *(unit, number, owner and owner.index, named.dtype, named.device),
+            spec.stage_of(named.parameter),
+            named.shard is not None,
         ),
         whole=owner is not None and owner.whole,
-        room=None if tracked.shard is None else tracked.shard.most,
+        room=None if named.shard is None else named.shard.most,
     )
 
 

@@ -45,8 +45,8 @@ class Inventory:
 def take(spec: EngineSpec, states: States) -> Inventory:
     """List the tensors that an engine has now."""
     parameters = states.parameters
-    laid = {t.parameter: t for t in parameters.tracked}
-    laid |= {t.parameter: t for slab in parameters.frozen for t in slab.tracked}
+    laid = {t.parameter: t for t in parameters.named}
+    laid |= {t.parameter: t for slab in parameters.frozen for t in slab.named}
     names: dict[int, list[str]] = {}
     buffers: dict[str, Tensor] = {}
     homes: dict[str, nn.Module] = {}
@@ -55,9 +55,9 @@ def take(spec: EngineSpec, states: States) -> Inventory:
         homes.setdefault(name, module)
         names.setdefault(id(value), []).append(name)
         by_id[id(value)] = value
-    for tracked in spec.located():  # those that only an optimizer knows
-        names.setdefault(id(tracked.parameter), [tracked.name])
-        by_id[id(tracked.parameter)] = tracked.parameter
+    for named in spec.located():  # those that only an optimizer knows
+        names.setdefault(id(named.parameter), [named.name])
+        by_id[id(named.parameter)] = named.parameter
     specs: dict[str, TensorSpec] = {}
     whole: dict[str, Tensor] = {}
     for number, (first, *_) in names.items():
@@ -100,14 +100,14 @@ def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
 def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> list[TensorSpec]:
     """The tensors beside the model's that the optimizers keep, masters in another dtype first."""
     states, specs = engine_tensors.states, []
-    tracked = states.parameters.tracked
+    named = states.parameters.named
     masters = {
         slot.parameter: part.master.dtype
         for part in states.optimizer.intervals
         if part.master.dtype != part.target.dtype
         for slot in part.bucket.slots
     }
-    for number, form in enumerate(tracked):
+    for number, form in enumerate(named):
         if number in masters:
             name = tensor_spans.state_name(form.name, tensor_spans.MASTER)
             specs.append(TensorSpec(name, dtype_name(masters[number]), tuple(form.whole_shape)))
@@ -133,7 +133,7 @@ def average_specs(states: States) -> list[TensorSpec]:
     }
     return [
         TensorSpec(each.name, dtype_name(dtypes[number]), tuple(each.whole_shape))
-        for number, each in enumerate(states.parameters.tracked)
+        for number, each in enumerate(states.parameters.named)
     ]
 
 
@@ -183,8 +183,8 @@ class EngineTensors:
     def optimized(self) -> dict[nn.Parameter, str]:
         """The names of all parameters that an optimizer has, trained now or not."""
         if self.spec.pipeline is not None:
-            return {tracked.parameter: tracked.name for tracked in self.spec.located()}
-        names = {tracked.parameter: tracked.name for tracked in self.states.parameters.tracked}
+            return {named.parameter: named.name for named in self.spec.located()}
+        names = {named.parameter: named.name for named in self.states.parameters.named}
         return names | {each.parameter: each.name for each in self.idle}
 
     @property
@@ -227,8 +227,8 @@ class EngineTensors:
 
     def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
         """Set and name of what lies in memory in another order than that of its elements."""
-        frozen = [t for slab in self.states.parameters.frozen for t in slab.tracked]
-        odd = {(tensor_spans.MODEL, tracked.name) for tracked in frozen if not tracked.in_order}
+        frozen = [t for slab in self.states.parameters.frozen for t in slab.named]
+        odd = {(tensor_spans.MODEL, named.name) for named in frozen if not named.in_order}
         return self.trained.out_of_order(reported) | odd
 
     def reordered(self, reported: ReportedState) -> Iterator[TensorSpan]:
@@ -237,5 +237,5 @@ class EngineTensors:
         for kind, name, value in self.trained.reordered(reported):
             yield tensor_spans.of_tensor(name, value, *copies, kind)
         for slab in self.states.parameters.frozen:
-            for tracked, value in tensor_spans.reordered_bucket(slab, self.spec.shard_group):
-                yield tensor_spans.of_tensor(tracked.name, value, *copies)
+            for named, value in tensor_spans.reordered_bucket(slab, self.spec.shard_group):
+                yield tensor_spans.of_tensor(named.name, value, *copies)

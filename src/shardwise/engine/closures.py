@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
+from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.errors import UsageError
 
 
-def check(spec: EngineSpec, states: States, accumulation: Accumulation, *, scaled: bool) -> None:
+def check(
+    spec: EngineSpec, states: States, accumulation: LossAccumulation, *, scaled: bool
+) -> None:
     """Raise UsageError where a step cannot be made with a closure; `scaled` where there is a loss
     scale."""
     if accumulation.backwards:

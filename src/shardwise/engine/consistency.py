@@ -15,8 +15,8 @@ from shardwise.collectives import Collectives
 from shardwise.engine import initial_values
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import CheckpointError, ModelMismatch
+from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.optimizer_kind import settings_of
-from shardwise.states.tracked import Tracked
 
 
 def check_same_model(spec: EngineSpec) -> None:
@@ -35,16 +35,16 @@ def check_same_model(spec: EngineSpec) -> None:
             )
 
 
-def check_written(spec: EngineSpec, tracked: Sequence[Tracked], written: Set[int]) -> None:
+def check_written(spec: EngineSpec, named: Sequence[NamedParameter], written: Set[int]) -> None:
     """Raise ModelMismatch, on all ranks alike, where `written` parameters, by number, hold other
     values on other ranks: each would go on training its own. Collective.
 
     Most who write do so alike, to the same parameters: then one look is enough.
     """
-    names = {tracked[number].name for number in written}
-    gathered = _gathered_values(spec, tracked, names)
+    names = {named[number].name for number in written}
+    gathered = _gathered_values(spec, named, names)
     if any(each.keys() != gathered[0].keys() for each in gathered):
-        gathered = _gathered_values(spec, tracked, {name for each in gathered for _, name in each})
+        gathered = _gathered_values(spec, named, {name for each in gathered for _, name in each})
     first: dict[tuple[int, str], tuple[int, Any]] = {}
     for rank, each in enumerate(gathered):
         for key, value in each.items():
@@ -60,13 +60,13 @@ def check_written(spec: EngineSpec, tracked: Sequence[Tracked], written: Set[int
 
 
 def _gathered_values(
-    spec: EngineSpec, tracked: Sequence[Tracked], names: Set[str]
+    spec: EngineSpec, named: Sequence[NamedParameter], names: Set[str]
 ) -> list[dict[tuple[int, str], tuple[int, int]]]:
     """By rank a fingerprint of each of the parameters `names`; of tensor-parallel ones by part.
     Collective."""
     mine = {
         (0 if each.shard is None else spec.tensor_rank, each.name): _fingerprint(each.parameter)
-        for each in tracked
+        for each in named
         if each.name in names
     }
     return spec.world_group.gather_objects(mine)
@@ -175,7 +175,7 @@ def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
 def everything(spec: EngineSpec) -> list[Tensor]:
     """The parameters and buffers of all models, trained or not, that have memory."""
     buffers = [buffer for model in spec.models for buffer in model.buffers()]
-    found = [*(tracked.parameter for tracked in spec.located()), *buffers]
+    found = [*(named.parameter for named in spec.located()), *buffers]
     return [tensor for tensor in found if not tensor.is_meta]
 
 

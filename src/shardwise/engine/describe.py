@@ -91,14 +91,14 @@ def _heading(placement: Placement, state: str) -> str:
 def _rows(states: States) -> list[_Row]:
     """By unit; one row where nothing is gathered."""
     rows = {0: _Row(["the model"])}
-    unit_of = dict.fromkeys((t.parameter for t in states.parameters.tracked), 0)
+    unit_of = dict.fromkeys((t.parameter for t in states.parameters.named), 0)
     if states.shown is not None:
         sections = states.shown.sections
         rows = {n: _Row([section.name]) for n, section in enumerate(sections.sections)}
         unit_of = sections.unit_of
     for bucket in states.bytes_by_bucket():
-        numel = sum(tracked.shape.numel() for tracked in bucket.tracked)
-        row = rows[unit_of[bucket.tracked[0].parameter]]
+        numel = sum(named.shape.numel() for named in bucket.named)
+        row = rows[unit_of[bucket.named[0].parameter]]
         row.take(_Row([], numel, 1, [*bucket.sizes]))
     return [row for row in rows.values() if row.buckets]
 

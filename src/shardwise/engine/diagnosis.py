@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.collectives import Collectives
-from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.build import States
+from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.errors import NonFiniteError
 
 SKIPS = 20
@@ -52,12 +52,12 @@ class _RankReport:
 
 
 def nonfinite_error(
-    step: int, states: States, accumulation: Accumulation, group: Collectives
+    step: int, states: States, accumulation: LossAccumulation, group: Collectives
 ) -> NonFiniteError:
     """The error that all ranks raise alike. Collective."""
-    tracked = states.parameters.tracked
+    named = states.parameters.named
     mine = _RankReport(
-        parameters=[tracked[index].name for index in states.gradients.norm.nonfinite()],
+        parameters=[named[index].name for index in states.gradients.norm.nonfinite()],
         loss_is_bad=not math.isfinite(float(sum(accumulation.losses))),
         gradient_is_bad=states.gradients.suspect(),
         samples=[index for indices in accumulation.indices for index in indices],

@@ -20,9 +20,9 @@ from shardwise.parallel.tensor.parameter_uses import ParameterUses
 from shardwise.parallel.tensor.split_model import TensorParallelModels
 from shardwise.placement import Placement
 from shardwise.shards import Shard
-from shardwise.states.accumulator import Summation, in_tree
-from shardwise.states.resting import unguarded
-from shardwise.states.tracked import Census, Tracked, locate
+from shardwise.states.gradient_accumulator import Summation, in_tree
+from shardwise.states.named_parameters import Census, NamedParameter, locate
+from shardwise.states.parameters_at_rest import unguarded
 from shardwise.sum_tree import MicroShards
 
 
@@ -149,29 +149,30 @@ class EngineSpec:
         """The hooks by which forwards gather the units that they need."""
         return UnitHooks()
 
-    def located(self) -> list[Tracked]:
+    def located(self) -> list[NamedParameter]:
         """Every parameter of the models, and those that only an optimizer knows."""
         found = locate(self.models, self.prefixes)
-        known = {tracked.parameter for tracked in found}
+        known = {named.parameter for named in found}
         for number, optimizer in enumerate(self.optimizers):
             for group in optimizer.param_groups:
                 for index, parameter in enumerate(group["params"]):
                     if parameter not in known:
                         known.add(parameter)
-                        found.append(Tracked(f"optimizers[{number}].params[{index}]", parameter))
-        for tracked in found:
-            self._foresee(tracked)
-            tracked.shard = self.shard_of(tracked.parameter)
+                        name = f"optimizers[{number}].params[{index}]"
+                        found.append(NamedParameter(name, parameter))
+        for named in found:
+            self._foresee(named)
+            named.shard = self.shard_of(named.parameter)
         return found
 
-    def _foresee(self, tracked: Tracked) -> None:
+    def _foresee(self, named: NamedParameter) -> None:
         """Set device and dtype that a parameter without memory will have."""
-        if not tracked.parameter.is_meta:
+        if not named.parameter.is_meta:
             return
-        tracked.device = self.device
+        named.device = self.device
         cast = PRESETS[self.settings.precision].cast
-        if cast is not None and is_cast(tracked.places, cast):
-            tracked.dtype = cast
+        if cast is not None and is_cast(named.places, cast):
+            named.dtype = cast
 
     @cached_property
     def _census(self) -> Census:

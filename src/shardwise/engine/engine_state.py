@@ -11,10 +11,10 @@ from torch.amp import GradScaler
 
 from shardwise.config import Settings
 from shardwise.engine import exact_mode, pipeline_parallel, tensor_parallel
-from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.gradient_weighting import GradientWeighting
+from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.engine.step_statistics import Aggregation, StepTotals
 from shardwise.engine.user_objects import UserObjects, living
 from shardwise.errors import ModelError, UsageError
@@ -38,7 +38,7 @@ class EngineState:
     scale: LossScale
     aggregation: Aggregation
     weighting: GradientWeighting
-    accumulation: Accumulation
+    accumulation: LossAccumulation
     """This rank's backwards since the last step."""
     steps: int = 0
     """How many steps were made."""
@@ -118,7 +118,7 @@ def build_state(
 ) -> EngineState:
     """Take over the user's objects, and lay out their states. Collective."""
     _refuse_second_engine(spec)
-    accumulation = Accumulation()
+    accumulation = LossAccumulation()
     world.unstepped.watch(accumulation)
     objects = UserObjects(world, spec, accumulation, tensor_plan)
     scale = LossScale(scaler, active=precision.PRESETS[spec.settings.precision].scaled)
@@ -134,11 +134,11 @@ def build_state(
 def _refuse_second_engine(spec: EngineSpec) -> None:
     """Raise UsageError for a parameter that another engine trains: they would undo each other's
     work."""
-    taken = {t.parameter for other in living for t in other.states.parameters.tracked}
-    for tracked in spec.located():
-        if tracked.parameter in taken:
+    taken = {t.parameter for other in living for t in other.states.parameters.named}
+    for named in spec.located():
+        if named.parameter in taken:
             raise UsageError(
-                f"{tracked.name} is already trained by another engine. Give each parameter to "
+                f"{named.name} is already trained by another engine. Give each parameter to "
                 "one engine, or end that one first: engine.close()."
             )
 

@@ -10,7 +10,7 @@ from shardwise.config import Settings, flag
 from shardwise.engine.step_statistics import Aggregation, Number
 from shardwise.errors import ConfigError, UsageError
 from shardwise.randomness import seed_from
-from shardwise.states import squared_sums
+from shardwise.states import exact_squared_sums
 from shardwise.sum_tree import MicroShards
 
 _WITHOUT = {
@@ -84,7 +84,7 @@ class ExactAggregation(Aggregation):
         return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
     def total_of_squares(self, rows: Sequence[Sequence[float]]) -> float:
-        return squared_sums.exact_total(rows)
+        return exact_squared_sums.exact_total(rows)
 
     def refuse_late(self, names: Sequence[str]) -> None:
         raise UsageError(

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives
-from shardwise.common_draws import CommonCalls
-from shardwise.engine.accumulation import Accumulation
+from shardwise.common_calls import CommonCalls
+from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.engine.step_statistics import Aggregation, StepReport, StepTotals
 from shardwise.model.buffers import Buffers
 from shardwise.states.gradients import Gradients
 
 
 def exchange(
-    accumulation: Accumulation,
+    accumulation: LossAccumulation,
     aggregation: Aggregation,
     gradients: Gradients,
     buffers: Buffers,

@@ -70,8 +70,8 @@ class FrozenState:
 
 def idle(spec: EngineSpec, states: States) -> Iterator[FrozenState]:
     """All of them, in the order of the optimizers' groups."""
-    trained = {tracked.parameter for tracked in states.parameters.tracked}
-    names = {tracked.parameter: tracked.name for tracked in spec.located()}
+    trained = {named.parameter for named in states.parameters.named}
+    names = {named.parameter: named.name for named in spec.located()}
     for optimizer in spec.optimizers:
         for group in (_Group(optimizer, options) for options in optimizer.param_groups):
             for parameter in group.options["params"]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.collectives import Collectives
 from shardwise.model import meta
 from shardwise.model.buffers import write
-from shardwise.states.tracked import Tracked
+from shardwise.states.named_parameters import NamedParameter
 
 
 def make_alike(tensors: Iterable[Tensor], group: Collectives) -> None:
@@ -47,23 +47,23 @@ def _is_unrecorded(parameter: nn.Parameter) -> bool:
     return parameter.is_meta and not meta.is_deferred(parameter)
 
 
-def make_all_real(located: Iterable[Tracked], device: torch.device) -> None:
+def make_all_real(located: Iterable[NamedParameter], device: torch.device) -> None:
     """Give every parameter that was built inside `on_meta` its values, on `device`."""
-    for tracked in located:
-        if tracked.parameter.is_meta:
-            value = meta.materialise(tracked.parameter, tracked.alias)
-            meta.make_real(tracked.parameter, value.to(device))
+    for named in located:
+        if named.parameter.is_meta:
+            value = meta.materialise(named.parameter, named.alias)
+            meta.make_real(named.parameter, value.to(device))
 
 
-def value_of(tracked: Tracked, group: Collectives) -> Tensor:
+def value_of(named: NamedParameter, group: Collectives) -> Tensor:
     """A parameter's starting value: rank 0's where it has no memory yet. Collective then."""
-    parameter = tracked.parameter
+    parameter = named.parameter
     if not parameter.is_meta:
         return parameter.detach()
     if group.rank == 0:
-        value = meta.materialise(parameter, tracked.alias).contiguous().to(tracked.device)
+        value = meta.materialise(parameter, named.alias).contiguous().to(named.device)
     else:
-        value = torch.empty(tracked.shape, dtype=parameter.dtype, device=tracked.device)
+        value = torch.empty(named.shape, dtype=parameter.dtype, device=named.device)
     if group.size > 1 and value.numel():
         group.broadcast(value.view(-1).view(torch.uint8)).wait()
     return value

@@ -31,8 +31,8 @@ from shardwise.model.buffers import write
 from shardwise.shards import Shard
 from shardwise.states import tensor_spans
 from shardwise.states.existing_optimizer_state import Blank
+from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, TensorSpan
-from shardwise.states.tracked import Tracked
 
 Fill = Callable[[Tensor, int], None]
 """Fills a flat tensor with the elements of one tensor from the given one on."""
@@ -238,9 +238,9 @@ def fill_optimizers(
     """Read the optimizers' options and state, which replaces what there is."""
     states = engine_tensors.states
     numbers.take_options(engine_tensors.spec.optimizers)
-    tracked = {each.name: number for number, each in enumerate(states.parameters.tracked)}
-    entries = _entries(states, source, numbers, tracked)
-    states.optimizer.restart(entries, {tracked[n] for n in numbers.borders if n in tracked})
+    places = {each.name: place for place, each in enumerate(states.parameters.named)}
+    entries = _entries(states, source, numbers, places)
+    states.optimizer.restart(entries, {places[n] for n in numbers.borders if n in places})
     apart = _apart(engine_tensors)
     with torch.no_grad():
         for holding in engine_tensors.trained:
@@ -274,7 +274,7 @@ def _whole_state(source: CheckpointSource, numbers: OptimizerFields, name: str) 
 
 
 def _entries(
-    states: States, source: CheckpointSource, numbers: OptimizerFields, tracked: Mapping[str, int]
+    states: States, source: CheckpointSource, numbers: OptimizerFields, places: Mapping[str, int]
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """By parameter its state, tensors as Blanks in the dtype that they will have here."""
     entries: dict[nn.Parameter, dict[str, Any]] = {}
@@ -284,14 +284,14 @@ def _entries(
         for slot in part.bucket.slots
     }
     for name, values in numbers.state.items():
-        if name in tracked:
-            entries[_parameter(states, tracked[name])] = dict(values)
+        if name in places:
+            entries[_parameter(states, places[name])] = dict(values)
     specs = source.sets[OPTIMIZER].specs if OPTIMIZER in source.sets else {}
     for full, spec in specs.items():
         name, _, key = full.rpartition(".")
-        if key == tensor_spans.MASTER or name not in tracked:
+        if key == tensor_spans.MASTER or name not in places:
             continue
-        number = tracked[name]
+        number = places[name]
         dtype = _here(
             dtype_of(spec.dtype),
             source.sets[MODEL].specs[source.names[name]].dtype,
@@ -309,20 +309,22 @@ def _here(saved: torch.dtype, parameter: str, mastered: bool, master: torch.dtyp
 
 
 def _parameter(states: States, number: int) -> nn.Parameter:
-    return states.parameters.tracked[number].parameter
+    return states.parameters.named[number].parameter
 
 
 # -- one holding ---------------------------------------------------------------------------
 
 
-def _apart(engine_tensors: EngineTensors) -> dict[str, Tracked]:
+def _apart(engine_tensors: EngineTensors) -> dict[str, NamedParameter]:
     """By name, the parameters whose memory is not in the order of their elements."""
     parameters = engine_tensors.states.parameters
-    frozen = [t for slab in parameters.frozen for t in slab.tracked]
-    return {t.name: t for t in [*parameters.tracked, *frozen] if not t.in_order}
+    frozen = [t for slab in parameters.frozen for t in slab.named]
+    return {t.name: t for t in [*parameters.named, *frozen] if not t.in_order}
 
 
-def _fill(holding: TensorSpan, source: CheckpointSource, apart: Mapping[str, Tracked]) -> None:
+def _fill(
+    holding: TensorSpan, source: CheckpointSource, apart: Mapping[str, NamedParameter]
+) -> None:
     """Read all extents of a holding, span by span; what has no source stays as it is."""
     held = holding.storage
     fills = {
@@ -353,7 +355,7 @@ def _fill_span(
 
 
 def _fill_of(
-    holding: TensorSpan, name: str, source: CheckpointSource, apart: Mapping[str, Tracked]
+    holding: TensorSpan, name: str, source: CheckpointSource, apart: Mapping[str, NamedParameter]
 ) -> Fill | None:
     """What fills memory with the elements of a tensor; in its own order, for one of `apart`."""
     found = source.values(holding.kind, name, holding.storage.dtype)
@@ -361,10 +363,10 @@ def _fill_of(
         return None
     tensors, theirs = found
     parameter = name.rpartition(".")[0] if holding.kind == OPTIMIZER else name
-    tracked = apart.get(parameter)
-    if tracked is None or holding.as_counted:
+    named = apart.get(parameter)
+    if named is None or holding.as_counted:
         return lambda into, offset: tensors.read(theirs, offset, into)
-    laid = tracked
+    laid = named
 
     def fill(into: Tensor, offset: int) -> None:
         flat = laid.flattened(tensors.whole(theirs))

@@ -109,9 +109,9 @@ def _of_holding(
 
 def _numbers(tensors: EngineTensors, reported: ReportedState) -> dict[str, float]:
     """What optimizers keep that is one number for each parameter, such as a count of steps."""
-    tracked = tensors.states.parameters.tracked
+    named = tensors.states.parameters.named
     return {
-        state_name(tracked[number].name, key): float(value)
+        state_name(named[number].name, key): float(value)
         for number, state in reported.states.items()
         for key, value in state.items()
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -120,7 +120,7 @@ def _numbers(tensors: EngineTensors, reported: ReportedState) -> dict[str, float
 
 def _parameters(spec: EngineSpec) -> list[list[tuple[str, tuple[int, ...]]]]:
     """By optimizer the names and shapes of what it has, in its own order."""
-    known = {tracked.parameter: tracked for tracked in spec.located()}
+    known = {named.parameter: named for named in spec.located()}
     return [
         [
             (known[p].name, tuple(known[p].whole_shape))

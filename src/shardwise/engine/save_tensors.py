@@ -70,9 +70,9 @@ def plan(engine_tensors: EngineTensors, limit: int) -> SavePlan:
     numbers: dict[str, dict[str, Any]] = {}
     for part in engine_tensors.of_all_layers(_numbers(engine_tensors, reported)):
         numbers |= part
-    tracked = states.parameters.tracked
+    named = states.parameters.named
     borders = engine_tensors.of_all_layers(
-        [tracked[number].name for number in sorted(reported.borders)]
+        [named[number].name for number in sorted(reported.borders)]
     )
     specs = {
         MODEL: [
@@ -96,9 +96,9 @@ def _joined(several: Iterable[Iterable[T]]) -> list[T]:
 
 def _numbers(engine_tensors: EngineTensors, reported: ReportedState) -> dict[str, dict[str, Any]]:
     """What the optimizers keep of the parameters here as one value each, by name."""
-    tracked = engine_tensors.states.parameters.tracked
+    named = engine_tensors.states.parameters.named
     singles = {
-        tracked[number].name: {k: v for k, v in entries.items() if not isinstance(v, Blank)}
+        named[number].name: {k: v for k, v in entries.items() if not isinstance(v, Blank)}
         for number, entries in sorted(reported.states.items())
     }
     return singles | {e.name: e.numbers for e in engine_tensors.idle if e.numbers or e.tensors}

@@ -163,10 +163,10 @@ def sharded_states(placement: Placement) -> str:
 
 
 def _model_line(spec: EngineSpec, states: States) -> str:
-    trained = states.parameters.tracked
+    trained = states.parameters.named
     if spec.pipeline is not None:
         trained = [t for t in spec.located() if t.parameter.requires_grad]
-    count = sum(tracked.whole_shape.numel() for tracked in trained)
+    count = sum(named.whole_shape.numel() for named in trained)
     line = f"  model: {in_short(count)} parameters in {many(_unit_count(spec, states), 'unit')}"
     line += f", state {in_bytes(states.expected_bytes())} per worker"
     if spec.placement.level and spec.data_group.size > 1:
@@ -211,8 +211,8 @@ def _replicated_bytes(spec: EngineSpec, states: States) -> int:
         kept = moments + is_narrow + (spec.settings.ema_decay is not None)
         each = 2 * dtype.itemsize + kept * (4 if is_narrow else dtype.itemsize)
         total += sum(slot.numel for slot in bucket.slots) * each
-    for tracked, _ in states.parameters.frozen_bytes():
-        total += sum(each.shape.numel() * each.dtype.itemsize for each in tracked)
+    for named, _ in states.parameters.frozen_bytes():
+        total += sum(each.shape.numel() * each.dtype.itemsize for each in named)
     return total
 
 

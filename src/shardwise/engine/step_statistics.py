@@ -10,7 +10,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from shardwise.common_draws import nearly_alike
+from shardwise.common_calls import nearly_alike
 from shardwise.randomness import seed_from
 from shardwise.tiers.copy_stream import to_device
 

@@ -18,9 +18,9 @@ from shardwise.collectives import Collectives, GatherOrder
 from shardwise.engine import usage_checks
 from shardwise.model import module_hooks, unit_hooks
 from shardwise.model.units import find_units
+from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.residency import Residency
 from shardwise.states.sharded_parameters import ShardedParameters
-from shardwise.states.tracked import Tracked
 from shardwise.states.whole_units import Unit
 
 
@@ -51,7 +51,7 @@ class Sections:
 def divide(
     models: Sequence[nn.Module],
     prefixes: Sequence[str],
-    located: Sequence[Tracked],
+    located: Sequence[NamedParameter],
     patterns: Sequence[str] | None,
 ) -> Sections:
     """Divide `models` into units, which `patterns` name where they are given."""
@@ -64,9 +64,9 @@ def divide(
             if module not in found.modules:
                 found.sections.append(Section(full, family, module, False))
     around = _innermost(found)
-    for tracked in located:
-        homes = {number for module, _ in tracked.places for number in around[module]}
-        found.unit_of[tracked.parameter] = _home(found, homes)
+    for named in located:
+        homes = {number for module, _ in named.places for number in around[module]}
+        found.unit_of[named.parameter] = _home(found, homes)
     return found
 
 
@@ -110,7 +110,7 @@ def make_residency(
             [
                 s
                 for s in parameters.sharded_buckets
-                if found.unit_of[s.tracked[0].parameter] == number
+                if found.unit_of[s.named[0].parameter] == number
             ],
             lasting=section.is_rest,
             always=section.module is None,

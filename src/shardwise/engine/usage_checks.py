@@ -10,10 +10,10 @@ from weakref import WeakMethod
 from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.common_draws import SHARE, apart_in_calls, apart_in_shares, nearly_alike
+from shardwise.common_calls import SHARE, apart_in_calls, apart_in_shares, nearly_alike
 from shardwise.errors import ModelError, UsageError
 from shardwise.placement import Placement
-from shardwise.states.resting import is_sharded, sharded_copy
+from shardwise.states.parameters_at_rest import is_sharded, sharded_copy
 from shardwise.world import World
 
 

@@ -18,8 +18,8 @@ from shardwise.engine import (
     tensor_parallel,
     usage_checks,
 )
-from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.engine_spec import EngineSpec
+from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.errors import CheckpointMismatch, ConfigError, ModelError, UsageError
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.activations import Activations
@@ -46,7 +46,7 @@ class UserObjects:
         self,
         world: World,
         spec: EngineSpec,
-        accumulation: Accumulation,
+        accumulation: LossAccumulation,
         plan: TensorPlan | None = None,
     ) -> None:
         self.spec = spec
@@ -143,8 +143,8 @@ class UserObjects:
         real, line = consistency.everything(spec), spec.pipeline
         if line is not None and spec.tensor is None:
             line.ownership.replace_meta()
-            here = [tracked for tracked in located if line.owns(tracked.parameter)]
-            fresh = [tracked.parameter for tracked in here if tracked.parameter.is_meta]
+            here = [named for named in located if line.owns(named.parameter)]
+            fresh = [named.parameter for named in here if named.parameter.is_meta]
             initial_values.make_all_real(here, spec.device)
             initial_values.make_alike(fresh, spec.stage_group)
         elif spec.tensor is not None or not spec.placement.is_sharded("parameters"):
@@ -273,7 +273,7 @@ class UserObjects:
     def check_written(self) -> None:
         """Raise ModelMismatch unless all ranks have written the same. Collective."""
         written, self._written = self._written, set()
-        consistency.check_written(self.spec, self.states.parameters.tracked, written)
+        consistency.check_written(self.spec, self.states.parameters.named, written)
 
     def follow_changes(self) -> None:
         """Rebuild the states if parameter groups or requires_grad changed. Collective then."""
@@ -316,7 +316,7 @@ class UserObjects:
             return False
         groups = [group for o in self.spec.optimizers for group in o.param_groups]
         resting = {parameter for group in groups for parameter in group["params"]}
-        resting -= {tracked.parameter for tracked in self.states.parameters.tracked}
+        resting -= {named.parameter for named in self.states.parameters.named}
         lacking = {
             t.parameter: torch.zeros(()).expand(t.shape)
             for t in self.spec.located()

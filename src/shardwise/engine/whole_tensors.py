@@ -65,7 +65,7 @@ def full_parameters(
 def _made_alike(spec: EngineSpec, states: States) -> set[int]:
     """Give every rank rank 0's values of what is whole; which parameters were written to."""
     if spec.pipeline is not None:  # done while all of it was there
-        return set(range(len(states.parameters.tracked)))
+        return set(range(len(states.parameters.named)))
     written: set[int] = spec.world_group.gather_objects(states.parameters.written())[0]
     resting = [] if states.shown is None else states.shown.residency.resting()
     kept = [t for t in consistency.everything(spec) if spec.shard_of(t) is None]
@@ -128,7 +128,7 @@ def _check_unwritten(spec: EngineSpec, states: States) -> None:
     if spec.tensor is None:
         return
     written = set(spec.tensor.written())
-    mine = [tracked.name for tracked in spec.located() if tracked.parameter in written]
+    mine = [named.name for named in spec.located() if named.parameter in written]
     for name in itertools.chain.from_iterable(spec.world_group.gather_objects(mine)):
         if states.shown is not None:
             states.parameters.remember()  # told once

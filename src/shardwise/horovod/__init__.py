@@ -6,7 +6,7 @@ execution.py        executes agreed operations on a transport; streams.py  order
 
 basics.py           init, shutdown, rank, size, join, barrier; context.py  the state between
 process_sets.py     groups of ranks
-operations.py       requests an operation, and waits on its handle
+operations.py       requests an operation; operation_handle.py  waits for it
 allreduce.py        dense tensors; sparse_allreduce.py  sparse COO tensors
 gather_scatter.py   allgather, alltoall, broadcast, reducescatter
 

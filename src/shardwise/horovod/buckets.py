@@ -19,11 +19,12 @@ from shardwise import bucket_layout
 from shardwise.errors import BadCall
 from shardwise.horovod.compression import Compression, Compressor
 from shardwise.horovod.context import current
-from shardwise.horovod.operations import OperationHandle, ReduceOp, submit, wait
+from shardwise.horovod.operation_handle import OperationHandle
+from shardwise.horovod.operations import ReduceOp, submit, wait
 from shardwise.horovod.process_sets import ProcessSet
 from shardwise.horovod.sparse_allreduce import empty_sparse_gradient, sparse_allreduce_async
 from shardwise.horovod.streams import StreamEvent, record_use
-from shardwise.states.tracked import Tracked
+from shardwise.states.named_parameters import NamedParameter
 
 SMALL = 1 << 14
 """Elements up to which gradients are copied together when their bucket is full; a larger one is
@@ -48,11 +49,13 @@ class GradientBucket(ABC):
 
     indices: Sequence[int]
 
-    def __init__(self, name: str, tracked: Sequence[Tracked], options: ReductionOptions) -> None:
+    def __init__(
+        self, name: str, named: Sequence[NamedParameter], options: ReductionOptions
+    ) -> None:
         self.name = name
-        self.tracked = tracked
+        self.named = named
         self.options = options
-        self.missing = len(tracked)
+        self.missing = len(named)
         self.launched = False
         self.handle: OperationHandle | None = None
         self.sparse: set[int] = set()
@@ -78,7 +81,7 @@ class GradientBucket(ABC):
 
     def reset(self) -> None:
         """Prepare for the next step."""
-        self.missing, self.launched = len(self.tracked), False
+        self.missing, self.launched = len(self.named), False
 
     def start(self, tensor: Tensor, note: Mapping[str, str]) -> None:
         """Request the reduction of `tensor`, in place."""
@@ -99,12 +102,12 @@ class GradientBucket(ABC):
     @property
     def digest(self) -> str:
         """A digest of names, shapes and dtypes, which must be equal on all ranks."""
-        said = "\n".join(f"{f.name} {tuple(f.shape)} {f.strides} {f.dtype}" for f in self.tracked)
+        said = "\n".join(f"{f.name} {tuple(f.shape)} {f.strides} {f.dtype}" for f in self.named)
         return hashlib.sha256(said.encode()).hexdigest()[:8]
 
     def gradient(self, position: int) -> Tensor:
         """The gradient of a parameter, dense; zeros where it has none."""
-        entry = self.tracked[position]
+        entry = self.named[position]
         grad = entry.parameter.grad
         if grad is None:
             return torch.zeros_like(entry.parameter, requires_grad=False)
@@ -121,7 +124,7 @@ class GradientBucket(ABC):
 
     def show(self, position: int, reduced: Tensor) -> None:
         """Set `param.grad` to the reduced gradient, in the layout that its optimizer expects."""
-        entry = self.tracked[position]
+        entry = self.named[position]
         entry.parameter.grad = reduced.to_sparse(1) if position in self.sparse else reduced
 
 
@@ -131,12 +134,12 @@ class FlatBucket(GradientBucket):
     def __init__(
         self,
         name: str,
-        tracked: Sequence[Tracked],
+        named: Sequence[NamedParameter],
         options: ReductionOptions,
         found: bucket_layout.Bucket,
     ) -> None:
-        super().__init__(name, tracked, options)
-        first = tracked[0]
+        super().__init__(name, named, options)
+        first = named[0]
         dtype = torch.float16 if options.narrow and first.dtype.is_floating_point else first.dtype
         background = current().background
         group = background.group(options.process_set.number())
@@ -149,17 +152,17 @@ class FlatBucket(GradientBucket):
         zeroed.wait()  # zeroed on the thread's stream, filled on this one
         record_use([self._buffer])
         starts = [slot.start for slot in found.slots]
-        pairs = list(zip(tracked, starts, strict=True))
+        pairs = list(zip(named, starts, strict=True))
         self._views = [entry.view(self._buffer, start) for entry, start in pairs]
         self._wide: Tensor | None = None
         self._shown = self._views
         if dtype != first.dtype:
             self._wide = torch.empty_like(self._buffer, dtype=first.dtype)
             self._shown = [entry.view(self._wide, start) for entry, start in pairs]
-        self._taken = [False] * len(tracked)
+        self._taken = [False] * len(named)
 
     def take(self, position: int) -> None:
-        if self.tracked[position].parameter.numel() > SMALL:
+        if self.named[position].parameter.numel() > SMALL:
             self._move([position])
 
     def launch(self, note: Mapping[str, str]) -> None:
@@ -171,14 +174,14 @@ class FlatBucket(GradientBucket):
         wait(self.handle)
         if self._wide is not None:
             self._wide.copy_(self._buffer)
-        for entry, shown in zip(self.tracked, self._shown, strict=True):
+        for entry, shown in zip(self.named, self._shown, strict=True):
             entry.parameter.grad = shown
         for position in self.sparse:
             self.show(position, self._shown[position])
 
     def reset(self) -> None:
         super().reset()
-        self._taken = [False] * len(self.tracked)
+        self._taken = [False] * len(self.named)
 
     def _move(self, positions: Sequence[int]) -> None:
         """Copy gradients into the buffer, but for those that backward has written there."""
@@ -189,7 +192,7 @@ class FlatBucket(GradientBucket):
         for position in positions:
             self._taken[position] = True
             if self._wide is None:
-                self.tracked[position].parameter.grad = self._views[position]
+                self.named[position].parameter.grad = self._views[position]
 
 
 class CompressedBucket(GradientBucket):
@@ -216,10 +219,10 @@ class SparseBucket(GradientBucket):
         """Leave the gradient where it is; `launch` sends its rows."""
 
     def launch(self, note: Mapping[str, str]) -> None:
-        grad = self.tracked[0].parameter.grad
+        grad = self.named[0].parameter.grad
         self._came_dense = grad is not None and grad.layout == torch.strided
         if grad is None:
-            grad = empty_sparse_gradient(self.tracked[0].parameter)
+            grad = empty_sparse_gradient(self.named[0].parameter)
         elif self._came_dense:  # the weight is used by a layer that is dense, too
             grad = grad.to_sparse(1)
         op, process_set = self.options.op, self.options.process_set
@@ -229,40 +232,40 @@ class SparseBucket(GradientBucket):
     def finish(self) -> None:
         assert self.handle is not None
         reduced = wait(self.handle)
-        self.tracked[0].parameter.grad = reduced.to_dense() if self._came_dense else reduced
+        self.named[0].parameter.grad = reduced.to_dense() if self._came_dense else reduced
 
 
 def make_buckets(
-    tracked: Sequence[Tracked],
+    named: Sequence[NamedParameter],
     groups: Sequence[int],
     sparse: Set[Tensor],
     capacity: int,
     options: ReductionOptions,
     name: str,
 ) -> list[GradientBucket]:
-    """The buckets of parameters `tracked`; `sparse` are the parameters with sparse gradients.
+    """The buckets of parameters `named`; `sparse` are the parameters with sparse gradients.
 
     `groups` has a number for each parameter; equal ones may share a bucket. A group of the user's
     own, above 0, is in one bucket whatever its size; `capacity` in bytes bounds the others.
     """
-    apart = [i for i, entry in enumerate(tracked) if entry.parameter in sparse]
+    apart = [i for i, entry in enumerate(named) if entry.parameter in sparse]
     if options.sparse_as_dense:
         apart = []
-    rest = [index for index in range(len(tracked)) if index not in set(apart)]
-    found = _one_by_one(SparseBucket, tracked, apart, options, name)
+    rest = [index for index in range(len(named)) if index not in set(apart)]
+    found = _one_by_one(SparseBucket, named, apart, options, name)
     if options.compression in (Compression.none, Compression.fp16):
-        found += _laid_out(tracked, rest, groups, capacity, options, name)
+        found += _laid_out(named, rest, groups, capacity, options, name)
     else:
-        found += _one_by_one(CompressedBucket, tracked, rest, options, name)
+        found += _one_by_one(CompressedBucket, named, rest, options, name)
     if options.sparse_as_dense:
         for bucket in found:
-            positions = enumerate(bucket.tracked)
+            positions = enumerate(bucket.named)
             bucket.sparse = {position for position, entry in positions if entry.parameter in sparse}
     return found
 
 
 def _laid_out(
-    tracked: Sequence[Tracked],
+    named: Sequence[NamedParameter],
     indices: Sequence[int],
     groups: Sequence[int],
     capacity: int,
@@ -271,15 +274,15 @@ def _laid_out(
 ) -> list[GradientBucket]:
     """Flat buckets of the parameters at `indices`."""
     found: list[GradientBucket] = []
-    largest = sum(entry.shape.numel() * entry.dtype.itemsize + 64 for entry in tracked)
+    largest = sum(entry.shape.numel() * entry.dtype.itemsize + 64 for entry in named)
     for number in sorted({groups[index] for index in indices}, reverse=True):
         members = [index for index in indices if groups[index] == number]
         specs = [
             bucket_layout.Spec(
-                name=tracked[index].name,
-                numel=tracked[index].shape.numel(),
-                itemsize=tracked[index].dtype.itemsize,
-                key=(tracked[index].dtype, tracked[index].device),
+                name=named[index].name,
+                numel=named[index].shape.numel(),
+                itemsize=named[index].dtype.itemsize,
+                key=(named[index].dtype, named[index].device),
             )
             for index in members
         ]
@@ -288,7 +291,7 @@ def _laid_out(
         ):
             held = [members[slot.parameter] for slot in found_layout.slots]
             bucket = FlatBucket(
-                f"{name}.{len(found)}", [tracked[i] for i in held], options, found_layout
+                f"{name}.{len(found)}", [named[i] for i in held], options, found_layout
             )
             bucket.indices = held
             found.append(bucket)
@@ -297,7 +300,7 @@ def _laid_out(
 
 def _one_by_one(
     kind: type[GradientBucket],
-    tracked: Sequence[Tracked],
+    named: Sequence[NamedParameter],
     indices: Sequence[int],
     options: ReductionOptions,
     name: str,
@@ -305,7 +308,7 @@ def _one_by_one(
     """A bucket for each parameter at `indices`."""
     found: list[GradientBucket] = []
     for index in indices:
-        bucket = kind(f"{name}.{tracked[index].name}", [tracked[index]], options)
+        bucket = kind(f"{name}.{named[index].name}", [named[index]], options)
         bucket.indices = [index]
         found.append(bucket)
     return found

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from shardwise.errors import HookOrder
 from shardwise.horovod.buckets import GradientBucket
-from shardwise.states.tracked import Tracked
+from shardwise.states.named_parameters import NamedParameter
 
 _active: WeakSet[GradientHooks] = WeakSet()
 
 
 class GradientHooks:
-    """Hooks on parameters `tracked`, whose gradients are reduced in `buckets`.
+    """Hooks on parameters `named`, whose gradients are reduced in `buckets`.
 
     `started` says whether a backward has come since the last `synchronize`. `note` makes the note
     that goes with the very first request.
@@ -28,7 +28,7 @@ class GradientHooks:
 
     def __init__(
         self,
-        tracked: Sequence[Tracked],
+        named: Sequence[NamedParameter],
         buckets: Sequence[GradientBucket],
         passes: int,
         note: Callable[[], Mapping[str, str]],
@@ -41,13 +41,13 @@ class GradientHooks:
         }
         self._note: Callable[[], Mapping[str, str]] | None = note
         self.passes = passes
-        self._left = [passes] * len(tracked)
+        self._left = [passes] * len(named)
         self.started = False
         self._replaced = False
-        self._watched = {id(entry.parameter) for entry in tracked}
+        self._watched = {id(entry.parameter) for entry in named}
         self._hooks = [
             entry.parameter.register_post_accumulate_grad_hook(partial(_arrive, ref(self), index))  # type: ignore[no-untyped-call]
-            for index, entry in enumerate(tracked)
+            for index, entry in enumerate(named)
         ]
         _active.add(self)
 

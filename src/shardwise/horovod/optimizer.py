@@ -23,7 +23,7 @@ from shardwise.horovod.gradient_hooks import GradientHooks, release
 from shardwise.horovod.operations import ReduceOp, wait
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.horovod.sparse_allreduce import sparse_parameters
-from shardwise.states.tracked import Tracked
+from shardwise.states.named_parameters import NamedParameter
 from shardwise.timeline import span
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -167,8 +167,8 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
     if gradient_predivide_factor != 1.0 and op != ReduceOp.Average:
         raise BadCall("gradient_predivide_factor is for op=hvd.Average.")
     passes = _checked_passes(backward_passes_per_step)
-    tracked = _tracked_parameters(optimizer, named_parameters)
-    assigned = _group_numbers(tracked, num_groups if groups is None else groups)
+    named = _named_parameters(optimizer, named_parameters)
+    assigned = _group_numbers(named, num_groups if groups is None else groups)
     options = ReductionOptions(
         op=op,
         scale=(1.0 / gradient_predivide_factor, gradient_predivide_factor),
@@ -181,10 +181,10 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
     alone = not process_set.included() or process_set.size() == 1
     if op == ReduceOp.Adasum and not alone:
         _change_class(optimizer, AdasumOptimizer)
-        release([entry.parameter for entry in tracked])
-        optimizer.__dict__.update(_tracked=tracked, _reduction_options=options, _name=name)
+        release([entry.parameter for entry in named])
+        optimizer.__dict__.update(_named=named, _reduction_options=options, _name=name)
         return optimizer
-    names = {entry.parameter: entry.name for entry in tracked}
+    names = {entry.parameter: entry.name for entry in named}
 
     def make(optimizer: optim.Optimizer) -> GradientHooks | None:
         return None if alone else _hooks_on(optimizer, names, assigned, options, name, passes)
@@ -206,15 +206,15 @@ def _hooks_on(
 ) -> GradientHooks:
     """Hooks on the present parameters of `optimizer`; those added later have no names yet."""
     context = current()
-    tracked = [
-        Tracked(names.get(param, f"{group}.{place}"), param)
+    named = [
+        NamedParameter(names.get(param, f"{group}.{place}"), param)
         for group, options in enumerate(optimizer.param_groups)
         for place, param in enumerate(options["params"])
         if param.requires_grad
     ]
-    numbers = [assigned.get(entry.parameter, 0) for entry in tracked]
+    numbers = [assigned.get(entry.parameter, 0) for entry in named]
     capacity = int(context.world.settings.bucket_mb * 2**20)
-    found = make_buckets(tracked, numbers, sparse_parameters(optimizer), capacity, options, name)
+    found = make_buckets(named, numbers, sparse_parameters(optimizer), capacity, options, name)
 
     owner = ref(optimizer)
 
@@ -224,8 +224,8 @@ def _hooks_on(
             return {}
         return script_checks.describe_rank(alive, averages=averages, asked_size=context.asked_size)
 
-    release([entry.parameter for entry in tracked])
-    return GradientHooks(tracked, found, passes, note)
+    release([entry.parameter for entry in named])
+    return GradientHooks(named, found, passes, note)
 
 
 def _change_class(optimizer: optim.Optimizer, kind: type[optim.Optimizer]) -> None:
@@ -237,12 +237,12 @@ def _change_class(optimizer: optim.Optimizer, kind: type[optim.Optimizer]) -> No
     optimizer.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
 
 
-def _tracked_parameters(optimizer: optim.Optimizer, named: Named | None) -> list[Tracked]:
+def _named_parameters(optimizer: optim.Optimizer, given: Named | None) -> list[NamedParameter]:
     """The parameters of the optimizer, with their names."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if named is None:
-        return [Tracked(f"noname.{index}", param) for index, param in enumerate(params)]
-    pairs = list(named)
+    if given is None:
+        return [NamedParameter(f"noname.{index}", param) for index, param in enumerate(params)]
+    pairs = list(given)
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise BadCall(
             "named_parameters takes pairs of a name and a parameter, such as "
@@ -259,19 +259,19 @@ def _tracked_parameters(optimizer: optim.Optimizer, named: Named | None) -> list
             f"named_parameters lacks {len(missing)} of the optimizer's parameters, of shape "
             f"{shapes}: give those of all models that it trains."
         )
-    return [Tracked(names[param], param) for param in params]
+    return [NamedParameter(names[param], param) for param in params]
 
 
-def _group_numbers(tracked: Sequence[Tracked], groups: Groups) -> dict[nn.Parameter, int]:
+def _group_numbers(named: Sequence[NamedParameter], groups: Groups) -> dict[nn.Parameter, int]:
     """The group number of each parameter, from 1 on; 0 without groups."""
     if isinstance(groups, int):
         if groups < 0:
             raise BadCall(f"a number of groups is 0 or more, not {groups}.")
-        count = len(tracked)
+        count = len(named)
         numbers = [1 + index * groups // count if groups else 0 for index in range(count)]
-        return {entry.parameter: n for entry, n in zip(tracked, numbers, strict=True)}
+        return {entry.parameter: n for entry, n in zip(named, numbers, strict=True)}
     found: dict[nn.Parameter, int] = {}
-    known: set[Tensor] = {entry.parameter for entry in tracked}
+    known: set[Tensor] = {entry.parameter for entry in named}
     for number, group in enumerate(groups or (), start=1):
         for param in group:
             if param not in known or param in found:
@@ -299,7 +299,7 @@ def _checked_passes(passes: int) -> int:
 class AdasumOptimizer(optim.Optimizer):
     """Base class for op=hvd.Adasum: each rank steps by itself, then Adasum joins the changes."""
 
-    _tracked: Sequence[Tracked]
+    _named: Sequence[NamedParameter]
     _reduction_options: ReductionOptions
     _name: str
     _opt_called: bool
@@ -308,7 +308,7 @@ class AdasumOptimizer(optim.Optimizer):
         """Step on this rank's own gradients, then replace each parameter's change by the Adasum of
         all ranks' changes."""
         self._opt_called = True
-        params = [entry.parameter for entry in self._tracked if entry.parameter.requires_grad]
+        params = [entry.parameter for entry in self._named if entry.parameter.requires_grad]
         before = [param.detach().clone() for param in params]
         loss = super().step(closure)
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 - flags.py, plan_command.py
                  the command: its flags; what it prints
+- plan.py        what it found
 - search.py      placements that fit, the fastest first; what would help the others
 - observe.py     runs a script up to one step, with two batch sizes
 - observer.py, observed_engine.py, observation.py, engine_parts.py, step_recorder.py

@@ -11,16 +11,16 @@ from shardwise.engine import unit_assignment
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.model import precision
 from shardwise.planning.record import GroupRecord, ParameterRecord
+from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.optimizer_kind import may_fuse
 from shardwise.states.optimizer_trial import OptimizerKinds
-from shardwise.states.tracked import Tracked
 
 
 @dataclass(eq=False)
 class ObservedParameter:
     """A parameter, and the operation after which its gradient was there."""
 
-    tracked: Tracked
+    named: NamedParameter
     unit: int
     group: int
     arrived: int = -1
@@ -49,11 +49,11 @@ def note_spec(
         groups,
         [
             ObservedParameter(
-                tracked,
-                first_unit + sections.unit_of[tracked.parameter],
-                first_group + owners[tracked.parameter] if tracked.parameter in owners else -1,
+                named,
+                first_unit + sections.unit_of[named.parameter],
+                first_group + owners[named.parameter] if named.parameter in owners else -1,
             )
-            for tracked in located
+            for named in located
         ],
         {module: first_unit + n for module, n in sections.modules.items()},
     )
@@ -91,14 +91,14 @@ def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[n
 
 def recorded(each: ObservedParameter) -> ParameterRecord:
     """The parameter as the record has it."""
-    tracked = each.tracked
+    named = each.named
     return ParameterRecord(
-        name=tracked.name,
-        shape=tuple(tracked.shape),
-        dtype=str(tracked.dtype).removeprefix("torch."),
-        itemsize=tracked.dtype.itemsize,
+        name=named.name,
+        shape=tuple(named.shape),
+        dtype=str(named.dtype).removeprefix("torch."),
+        itemsize=named.dtype.itemsize,
         unit=each.unit,
-        group=each.group if tracked.parameter.requires_grad else -1,
+        group=each.group if named.parameter.requires_grad else -1,
         arrived=each.arrived,
-        is_float=tracked.can_rest,
+        is_float=named.can_rest,
     )

@@ -184,9 +184,9 @@ def _plan(
         raise LaunchError(f"shardwise plan observes Python: a script or -m MODULE, not {words[0]}.")
     command_line.mention_misplaced(words)
     flags = [word for name, value in settings.items() for word in command_line.spelled(name, value)]
-    target = import_module("shardwise.planning.plan_command")
-    script = target.Script((*(["-m"] if module else []), *words), tuple(flags))
-    request = target.PlanRequest(
+    plan = import_module("shardwise.planning.plan")
+    script = plan.Script((*(["-m"] if module else []), *words), tuple(flags))
+    request = plan.PlanRequest(
         script=script,
         on=on,
         tokens=tokens,
@@ -197,4 +197,4 @@ def _plan(
         json_file=json_file,
         page=None if page is None else Path(page),
     )
-    return target.show_plan(request)  # type: ignore[no-any-return]
+    return import_module("shardwise.planning.plan_command").show_plan(request)  # type: ignore[no-any-return]

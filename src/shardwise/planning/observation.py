@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.config import Settings
 from shardwise.planning.engine_parts import ObservedParameter, recorded
 from shardwise.planning.record import GroupRecord, StepRecord, UnitUse
 from shardwise.planning.step_recorder import StepRecorder
 
-if TYPE_CHECKING:
-    from shardwise.planning.observed_engine import ObservedEngine
+
+class SteppingEngine(Protocol):
+    """What an observation asks of an engine: its settings, and how far its first step has come."""
+
+    settings: Settings
+    backwards: int
+    stepped: bool
 
 
 @dataclass
@@ -23,7 +29,7 @@ class Observation:
     path: Path
     fake: FakeTensorMode
     recorder: StepRecorder
-    engines: list[ObservedEngine] = field(default_factory=list)
+    engines: list[SteppingEngine] = field(default_factory=list)
     uses: list[UnitUse] = field(default_factory=list)
     units: list[str] = field(default_factory=list)
     groups: list[GroupRecord] = field(default_factory=list)

@@ -73,15 +73,15 @@ class ObservedEngine(Engine):
         cast = precision.PRESETS[self.settings.precision].cast
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         for each in parameters:
-            old, tracked = each.tracked.parameter, each.tracked
+            old, named = each.named.parameter, each.named
             if cast is not None and old.is_floating_point():
-                tracked.dtype = cast if precision.is_cast(tracked.places, cast) else old.dtype
+                named.dtype = cast if precision.is_cast(named.places, cast) else old.dtype
             with self._observation.fake:
-                like = torch.empty_strided(tracked.shape, tracked.strides, dtype=tracked.dtype)
+                like = torch.empty_strided(named.shape, named.strides, dtype=named.dtype)
             new = nn.Parameter(like, requires_grad=old.requires_grad)
             self._observation.recorder.ignore(new)
             replaced[old] = new
-            tracked.parameter = new
+            named.parameter = new
             if new.requires_grad:
                 new.register_post_accumulate_grad_hook(self._arrival(each))  # type: ignore[no-untyped-call]
         for module in (m for model in self._spec.models for m in model.modules()):

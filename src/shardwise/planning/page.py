@@ -6,18 +6,16 @@ import base64
 import html
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardwise.errors import LaunchError
 from shardwise.planning import search
 from shardwise.planning.memory import KINDS
+from shardwise.planning.plan import Plan
 from shardwise.planning.time_plots import TimedPlacement, as_html
 from shardwise.printable import in_bytes
-
-if TYPE_CHECKING:
-    from shardwise.planning.plan_command import Plan
 
 DRAWN = 4
 """Placements that are drawn."""

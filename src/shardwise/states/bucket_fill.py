@@ -17,10 +17,10 @@ from torch import Tensor
 
 from shardwise.errors import ModelError
 from shardwise.model.precision import NARROW
-from shardwise.states.accumulator import GradientBucket
 from shardwise.states.bucket_reducer import BucketReducer
-from shardwise.states.resting import unguarded
-from shardwise.states.tracked import Tracked
+from shardwise.states.gradient_accumulator import GradientBucket
+from shardwise.states.named_parameters import NamedParameter
+from shardwise.states.parameters_at_rest import unguarded
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class BucketFill:
     """
 
     def __init__(
-        self, bucket: GradientBucket, reducer: BucketReducer, tracked: Sequence[Tracked]
+        self, bucket: GradientBucket, reducer: BucketReducer, named: Sequence[NamedParameter]
     ) -> None:
         slots = bucket.layout.slots
         self.bucket = bucket
@@ -76,7 +76,7 @@ class BucketFill:
         self.closed = True
         """Whether this backward has launched the bucket: what comes now is late."""
         self._reducer = reducer
-        self._tracked = [tracked[index] for index in self.indices]
+        self._named = [named[index] for index in self.indices]
         self._sent_apart = frozenset(reducer.sent_apart[bucket.index])
         self._buffer: Tensor | None = None
         self._onto: Tensor | None = None
@@ -168,11 +168,11 @@ class BucketFill:
 
     def _taken(self, place: int) -> Tensor | None:
         """The gradient of a slot, taken away from its parameter."""
-        tracked = self._tracked[place]
-        grad, tracked.parameter.grad = tracked.parameter.grad, None
+        named = self._named[place]
+        grad, named.parameter.grad = named.parameter.grad, None
         if grad is None or self._backward.empty:
             return None
-        refuse_sparse(tracked, grad)
+        refuse_sparse(named, grad)
         return grad
 
     def _sendable(self, place: int, value: Tensor) -> Tensor | None:
@@ -183,7 +183,7 @@ class BucketFill:
         if (own := self._own) is not None:
             dtype = own.dtype  # wider than gradients are made, once they add up in it
         fits = (value.dtype, value.device) == (dtype, device)
-        return self._tracked[place].flat(value) if fits else None
+        return self._named[place].flat(value) if fits else None
 
     def _collect(self, buffer: Tensor) -> tuple[list[int], list[Tensor]]:
         """Move what has not been taken, small gradients, in one call; zero what none came for."""
@@ -213,10 +213,10 @@ class BucketFill:
         return found, grads[False] + grads[True]
 
 
-def refuse_sparse(tracked: Tracked, grad: Tensor) -> None:
+def refuse_sparse(named: NamedParameter, grad: Tensor) -> None:
     """Raise ModelError for a gradient that no flat buffer can hold."""
     if grad.layout != torch.strided:
         raise ModelError(
-            f"The gradient of {tracked.name} is sparse, which flat buckets cannot hold. Build its "
+            f"The gradient of {named.name} is sparse, which flat buckets cannot hold. Build its "
             "embedding with sparse=False."
         )

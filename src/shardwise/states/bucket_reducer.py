@@ -22,11 +22,11 @@ from shardwise.bucket_layout import Bucket
 from shardwise.collectives import Collectives, Handle, Sum
 from shardwise.model.precision import NARROW
 from shardwise.placement import Placement
-from shardwise.states.accumulator import Accumulator, GradientBucket, Summation
+from shardwise.states.gradient_accumulator import GradientAccumulator, GradientBucket, Summation
+from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.parameters import Parameters
 from shardwise.states.storage import MemoryStorage, Span
 from shardwise.states.storage_factory import StorageFactory, TensorKind
-from shardwise.states.tracked import Tracked
 from shardwise.timeline import recorder
 
 IN_FLIGHT = 2
@@ -119,13 +119,13 @@ class BucketReducer:
         buckets = []
         for index, (layout, own, kind) in enumerate(zip(layouts, owns, kinds, strict=True)):
             kept = self._group.allocate(layout.numel, *kind)
-            accumulator = Accumulator([MemoryStorage(kept[slice(*own)])], (), kind[1])
+            accumulator = GradientAccumulator([MemoryStorage(kept[slice(*own)])], (), kind[1])
             buckets.append(GradientBucket(index, layout, own, kept, accumulator, kind))
         return buckets
 
     def _accumulators(
         self, owns: Sequence[Span], factory: StorageFactory, kinds: Sequence[TensorKind]
-    ) -> list[Accumulator]:
+    ) -> list[GradientAccumulator]:
         """Room for the elements `owns` of every bucket, level by level of the tree."""
         fan_ins = self._summation.fan_ins
         depth = max(len(fan_ins), 1)
@@ -133,7 +133,8 @@ class BucketReducer:
         each = [kind for kind in kinds for _ in range(depth)]
         levels = iter(factory.make("gradients", lengths, each, width=min(depth, 2)))
         return [
-            Accumulator([next(levels) for _ in range(depth)], fan_ins, kind[1]) for kind in kinds
+            GradientAccumulator([next(levels) for _ in range(depth)], fan_ins, kind[1])
+            for kind in kinds
         ]
 
     def _sent_apart(self, bucket: Bucket) -> list[int]:
@@ -221,7 +222,7 @@ class BucketReducer:
             else:
                 bucket.kept = bucket.kept.float()
                 mine = MemoryStorage(bucket.kept[bucket.own[0] : bucket.own[1]])
-                bucket.accumulator = Accumulator([mine], (), bucket.kind[1])
+                bucket.accumulator = GradientAccumulator([mine], (), bucket.kind[1])
         if narrow:
             self._views.clear()  # they are of the kept buffers from before
 
@@ -263,8 +264,8 @@ class BucketReducer:
         views = self._views.setdefault(buffer.data_ptr(), {})
         key = bucket.index, onto is not None
         if key not in views:
-            tracked = [self._parameters.tracked[slot.parameter] for slot in bucket.layout.slots]
-            views[key] = BucketViews(bucket.layout, tracked, buffer, bucket.own, onto)
+            named = [self._parameters.named[slot.parameter] for slot in bucket.layout.slots]
+            views[key] = BucketViews(bucket.layout, named, buffer, bucket.own, onto)
         return views[key]
 
     def borrow(self, bucket: GradientBucket) -> Tensor:
@@ -301,18 +302,18 @@ class BucketViews:
     """Views of a bucket's flat memory, one for each gradient, in the form of its parameter.
 
     The memory is `buffer`, but for the elements `apart`, which are in `own`. A slot that a border
-    of `apart` goes through is several views, flat. `tracked` are the parameters of the slots.
+    of `apart` goes through is several views, flat. `named` are the parameters of the slots.
     """
 
     def __init__(
         self,
         layout: Bucket,
-        tracked: Sequence[Tracked],
+        named: Sequence[NamedParameter],
         buffer: Tensor,
         apart: tuple[int, int] = (0, 0),
         own: Tensor | None = None,
     ) -> None:
-        self._tracked = tracked
+        self._named = named
         self.targets: list[list[Tensor]] = []
         """By slot, the memory that takes its gradient."""
         self.gaps: list[Tensor] = []
@@ -330,7 +331,7 @@ class BucketViews:
             ]
 
         end = 0
-        for slot, each in zip(layout.slots, tracked, strict=True):
+        for slot, each in zip(layout.slots, named, strict=True):
             if end < slot.start:
                 self.gaps += memory(end, slot.start)
             parts = memory(slot.start, slot.end)
@@ -344,7 +345,7 @@ class BucketViews:
         targets = self.targets[place]
         if len(targets) == 1:
             return [value]
-        flat = self._tracked[place].flat(value)
+        flat = self._named[place].flat(value)
         if flat is None:
-            flat = self._tracked[place].flattened(value)
+            flat = self._named[place].flattened(value)
         return torch.split(flat, [target.numel() for target in targets])

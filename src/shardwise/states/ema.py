@@ -66,9 +66,9 @@ class Averages:
     ) -> None:
         """Let `value`, the elements of the bucket from `first` on, go on with those of `start`."""
         for piece in interval.bucket.pieces(first, first + value.numel()):
-            tracked = self._parameters.tracked[piece.parameter]
-            if tracked.parameter in start:
-                flat = tracked.flattened(start[tracked.parameter])[piece.offset :]
+            named = self._parameters.named[piece.parameter]
+            if named.parameter in start:
+                flat = named.flattened(start[named.parameter])[piece.offset :]
                 length = piece.end - piece.start
                 value[piece.start - first :][:length] = flat[:length]
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn, optim
 
 from shardwise.bucket_layout import Piece
 from shardwise.states.inner_optimizer import InnerOptimizer
+from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.optimizer_kind import OptimizerKind, placed
 from shardwise.states.optimizer_lr_and_options import ParameterGroup
-from shardwise.states.tracked import Tracked
 from shardwise.states.update_intervals import (
     UpdateInterval,
     UpdateSegment,
@@ -46,17 +46,17 @@ class ExistingState:
 
     def __init__(
         self,
-        tracked: Sequence[Tracked],
+        named: Sequence[NamedParameter],
         states: Mapping[optim.Optimizer, Mapping[nn.Parameter, State]],
         borders: Set[int] = frozenset(),
     ) -> None:
-        self._tracked = tracked
+        self._named = named
         self._states = states
         self._borders = borders
 
     def _of(self, group: ParameterGroup, number: int) -> State | None:
         """The state of parameter `number`; None where there is none."""
-        return self._states[group.optimizer].get(self._tracked[number].parameter) or None
+        return self._states[group.optimizer].get(self._named[number].parameter) or None
 
     # -- segments -------------------------------------------------------------------------
 
@@ -74,8 +74,8 @@ class ExistingState:
         ]
 
     def _whole_segment(self, interval: UpdateInterval, piece: Piece) -> UpdateSegment:
-        tracked = self._tracked[piece.parameter]
-        tensor = tracked.view(interval.flat(*interval.own), piece.start - interval.own[0])
+        named = self._named[piece.parameter]
+        tensor = named.view(interval.flat(*interval.own), piece.start - interval.own[0])
         return UpdateSegment(piece.start, piece.end, [piece], tensor)
 
     def _numbers(self, group: ParameterGroup, number: int) -> Any:
@@ -84,7 +84,7 @@ class ExistingState:
             return None
         return sorted(
             (key, None if has_shape else _comparable(state[key]))
-            for key, has_shape in _entries(group.kind, state, self._tracked[number]).items()
+            for key, has_shape in _entries(group.kind, state, self._named[number]).items()
         )
 
     # -- their state ----------------------------------------------------------------------
@@ -116,8 +116,8 @@ class ExistingState:
         """The state of a segment, out of the `states` of its pieces."""
         options = inner.options_of(group)
         made: dict[str, Any] = {}
-        tracked = self._tracked[segment.pieces[0].parameter]
-        for key, has_shape in _entries(group.kind, states[0], tracked).items():
+        named = self._named[segment.pieces[0].parameter]
+        for key, has_shape in _entries(group.kind, states[0], named).items():
             value, flat = states[0][key], has_shape and not group.whole
             if isinstance(value, Blank):
                 made[key] = _room(interval, segment, key, value, flat=flat)
@@ -133,7 +133,7 @@ class ExistingState:
             segment.end - segment.first, dtype=states[0][key].dtype, device=segment.tensor.device
         )
         for piece, state in zip(segment.pieces, states, strict=True):
-            value = self._tracked[piece.parameter].flattened(state[key])
+            value = self._named[piece.parameter].flattened(state[key])
             length = piece.end - piece.start
             joined[piece.start - segment.first :][:length] = value[piece.offset :][:length]
         return joined
@@ -155,12 +155,12 @@ def _comparable(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else repr(value)
 
 
-def _entries(kind: OptimizerKind, state: State, tracked: Tracked) -> dict[str, bool]:
+def _entries(kind: OptimizerKind, state: State, named: NamedParameter) -> dict[str, bool]:
     """The keys of a parameter's state, and of each whether it has the parameter's shape; without
     what is not there yet, as the momentum of an SGD that had none."""
     return {
         key: kind.has_shape(
-            key, value, tracked.whole_shape if isinstance(value, Blank) else tracked.shape
+            key, value, named.whole_shape if isinstance(value, Blank) else named.shape
         )
         for key, value in state.items()
         if value is not None or key not in kind.tensor_keys

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.bucket_layout import Piece
-from shardwise.states.accumulator import GradientBucket, Summation
+from shardwise.states.gradient_accumulator import GradientBucket, Summation
 from shardwise.states.squared_sums import squared_sum
 from shardwise.states.storage import MemoryStorage
 

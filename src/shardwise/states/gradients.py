@@ -5,12 +5,12 @@ buffer, but for large ones where the transport sends them from where they are; w
 has arrived the bucket starts its collective. Buckets start in one order on every rank. A gradient
 goes through these files:
 
-    gradients        counts arrivals, starts buckets in order, sets late gradients aside
-    bucket_fill      moves gradients into a bucket's flat buffer
-    bucket_reducer   all-reduces or reduce-scatters the buffer
-    accumulator      adds the sum to those of other micro-batches
-    gradient_norm    squares it for the global norm, and clips by that
-    guard            stands in `param.grad` until the step is made
+    gradients             counts arrivals, starts buckets in order, sets late gradients aside
+    bucket_fill           moves gradients into a bucket's flat buffer
+    bucket_reducer        all-reduces or reduce-scatters the buffer
+    gradient_accumulator  adds the sum to those of other micro-batches
+    gradient_norm         squares it for the global norm, and clips by that
+    gradient_guard        stands in `param.grad` until the step is made
 
 - replicated gradients have a buffer for good: micro-batches add up in it, and it is reduced once
   per step, in place;
@@ -36,13 +36,13 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives
 from shardwise.placement import Placement
-from shardwise.states.accumulator import Summation
 from shardwise.states.bucket_fill import Backward, BucketFill, refuse_sparse
 from shardwise.states.bucket_reducer import BucketReducer
+from shardwise.states.gradient_accumulator import Summation
+from shardwise.states.gradient_guard import GradientGuard
 from shardwise.states.gradient_norm import GradientNorm
-from shardwise.states.guard import GradientGuard
 from shardwise.states.parameters import Parameters
-from shardwise.states.resting import unguarded
+from shardwise.states.parameters_at_rest import unguarded
 from shardwise.states.storage import Storage
 from shardwise.states.storage_factory import StorageFactory
 from shardwise.states.unused_parameters import ExpectedGradients
@@ -74,7 +74,7 @@ class Gradients:
         elsewhere: Set[int] = frozenset(),
     ) -> None:
         self._parameters = parameters
-        self._params = [tracked.parameter for tracked in parameters.tracked]
+        self._params = [named.parameter for named in parameters.named]
         self._each = summation.in_tree or placement.is_sharded("gradients")
         self._alone = group.size == 1
         self._overlap = overlap
@@ -86,7 +86,7 @@ class Gradients:
         )
         self.norm = GradientNorm(self.reducer.buckets, summation, group.rank, elsewhere)
         self._fills = [
-            BucketFill(bucket, self.reducer, parameters.tracked) for bucket in self.reducer.buckets
+            BucketFill(bucket, self.reducer, parameters.named) for bucket in self.reducer.buckets
         ]
         place_of = {
             slot.parameter: (fill, position, slot.numel > SMALL)
@@ -169,7 +169,7 @@ class Gradients:
         """autograd has put a gradient into `param.grad`."""
         if not self._active:
             param.grad = None
-            raise self._stray(self._parameters.tracked[index].name)
+            raise self._stray(self._parameters.named[index].name)
         self._expected.arrived(index)
         fill, position, is_large = self._place_of[index]
         if fill.closed:
@@ -246,7 +246,7 @@ class Gradients:
             grad, param.grad = param.grad, None
             if grad is None or self._backward.empty:
                 continue
-            refuse_sparse(self._parameters.tracked[index], grad)
+            refuse_sparse(self._parameters.named[index], grad)
             self.used[index] = True
             self._had_late = True
             number = self._place_of[index][0].bucket.index
@@ -308,10 +308,10 @@ class Gradients:
 
     def names_of(self, numbers: Sequence[int]) -> list[str]:
         """The parameters of the buckets `numbers`, those first that came late on this rank."""
-        tracked = self._parameters.tracked
+        named = self._parameters.named
         late = [index for number in numbers for index, _ in self.late.get(number, [])]
         others = [s.parameter for n in numbers for s in self.reducer.buckets[n].layout.slots]
-        return [tracked[index].name for index in dict.fromkeys([*late, *others])]
+        return [named[index].name for index in dict.fromkeys([*late, *others])]
 
     def suspect(self) -> bool | None:
         """Whether a gradient of this rank alone was not finite in this step; None where that is not

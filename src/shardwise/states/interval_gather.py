@@ -48,9 +48,9 @@ class IntervalGather:
             self._group.all_gather(flat, bucket.cuts).wait()
         found = {}
         for slot in bucket.slots:
-            tracked = self._parameters.tracked[slot.parameter]
-            view = tracked.view(flat, slot.start)
-            found[tracked.parameter] = view.clone(memory_format=torch.preserve_format)
+            named = self._parameters.named[slot.parameter]
+            view = named.view(flat, slot.start)
+            found[named.parameter] = view.clone(memory_format=torch.preserve_format)
         return found
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
@@ -71,7 +71,7 @@ class IntervalGather:
         }
         gathered = self._group.gather_objects(mine) if self._scattered else [mine]
         return {
-            self._parameters.tracked[number].parameter: self._placed(index, state)
+            self._parameters.named[number].parameter: self._placed(index, state)
             for part in gathered
             for number, state in part.items()
         }
@@ -99,7 +99,7 @@ class IntervalGather:
         all_singles = {number: single for part, _ in parts for number, single in part.items()}
         all_dtypes = {key: dtype for _, part in parts for key, dtype in part.items()}
         states: dict[nn.Parameter, dict[str, Any]] = {
-            self._parameters.tracked[number].parameter: self._placed(index, single)
+            self._parameters.named[number].parameter: self._placed(index, single)
             for number, single in all_singles.items()
         }
         for key in sorted(all_dtypes):

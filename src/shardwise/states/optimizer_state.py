@@ -68,7 +68,7 @@ class OptimizerState:
         optimizers = {group.optimizer for group in groups}
         states: dict[optim.Optimizer, Mapping[Any, Any]]
         states = {optimizer: dict(optimizer.state) for optimizer in optimizers}
-        self._build(ExistingState(parameters.tracked, states))
+        self._build(ExistingState(parameters.named, states))
 
     # -- building -------------------------------------------------------------------------
 
@@ -116,9 +116,9 @@ class OptimizerState:
         """Let a separate master have its parameters' values."""
         value = (interval.target.loaded() if wide is None else wide).to(interval.master.dtype)
         for piece in interval.bucket.pieces(*interval.own):
-            tracked = self._parameters.tracked[piece.parameter]
-            if tracked.parameter in known:
-                flat = tracked.flattened(known[tracked.parameter])[piece.offset :]
+            named = self._parameters.named[piece.parameter]
+            if named.parameter in known:
+                flat = named.flattened(known[named.parameter])[piece.offset :]
                 length = piece.end - piece.start
                 value[piece.start - interval.own[0] :][:length] = flat[:length]
         interval.master.store(value)
@@ -137,7 +137,7 @@ class OptimizerState:
         for inner, interval, group in zip(self._inner_of, self.intervals, self.groups, strict=True):
             existing.give(inner, interval, group)
         # It is here now; the user's optimizer would keep it in memory twice.
-        taken = {tracked.parameter for tracked in self._parameters.tracked}
+        taken = {named.parameter for named in self._parameters.named}
         for optimizer in {group.optimizer for group in self.groups}:
             for parameter in [p for p in optimizer.state if p in taken]:
                 del optimizer.state[parameter]
@@ -167,7 +167,7 @@ class OptimizerState:
         which there is room with anything in it. Segments start at the parameters `borders`."""
         self.inners, self._inner_of = [], []
         by_optimizer = {group.optimizer: states for group in self.groups}
-        self._build(ExistingState(self._parameters.tracked, by_optimizer, borders))
+        self._build(ExistingState(self._parameters.named, by_optimizer, borders))
 
     # -- use ------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from shardwise.bucket_layout import Bucket
 from shardwise.collectives import Collectives, Handle
 from shardwise.errors import BrokenView
+from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.sharded_bucket import ShardedBucket
 from shardwise.states.storage import MemoryStorage, Storage
-from shardwise.states.tracked import Tracked
 from shardwise.timeline import recorder
 
 
@@ -27,8 +27,8 @@ class Parameters(ABC):
     Parameter objects stay the user's own; only what they rest on changes.
     """
 
-    def __init__(self, tracked: Sequence[Tracked], buckets: Sequence[Bucket]) -> None:
-        self.tracked = tracked
+    def __init__(self, named: Sequence[NamedParameter], buckets: Sequence[Bucket]) -> None:
+        self.named = named
         self.buckets = buckets
         self.wide: dict[int, Tensor] = {}
         """By bucket, starting values of this rank's interval in a wider dtype, to be taken."""
@@ -40,7 +40,7 @@ class Parameters(ABC):
 
     def kind(self, index: int) -> tuple[torch.dtype, torch.device]:
         """The dtype of bucket `index`, and the device that computes with it."""
-        first = self.tracked[self.buckets[index].slots[0].parameter]
+        first = self.named[self.buckets[index].slots[0].parameter]
         return first.dtype, first.device
 
     @abstractmethod
@@ -56,18 +56,18 @@ class Parameters(ABC):
 
     def settle(self) -> None:
         """Every bucket was published: return when parameters may be used. Collective."""
-        torch.autograd.graph.increment_version([t.parameter for t in self.tracked])
+        torch.autograd.graph.increment_version([t.parameter for t in self.named])
         self.remember()
 
     def remember(self) -> None:
         """Take the present values as those that `written` compares with."""
-        self._versions = [tracked.parameter._version for tracked in self.tracked]
+        self._versions = [named.parameter._version for named in self.named]
 
     def written(self) -> set[int]:
         """The parameters that user code has written since (load_state_dict, clamp_ ...)."""
-        pairs = zip(self.tracked, self._versions, strict=True)
+        pairs = zip(self.named, self._versions, strict=True)
         return {
-            i for i, (tracked, version) in enumerate(pairs) if tracked.parameter._version != version
+            i for i, (named, version) in enumerate(pairs) if named.parameter._version != version
         }
 
     @abstractmethod
@@ -90,7 +90,7 @@ class Parameters(ABC):
     def held_bytes(self, index: int) -> int:
         """Bytes of bucket `index` that this rank holds between steps."""
 
-    def frozen_bytes(self) -> list[tuple[Sequence[Tracked], int]]:
+    def frozen_bytes(self) -> list[tuple[Sequence[NamedParameter], int]]:
         """The buckets of frozen parameters, where those are laid out too: what is in them, and
         the bytes that this rank holds of them between steps."""
         return []
@@ -106,13 +106,13 @@ class ReplicatedParameters(Parameters):
     """Replicated parameters: each a view of its bucket's flat buffer, for good."""
 
     def __init__(
-        self, tracked: Sequence[Tracked], buckets: Sequence[Bucket], group: Collectives
+        self, named: Sequence[NamedParameter], buckets: Sequence[Bucket], group: Collectives
     ) -> None:
-        super().__init__(tracked, buckets)
+        super().__init__(named, buckets)
         self._group = group
         self._flats = [self._adopt(index) for index in range(len(buckets))]
-        self._places = ParameterPlaces(tracked)
-        self._addresses = [t.parameter.data_ptr() for t in tracked]
+        self._places = ParameterPlaces(named)
+        self._addresses = [t.parameter.data_ptr() for t in named]
         self.remember()
 
     def _adopt(self, index: int) -> Tensor:
@@ -120,10 +120,10 @@ class ReplicatedParameters(Parameters):
         bucket = self.buckets[index]
         flat = self._group.allocate(bucket.numel, *self.kind(index))
         for slot in bucket.slots:
-            tracked = self.tracked[slot.parameter]
-            view = tracked.view(flat, slot.start)
-            view.copy_(tracked.parameter.detach())
-            tracked.parameter.data = view
+            named = self.named[slot.parameter]
+            view = named.view(flat, slot.start)
+            view.copy_(named.parameter.detach())
+            named.parameter.data = view
         return flat
 
     def part(self, index: int, own: tuple[int, int]) -> Storage:
@@ -145,13 +145,13 @@ class ReplicatedParameters(Parameters):
 
     def check_places(self) -> None:
         if not self._places.are_kept(self._addresses):
-            for tracked, address in zip(self.tracked, self._addresses, strict=True):
-                check_place(tracked, address)
+            for named, address in zip(self.named, self._addresses, strict=True):
+                check_place(named, address)
 
     def release(self) -> None:
         """Give each parameter memory of its own again, so that another layout can take it."""
-        for tracked in self.tracked:
-            tracked.parameter.data = tracked.parameter.detach().clone(
+        for named in self.named:
+            named.parameter.data = named.parameter.detach().clone(
                 memory_format=torch.preserve_format
             )
 
@@ -159,10 +159,10 @@ class ReplicatedParameters(Parameters):
 class ParameterPlaces:
     """Checks where parameters lie and are registered, all at once, so that it can be done often."""
 
-    def __init__(self, tracked: Sequence[Tracked]) -> None:
-        self._parameters = [each.parameter for each in tracked]
-        self._dtypes = [each.dtype for each in tracked]
-        self._places = [(*place, each.parameter) for each in tracked for place in each.places]
+    def __init__(self, named: Sequence[NamedParameter]) -> None:
+        self._parameters = [each.parameter for each in named]
+        self._dtypes = [each.dtype for each in named]
+        self._places = [(*place, each.parameter) for each in named for place in each.places]
 
     def are_kept(self, addresses: Sequence[int]) -> bool:
         """Whether `check_place` finds nothing wrong with any."""
@@ -173,20 +173,20 @@ class ParameterPlaces:
         )
 
 
-def check_place(tracked: Tracked, address: int) -> None:
+def check_place(named: NamedParameter, address: int) -> None:
     """Raise BrokenView unless the parameter lies at `address` and is where it was registered."""
-    parameter = tracked.parameter
-    if parameter.data_ptr() != address or parameter.dtype != tracked.dtype:
+    parameter = named.parameter
+    if parameter.data_ptr() != address or parameter.dtype != named.dtype:
         raise BrokenView(
-            f"The storage of {tracked.alias} was replaced after the engine took it over "
+            f"The storage of {named.alias} was replaced after the engine took it over "
             f"(it is now {parameter.dtype} on {parameter.device}). Casting or moving a "
             "model (.to, .half, .data = ...) belongs before sw.Engine(...); for lower "
             "precision use --precision. To write values: "
             "with engine.full_parameters(write=True)."
         )
-    for module, key in tracked.places:
+    for module, key in named.places:
         if module._parameters.get(key) is not parameter:
-            raise _replaced(tracked.alias, module, key)
+            raise _replaced(named.alias, module, key)
 
 
 def _replaced(name: str, module: nn.Module, key: str) -> BrokenView:

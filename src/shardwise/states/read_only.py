@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.states.resting import (
+from shardwise.states.parameters_at_rest import (
     SET_DATA,
     below,
     form_of,
@@ -27,7 +27,7 @@ from shardwise.states.resting import (
 )
 from shardwise.states.torch_calls import FORMAL, what_is_done, written
 
-PASSES_ON = True  # as in resting.py
+PASSES_ON = True  # as in parameters_at_rest.py
 
 
 class _ReadOnly:

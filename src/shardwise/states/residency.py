@@ -265,7 +265,7 @@ class Residency:
 
     def resting(self) -> list[Tensor]:
         """The parameters that are not whole."""
-        return [t.parameter for unit in self.units if not unit.is_whole for t in unit.tracked]
+        return [t.parameter for unit in self.units if not unit.is_whole for t in unit.named]
 
     @contextmanager
     def uneven(self) -> Iterator[None]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.bucket_layout import Bucket
+from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.storage import Storage
-from shardwise.states.tracked import Tracked
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +18,7 @@ class ShardedBucket:
     """A bucket of which this rank stores its interval; where ranks share memory, all of it."""
 
     layout: Bucket
-    tracked: tuple[Tracked, ...]
+    named: tuple[NamedParameter, ...]
     """By slot."""
     own: tuple[int, int]
     storage: Storage
@@ -27,17 +27,17 @@ class ShardedBucket:
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """By slot."""
-        return [tracked.parameter for tracked in self.tracked]
+        return [named.parameter for named in self.named]
 
     @cached_property
     def kind(self) -> tuple[int, torch.dtype, torch.device]:
         """Length, dtype and device of the whole bucket."""
-        return self.layout.numel, self.tracked[0].dtype, self.tracked[0].device
+        return self.layout.numel, self.named[0].dtype, self.named[0].device
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """By slot, its parameter in `flat`, a whole bucket."""
-        pairs = zip(self.tracked, self.layout.slots, strict=True)
-        return [tracked.view(flat, slot.start) for tracked, slot in pairs]
+        pairs = zip(self.named, self.layout.slots, strict=True)
+        return [named.view(flat, slot.start) for named, slot in pairs]
 
     def store(self, flat: Tensor) -> None:
         """Take this rank's interval out of `flat`, a whole bucket."""

@@ -1,7 +1,7 @@
 """Sharded parameters: a rank holds its interval of every bucket and nothing else.
 
-At rest a parameter has its shape and no values: `resting` refuses to read or write it. `residency`
-shows the whole values while a forward or a backward needs them.
+At rest a parameter has its shape and no values: `parameters_at_rest` refuses to read or write it.
+`residency` shows the whole values while a forward or a backward needs them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shardwise.bucket_layout import Bucket
 from shardwise.collectives import Collectives, Handle
 from shardwise.errors import BrokenView
 from shardwise.model.meta import make_real
+from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.parameters import ParameterPlaces, Parameters, check_place
+from shardwise.states.parameters_at_rest import AtRest, SwappingData, at_rest, unguarded, unmark
 from shardwise.states.read_only import read_only
-from shardwise.states.resting import AtRest, SwappingData, at_rest, unguarded, unmark
 from shardwise.states.sharded_bucket import ShardedBucket
 from shardwise.states.storage import MemoryStorage, Storage
 from shardwise.states.storage_factory import StorageFactory
-from shardwise.states.tracked import Tracked
 
 
 class ShardedParameters(Parameters):
@@ -34,22 +34,22 @@ class ShardedParameters(Parameters):
 
     def __init__(
         self,
-        tracked: Sequence[Tracked],
+        named: Sequence[NamedParameter],
         buckets: Sequence[Bucket],
-        frozen: Sequence[Tracked],
+        frozen: Sequence[NamedParameter],
         frozen_buckets: Sequence[Bucket],
         group: Collectives,
         factory: StorageFactory,
-        value_of: Callable[[Tracked], Tensor],
+        value_of: Callable[[NamedParameter], Tensor],
     ) -> None:
         """`value_of` gives a parameter's starting value, in its shape and dtype."""
-        super().__init__(tracked, buckets)
+        super().__init__(named, buckets)
         self._group = group
         self._watchers: list[Callable[[], None]] = []
-        self._all = [*tracked, *frozen]
+        self._all = [*named, *frozen]
         self._nans: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._replaced: Tracked | None = None
-        offset = len(tracked)
+        self._replaced: NamedParameter | None = None
+        offset = len(named)
         shifted = [_shifted(bucket, offset) for bucket in frozen_buckets]
         self.sharded_buckets = self._make_buckets([*buckets, *shifted], factory)
         self._at_rest = {
@@ -59,7 +59,7 @@ class ShardedParameters(Parameters):
             for bucket in self.sharded_buckets
         }
         self._addresses = {bucket: rest.addresses for bucket, rest in self._at_rest.items()}
-        self._places = {bucket: ParameterPlaces(bucket.tracked) for bucket in self.sharded_buckets}
+        self._places = {bucket: ParameterPlaces(bucket.named) for bucket in self.sharded_buckets}
         for index, bucket in enumerate(self.sharded_buckets):
             self._adopt(index, bucket, value_of)
         self.meet()
@@ -81,8 +81,8 @@ class ShardedParameters(Parameters):
     ) -> list[ShardedBucket]:
         """Room for this rank's interval of every bucket."""
         owns = [bucket.interval(self._group.rank) for bucket in buckets]
-        tracked = [tuple(self._all[slot.parameter] for slot in b.slots) for b in buckets]
-        kinds = [(each[0].dtype, each[0].device) for each in tracked]
+        named = [tuple(self._all[slot.parameter] for slot in b.slots) for b in buckets]
+        kinds = [(each[0].dtype, each[0].device) for each in named]
         shared: list[Tensor | None] = [None] * len(buckets)
         if factory.is_device:
             shared = [
@@ -99,18 +99,18 @@ class ShardedParameters(Parameters):
             storages = factory.make("parameters", lengths, kinds)
         return [
             ShardedBucket(*parts)
-            for parts in zip(buckets, tracked, owns, storages, shared, strict=True)
+            for parts in zip(buckets, named, owns, storages, shared, strict=True)
         ]
 
     def _adopt(
-        self, index: int, bucket: ShardedBucket, value_of: Callable[[Tracked], Tensor]
+        self, index: int, bucket: ShardedBucket, value_of: Callable[[NamedParameter], Tensor]
     ) -> None:
         """Take this rank's interval of a bucket from its parameters; the rest is let go."""
         own = bucket.own
         _, dtype, device = bucket.kind
         interval = torch.zeros(own[1] - own[0], dtype=dtype, device=device)
         wide: Tensor | None = None
-        places = zip(bucket.tracked, bucket.layout.slots, self._at_rest[bucket].each, strict=True)
+        places = zip(bucket.named, bucket.layout.slots, self._at_rest[bucket].each, strict=True)
         for each, slot, rest in places:
             low, high = max(slot.start, own[0]), min(slot.end, own[1])
             value = value_of(each)
@@ -181,7 +181,7 @@ class ShardedParameters(Parameters):
         """Remember a parameter that user code gave other memory: `check` reports it."""
         now, then = list(map(Tensor.data_ptr, bucket.parameters)), self._addresses[bucket]
         if now != then:
-            wrong = zip(bucket.tracked, now, then, strict=True)
+            wrong = zip(bucket.named, now, then, strict=True)
             self._replaced = next(each for each, a, b in wrong if a != b)
 
     def publish(self, index: int) -> Handle:
@@ -237,12 +237,12 @@ class ShardedParameters(Parameters):
         for number in itertools.chain.from_iterable(self._group.gather_objects(mine)):
             raise self.written_in_vain(self._all[number])
 
-    def written_in_vain(self, tracked: Tracked) -> BrokenView:
+    def written_in_vain(self, named: NamedParameter) -> BrokenView:
         """The error for a write that only this rank's temporary copy of a parameter has seen."""
         self._replaced = None
         self.remember()
         return BrokenView(
-            f"{tracked.alias} was written while sharded, which reaches nothing. To write "
+            f"{named.alias} was written while sharded, which reaches nothing. To write "
             "parameters: with engine.full_parameters(module, write=True)."
         )
 
@@ -267,8 +267,8 @@ class ShardedParameters(Parameters):
                 addresses = self._addresses[bucket]
                 if not places.are_kept(addresses):
                     self._addresses[bucket] = [p.data_ptr() for p in bucket.parameters]
-                    for tracked, address in zip(bucket.tracked, addresses, strict=True):
-                        check_place(tracked, address)
+                    for named, address in zip(bucket.named, addresses, strict=True):
+                        check_place(named, address)
 
     def release(self) -> None:
         """Give each parameter whole memory of its own again. Collective."""
@@ -294,9 +294,9 @@ class ShardedParameters(Parameters):
         """This rank's interval."""
         return self.sharded_buckets[index].storage.nbytes
 
-    def frozen_bytes(self) -> list[tuple[Sequence[Tracked], int]]:
+    def frozen_bytes(self) -> list[tuple[Sequence[NamedParameter], int]]:
         """This rank's intervals."""
-        return [(bucket.tracked, bucket.storage.nbytes) for bucket in self.frozen]
+        return [(bucket.named, bucket.storage.nbytes) for bucket in self.frozen]
 
     @property
     def frozen(self) -> Sequence[ShardedBucket]:

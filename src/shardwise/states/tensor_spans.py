@@ -19,11 +19,11 @@ from shardwise.collectives import Collectives
 from shardwise.shards import Shard
 from shardwise.states.ema import Averages
 from shardwise.states.existing_optimizer_state import Blank
+from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.optimizer_state import OptimizerState
 from shardwise.states.parameters import Parameters
 from shardwise.states.sharded_bucket import ShardedBucket
 from shardwise.states.storage import MemoryStorage, Storage
-from shardwise.states.tracked import Tracked
 from shardwise.states.update_intervals import UpdateSegment
 
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
@@ -87,9 +87,9 @@ class TensorSpans:
         self._scattered = scattered
         self._among = among
         self._shards = {
-            number: tracked.shard
-            for number, tracked in enumerate(parameters.tracked)
-            if tracked.shard is not None
+            number: named.shard
+            for number, named in enumerate(parameters.named)
+            if named.shard is not None
         }
 
     def reported(self) -> ReportedState:
@@ -116,7 +116,7 @@ class TensorSpans:
         if not self._optimizer.is_tensor(index, segment, key, value):
             return value.detach().cpu() if isinstance(value, Tensor) else value
         flat = self._optimizer.is_flat(index, segment, key, value)
-        shape = self._parameters.tracked[number].whole_shape if flat else value.shape
+        shape = self._parameters.named[number].whole_shape if flat else value.shape
         return Blank(tuple(shape), value.dtype)
 
     def _own_borders(self) -> set[int]:
@@ -182,7 +182,7 @@ class TensorSpans:
         return extents(interval.bucket.pieces(*interval.own), interval.own[0], names, self._shards)
 
     def _name(self, number: int, key: str | None) -> str:
-        name = self._parameters.tracked[number].name
+        name = self._parameters.named[number].name
         return name if key is None else state_name(name, key)
 
     def _holding(
@@ -216,14 +216,14 @@ class TensorSpans:
                 flat = self._whole(index, kind, key, dtype)
                 for slot in slots:
                     if self._has(slot.parameter, key, reported):
-                        view = self._parameters.tracked[slot.parameter].view(flat, slot.start)
+                        view = self._parameters.named[slot.parameter].view(flat, slot.start)
                         yield kind, self._name(slot.parameter, key), view.contiguous().view(-1)
 
     def _odd_slots(self, index: int) -> list[Slot]:
         return [
             slot
             for slot in self._optimizer.intervals[index].bucket.slots
-            if not self._parameters.tracked[slot.parameter].in_order
+            if not self._parameters.named[slot.parameter].in_order
         ]
 
     def _has(self, number: int, key: str | None, reported: ReportedState) -> bool:
@@ -263,8 +263,8 @@ class TensorSpans:
 
 def of_sharded_bucket(bucket: ShardedBucket, among: Mapping[bool, tuple[int, int]]) -> TensorSpan:
     """A bucket of frozen parameters that is sharded; `among` is as in Holdings."""
-    slots = list(zip(bucket.layout.slots, bucket.tracked, strict=True))
-    names = {slot.parameter: tracked.name for slot, tracked in slots}
+    slots = list(zip(bucket.layout.slots, bucket.named, strict=True))
+    names = {slot.parameter: named.name for slot, named in slots}
     shards = {slot.parameter: t.shard for slot, t in slots if t.shard is not None}
     found = extents(bucket.layout.pieces(*bucket.own), bucket.own[0], names, shards)
     return TensorSpan(MODEL, bucket.storage, found, *among[bool(shards)])
@@ -296,14 +296,16 @@ def gathered(
     return flat
 
 
-def reordered_bucket(bucket: ShardedBucket, group: Collectives) -> Iterator[tuple[Tracked, Tensor]]:
+def reordered_bucket(
+    bucket: ShardedBucket, group: Collectives
+) -> Iterator[tuple[NamedParameter, Tensor]]:
     """The tensors of `bucket` that lie in memory in another order than that of their elements."""
-    if all(tracked.in_order for tracked in bucket.tracked):
+    if all(named.in_order for named in bucket.named):
         return
     flat = gathered(bucket.layout, bucket.own, bucket.storage.loaded(), group)
-    for tracked, slot in zip(bucket.tracked, bucket.layout.slots, strict=True):
-        if not tracked.in_order:
-            yield tracked, tracked.view(flat, slot.start).contiguous().view(-1)
+    for named, slot in zip(bucket.named, bucket.layout.slots, strict=True):
+        if not named.in_order:
+            yield named, named.view(flat, slot.start).contiguous().view(-1)
 
 
 def _flat(value: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives
 from shardwise.errors import UsageError
-from shardwise.states.accumulator import GradientBucket
+from shardwise.states.gradient_accumulator import GradientBucket
 from shardwise.states.gradients import Gradients
 from shardwise.states.lost_writes import fingerprint
 from shardwise.states.parameters import Parameters
-from shardwise.states.resting import unguarded
+from shardwise.states.parameters_at_rest import unguarded
 from shardwise.states.tensor_spans import gathered
 
 
@@ -60,7 +60,7 @@ class WholeGradients:
         *,
         scattered: bool,
     ) -> None:
-        self._tracked = parameters.tracked
+        self._named = parameters.named
         self._gradients = gradients
         self._group = group if scattered else None
         self._run = run
@@ -79,12 +79,12 @@ class WholeGradients:
                 self._show(slot.parameter, flat, slot.start)
 
     def _show(self, index: int, flat: Tensor, start: int) -> None:
-        tracked = self._tracked[index]
+        named = self._named[index]
         grad = None
         if self._used[index]:
-            grad = tracked.view(flat, start).to(tracked.dtype)
+            grad = named.view(flat, start).to(named.dtype)
         with unguarded():
-            tracked.parameter.grad = grad
+            named.parameter.grad = grad
         if grad is not None and self._run.rank == 0:
             self._shown[index] = _Shown.of(grad)
 
@@ -95,7 +95,7 @@ class WholeGradients:
         Collective. Raises UsageError, on all ranks alike, for a gradient of another shape.
         """
         with unguarded():
-            grads = [tracked.parameter.grad for tracked in self._tracked]
+            grads = [named.parameter.grad for named in self._named]
         self._check(grads)
         changed = [self._is_changed(index, grad) for index, grad in enumerate(grads)]
         used = [grad is not None for grad in grads]
@@ -114,8 +114,8 @@ class WholeGradients:
     def _check(self, grads: Sequence[Tensor | None]) -> None:
         """Raise where a gradient that has come is not dense; torch itself sees to its shape."""
         odd = [
-            tracked.name
-            for tracked, grad in zip(self._tracked, grads, strict=True)
+            named.name
+            for named, grad in zip(self._named, grads, strict=True)
             if grad is not None and grad.layout != torch.strided
         ]
         if any(self._run.gather_plain(bool(odd))):
@@ -139,7 +139,7 @@ class WholeGradients:
         for slot in bucket_.layout.slots:
             grad = grads[slot.parameter]
             if changed[slot.parameter] and grad is not None:
-                view = self._tracked[slot.parameter].view(flat, slot.start)
+                view = self._named[slot.parameter].view(flat, slot.start)
                 view.copy_(grad.to(dtype) / self._factor)
         if self._run.size > 1:
             self._run.broadcast(flat).wait()

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from shardwise.states.bucket_gathers import BucketGathers, Gather, WholeBucket, there, whole_of
 from shardwise.states.lost_writes import LostWrites
+from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.saved_references import BucketAddresses, BucketReference, CastCache
 from shardwise.states.sharded_bucket import ShardedBucket
 from shardwise.states.sharded_parameters import ShardedParameters
-from shardwise.states.tracked import Tracked
 
 
 @dataclass(eq=False)
@@ -47,9 +47,9 @@ class Unit:
         return self.gather is not None
 
     @property
-    def tracked(self) -> list[Tracked]:
+    def named(self) -> list[NamedParameter]:
         """Its parameters."""
-        return [tracked for bucket in self.buckets for tracked in bucket.tracked]
+        return [named for bucket in self.buckets for named in bucket.named]
 
 
 class WholeUnits:

@@ -20,12 +20,11 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shardwise.errors import LaunchError
 from shardwise.printable import printable
-from shardwise.verify import report as reports
-from shardwise.verify import runs, verdicts
+from shardwise.verify import page, runs, verdicts
 from shardwise.verify.flow import Verification
 from shardwise.verify.plan import Plan
 from shardwise.verify.records import Training
-from shardwise.verify.report import Report
+from shardwise.verify.report import STYLES, Report
 from shardwise.verify.runs import RECORDS, Run, RunFailed, WarmRanks
 from shardwise.verify.verdicts import Result
 
@@ -134,7 +133,7 @@ def verify(plan: Plan, json_file: Path | None) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     report = Report(plan=plan, results=results)
-    reports.write(report, plan.out, json_file)
+    page.write(report, plan.out, json_file)
     console.print(f"all of it: {plan.out / 'verify.html'}, beside it PNG and JSON", soft_wrap=True)
     return report.exit_code
 
@@ -166,7 +165,7 @@ def _say(result: Result, console: Console) -> None:
     """The verdict about one placement."""
     console.print(f"{result.placement}", style="bold", soft_wrap=True)
     for number, sentence in enumerate(verdicts.sentences(result)):
-        style = reports.STYLES[result.verdict] if number == 0 else None
+        style = STYLES[result.verdict] if number == 0 else None
         console.print(f"  {printable(sentence)}", style=style, soft_wrap=True)
 
 

@@ -1,19 +1,15 @@
-"""What a verification found, as JSON and as a page with its plots."""
+"""Report is what a verification found; `as_json` makes plain values of it."""
 
 from __future__ import annotations
 
-import json
 import math
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from shardwise import plot_look
 from shardwise.verify import verdicts
 from shardwise.verify.comparing import Comparison, TensorDifference, growth
 from shardwise.verify.plan import Plan
@@ -80,20 +76,6 @@ def largest(comparison: Comparison, count: int = SHOWN) -> list[tuple[int, Tenso
     return sorted(found.values(), key=lambda pair: -pair[1].relative)[:count]
 
 
-def write(report: Report, folder: Path, json_file: Path | None) -> None:
-    """verify.json, verify.png and verify.html in `folder`, and the JSON in `json_file` too."""
-    text = json.dumps(as_json(report), indent=2, allow_nan=False) + "\n"
-    (folder / "verify.json").write_text(text)
-    if json_file is not None and str(json_file) == "-":
-        sys.stdout.write(text)
-    elif json_file is not None:
-        json_file.write_text(text)
-    from shardwise.verify import plots  # half a second, which nobody waits for before
-
-    picture = plots.draw(report, folder)
-    (folder / "verify.html").write_text(page(report, picture))
-
-
 def as_json(report: Report) -> dict[str, Any]:
     """Everything, for programs; what is not known, or is no finite number, is null."""
     return {
@@ -140,27 +122,3 @@ def _tensor(found: TensorDifference) -> dict[str, Any]:
 
 def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def page(report: Report, picture: str) -> str:
-    """The page: one file, which fetches nothing. `picture` is the plots as SVG."""
-    return plot_look.render_page(
-        "shardwise.verify",
-        report=report,
-        machine=report.machine(),
-        picture=picture,
-        tolerance=verdicts.figure(TOLERANCE),
-        results=[
-            {
-                "placement": str(result.placement),
-                "verdict": result.verdict,
-                "sentences": verdicts.sentences(result),
-                "rows": [
-                    (each.name, each.kind, verdicts.figure(each.relative), max(number - 1, 0))
-                    for number, each in largest(result.judged)
-                ],
-                "in_fp64": result.wide is not None,
-            }
-            for result in report.results
-        ],
-    )

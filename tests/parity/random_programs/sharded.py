@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import shardwise as sw
 from shardwise.states import storage
-from shardwise.states.squared_sums import GRAIN
+from shardwise.states.exact_squared_sums import GRAIN
 from tests.disk import on_a_disk
 from tests.parity.random_programs import models as made_of
 from tests.parity.random_programs.models import Batch, explicit, items

@@ -6,7 +6,7 @@ partition.py            divides layers into stages; layer_times.py  times them
 stages.py               which stage is on which rank, and what runs now
 stage_forwards.py       replaces the forwards of layers; recomputed_layers.py  under checkpoints
 stage_tensors.py        tensors that one stage computes, and the others know the shape of
-fake_outputs.py         computes the shapes of a layer's outputs on other stages
+fake_outputs.py         computes the shapes of a layer's outputs on other stages; fake_tensors.py
 channels.py             messages between stages
 pipeline_group.py       the ranks of a pipeline: stages, channels, parameters together
 parameter_ownership.py  frees, gathers and restores parameters of other stages

@@ -6,56 +6,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ModelError
-
-if TYPE_CHECKING:  # stages are built on what is here
-    from shardwise.parallel.pipeline.stages import Stages
-
-
-@cache
-def fake_mode() -> FakeTensorMode:
-    """The mode in which fake tensors are made: torch computes their shapes and dtypes, without
-    memory.
-
-    Made on first use: that takes seconds, which every rank would wait at its start.
-    """
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def fake_like(value: Tensor) -> FakeTensor:
-    """A fake tensor like `value`, without a graph."""
-    if isinstance(value, FakeTensor):
-        made: Tensor = value.detach()
-    else:
-        with fake_mode():
-            made = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.device
-            )
-    assert isinstance(made, FakeTensor)
-    if _takes_gradients(value):
-        made.requires_grad_(value.requires_grad)
-    return made
-
-
-def _takes_gradients(value: Tensor) -> bool:
-    return value.dtype.is_floating_point or value.dtype.is_complex
-
-
-def without_saving() -> saved_tensors_hooks:
-    """Save tensors for backward as they are inside the block: nothing of fake tensors is worth
-    moving."""
-    return saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-
+from shardwise.parallel.pipeline.fake_tensors import fake_like, fake_mode, without_saving
+from shardwise.parallel.pipeline.stages import Stages
 
 MOST_CACHED = 1024
 """The number of outputs that are cached."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.collectives import Collectives
-from shardwise.parallel.pipeline.fake_outputs import FakeOutputs, fake_like, fake_mode
+from shardwise.parallel.pipeline.fake_outputs import FakeOutputs
+from shardwise.parallel.pipeline.fake_tensors import fake_like, fake_mode
 from shardwise.parallel.pipeline.parameter_ownership import ParameterOwnership
 from shardwise.parallel.pipeline.stage_tensors import StageRun
 from shardwise.parallel.pipeline.stages import Stages

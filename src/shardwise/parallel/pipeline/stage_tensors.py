@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from shardwise.collectives import Handle
 from shardwise.errors import UsageError
 from shardwise.parallel.pipeline import recomputed_layers
-from shardwise.parallel.pipeline.fake_outputs import fake_like, fake_mode, without_saving
+from shardwise.parallel.pipeline.fake_tensors import fake_like, fake_mode, without_saving
 from shardwise.parallel.tensor.torch_functions import FORM
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from shardwise.current_batch import Batch
-from shardwise.engine.accumulation import Accumulation
 from shardwise.engine.gradient_weighting import LossWeight, divisor_of, weigh
+from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.errors import UsageError
 
 LOSS = torch.tensor(2.0)
@@ -23,7 +23,7 @@ def count(accumulation, batch, weight=None, same_items=None, summed=False):
 
 
 def test_losses_of_one_batch_count_it_once():
-    accumulation = Accumulation()
+    accumulation = LossAccumulation()
     assert [count(accumulation, batch) for batch in (ONE, ONE, OTHER, ONE)] == [
         False,
         True,
@@ -35,7 +35,7 @@ def test_losses_of_one_batch_count_it_once():
 
 
 def test_without_a_batch_each_loss_is_of_other_items():
-    accumulation = Accumulation()
+    accumulation = LossAccumulation()
     assert not count(accumulation, None)
     assert not count(accumulation, None, weight=3)
     assert accumulation.weights == [1.0, 3.0]
@@ -44,7 +44,7 @@ def test_without_a_batch_each_loss_is_of_other_items():
 @pytest.mark.parametrize("weights", [(8, 8), (8, None), (None, 8), (100, 50)])
 def test_a_weight_for_a_second_loss_of_a_batch_says_of_which_items(weights):
     first, second = weights
-    accumulation = Accumulation()
+    accumulation = LossAccumulation()
     count(accumulation, ONE, first)
     with pytest.raises(UsageError, match=r"same_items=True.*same_items=False"):
         count(accumulation, ONE, second)
@@ -54,13 +54,13 @@ def test_a_weight_for_a_second_loss_of_a_batch_says_of_which_items(weights):
 
 
 def test_further_losses_of_the_same_items():
-    accumulation = Accumulation()
+    accumulation = LossAccumulation()
     count(accumulation, ONE, 100)
     assert count(accumulation, ONE, 100, same_items=True)
     assert accumulation.weights == [100.0, 0.0]
     with pytest.raises(UsageError, match="over 50 items and the one before over 100"):
         count(accumulation, ONE, 50, same_items=True)
-    fresh = Accumulation()
+    fresh = LossAccumulation()
     with pytest.raises(UsageError, match="this is the first one"):
         count(fresh, ONE, 8, same_items=True)
     count(fresh, None)
@@ -68,7 +68,7 @@ def test_further_losses_of_the_same_items():
 
 
 def test_sums_have_the_factor_one_and_no_weight():
-    accumulation = Accumulation()
+    accumulation = LossAccumulation()
     assert not count(accumulation, ONE, summed=True)
     assert count(accumulation, ONE, summed=True)
     assert not count(accumulation, OTHER, summed=True)

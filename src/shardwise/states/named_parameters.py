@@ -13,7 +13,7 @@ from shardwise.shards import Shard
 
 
 @dataclass(eq=False)
-class Tracked:
+class NamedParameter:
     """A parameter of the models: its name, itself, every place that holds it, and its form.
 
     `shape`, `strides`, `dtype` and `device` are those it had when it was found: what it rests on
@@ -70,13 +70,13 @@ class Tracked:
         return flat
 
 
-def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[Tracked]:
+def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[NamedParameter]:
     """Every parameter of `models`, in registration order, each once, with all its places.
 
     Names are those of the plain model: what torch.compile puts in front is left out. With
     several models each name starts with its model's entry of `names`.
     """
-    found: dict[nn.Parameter, Tracked] = {}
+    found: dict[nn.Parameter, NamedParameter] = {}
     for model, prefix in zip(models, names, strict=True):
         for path, module in model.named_modules(remove_duplicate=True):
             for key, parameter in module._parameters.items():
@@ -84,7 +84,7 @@ def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[Tracked]:
                     continue
                 name = ".".join(part for part in (prefix, path, key) if part)
                 if parameter not in found:
-                    found[parameter] = Tracked(name.replace("_orig_mod.", ""), parameter)
+                    found[parameter] = NamedParameter(name.replace("_orig_mod.", ""), parameter)
                 found[parameter].places.append((module, key))
     return list(found.values())
 

@@ -28,7 +28,7 @@ class LossTerm:
 
 
 @dataclass
-class Accumulation:
+class LossAccumulation:
     """This rank's backwards since the last step (gradient accumulation; no `no_sync` is needed).
 
     By backward: `weights` are the items that it counts, `losses` its loss x factor, `indices` its

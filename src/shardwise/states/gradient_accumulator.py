@@ -20,13 +20,13 @@ from torch import Tensor
 
 from shardwise.bucket_layout import Bucket
 from shardwise.collectives import Handle
-from shardwise.states import squared_sums
+from shardwise.states import exact_squared_sums
 from shardwise.states.storage import MemoryStorage, Span, Storage
 from shardwise.sum_tree import MicroShards
 
 
 class ExactRow(Protocol):
-    """Counts the squares of a span of a storage; see `squared_sums.exact_row`."""
+    """Counts the squares of a span of a storage; see `exact_squared_sums.exact_row`."""
 
     def __call__(self, storage: Storage, own: Span, *, wide: bool = False) -> Tensor:
         """Rows of buckets and ranks add up; `wide` where squares of fp32 numbers overflow."""
@@ -52,10 +52,10 @@ class Summation:
 
 def in_tree(shards: MicroShards) -> Summation:
     """The summation whose bits are the same for every number of workers."""
-    return Summation(True, shards.fan_ins, squared_sums.exact_row, squared_sums.GRAIN)
+    return Summation(True, shards.fan_ins, exact_squared_sums.exact_row, exact_squared_sums.GRAIN)
 
 
-class Accumulator:
+class GradientAccumulator:
     """Adds up one bucket's gradient; `device` is where its parts come from.
 
     Level i joins `fan_ins[i]` parts of the level below, and the last one all that come to it.
@@ -126,7 +126,7 @@ class GradientBucket:
     layout: Bucket
     own: tuple[int, int]
     kept: Tensor | None
-    accumulator: Accumulator
+    accumulator: GradientAccumulator
     kind: tuple[torch.dtype, torch.device]
     """Of the buffers that gradients are collected in."""
     awaited: bool = False
