@@ -16,7 +16,10 @@ class Report:
     races: list[str] = field(default_factory=list)
     kernels: dict[str, int] = field(default_factory=dict)
     synchronisations: dict[str, int] = field(default_factory=dict)
-    """By cause and line, as `event in engine/accumulation.py:12`."""
+    """By cause and line, as `event in engine/accumulation.py:12`; with "aside: " before it where
+    not the thread that trains has waited."""
+    pinned: int = 0
+    """The most bytes of pinned memory at once."""
 
 
 def followed(world: Any, function: Callable[..., Any], *args: Any) -> Report:
@@ -34,4 +37,5 @@ def followed(world: Any, function: Callable[..., Any], *args: Any) -> Report:
         races=list(order.races),
         kernels=dict(order.kernels),
         synchronisations=dict(order.synchronisations),
+        pinned=order.most_pinned_nbytes(),
     )

@@ -248,13 +248,13 @@ class TensorSpans:
         """A bucket of one state, put together."""
         interval = self._optimizer.intervals[index]
         own = {(k, name): storage for k, name, storage in self._intervals(index)}
+        device = self._parameters.kind(index)[1]
         if (kind, key) in own:
-            value = own[kind, key].loaded()
+            value = own[kind, key].loaded(device)
         else:
             assert key is not None
-            value = self._optimizer.whole(index, key, dtype)
-        device = self._parameters.kind(index)[1]
-        return gathered(interval.bucket, interval.own, value.to(device), self._reach)
+            value = self._optimizer.whole(index, key, dtype).to(device)
+        return gathered(interval.bucket, interval.own, value, self._reach)
 
     @property
     def _reach(self) -> Collectives | None:
@@ -300,7 +300,8 @@ def reordered_bucket(bucket: ShardedBucket, group: Collectives) -> Iterator[tupl
     """The tensors of `bucket` that lie in memory in another order than that of their elements."""
     if all(tracked.in_order for tracked in bucket.tracked):
         return
-    flat = gathered(bucket.layout, bucket.own, bucket.storage.loaded(), group)
+    value = bucket.storage.loaded(bucket.kind[2])
+    flat = gathered(bucket.layout, bucket.own, value, group)
     for tracked, slot in zip(bucket.tracked, bucket.layout.slots, strict=True):
         if not tracked.in_order:
             yield tracked, tracked.view(flat, slot.start).contiguous().view(-1)
