@@ -29,7 +29,7 @@ class Host(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         tensors = [x for x in leaves((*args, *kwargs.values())) if isinstance(x, Tensor)]
-        if any(map(is_on_device, tensors)):
+        if any(map(is_on_device, tensors)) or _goes_up(kwargs):
             return
         order = Device.order
         pinned = [
@@ -44,6 +44,11 @@ class Host(TorchDispatchMode):
             writes = [span(tensor) for tensor in pinned if id(tensor) in targets]
             reads = [span(tensor) for tensor in pinned if id(tensor) not in targets]
             order.by_host(func._schema.name, reads, writes)
+
+
+def _goes_up(kwargs: dict[str, Any]) -> bool:
+    """Whether the result is on the device: then the device reads."""
+    return torch.device(kwargs.get("device") or "cpu").type == "cuda"
 
 
 def follow_files() -> None:
