@@ -4,7 +4,8 @@ The CPU stands in for the accelerator. Its side stream does nothing until somebo
 reads or writes memory of a copy without waiting for it gets other numbers.
 """
 
-from collections import deque
+import threading
+from collections import defaultdict, deque
 from contextlib import contextmanager
 
 import pytest
@@ -20,47 +21,60 @@ from tests.disk import on_a_disk
 class LateEvent:
     """The end of a copy that has not begun; without a copy, a moment that has passed."""
 
-    def __init__(self, queue, copy=None):
+    lock = threading.RLock()
+    """Threads that write to a disk wait for copies, too."""
+
+    def __init__(self, queue=(), copy=None):
         self._queue = queue
         self._copy = copy
 
     def run(self):
-        copy, self._copy = self._copy, None
-        copy()
+        self._copy()
+        self._copy = None
 
     def query(self):
         return self._copy is None
 
     def synchronize(self):
-        while not self.query():
-            self._queue.popleft().run()
+        with self.lock:
+            while not self.query():
+                self._queue.popleft().run()
 
 
 class Late(CopyStream):
-    """A side stream that does its copies in order, each when it is waited for."""
+    """Two side streams, each of which does its copies in order, when one is waited for."""
 
     uses = 0
 
     def __init__(self, device):
         super().__init__(device)
-        self._queue = deque()
+        self._queues = defaultdict(deque)
 
     def here(self):
-        return LateEvent(self._queue)
+        return LateEvent()
 
     def await_(self, event):
         event.synchronize()
 
     @contextmanager
-    def _entered(self, after):
+    def _entered(self, stream, after):
         Late.uses += 1
-        after.synchronize()
+        for event in after:
+            event.synchronize()
         yield
 
-    def _copy(self, source, target, *, on_device):
+    def _copy(self, stream, source, target, after):
         Late.uses += 1
-        event = LateEvent(self._queue, lambda: target.copy_(source))
-        self._queue.append(event)
+        behind = [event for event in after if not event.query()]
+
+        def copy():
+            for event in behind:
+                event.synchronize()
+            target.copy_(source)
+
+        queue = self._queues[id(stream)]
+        event = LateEvent(queue, copy)
+        queue.append(event)
         return event
 
 

@@ -12,7 +12,7 @@ that, what a real device would have been free to do is followed:
     operators.py    every operation, run on the host's view of its tensors
     streams.py      torch.cuda's streams and events; torch_cuda.py  the rest of that module
     collectives.py  NCCL's: Gloo moves the bytes, a stream of each communicator has the order
-    host.py         what the CPU does with pinned memory
+    host.py         what the CPU does with pinned memory, and what files read and write there
     rank.py         a rank of a warm group that has such a device; report.py  what a case showed
 
 What it shows: a wait that is left out, a buffer that is reused or freed while another stream is
@@ -20,5 +20,5 @@ at it (record_stream), a collective on a tensor that is not there yet, host sync
 where, kernels launched, bytes on the device at any time.
 
 What it cannot show: time and overlap, CUDA's numerics and limits, NCCL itself, races between
-threads of the host, what a file's bytes do to pinned memory. It never claims to be CUDA.
+threads of the host, which count as one here. It never claims to be CUDA.
 """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torch.utils.data import TensorDataset
 import shardwise as sw
 from shardwise.collectives import Solo
 from shardwise.mesh import Mesh
+from shardwise.tiers import device_spool, host_window
+from shardwise.tiers.copy_stream import CopyStream
+from shardwise.tiers.nvme import Store
 from shardwise.world import World
 from tests.gpu import test_activations
 from tests.gpu.training import CLASSES, Model, tiers
@@ -134,6 +138,86 @@ def loaded(world: World, settings: dict[str, Any], kind: str = "Model") -> list[
         for x, y in step:
             engine.backward(loss_of(model, x, y))
         losses.append(engine.step().loss)
+    values = values_of(engine, model)
+    engine.close()
+    return [torch.tensor(losses, dtype=torch.float64), *values]
+
+
+SMALL = 16 * 1024
+"""Bytes of a pinned block in `small_blocks`."""
+
+
+def small_blocks(world: World, function: Callable[..., Any], *args: Any) -> Any:
+    """With pinned blocks far smaller than what passes through them."""
+    before = device_spool.CHUNK, host_window.PIECE
+    device_spool.CHUNK = host_window.PIECE = SMALL
+    try:
+        return function(world, *args)
+    finally:
+        device_spool.CHUNK, host_window.PIECE = before
+
+
+def lent_again(world: World, folder: Path) -> None:
+    """A store's one buffer is given back while it goes up, and filled anew by the host."""
+    copies = CopyStream(world.device)
+    with closing(Store(folder, "state", [SMALL], rank=0, pages=copies.pages)) as store:
+        lease = store.blank(0)
+        lease.wait().fill_(1)
+        data, came = copies.up(lease.wait())
+        lease.copied(came)
+        lease.give_back()
+        lease = store.blank(0)
+        lease.wait().fill_(2)
+        copies.await_(came)
+        assert bool((data == 1).all())
+
+
+def saved_and_loaded(
+    world: World, folder: Path, settings: dict[str, Any], background: bool
+) -> list[tuple[dict[str, int], int]]:
+    """Synchronisations by cause, and the most pinned bytes, of a save and of a load."""
+    from tests.phantom.streams import Device
+
+    order = Device.order
+
+    def seen() -> tuple[dict[str, int], int]:
+        return dict(order.synchronisations), order.most_pinned_nbytes() - before
+
+    def trained(step: int) -> None:
+        engine.backward(loss_of(model, *world.share(batch(world, step))))
+        engine.step()
+
+    model, optimizer = made(world)
+    engine = sw.Engine(model, optimizer, **settings)
+    trained(0)
+    wanted = values_of(engine, model)
+    kept = list(order.races)
+    order.begin()
+    before = order.most_pinned_nbytes()
+    path = engine.save(folder, background=background)
+    found = [seen()]
+    trained(1)
+    kept += order.races
+    order.begin()
+    before = order.most_pinned_nbytes()
+    engine.load(path)
+    found.append(seen())
+    assert all(map(torch.equal, values_of(engine, model), wanted))
+    engine.close()
+    order.races[:0] = kept
+    return found
+
+
+def accumulated(world: World, settings: dict[str, Any], named: dict[str, str]) -> list[Tensor]:
+    """As `by_precision`, with two backwards a step, in fp64."""
+    model, optimizer = made(world)
+    engine = sw.Engine(model, optimizer, bucket_mb=0.01, **settings, **tiers(**named))
+    losses = []
+    for step in range(STEPS):
+        for part in range(2):
+            x, y = world.share(batch(world, 10 * step + part))
+            engine.backward(loss_of(model, x, y), last=part == 1)
+        losses.append(engine.step(max_norm=0.5).loss)
     values = values_of(engine, model)
     engine.close()
     return [torch.tensor(losses, dtype=torch.float64), *values]

@@ -19,6 +19,7 @@ using c10::DeviceType;
 using c10::Stream;
 
 constexpr int64_t ALL = -1;  // instead of the number of a stream
+constexpr size_t PAGE = 4096;
 
 struct Callbacks {
   void (*record)(int64_t event, int64_t stream);
@@ -97,12 +98,12 @@ bool is_pinned(const void* pointer) {
   return address < found->first + found->second;
 }
 
-// Rounds up to a power of two, as CUDA's own does: what is allocated shows in pinned_nbytes.
+// Rounds up to a power of two and starts on a page, as CUDA's own does.
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     size_t size = 64;
     while (size < nbytes) size *= 2;
-    auto* address = static_cast<char*>(std::aligned_alloc(64, size));
+    auto* address = static_cast<char*>(std::aligned_alloc(size < PAGE ? 64 : PAGE, size));
     {
       std::lock_guard<std::mutex> guard(lock);
       pinned[address] = size;

@@ -1,9 +1,12 @@
-"""What operations of the CPU do with pinned memory, told to the order."""
+"""What operations of the CPU, and transfers of files, do with pinned memory, told to the order."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +29,7 @@ class Host(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         tensors = [x for x in leaves((*args, *kwargs.values())) if isinstance(x, Tensor)]
-        if any(map(is_on_device, tensors)):
+        if any(map(is_on_device, tensors)) or _goes_up(kwargs):
             return
         order = Device.order
         pinned = [
@@ -41,3 +44,27 @@ class Host(TorchDispatchMode):
             writes = [span(tensor) for tensor in pinned if id(tensor) in targets]
             reads = [span(tensor) for tensor in pinned if id(tensor) not in targets]
             order.by_host(func._schema.name, reads, writes)
+
+
+def _goes_up(kwargs: dict[str, Any]) -> bool:
+    """Whether the result is on the device: then the device reads."""
+    return torch.device(kwargs.get("device") or "cpu").type == "cuda"
+
+
+def follow_files() -> None:
+    """From now on, follow what files read and write in pinned memory, of any thread."""
+    for name, writes in (("preadv", True), ("pwritev", False), ("pwrite", False)):
+        setattr(os, name, _followed(name, getattr(os, name), writes))
+
+
+def _followed(name: str, real: Callable[..., int], writes: bool) -> Callable[..., int]:
+    def call(fd: int, data: Any, *rest: Any) -> int:
+        for part in data if isinstance(data, (list, tuple)) else [data]:
+            memory = np.frombuffer(part, dtype=np.uint8)
+            first = memory.ctypes.data
+            found = Device.order.pinned(first, first + memory.nbytes) if memory.nbytes else None
+            if found is not None:
+                Device.order.by_host(name, *(((), [found]) if writes else ([found], ())))
+        return real(fd, data, *rest)
+
+    return call

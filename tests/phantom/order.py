@@ -52,6 +52,7 @@ class Order:
         self._events: dict[int, dict[str, int]] = {}
         self._blocks: dict[int, Block] = {}
         self._nbytes = self._most_nbytes = 0
+        self._pinned_nbytes = self._most_pinned_nbytes = 0
         self.begin()
 
     def begin(self) -> None:
@@ -61,6 +62,7 @@ class Order:
             self.kernels: Counter[str] = Counter()
             self.synchronisations: Counter[str] = Counter()
             self._most_nbytes = self._nbytes
+            self._most_pinned_nbytes = self._pinned_nbytes
 
     def nbytes(self) -> int:
         """Bytes on the device now."""
@@ -71,6 +73,11 @@ class Order:
         """The most bytes at once since `begin`, or since `forget_most`."""
         with self._now():
             return self._most_nbytes
+
+    def most_pinned_nbytes(self) -> int:
+        """The most bytes of pinned memory at once since `begin`."""
+        with self._now():
+            return self._most_pinned_nbytes
 
     def forget_most(self) -> None:
         """Let the most begin with what there is."""
@@ -91,7 +98,10 @@ class Order:
         """A block is there, for `stream`, or for HOST where it is pinned memory."""
         with self._now():
             self._blocks[address] = Block(nbytes, stream, self._where())
-            if stream != HOST:
+            if stream == HOST:
+                self._pinned_nbytes += nbytes
+                self._most_pinned_nbytes = max(self._most_pinned_nbytes, self._pinned_nbytes)
+            else:
                 self._nbytes += nbytes
                 self._most_nbytes = max(self._most_nbytes, self._nbytes)
 
@@ -111,7 +121,10 @@ class Order:
 
     def _free(self, address: int) -> None:
         block = self._blocks.pop(address, None)
-        if block is None or block.stream == HOST:
+        if block is None:
+            return
+        if block.stream == HOST:
+            self._pinned_nbytes -= block.nbytes
             return
         self._nbytes -= block.nbytes
         for access in block.log.last:
@@ -133,6 +146,14 @@ class Order:
         with self._now():
             block = self._blocks.get(address)
             return block is not None and block.stream == HOST
+
+    def pinned(self, first: int, end: int) -> Span | None:
+        """The bytes `first` to `end` (addresses), where they are of a block of pinned memory."""
+        with self._now():
+            for address, block in self._blocks.items():
+                if block.stream == HOST and address <= first < address + block.nbytes:
+                    return Span(address, first, end)
+            return None
 
     # What is done
 
@@ -195,10 +216,21 @@ class Order:
     def synchronize(self, seen: Seen | None, why: str) -> None:
         """The host waits for `seen`, or for everything."""
         with self._now():
-            self.synchronisations[f"{why} in {self._where()}"] += 1
+            self.synchronisations[f"{_thread()}{why} in {self._where()}"] += 1
             self._clocks.learn(HOST, self._clocks.everything() if seen is None else seen)
 
     def has_happened(self, seen: Seen) -> bool:
         """Whether the host has waited for all of `seen`; a device may be that far sooner."""
         with self._now():
             return all(self._clocks.has_seen(HOST, who, count) for who, count in seen.items())
+
+
+OWN_THREADS = "shardwise-"
+"""How the names of threads begin that work beside the one that trains."""
+
+ASIDE = "aside: "
+"""Before the cause of a synchronisation for which a thread of its own waits."""
+
+
+def _thread() -> str:
+    return ASIDE if threading.current_thread().name.startswith(OWN_THREADS) else ""

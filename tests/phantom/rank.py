@@ -14,7 +14,7 @@ def become() -> None:
     """Give this process, which has not imported torch, a simulated device."""
     library = building.load()
 
-    from tests.phantom import collectives, memory, operators, streams, torch_cuda
+    from tests.phantom import collectives, host, memory, operators, streams, torch_cuda
     from tests.phantom.clocks import HOST
     from tests.phantom.order import Order
     from tests.phantom.where import where
@@ -24,6 +24,7 @@ def become() -> None:
     torch_cuda.install()
     operators.install()
     collectives.install()
+    host.follow_files()
 
 
 def main(

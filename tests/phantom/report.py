@@ -16,7 +16,10 @@ class Report:
     races: list[str] = field(default_factory=list)
     kernels: dict[str, int] = field(default_factory=dict)
     synchronisations: dict[str, int] = field(default_factory=dict)
-    """By cause and line, as `event in engine/loss_accumulation.py:12`."""
+    """By cause and line, as `event in engine/loss_accumulation.py:12`; with "aside: " before it
+    where not the thread that trains has waited."""
+    pinned: int = 0
+    """The most bytes of pinned memory at once."""
 
 
 def followed(world: Any, function: Callable[..., Any], *args: Any) -> Report:
@@ -29,9 +32,11 @@ def followed(world: Any, function: Callable[..., Any], *args: Any) -> Report:
         result = function(world, *args)
         gc.collect()
     order = Device.order
+    order.nbytes()  # what is freed is seen when somebody asks
     return Report(
         result=result,
         races=list(order.races),
         kernels=dict(order.kernels),
         synchronisations=dict(order.synchronisations),
+        pinned=order.most_pinned_nbytes(),
     )

@@ -3,10 +3,17 @@
 By files that are asking for it, the innermost first.
 """
 
+import functools
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 from shardwise.collectives import host_staged, nccl
+from shardwise.tiers.copy_stream import CopyStream
+from shardwise.tiers.device_spool import DeviceSpool
+from shardwise.tiers.spool import Spool
+from shardwise.tiers.staging import StagingRing
 from tests.disk import on_a_disk
 from tests.phantom import cases
 from tests.phantom.planting import COLLECTIVE, EVENT, RECORD, SYNCHRONIZE, Planted
@@ -40,9 +47,25 @@ CASES = {
     "pipeline": (cases.split, {"microbatches": 4}, {"pipeline": 2}),
     "horovod": (cases.horovod,),
     "activations on the host": (cases.activations, {"offload_activations": "cpu"}),
-    "activations on a disk": (cases.activations, {"offload_activations": "nvme:"}),
+    "activations on a disk": (
+        cases.small_blocks,
+        cases.activations,
+        {"offload_activations": "nvme:"},
+    ),
+    "gradients on a disk": (
+        cases.accumulated,
+        {"zero": 2},
+        {"optimizer": "device", "gradients": "nvme"},
+    ),
+    "gradients added up on the host": (
+        cases.accumulated,
+        {"zero": 2},
+        {"optimizer": "device", "gradients": "cpu"},
+    ),
+    "a buffer lent again": (cases.lent_again, "folder"),
+    "saved": (cases.small_blocks, cases.saved_and_loaded, "folder", {"zero": 3}, False),
 }
-ALONE = ("activations on the host", "activations on a disk")
+ALONE = ("activations on the host", "activations on a disk", "a buffer lent again")
 
 
 def often(kind, places, case):
@@ -101,6 +124,19 @@ LEFT_OUT = [
     often(
         SYNCHRONIZE, ("states/host_storage.py", "states/span_read_ahead.py"), "states on the host"
     ),
+    often(SYNCHRONIZE, ("tiers/nvme.py", "phantom/cases.py"), "a buffer lent again"),
+    often(SYNCHRONIZE, ("tiers/staging.py", "tiers/nvme.py"), "gradients on a disk"),
+    rarely(EVENT, (BESIDE, "states/storage.py"), "gradients on a disk"),
+    often(SYNCHRONIZE, ("tiers/pieces.py", "tiers/device_spool.py"), "activations on a disk"),
+    rarely(EVENT, (BESIDE, "tiers/pieces.py", "tiers/device_spool.py"), "activations on a disk"),
+    rarely(
+        EVENT,
+        (BESIDE, "tiers/device_spool.py", "model/offloaded_tensor.py"),
+        "activations on a disk",
+    ),
+    often(SYNCHRONIZE, ("tiers/pieces.py", "tiers/host_window.py"), "saved"),
+    rarely(EVENT, (BESIDE, "tiers/pieces.py", "tiers/host_window.py"), "saved"),
+    rarely(EVENT, (BESIDE, "tiers/host_window.py", "engine/load_tensors.py"), "saved"),
     rarely(EVENT, (BESIDE, "model/offloaded_tensor.py"), "activations on the host"),
     rarely(RECORD, (BESIDE, "model/offloaded_tensor.py"), "activations on the host"),
 ]
@@ -114,8 +150,6 @@ UNSEEN = [
     (RECORD, (BESIDE, "states/host_storage.py"), "gradients on the host"),
     # Nothing is on its way any more when state is given back: the update has waited for it.
     (SYNCHRONIZE, ("states/host_storage.py", "states/interval_gather.py"), "states on the host"),
-    # What a thread writes into a file is not followed, so this one could do harm on a device.
-    (SYNCHRONIZE, ("tiers/spool.py",), "activations on a disk"),
 ]
 """Left out, they are not found, for the reason that stands above each."""
 
@@ -131,6 +165,8 @@ def named(case):
     return function, *(
         {k: f"nvme:{on_a_disk()}" if v == "nvme:" else v for k, v in arg.items()}
         if isinstance(arg, dict)
+        else on_a_disk()
+        if arg == "folder"
         else arg
         for arg in args
     )
@@ -153,7 +189,7 @@ def test_unseen(phantom, kind, places, case):
     assert not found(phantom, kind, places, case)
 
 
-def rounded_early(world):
+def rounded_early(world, folder):
     """A sum over the ranks is rounded before it is there."""
     real = nccl.Nccl._handle
 
@@ -169,7 +205,7 @@ def rounded_early(world):
         nccl.Nccl._handle = real
 
 
-def sent_before_it_came_down(world):
+def sent_before_it_came_down(world, folder):
     """Through the host, and its memory is sent while the copy is on its way."""
     real = host_staged.HostStaged._down
     host_staged.HostStaged._down = lambda self, data: self._blank(data).copy_(
@@ -181,7 +217,58 @@ def sent_before_it_came_down(world):
         host_staged.HostStaged._down = real
 
 
-def hurried(world):
+@contextmanager
+def replaced(owner, name, function):
+    """Inside the block, `owner` has another function."""
+    real = getattr(owner, name)
+    setattr(owner, name, functools.partialmethod(function, real))
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)
+
+
+def unsettled(ring, real):
+    """The next block of a ring, whatever still reads it."""
+    del real
+    block = ring._blocks[0]
+    ring._blocks.rotate(-1)
+    return block
+
+
+def written_while_it_goes_up(world, folder):
+    """A pinned block is filled anew from a disk before its copy to the device has ended."""
+    with replaced(StagingRing, "next", unsettled):
+        cases.small_blocks(world, cases.activations, {"offload_activations": f"nvme:{folder}"})
+
+
+def up_before_it_came_down(world, folder):
+    """The stream up does not wait for that down, whose sum it takes up again."""
+    del folder
+    with replaced(CopyStream, "up", lambda copies, real, memory, after=(): real(copies, memory)):
+        cases.accumulated(world, {"zero": 2}, {"optimizer": "device", "gradients": "cpu"})
+
+
+def narrowed_early(world, folder):
+    """Parameters that go up in 16 bits share one pinned block, and nobody waits for it."""
+    del folder
+    with replaced(StagingRing, "next", unsettled):
+        named = {"optimizer": "cpu"}
+        cases.by_precision(world, {"zero": 2, "precision": "bf16"}, named)
+
+
+def forgotten(world, folder):
+    """What was brought back is freed unused, while it is on its way, without a notice."""
+    with replaced(CopyStream, "hold", lambda *_: None):
+        spool = DeviceSpool(Spool(folder, "activations", rank=0), CopyStream(world.device))
+        record = spool.write(torch.ones(100, device=world.device).view(torch.uint8))
+        record.wait()
+        coming = spool.read(record)
+        record.wait()
+        del coming
+
+
+def hurried(world, folder):
     """A user's stream does not wait for the one on which the model was made."""
     model, optimizer = cases.made(world)
     x, y = cases.batch(world, 0)
@@ -193,9 +280,17 @@ def hurried(world):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("function", "transport"),
-    [(rounded_early, "auto"), (sent_before_it_came_down, "gloo"), (hurried, "auto")],
+    [
+        (rounded_early, "auto"),
+        (sent_before_it_came_down, "gloo"),
+        (hurried, "auto"),
+        (written_while_it_goes_up, "auto"),
+        (up_before_it_came_down, "auto"),
+        (narrowed_early, "auto"),
+        (forgotten, "auto"),
+    ],
 )
 def test_out_of_order(phantom, function, transport):
     settings = {} if transport == "auto" else {"transport": transport}
-    reports = phantom.reports(2, function, **settings)
+    reports = phantom.reports(2, function, on_a_disk(), **settings)
     assert any(report.races for report in reports)

@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from shardwise.tiers.host_memory import HUGE, PAGE, Staging, keep, mapped
+from shardwise.tiers.host_memory import HUGE, PAGE, keep, mapped
+from shardwise.tiers.staging import Staging
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE, HUGE - 1, HUGE, 3 * HUGE + 5])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.errors import TierError
 from shardwise.tiers.direct_io import CHUNK
-from shardwise.tiers.host_memory import PAGE
+from shardwise.tiers.host_memory import PAGE, mapped
 from shardwise.tiers.spool import Spool, SpoolRecord
 from tests.disk import cached, failing, pattern, refuse_direct, refuse_nameless, wait_until
 
@@ -69,7 +69,7 @@ class TestSpool:
         spool, may_write = make(folder), []
         lock = threading.Lock()
         lock.acquire()
-        first = spool.write(pattern(0, PAGE), ready=lambda: may_write.append(lock.acquire()))
+        first = spool.put(PAGE, lambda place: may_write.append(lock.acquire()))
         under_way = first.last
         del first
         data = pattern(1, PAGE)
@@ -83,7 +83,7 @@ class TestSpool:
         spool = make(folder)
         record = written(spool, pattern(0, 100))
         assert os.listdir(folder) == []
-        file = spool._file._fd
+        file = spool.file._fd
         del spool, record
         gc.collect()
 
@@ -110,12 +110,12 @@ class TestSpool:
         if not direct:
             refuse_direct(monkeypatch)
         spool, data = make(folder), pattern(0, 3 * CHUNK)
-        if direct and not spool._file.direct:
+        if direct and not spool.file.direct:
             pytest.skip(f"the file system of {folder} takes no direct I/O")
-        assert spool._file.direct == direct
+        assert spool.file.direct == direct
         record = written(spool, data)
         assert torch.equal(read(spool, record), data)
-        assert cached(spool._file._fd, 3 * CHUNK) < CHUNK
+        assert cached(spool.file._fd, 3 * CHUNK) < CHUNK
 
     def test_on_a_file_system_without_nameless_files(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,14 +171,20 @@ class TestFailures:
     def test_a_read_that_ends_early(self, folder: Path) -> None:
         spool = make(folder)
         record = written(spool, pattern(0, 2 * PAGE))
-        os.ftruncate(spool._file._fd, PAGE)
+        os.ftruncate(spool.file._fd, PAGE)
         with pytest.raises(TierError, match=f"ends at byte {PAGE}, before what was written"):
             read(spool, record)
 
     def test_a_forked_process_is_refused_and_can_end(self, folder: Path) -> None:
         spool = make(folder)
         gate = threading.Event()
-        waiting = spool.write(pattern(0, PAGE), ready=gate.wait)
+        memory = mapped(PAGE).copy_(pattern(0, PAGE))
+
+        def write(place: int) -> None:
+            gate.wait()
+            spool.file.write(memory.numpy().data, place)
+
+        waiting = spool.put(PAGE, write)
         child = os.fork()
         if child == 0:
             refused = 0

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from shardwise.states import tensor_spans
 from shardwise.states.existing_optimizer_state import Blank
 from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, TensorSpan
+from shardwise.tiers.host_window import HostWindow
 
 Fill = Callable[[Tensor, int], None]
 """Fills a flat tensor with the elements of one tensor from the given one on."""
@@ -198,15 +200,15 @@ def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
 def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
     """Read the model's tensors, masters and averages. Collective."""
     states = engine_tensors.states
-    apart = _apart(engine_tensors)
+    apart, window = _apart(engine_tensors), HostWindow()
     with torch.no_grad():
         states.parameters.meet()
         for holding in engine_tensors.trained:
             if _is_of_model(holding):
-                _fill(holding, source, apart)
+                _fill(holding, source, apart, window)
         for holding in engine_tensors.frozen():
-            _fill(holding, source, apart)
-        _fill_whole(engine_tensors, source)
+            _fill(holding, source, apart, window)
+        _fill_whole(engine_tensors, source, window)
         if engine_tensors.spec.placement.is_sharded("optimizer"):
             sent = [states.parameters.publish(i) for i in range(len(states.optimizer.intervals))]
             for handle in sent:
@@ -221,13 +223,20 @@ def _is_of_model(holding: TensorSpan) -> bool:
     return holding.kind != OPTIMIZER or all(e.tensor.endswith(master) for e in holding.extents)
 
 
-def _fill_whole(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
+def _fill_whole(
+    engine_tensors: EngineTensors, source: CheckpointSource, window: HostWindow
+) -> None:
     """Read what every rank has whole: buffers, and parameters that are not trained."""
-    inventory = engine_tensors.inventory
+    inventory, tensors = engine_tensors.inventory, source.sets[MODEL]
     for name, value in [*inventory.buffers.items(), *inventory.whole.items()]:
-        if name in source.names:
-            read = source.sets[MODEL].whole(source.names[name])
-            shard = engine_tensors.spec.shard_of(value)
+        if name not in source.names:
+            continue
+        theirs, shard = source.names[name], engine_tensors.spec.shard_of(value)
+        if shard is None and value.device.type != "cpu" and value.is_contiguous():
+            for first, near in window.write(value.detach().view(-1), fresh=True):
+                tensors.read(theirs, first, near)
+        else:
+            read = tensors.whole(theirs)
             found = read.view(value.shape) if shard is None else part_of(read, shard)
             write(value.detach(), found)
 
@@ -241,11 +250,11 @@ def fill_optimizers(
     places = {each.name: place for place, each in enumerate(states.parameters.named)}
     entries = _entries(states, source, numbers, places)
     states.optimizer.restart(entries, {places[n] for n in numbers.borders if n in places})
-    apart = _apart(engine_tensors)
+    apart, window = _apart(engine_tensors), HostWindow()
     with torch.no_grad():
         for holding in engine_tensors.trained:
             if not _is_of_model(holding):
-                _fill(holding, source, apart)
+                _fill(holding, source, apart, window)
     for each in engine_tensors.idle:
         state = _whole_state(source, numbers, each.name)
         shard = engine_tensors.spec.shard_of(each.parameter)
@@ -323,7 +332,10 @@ def _apart(engine_tensors: EngineTensors) -> dict[str, NamedParameter]:
 
 
 def _fill(
-    holding: TensorSpan, source: CheckpointSource, apart: Mapping[str, NamedParameter]
+    holding: TensorSpan,
+    source: CheckpointSource,
+    apart: Mapping[str, NamedParameter],
+    window: HostWindow,
 ) -> None:
     """Read all extents of a holding, span by span; what has no source stays as it is."""
     held = holding.storage
@@ -336,22 +348,21 @@ def _fill(
     if not known:
         return
     fresh = len(known) == len(holding.extents)
-    for index, (first, end) in enumerate(held.spans):
+    for index, (first, _) in enumerate(held.spans):
         value = held.take(index, fresh=fresh)
-        _fill_span(value, clipped(known, first, end), fills, fresh=fresh)
+        for low, near in window.write(value, fresh=fresh):
+            begin = first + low
+            _fill_piece(near, clipped(known, begin, begin + near.numel()), fills, fresh=fresh)
         held.put(index, changed=True)
 
 
-def _fill_span(
-    value: Tensor, parts: Sequence[Extent], fills: Mapping[str, Fill], *, fresh: bool
+def _fill_piece(
+    near: Tensor, parts: Sequence[Extent], fills: Mapping[str, Fill], *, fresh: bool
 ) -> None:
-    near = value if value.device.type == "cpu" else value.cpu()
     if fresh:
         near.zero_()  # padding takes part in updates, and must be nothing
     for part in parts:
         fills[part.tensor](near[part.start : part.end], part.offset)
-    if near is not value:
-        value.copy_(near)
 
 
 def _fill_of(
@@ -368,8 +379,11 @@ def _fill_of(
         return lambda into, offset: tensors.read(theirs, offset, into)
     laid = named
 
+    @cache  # it comes in several pieces
+    def flat() -> Tensor:
+        return laid.flattened(tensors.whole(theirs))
+
     def fill(into: Tensor, offset: int) -> None:
-        flat = laid.flattened(tensors.whole(theirs))
-        into.copy_(flat[offset : offset + into.numel()])
+        into.copy_(flat()[offset : offset + into.numel()])
 
     return fill

@@ -29,6 +29,7 @@ from shardwise.engine.checkpoint_tensors import (
 from shardwise.errors import CheckpointError, CheckpointNotWritten
 from shardwise.states.existing_optimizer_state import Blank
 from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, ReportedState, TensorSpan
+from shardwise.tiers.host_window import HostWindow
 
 T = TypeVar("T")
 
@@ -108,14 +109,17 @@ def lend(engine_tensors: EngineTensors, made: SavePlan, sink: TensorSink) -> Non
     """Give `sink` all that this rank is to write. Collective where memory is out of order."""
     known = {(kind, n) for kind, files in made.sets.items() for f in files for n in f.tensors}
     apart = engine_tensors.out_of_order(made.reported)
+    window = HostWindow()
     for holding in [*engine_tensors.trained, *engine_tensors.beside()]:
-        _give(holding, known - apart, sink)
+        _give(holding, known - apart, sink, window)
     if apart:
         for holding in engine_tensors.reordered(made.reported):
-            _give(holding, known, sink)
+            _give(holding, known, sink, window)
 
 
-def _give(holding: TensorSpan, wanted: Set[tuple[str, str]], sink: TensorSink) -> None:
+def _give(
+    holding: TensorSpan, wanted: Set[tuple[str, str]], sink: TensorSink, window: HostWindow
+) -> None:
     """Lend this rank's share of what is `wanted` of a holding, by set and name, span by span."""
     held, kind = holding.storage, holding.kind
     mine = [part for part in holding.extents if (kind, part.tensor) in wanted]
@@ -128,18 +132,18 @@ def _give(holding: TensorSpan, wanted: Set[tuple[str, str]], sink: TensorSink) -
     for number, (span, low, high, start) in enumerate(spans if mine else []):
         if number + 1 < len(spans):
             held.read_ahead(spans[number + 1][0])
-        memory = bytes_of(held.take(span)[low:high])
-        parts = clipped(mine, start + low, start + high)
-        sink.write(kind, byte_ranges(parts, held.dtype.itemsize, CHUNK), memory)
+        taken = held.take(span)[low:high].detach()
+        for first, near in window.read(taken, sink.settle):
+            begin = start + low + first
+            parts = clipped(mine, begin, begin + near.numel())
+            sink.write(kind, byte_ranges(parts, held.dtype.itemsize, CHUNK), bytes_of(near))
         sink.settle()
         held.put(span, changed=False)
 
 
 def bytes_of(flat: Tensor) -> memoryview:
-    """The memory of a flat tensor; of a copy, where it is not on the CPU."""
-    if not flat.numel():
-        return memoryview(b"")
-    return flat.detach().cpu().view(torch.uint8).numpy().data
+    """The memory of a flat tensor of the CPU."""
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 # -- one after the other -------------------------------------------------------------------

@@ -21,6 +21,8 @@ from shardwise.model.module_hooks import Hooked, attach
 from shardwise.model.offloaded_tensor import DiskTarget, HostTarget, OffloadTarget, StagedDiskTarget
 from shardwise.model.recomputation import RecomputedForward
 from shardwise.placement import Tier
+from shardwise.tiers.copy_stream import CopyStream
+from shardwise.tiers.device_spool import DeviceSpool
 from shardwise.tiers.spool import Spool
 
 
@@ -120,5 +122,7 @@ def _target(tier: Tier, device: torch.device, rank: int) -> OffloadTarget | None
     on_cpu = device.type == "cpu"
     if tier.kind == "nvme":
         spool = Spool(Path(tier.folder), "activations", rank=rank)
-        return DiskTarget(spool) if on_cpu else StagedDiskTarget(HostTarget(device), spool)
+        if on_cpu:
+            return DiskTarget(spool)
+        return StagedDiskTarget(DeviceSpool(spool, CopyStream(device)))
     return None if tier.kind == "device" or on_cpu else HostTarget(device)

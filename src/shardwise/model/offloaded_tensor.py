@@ -1,7 +1,7 @@
 """Offloads one saved tensor and brings it back: to the host's memory, to a file, or by both.
 
 accelerator, cpu      device -> pinned memory, and back, on a stream beside the work
-accelerator, nvme     device -> pinned memory -> file; pinned memory is read ahead of need
+accelerator, nvme     device -> pinned blocks -> file, and back, in threads beside the work
 CPU, nvme             memory -> file, and back, in threads beside the work
 CPU, cpu              the same place: nothing moves
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.tiers.copy_stream import CopyStream
+from shardwise.tiers.device_spool import Coming, DeviceSpool
 from shardwise.tiers.spool import Spool
 
 
@@ -121,26 +122,34 @@ class _HostOffload:
 
 
 class StagedDiskTarget:
-    """Offloads tensors of an accelerator to a spool on a disk, by way of pinned memory."""
+    """Offloads tensors of an accelerator to a spool on a disk, by way of pinned blocks."""
 
-    def __init__(self, host: HostTarget, spool: Spool) -> None:
-        self._host = host
+    def __init__(self, spool: DeviceSpool) -> None:
         self._spool = spool
 
     def send(self, data: Tensor) -> Offload:
-        return _StagedDiskOffload(self._host, self._spool, data)
+        return _StagedDiskOffload(self._spool, data)
 
 
-class _StagedDiskOffload(_DiskOffload):
-    def __init__(self, host: HostTarget, spool: Spool, data: Tensor) -> None:
-        self._host = host
+class _StagedDiskOffload:
+    def __init__(self, spool: DeviceSpool, data: Tensor) -> None:
         self._spool = spool
-        self._memory = None
-        memory, left = host.down(data)
-        self._left = left
-        self._record = spool.write(memory, ready=left.synchronize)
+        self._record = spool.write(data)
+        self._coming: Coming | None = None
+
+    def settle(self) -> None:
+        self._record.wait()
+
+    def settled(self) -> bool:
+        return self._record.last.done()
+
+    def fetch(self) -> None:
+        self._coming = self._spool.read(self._record)
 
     def arrived(self) -> Tensor:
-        data, event = self._host.copy_stream.up(super().arrived())
-        self._host.copy_stream.await_(event)
-        return data
+        self.settle()
+        assert self._coming is not None
+        return self._coming.arrived()
+
+    def drop(self) -> None:
+        self._coming = None

@@ -22,6 +22,7 @@ from torch import Tensor
 from shardwise.collectives import Collectives, Handle
 from shardwise.states.saved_references import Form, shaped
 from shardwise.states.sharded_bucket import ShardedBucket
+from shardwise.tiers.copy_stream import CopyStream
 from shardwise.timeline import recorder
 
 SAVED_VIEWS = 256
@@ -61,14 +62,14 @@ class Gather:
 
     buffers: list[_Buffer]
     wholes: list[WholeBucket]
-    loads: list[Future[None]]
+    loads: list[Future[Handle]]
     send: Callable[[int], Handle]
     handles: list[Handle]
 
     def wait(self) -> list[WholeBucket]:
         """Return when the buckets are whole: these, in order."""
         for index, load in enumerate(self.loads):
-            load.result()
+            load.result().wait()
             self.handles.append(self.send(index))
         self.loads.clear()
         for handle in self.handles:
@@ -197,17 +198,16 @@ class AllGathers(BucketGathers):
                 bucket.load(whole.flat)
             handles = [send(i) for i in range(len(buckets))]
             if copy_stream is not None:
-                handles.append(Handle(partial(copy_stream.await_, copy_stream.here())))
+                handles.append(_until(copy_stream))
         return handles
 
-    def _read(self, bucket: ShardedBucket, flat: Tensor) -> Future[None]:
+    def _read(self, bucket: ShardedBucket, flat: Tensor) -> Future[Handle]:
         """Read an interval from the disk beside what else is done; a store has one user only."""
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="shardwise-gather")
         copy_stream = bucket.storage.copy_stream
-        return self._reader.submit(
-            _load, bucket, flat, nullcontext() if copy_stream is None else copy_stream.from_here()
-        )
+        scope = nullcontext() if copy_stream is None else copy_stream.from_here()
+        return self._reader.submit(_load, bucket, flat, copy_stream, scope)
 
     def _borrow(self, bucket: ShardedBucket) -> _Buffer:
         spare = self._spare.setdefault(bucket.kind, deque())
@@ -233,10 +233,22 @@ class AllGathers(BucketGathers):
             self._reader.shutdown()
 
 
-def _load(bucket: ShardedBucket, flat: Tensor, scope: AbstractContextManager[None]) -> None:
-    """Load from a disk, with the copies to an accelerator in `scope`; they end with it."""
+def _load(
+    bucket: ShardedBucket,
+    flat: Tensor,
+    copy_stream: CopyStream | None,
+    scope: AbstractContextManager[None],
+) -> Handle:
+    """Load from a disk, with the copies to an accelerator in `scope`; the handle is of their end,
+    for which the present stream waits and not the host."""
     with scope:
         bucket.load(flat)
+        return Handle() if copy_stream is None else _until(copy_stream)
+
+
+def _until(copy_stream: CopyStream) -> Handle:
+    """A handle of what the present stream has until now."""
+    return Handle(partial(copy_stream.await_, copy_stream.here()))
 
 
 @contextmanager

@@ -98,7 +98,7 @@ class GradientAccumulator:
             if self._counts[index] < self._fan_ins[index]:
                 return
             fresh = self._counts[index + 1] == 0
-            _, read = upper.add(lower.loaded().to(self._device), fresh=fresh)
+            _, read = upper.add(lower.loaded(self._device), fresh=fresh)
             read.reusable()  # the lower level takes the next part as soon as this returns
             self._counts[index] = 0
             self._counts[index + 1] += 1

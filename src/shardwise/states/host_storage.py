@@ -58,23 +58,41 @@ class HostStorage(Storage):
     def put(self, index: int, *, changed: bool) -> None:
         """Nothing to do."""
 
-    def loaded(self) -> Tensor:
-        """The memory itself."""
-        return self._settled()
+    def take_on(self, index: int, device: torch.device) -> Tensor:
+        """A copy of the span on `device`; the memory itself for the host."""
+        if device != self.copy_stream.device:
+            return super().take_on(index, device)
+        self._wait_here()
+        first, end = self.spans[index]
+        value = self.memory[first:end].to(device, non_blocking=True)
+        self._moves(self.copy_stream.here())
+        return value
+
+    def loaded(self, device: torch.device | None = None) -> Tensor:
+        """The memory itself; a copy on another device."""
+        return self._settled() if device in (None, self.device) else super().loaded(device)
 
     def load(self, into: Tensor) -> None:
         """Copy the interval up on the present stream."""
-        # The sum that comes down must be here before it goes up again.
-        for event in self._moving:
-            self.copy_stream.await_(event)
+        self._wait_here()
         into.copy_(self.memory, non_blocking=True)
         self._moves(self.copy_stream.here())
 
-    def send(self, value: Tensor, into: Tensor) -> None:
+    def store(self, value: Tensor) -> None:
+        """Copy the interval down on the present stream."""
+        if not self.is_apart(value):
+            super().store(value)
+            return
+        self._wait_here()
+        self.memory.copy_(value, non_blocking=True)
+        self._moves(self.copy_stream.here())
+
+    def send(self, index: int, value: Tensor, into: Tensor) -> None:
         """Copy `value`, a span that was taken, up on the present stream."""
+        del index
         if into.dtype != value.dtype and into.device != value.device:
-            # Narrowed here, so that less moves.
-            value = self.copy_stream.memory(value.numel(), into.dtype).copy_(value)
+            self.copy_stream.send_narrowed(value, into)  # here, so that less moves
+            return
         into.copy_(value, non_blocking=True)
         self._moves(self.copy_stream.here())
 
@@ -83,10 +101,10 @@ class HostStorage(Storage):
         down beside the work."""
         total = part
         if not fresh:
-            total, came = self.copy_stream.up(self.memory)  # one stream: behind what comes down
+            total, came = self.copy_stream.up(self.memory, self._moving)
             self.copy_stream.await_(came)
             total.add_(part)
-        left = self.copy_stream.down(total, self.memory)
+        left = self.copy_stream.down(total, self.memory, self._moving)
         self._moves(left)
         # `part` is the reducer's buffer: written again before `left`, the copy would be of that.
         return squared_sum(total), Handle(partial(self.copy_stream.await_, left))
@@ -108,6 +126,12 @@ class HostStorage(Storage):
         """A copy is on its way until `event`; forget those that have ended."""
         self._moving[:] = [other for other in self._moving if not other.query()]
         self._moving.append(event)
+
+    def _wait_here(self) -> None:
+        """Let the present stream wait for the copies that are on their way: what comes down must be
+        here before it goes up again, and what goes up must be gone before it is written over."""
+        for event in self._moving:
+            self.copy_stream.await_(event)
 
     def _settled(self) -> Tensor:
         while self._moving:

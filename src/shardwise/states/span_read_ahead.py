@@ -70,7 +70,8 @@ class SpanInUse:
         self.segments = interval.within(interval.spans[index])
         self.master = interval.master.take(index)
         self.target = interval.target.take(index) if interval.has_master else self.master
-        self.total = self.master if total is None else total.take(index)
+        device = interval.master.device
+        self.total = self.master if total is None else total.take_on(index, device)
         self._total = total
         self._moments = {
             key: storage.take(index, fresh=not self._has_stowed(key))
@@ -115,7 +116,7 @@ class SpanInUse:
                 numel = segment.end - segment.first
                 segment.tensor.data = without_memory(numel, interval.master.dtype)
         if interval.has_master:
-            interval.master.send(self.master, self.target)
+            interval.master.send(index, self.master, self.target)
             interval.target.put(index, changed=changed)
         interval.master.put(index, changed=changed)
         if self._total is not None:

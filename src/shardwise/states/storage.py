@@ -12,7 +12,10 @@ cut so that a few of them are all the memory that it ever takes:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,8 +61,12 @@ class Storage(ABC):
     def memory_bytes(self) -> int:
         """Bytes of memory that it takes between steps."""
 
+    def take_on(self, index: int, device: torch.device) -> Tensor:
+        """Span `index` on `device`, where it is used, to be read until it is `put`."""
+        return self.take(index).to(device)
+
     def load(self, into: Tensor) -> None:
-        """Copy the whole interval `into` a tensor of its length."""
+        """Copy the whole interval `into` a tensor of its length, on the present stream."""
         for index, (first, end) in enumerate(self.spans):
             if index + 1 < len(self.spans):
                 self.read_ahead(index + 1)
@@ -72,8 +79,9 @@ class Storage(ABC):
             self.take(index, fresh=True).copy_(value[first:end])
             self.put(index, changed=True)
 
-    def send(self, value: Tensor, into: Tensor) -> None:
-        """Copy `value`, a span that was taken, `into` another interval's."""
+    def send(self, index: int, value: Tensor, into: Tensor) -> None:
+        """Copy `value`, span `index` that was taken, `into` another interval's."""
+        del index
         into.copy_(value)
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
@@ -102,11 +110,17 @@ class Storage(ABC):
         """Room for the same in fp32, with anything in it."""
         raise AssertionError("what is on a disk is as wide as it will be needed")
 
-    def loaded(self) -> Tensor:
-        """The whole interval: itself where it is in memory, else a copy."""
-        value = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+    def loaded(self, device: torch.device | None = None) -> Tensor:
+        """The whole interval, on `device` if that is given: itself where it lies in that memory,
+        else a copy."""
+        value = torch.empty(self.numel, dtype=self.dtype, device=device or self.device)
         self.load(value)
         return value
+
+    def is_apart(self, other: Tensor) -> bool:
+        """Whether `other` is in an accelerator's memory, and what rests here is copied there and
+        back beside the host."""
+        return self.copy_stream is not None and other.device == self.copy_stream.device
 
     @property
     def nbytes(self) -> int:
@@ -150,9 +164,9 @@ class MemoryStorage(Storage):
         """The same in fp32."""
         return MemoryStorage(self.tensor.float())
 
-    def loaded(self) -> Tensor:
+    def loaded(self, device: torch.device | None = None) -> Tensor:
         """The tensor itself."""
-        return self.tensor
+        return self.tensor if device is None else self.tensor.to(device)
 
     @property
     def memory_bytes(self) -> int:
@@ -161,7 +175,11 @@ class MemoryStorage(Storage):
 
 
 class DiskStorage(Storage):
-    """Storage on a disk: its spans are the records of a store, from record `first` on."""
+    """Storage on a disk: its spans are the records of a store, from record `first` on.
+
+    With a copy stream, the store's buffers are pinned. Copies between them and the accelerator do
+    not stop the host, which waits for the disk's reads alone; the disk's threads wait for copies.
+    """
 
     def __init__(
         self,
@@ -198,6 +216,94 @@ class DiskStorage(Storage):
             lease.write()
         else:
             lease.give_back()
+
+    def take_on(self, index: int, device: torch.device) -> Tensor:
+        """A copy of span `index` on `device`, once its bytes are here."""
+        if self.copy_stream is None or device != self.copy_stream.device:
+            return super().take_on(index, device)
+        value = self._taken(index).to(device, non_blocking=True)  # it was read: no copy is left
+        self._leases[index].copied(self.copy_stream.here())
+        return value
+
+    def load(self, into: Tensor) -> None:
+        """Copy the interval up on the present stream, each span once its bytes are here."""
+        if not self.is_apart(into):
+            super().load(into)
+            return
+        for index, (first, end) in enumerate(self.spans):
+            if index + 1 < len(self.spans):
+                self.read_ahead(index + 1)
+            with self._copying(index, changed=False) as memory:
+                into[first:end].copy_(memory, non_blocking=True)
+
+    def store(self, value: Tensor) -> None:
+        """Copy the interval down on the present stream; it is written once it has come."""
+        if not self.is_apart(value):
+            super().store(value)
+            return
+        for index, (first, end) in enumerate(self.spans):
+            with self._copying(index, fresh=True, changed=True) as memory:
+                memory.copy_(value[first:end], non_blocking=True)
+
+    def send(self, index: int, value: Tensor, into: Tensor) -> None:
+        """Copy `value`, span `index` that was taken, `into` another interval's: up on the present
+        stream, if that is on the accelerator."""
+        if self.copy_stream is None or not self.is_apart(into):
+            into.copy_(value)
+        elif into.dtype != value.dtype:
+            self.copy_stream.send_narrowed(value, into)
+        else:
+            into.copy_(value, non_blocking=True)
+            self._leases[index].copied(self.copy_stream.here())
+
+    def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
+        """Add on the accelerator, where `part` is and its squares are summed; then let the sum come
+        down and be written, beside the work."""
+        if not self.is_apart(part):
+            return super().add(part, fresh=fresh)
+        squares, read = [], Handle()
+        for index, (first, end) in enumerate(self.spans):
+            if not fresh and index + 1 < len(self.spans):
+                self.read_ahead(index + 1)
+            total, left = self._add(index, part[first:end], fresh=fresh)
+            assert self.copy_stream is not None
+            read = Handle(partial(self.copy_stream.await_, left))  # one stream: of all before, too
+            squares.append(squared_sum(total))
+        return torch.stack(squares).sum() if squares else None, read
+
+    def _add(self, index: int, part: Tensor, *, fresh: bool) -> tuple[Tensor, Any]:
+        """The sum of `part` and span `index`, and the event from which on it is in its buffer."""
+        copy_stream = self.copy_stream
+        assert copy_stream is not None
+        memory, lease = self._taken(index, fresh=fresh), self._leases[index]
+        if fresh:
+            total = part.to(self.dtype)
+        else:
+            total, came = copy_stream.up(memory, lease.copies)
+            copy_stream.await_(came)
+            total.add_(part)
+        left = copy_stream.down(total, memory, lease.copies)
+        lease.copied(left)
+        self.put(index, changed=True)
+        return total, left
+
+    def _taken(self, index: int, *, fresh: bool = False) -> Tensor:
+        """Span `index` for a copy that comes after those of its lease, once its bytes are here."""
+        if index not in self._leases:
+            start = self._store.blank if fresh else self._store.read
+            self._leases[index] = start(self._first + index)
+        return self._leases[index].wait_for_disk().view(self.dtype)
+
+    @contextmanager
+    def _copying(self, index: int, *, fresh: bool = False, changed: bool) -> Iterator[Tensor]:
+        """Span `index`, for a copy to or from it that the present stream is given in the block."""
+        assert self.copy_stream is not None
+        memory = self._taken(index, fresh=fresh)
+        for event in self._leases[index].copies:
+            self.copy_stream.await_(event)
+        yield memory
+        self._leases[index].copied(self.copy_stream.here())
+        self.put(index, changed=changed)
 
     @property
     def memory_bytes(self) -> int:

@@ -66,6 +66,8 @@ class StorageFactory:
             for length, dtype in zip(lengths, dtypes, strict=True)
             for size in record_bytes([length], dtype.itemsize)
         ]
+        copy_streams = [self.copy_stream(device) for _, device in kinds]
+        apart = next((each for each in copy_streams if each is not None), None)
         store = Store(
             Path(self.tier.folder),
             label,
@@ -73,9 +75,9 @@ class StorageFactory:
             rank=self._group.rank,
             # One span of each in use, one read ahead, one written behind; and one to spare.
             in_flight=3 * width + 1,
+            pages=None if apart is None else apart.pages,
         )
         self._stores.append(store)
-        copy_streams = [self.copy_stream(device) for _, device in kinds]
         return list(on_disk(store, lengths, dtypes, copy_streams))
 
     def _in_memory(self, lengths: Sequence[int], kinds: Sequence[TensorKind]) -> list[Storage]:

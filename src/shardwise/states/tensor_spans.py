@@ -248,13 +248,13 @@ class TensorSpans:
         """A bucket of one state, put together."""
         interval = self._optimizer.intervals[index]
         own = {(k, name): storage for k, name, storage in self._intervals(index)}
+        device = self._parameters.kind(index)[1]
         if (kind, key) in own:
-            value = own[kind, key].loaded()
+            value = own[kind, key].loaded(device)
         else:
             assert key is not None
-            value = self._optimizer.whole(index, key, dtype)
-        device = self._parameters.kind(index)[1]
-        return gathered(interval.bucket, interval.own, value.to(device), self._reach)
+            value = self._optimizer.whole(index, key, dtype).to(device)
+        return gathered(interval.bucket, interval.own, value, self._reach)
 
     @property
     def _reach(self) -> Collectives | None:
@@ -302,7 +302,8 @@ def reordered_bucket(
     """The tensors of `bucket` that lie in memory in another order than that of their elements."""
     if all(named.in_order for named in bucket.named):
         return
-    flat = gathered(bucket.layout, bucket.own, bucket.storage.loaded(), group)
+    value = bucket.storage.loaded(bucket.kind[2])
+    flat = gathered(bucket.layout, bucket.own, value, group)
     for named, slot in zip(bucket.named, bucket.layout.slots, strict=True):
         if not named.in_order:
             yield named, named.view(flat, slot.start).contiguous().view(-1)

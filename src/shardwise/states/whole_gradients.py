@@ -73,7 +73,7 @@ class WholeGradients:
     def show(self) -> None:
         """Let every parameter have its gradient, None where there is none. Collective."""
         for bucket_ in self._gradients.reducer.buckets:
-            mine = bucket_.reduced.loaded().to(bucket_.kind[1]) * self._factor
+            mine = bucket_.reduced.loaded(bucket_.kind[1]) * self._factor
             flat = gathered(bucket_.layout, bucket_.own, mine, self._group)
             for slot in bucket_.layout.slots:
                 self._show(slot.parameter, flat, slot.start)

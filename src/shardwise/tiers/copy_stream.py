@@ -1,8 +1,13 @@
-"""Copies between a device and memory of the host, on a copy stream beside the work.
+"""Copies between a device and memory of the host, on two streams beside the work, one each way.
 
     present stream   compute ── compute ────── compute ── compute
                             ╲ from_here              ╱ await_
-    copy stream              ╲── copy ── copy ──────╱
+    stream up                ╲── copy ── copy ──────╱
+    stream down               ╲── copy ── copy ── ...
+
+An accelerator has an engine for each direction, and on one stream a copy up would wait for all that
+comes down before it. Where one way must come after the other, as for memory that was brought down
+and goes up again, the copy is given the events that it comes after.
 
 The present stream is the one that PyTorch gives work to in the calling thread. Where the process
 itself needs a copy, it waits for the copy's event: `event.synchronize()`.
@@ -10,7 +15,7 @@ itself needs a copy, it waits for the copy's event: `event.synchronize()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
@@ -18,9 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.tiers.host_memory import PAGE, mapped, padded
+from shardwise.tiers.staging import StagingRing
+
+BLOCKS = 2
+"""Of a ring: one on its way, and one in use."""
+
 
 class CopyStream:
-    """A stream for copies of `device`, which is an accelerator.
+    """The two streams for copies of `device`, which is an accelerator.
 
     The CPU does in its place, in tests: its streams do everything at once, and nothing is pinned.
     """
@@ -28,7 +39,8 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams: ModuleType = torch.get_device_module(device)
-        self._stream: Any = self._streams.Stream(device)
+        self._up, self._down = (self._streams.Stream(device) for _ in range(2))
+        self._narrowing: StagingRing | None = None
 
     def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host that copies go to and from without a stop, with anything in it."""
@@ -44,17 +56,38 @@ class CopyStream:
             for (block, start), numel in zip(starts, numels, strict=True)
         ]
 
+    def pages(self, nbytes: int, count: int) -> list[Tensor]:
+        """`count` tensors of `nbytes` (uint8, whole pages) of such memory, each starting on a page:
+        a file's direct transfers go to and from them, too."""
+        sizes, places = packed([nbytes] * count)
+        blocks = [self._on_a_page(size) for size in sizes]
+        return [blocks[index][first : first + nbytes] for index, first in places]
+
+    def ring(self, nbytes: int) -> StagingRing:
+        """A few such blocks of `nbytes`, to be used in turn."""
+        return StagingRing(self.pages(padded(nbytes), BLOCKS))
+
+    def _on_a_page(self, nbytes: int) -> Tensor:
+        if self.device.type == "cpu":
+            return mapped(nbytes)
+        block = self.memory(nbytes, torch.uint8)
+        if block.data_ptr() % PAGE:  # no driver that we know of does that
+            block = self.memory(nbytes + PAGE, torch.uint8)
+            block = block[-block.data_ptr() % PAGE :][:nbytes]
+        return block
+
     def from_here(self) -> AbstractContextManager[None]:
-        """A block, of any thread, in which the copy stream is the present one.
+        """A block, of any thread, in which the stream up is the present one.
 
         What it is given there starts once all is done that the present stream has until now.
         """
-        return self._entered(self.here())
+        return self._entered(self._up, [self.here()])
 
     @contextmanager
-    def _entered(self, after: Any) -> Iterator[None]:
-        with self._streams.stream(self._stream):
-            self._stream.wait_event(after)
+    def _entered(self, stream: Any, after: Iterable[Any]) -> Iterator[None]:
+        with self._streams.stream(stream):
+            for event in after:
+                stream.wait_event(event)
             yield
 
     def here(self) -> Any:
@@ -67,27 +100,59 @@ class CopyStream:
         """Let the present stream wait for `event`, but not the process."""
         self._streams.current_stream(self.device).wait_event(event)
 
-    def down(self, data: Tensor, memory: Tensor) -> Any:
+    def down(self, data: Tensor, memory: Tensor, after: Iterable[Any] = ()) -> Any:
         """Start to copy `data` to the host's `memory`, both flat; returns the event of its end.
 
-        `data` may be freed meanwhile, not written; `memory` must be let be.
+        It comes after what the present stream has, and the events `after`. `data` may be freed
+        meanwhile, not written; `memory` must be let be.
         """
-        return self._copy(data, memory, on_device=data)
-
-    def up(self, memory: Tensor) -> tuple[Tensor, Any]:
-        """Start to copy the host's `memory` (flat) to the device; the copy, and its end's event."""
-        data = torch.empty(memory.numel(), dtype=memory.dtype, device=self.device)
-        return data, self._copy(memory, data, on_device=data)
-
-    def _copy(self, source: Tensor, target: Tensor, *, on_device: Tensor) -> Any:
-        # Behind all that the present stream has: what is copied down is computed there.
-        with self.from_here():
-            target.copy_(source, non_blocking=True)
-            event = self.here()
-        if on_device.device.type != "cpu":
-            # Should it be freed before the copy ends, the allocator waits with using it anew.
-            on_device.record_stream(self._stream)
+        event = self.start_down(data, memory, [self.here(), *after])
+        self.hold(data, self._down)
         return event
+
+    def up(self, memory: Tensor, after: Iterable[Any] = ()) -> tuple[Tensor, Any]:
+        """Start to copy the host's `memory` (flat) to the device, after the events `after`; the
+        copy, and its end's event."""
+        data, ready = self.room(memory.numel(), memory.dtype)
+        return data, self.start_up(memory, data, [ready, *after])
+
+    def room(self, numel: int, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, Any]:
+        """Memory of the device for a copy up, and the event from which on it may be written; it may
+        be freed before such a copy has ended."""
+        data = torch.empty(numel, dtype=dtype, device=self.device)
+        self.hold(data, self._up)
+        return data, self.here()
+
+    def start_down(self, data: Tensor, memory: Tensor, after: Iterable[Any]) -> Any:
+        """As `down`, after the events `after` alone, of any thread; `data` must not be freed."""
+        return self._copy(self._down, data, memory, after)
+
+    def start_up(self, memory: Tensor, data: Tensor, after: Iterable[Any]) -> Any:
+        """Start to copy the host's `memory` to `data`, after the events `after` alone."""
+        return self._copy(self._up, memory, data, after)
+
+    def _copy(self, stream: Any, source: Tensor, target: Tensor, after: Iterable[Any]) -> Any:
+        with self._entered(stream, after):
+            target.copy_(source, non_blocking=True)
+            return self.here()
+
+    def send_narrowed(self, value: Tensor, into: Tensor) -> None:
+        """Copy `value` (flat, of the host) `into` memory of the device, in whose dtype it travels,
+        on the present stream. `value` may be written again at once."""
+        nbytes = into.numel() * into.element_size()
+        if self._narrowing is None or self._narrowing.nbytes < nbytes:
+            self._narrowing = self.ring(nbytes)
+        block = self._narrowing.next()
+        near = block.tensor[:nbytes].view(into.dtype)
+        near.copy_(value)
+        into.copy_(near, non_blocking=True)
+        block.copies = [self.here()]
+
+    def hold(self, data: Tensor, stream: Any) -> None:
+        """Should `data` be freed before `stream` is done with it, let the allocator wait with using
+        its memory anew."""
+        if data.device.type != "cpu":
+            data.record_stream(stream)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

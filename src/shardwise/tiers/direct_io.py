@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import NamedTuple, ParamSpec
 
 from shardwise.errors import TierError
-from shardwise.tiers.host_memory import PAGE, Staging
+from shardwise.tiers.host_memory import PAGE
+from shardwise.tiers.staging import Staging
 from shardwise.timeline import Row, recorder
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -8,6 +8,10 @@
 `states/span_read_ahead.py` says what is read ahead, and when. A record is the flat bytes of one
 span of a bucket. It passes through one of a few staging buffers, which are all the memory that a
 store takes, whatever it holds. Threads move the bytes, cut into chunks, with the GIL released.
+
+Where an accelerator uses the state, the buffers are pinned, and its copies go to and from them
+without a stop. The lease of a buffer may end while a copy is on its way (`copies`): then it is the
+thread of the next transfer that waits for it, and not the one that trains.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from shardwise.errors import TierError
 from shardwise.tiers.direct_io import CHUNK, DirectFile, Transfers
-from shardwise.tiers.host_memory import Staging, padded
+from shardwise.tiers.host_memory import padded
+from shardwise.tiers.staging import Staging, settle
 
 IN_FLIGHT = 4
 """Records in memory at once: one in use, one being read, one being written, and one that absorbs
@@ -47,7 +53,23 @@ class BufferLease:
         Raises:
             TierError: The disk failed, now or in an earlier transfer.
         """
+        data = self._store._arrived(self)
+        self.buffer.settle()
+        return data
+
+    def wait_for_disk(self) -> Tensor:
+        """As `wait`, for a copy of an accelerator that comes after the events `copies`, for which
+        the host need not wait."""
         return self._store._arrived(self)
+
+    @property
+    def copies(self) -> list[Any]:
+        """Events of the copies that still read or write the buffer."""
+        return self.buffer.copies
+
+    def copied(self, event: Any) -> None:
+        """A copy between the buffer and an accelerator is on its way until `event`."""
+        self.buffer.copies.append(event)
 
     def write(self) -> None:
         """Start to write the bytes back and return at once; the tensor must not be used again.
@@ -67,7 +89,8 @@ class Store:
     """Stores flat records of one state on a file of one rank; what rests here is nowhere else.
 
     Record i has `records[i]` bytes, 0 allowed, and is zeros until it is written. At most
-    `in_flight` (2 or more) are in memory at once, each in a buffer of the largest record's size.
+    `in_flight` (2 or more) are in memory at once, each in a buffer of the largest record's size;
+    `pages` makes the buffers' memory of a size and a number, where it is to be pinned.
     The file has no name and is gone with the process, however that ends: there is nothing to
     sweep after a crash.
 
@@ -86,6 +109,7 @@ class Store:
         *,
         rank: int,
         in_flight: int = IN_FLIGHT,
+        pages: Callable[[int, int], Sequence[Tensor]] | None = None,
     ) -> None:
         assert in_flight >= 2, "one buffer cannot be read ahead"
         self.label = label
@@ -95,7 +119,9 @@ class Store:
         self._file = DirectFile(folder, label, rank, self.nbytes)
         self.direct = self._file.direct
         # A record is leased once at a time, so no more buffers than records are ever needed.
-        self._free = [Staging(max(sizes)) for _ in range(min(in_flight, len(sizes)))]
+        count = min(in_flight, len(sizes))
+        memories = [None] * count if pages is None else pages(max(sizes), count)
+        self._free = [Staging(max(sizes), memory) for memory in memories]
         self.staging_bytes = sum(buffer.tensor.numel() for buffer in self._free)
         self._buffers = len(self._free)
         self._leased: dict[int, BufferLease] = {}
@@ -196,8 +222,14 @@ class Store:
         self, move: Callable[[memoryview, int], None], index: int, buffer: Staging
     ) -> Transfer:
         offset, nbytes = self._offsets[index], padded(self.records[index])
+        copies, buffer.copies = buffer.copies, []
+
+        def after_copies(view: memoryview, offset: int) -> None:
+            settle(copies)
+            move(view, offset)
+
         return [
-            self._transfers.start(move, buffer.view[a : min(a + CHUNK, nbytes)], offset + a)
+            self._transfers.start(after_copies, buffer.view[a : min(a + CHUNK, nbytes)], offset + a)
             for a in range(0, nbytes, CHUNK)
         ]
 
@@ -206,8 +238,9 @@ class Store:
         wait(transfer)
         for chunk in transfer:
             error = chunk.exception()
+            if error is not None and not isinstance(error, TierError):
+                raise error  # of a copy: the accelerator has failed, not the disk
             if error is not None and self._failure is None:
-                assert isinstance(error, TierError), error
                 self._failure = error
 
     def _check(self) -> None:

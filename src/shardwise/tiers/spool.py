@@ -4,7 +4,8 @@
     read       file ─▶ memory of its own                freed as the tensor is
     drop       the range is free for the next write
 
-`nvme.py` has the records of a state instead: few sizes, one thread, one order.
+`put` and `get` move a record by another way (`device_spool.py`). `nvme.py` has the records of a
+state instead: few sizes, one thread, one order.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,8 @@ from torch import Tensor
 from shardwise.errors import TierError
 from shardwise.extents import Extents
 from shardwise.tiers.direct_io import CHUNK, DirectFile, Transfers
-from shardwise.tiers.host_memory import Staging, mapped, padded
+from shardwise.tiers.host_memory import mapped, padded
+from shardwise.tiers.staging import Staging
 
 
 class SpoolRecord:
@@ -72,12 +75,19 @@ class Spool:
         self._extents = Extents()
         self._lock = threading.Lock()
         self._own = threading.local()
-        self._file = DirectFile(folder, label, rank)
+        self.file = DirectFile(folder, label, rank)
         self._transfers = Transfers(label)
 
-    def write(self, data: Tensor, ready: Callable[[], None] | None = None) -> SpoolRecord:
+    def write(self, data: Tensor) -> SpoolRecord:
         """Start writing `data` (1-D, uint8, contiguous, CPU), which must stay as it is until that
-        has ended. `ready` is waited for first, beside the work.
+        has ended.
+
+        Raises TierError in a forked process.
+        """
+        return self.put(data.numel(), partial(self._write, data))
+
+    def put(self, nbytes: int, write: Callable[[int], None]) -> SpoolRecord:
+        """Start a record of `nbytes`: in a thread, `write` is given its place in the file.
 
         Raises TierError in a forked process.
         """
@@ -85,9 +95,8 @@ class Spool:
         with self._lock:
             while self.freed:
                 self._extents.give(*self.freed.popleft())
-            start = self._extents.take(padded(data.numel()))
-        written = self._transfers.start(self._write, start, data, ready)
-        return SpoolRecord(self, start, data.numel(), written)
+            start = self._extents.take(padded(nbytes))
+        return SpoolRecord(self, start, nbytes, self._transfers.start(write, start))
 
     def read(self, record: SpoolRecord) -> Tensor:
         """Start reading a record whose last request has ended, into memory (1-D, uint8) that holds
@@ -95,11 +104,18 @@ class Spool:
 
         Raises TierError in a forked process.
         """
-        self.check()
         memory = mapped(padded(record.nbytes))
-        into = memory.numpy().data
-        record.last = self._transfers.start(self._file.read, into, record.start)
+        self.get(record, partial(self.file.read, memory.numpy().data))
         return memory[: record.nbytes]
+
+    def get(self, record: SpoolRecord, read: Callable[[int], None]) -> None:
+        """Start reading a record whose last request has ended: in a thread, `read` is given its
+        place in the file.
+
+        Raises TierError in a forked process.
+        """
+        self.check()
+        record.last = self._transfers.start(read, record.start)
 
     @property
     def in_use(self) -> int:
@@ -115,10 +131,8 @@ class Spool:
         """Raise TierError in a forked process."""
         self._transfers.check()
 
-    def _write(self, start: int, data: Tensor, ready: Callable[[], None] | None) -> None:
+    def _write(self, data: Tensor, start: int) -> None:
         """In a thread: write by way of its staging, since `data` lies anywhere."""
-        if ready is not None:
-            ready()
         view = self._staging().view
         target = np.frombuffer(view, dtype=np.uint8)
         source = data.numpy()
@@ -126,7 +140,7 @@ class Spool:
             piece = source[first : first + CHUNK]
             # Not torch's copy, which would start threads of its own for each of these.
             np.copyto(target[: piece.size], piece)
-            self._file.write(view[: padded(piece.size)], start + first)
+            self.file.write(view[: padded(piece.size)], start + first)
 
     def _staging(self) -> Staging:
         """This thread's own."""

@@ -12,7 +12,9 @@ from shardwise.errors import UsageError
 from shardwise.model import activation_offload
 from shardwise.model.activation_offload import SavedTensors
 from shardwise.model.activations import OffloadScope
-from shardwise.model.offloaded_tensor import DiskTarget, HostTarget, StagedDiskTarget
+from shardwise.model.offloaded_tensor import DiskTarget, StagedDiskTarget
+from shardwise.tiers.copy_stream import CopyStream
+from shardwise.tiers.device_spool import DeviceSpool
 from shardwise.tiers.spool import Spool
 from tests.unit.activations.models import CPU, make, x
 
@@ -22,7 +24,8 @@ class Recorded:
 
     def __init__(self, folder: Path) -> None:
         self.sent: list[int] = []
-        self._place = StagedDiskTarget(HostTarget(CPU), Spool(folder, "activations", rank=0))
+        spool = Spool(folder, "activations", rank=0)
+        self._place = StagedDiskTarget(DeviceSpool(spool, CopyStream(CPU)))
 
     def send(self, data: Tensor) -> Any:
         self.sent.append(data.numel())

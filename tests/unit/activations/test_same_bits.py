@@ -11,6 +11,8 @@ from torch import nn
 from shardwise.model.activation_offload import SavedTensors
 from shardwise.model.activations import OffloadScope
 from shardwise.model.offloaded_tensor import HostTarget, StagedDiskTarget
+from shardwise.tiers.copy_stream import CopyStream
+from shardwise.tiers.device_spool import DeviceSpool
 from shardwise.tiers.spool import Spool
 from tests.unit.activations.models import CPU, WAYS, make, on, same, x
 
@@ -130,11 +132,8 @@ def test_the_same_bits_as_kept(use: Use, way: str, folder: Path) -> None:
 
 def ways_out(folder: Path) -> dict[str, Any]:
     """The ways of an accelerator's tensors, tried out with the CPU as the accelerator."""
-    host = HostTarget(CPU)
-    return {
-        "host": host,
-        "disk behind host": StagedDiskTarget(host, Spool(folder, "activations", rank=0)),
-    }
+    spool = DeviceSpool(Spool(folder, "activations", rank=0), CopyStream(CPU))
+    return {"host": HostTarget(CPU), "disk behind host": StagedDiskTarget(spool)}
 
 
 @pytest.mark.parametrize("way", ["host", "disk behind host"])

@@ -1,0 +1,96 @@
+"""States, activations and checkpoints that rest elsewhere: who waits for their copies, how much
+pinned memory they take, and which stream they run on."""
+
+import pytest
+import torch
+
+from shardwise.tiers.copy_stream import BLOCKS, CopyStream
+from shardwise.tiers.direct_io import THREADS
+from tests.disk import on_a_disk
+from tests.phantom import cases
+from tests.phantom.order import ASIDE
+
+A_ROW = 4096
+"""Pinned bytes of a step's figures, and more than those take."""
+
+
+def of_training(waits):
+    """The synchronisations of the thread that trains."""
+    return {cause: n for cause, n in waits.items() if not cause.startswith(ASIDE)}
+
+
+ON_DISK = [
+    # The sums are on the device and the update is made on the CPU: each bucket's comes down.
+    ({"zero": 1}, {"optimizer": "nvme"}, {"states/host_storage.py"}),
+    # The sums are on the disk, too, and a thread brought them there.
+    ({"zero": 2}, {"optimizer": "nvme"}, set()),
+    ({"zero": 2}, {"optimizer": "device", "gradients": "nvme"}, set()),
+    ({"zero": 3, "precision": "bf16"}, {"optimizer": "nvme", "params": "nvme"}, set()),
+]
+OFTEN = {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "named", "places"),
+    [
+        pytest.param(*case, marks=() if n in OFTEN else pytest.mark.full, id=str(case[:2]))
+        for n, case in enumerate(ON_DISK)
+    ],
+)
+def test_with_states_on_a_disk_training_waits_for_its_reads_alone(phantom, settings, named, places):
+    """Beside the one row of each step, and the sums that an update on the CPU is made from."""
+    for waits, _, buckets in phantom(2, cases.one_step, settings | tiers(named)):
+        found = of_training(waits)
+        others = {k: n for k, n in found.items() if not any(place in k for place in places)}
+        assert sum(others.values()) == 1, others
+        assert all("in engine/exchange.py" in cause for cause in others), others
+        assert sum(found.values()) - 1 <= buckets, found
+
+
+def tiers(named):
+    return {f"offload_{k}": f"nvme:{on_a_disk()}" if v == "nvme" else v for k, v in named.items()}
+
+
+def test_activations_on_a_disk_stop_nobody_and_take_a_few_blocks(phantom):
+    settings = {"offload_activations": f"nvme:{on_a_disk()}"}
+    [report] = phantom.reports(1, cases.small_blocks, cases.activations, settings)
+    assert report.races == []
+    assert report.pinned <= THREADS * BLOCKS * cases.SMALL + A_ROW
+    assert report.kernels["copy up"] > 4 * THREADS * BLOCKS
+    spool = [k for k in of_training(report.synchronisations) if "spool" in k or "offload" in k]
+    assert spool == []
+
+
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("row", [3, pytest.param(1, marks=pytest.mark.full)])
+def test_a_checkpoint_passes_through_two_blocks(phantom, tmp_path, row, background):
+    """Of its tensors nothing is copied but through them; what ranks tell each other, and numbers
+    beside the tensors, is."""
+    args = cases.saved_and_loaded, tmp_path, {"zero": row}, background
+    for found in phantom(2, cases.small_blocks, *args):
+        for waits, pinned in found:
+            assert pinned <= 2 * BLOCKS * cases.SMALL + A_ROW
+            stopped = [cause for cause in waits if "blocking in engine/" in cause]
+            assert not stopped, waits
+            assert sum(n for cause, n in waits.items() if "tiers/pieces.py" in cause) > BLOCKS
+
+
+def ways(world):
+    """Whether a copy up waits for one down that was asked for before, and what it was given."""
+    from tests.phantom.streams import Device, name_of
+
+    copies = CopyStream(world.device)
+    data = torch.ones(1000, device=world.device)
+    down, other = copies.memory(1000, data.dtype), copies.memory(1000, data.dtype).fill_(2)
+    left = copies.down(data, down)
+    up, here = (name_of(stream.cuda_stream) for stream in (copies._up, copies._down))
+    _, came = copies.up(other)
+    apart = Device.order.moment(here)[here] > came.seen.get(here, 0)
+    back, came = copies.up(down, [left])
+    behind = came.seen[here] >= left.seen[here]
+    copies.await_(came)
+    return up != here, apart, behind, bool((back == 1).all())
+
+
+def test_each_way_has_a_stream_of_its_own(phantom):
+    assert phantom(1, ways) == [(True, True, True, True)]
