@@ -68,3 +68,27 @@ def test_nothing_is_named_where_nothing_is_wrong(
     said = "\n".join(sentences(result))
     assert result.verdict in (Verdict.BITS, Verdict.ROUNDING), said
     assert result.steps == 6
+
+
+SMALLEST = {
+    "tier_fault": (
+        *("-n 1 --zero 0 --offload-optimizer cpu", "the learning rate depends on the placement"),
+    ),
+    "micro_batch_fault": (
+        "-n 1 --zero 0 --micro-batch-size 3",
+        "is stepped 4 times in each step, once for each micro-batch",
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", SMALLEST)
+def test_the_smallest_placement_is_found(fault: str, tmp_path: Path) -> None:
+    settings = {"zero": "3", "offload_optimizer": "cpu", "micro_batch_size": "3"}
+    flags = Placement(size=2, settings=settings)
+    result = judged((str(SCRIPTS / f"{fault}.py"),), flags, tmp_path, steps=8)
+    placement, words = SMALLEST[fault]
+    said = "\n".join(sentences(result))
+    assert result.smallest is not None
+    assert sorted(result.smallest.words) == sorted(placement.split()), said
+    assert words in said

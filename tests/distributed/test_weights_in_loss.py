@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import UsageError
+from shardwise.errors import ParameterAccess, UsageError
 
 MESHES = [
     (2, {"tensor": 2}),
@@ -162,6 +162,29 @@ def test_penalties_on_sharded_weights_that_stay_whole_until_backward(group, size
     for seen in group(size, **mesh)(trains, norms, "in a plain loop", {"zero": 3}, small):
         for found, each in zip(seen, wanted, strict=True):
             assert found == pytest.approx(each, rel=1e-8)
+
+
+def refused(world, micros):
+    model = net()
+    engine = sw.Engine(model, sgd(model), zero=3, microbatches=micros)
+    try:
+        engine.forward_backward(
+            lambda x: model(x).square().mean() + 0.1 * model[0].up.weight.square().sum(),
+            world.share(batch(0)),
+        )
+    except ParameterAccess as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "taken"
+
+
+@pytest.mark.parametrize("micros", [1, 4])
+def test_what_only_forwards_have_is_refused_on_all_ranks_alike(group, micros):
+    first, *others = group(4, pipeline=2)(refused, micros)
+    assert first.startswith("0.up.weight was read (outside of its module) while it is sharded")
+    assert "computed in the forward of the module" in first
+    assert others == [first] * 3
 
 
 def counts(world):

@@ -28,7 +28,7 @@ from shardwise.verify.placements import Placement
 from shardwise.verify.plan import Plan
 from shardwise.verify.records import Fed, Step, Training, Whole
 from shardwise.verify.report import Report
-from shardwise.verify.runs import Run, RunFailed, Script, command
+from shardwise.verify.runs import Run, RunFailed, Script, command, large_imports
 from shardwise.verify.verdicts import Verdict
 
 
@@ -602,3 +602,60 @@ def test_only_what_an_earlier_call_left_is_removed(tmp_path: Path) -> None:
         path.write_text("")
     assert _log_folder(tmp_path) == logs
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(kept)
+
+
+@pytest.mark.parametrize(
+    ("script", "beside", "found"),
+    [
+        ("import datasets, matplotlib\nfrom transformers import Trainer", {}, "dmt"),
+        ("import datasets\nimport matplotlib", {"datasets.py": ""}, "m"),
+        ("import os, transformers\nos.environ['HF_HOME'] = '/here'", {}, ""),
+        ("import mine\nimport matplotlib", {"mine.py": "import transformers"}, "mt"),
+        ("import mine\nimport matplotlib", {"mine.py": "import os; os.environ.update()"}, ""),
+        ("from mine import one\nimport matplotlib", {"mine/one.py": "from os import putenv"}, ""),
+        ("import matplotlib", {"mine.py": "import os; os.environ.update()"}, "m"),
+    ],
+)
+def test_what_is_imported_before_the_script_means_the_same_there(
+    tmp_path: Path, script: str, beside: dict[str, str], found: str
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    for name, text in beside.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    imported = large_imports(Script(words=(str(tmp_path / "train.py"), "--epochs", "1")))
+    assert "".join(name[0] for name in imported) == found
+
+
+def test_samples_that_only_one_of_the_two_trains_on_are_said() -> None:
+    one, two = training(), training(0.1, begins=2)
+    one.engines[0][2] = replace(one.engines[0][2], samples=tuple(range(12)))
+    two.engines[0][2] = replace(two.engines[0][2], samples=(0, 0, 1, 12))
+    first = compare(one, two).first(1e-8)
+    assert first is not None
+    assert first.samples == (tuple(range(2, 12)), (0, 12))
+    assert "not on 2, 3, 4, 5, 6, 7 and 4 more, but also on 0, 12." in verdicts.what(first, 1e-8)
+    assert verdicts.samples((), (3,)) == "It trains on other samples of the dataset: also on 3."
+    assert "samples" not in verdicts.what(replace(first, samples=((), ())), 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "size", "said"),
+    [
+        (lambda n: 0.8 ** (n + 1), lambda n: 0.8 ** (2 * n + 2), 1, "stepped 2 times in each step"),
+        (lambda n: 0.8**n, lambda n: 0.8 ** (3 * n), 1, "stepped 3 times in each step"),
+        (lambda n: 0.8**n, lambda n: 0.8 ** (4 * n), 2, "4 times in each step, once for each mic"),
+        (lambda n: 0.8**n, lambda n: 0.8 ** (2 * n), 2, "2 times in each step, once for each work"),
+        (lambda n: 0.1, lambda n: 0.3, 1, "depends on the placement: 0.3, 3 times"),
+        (lambda n: 0.1, lambda n: 0.2, 2, "scaled with the number of workers: 0.2, 2 times"),
+    ],
+)
+def test_schedulers_that_are_stepped_by_micro_batch(
+    theirs: Callable[[int], float], ours: Callable[[int], float], size: int, said: str
+) -> None:
+    one, two = training(steps=12), training(steps=3)
+    for run, rate in ((one, theirs), (two, ours)):
+        for number, step in enumerate(run.engines[0][1:]):
+            run.engines[0][number + 1] = replace(step, lr=(rate(number),))
+    (found,) = causes._of_rate(one, two, size)
+    assert said in found.words

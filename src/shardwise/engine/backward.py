@@ -21,6 +21,7 @@ from shardwise.engine.user_objects import living
 from shardwise.errors import CollectiveError
 from shardwise.parallel.pipeline import LayerTimes, StageTensor, runner
 from shardwise.parallel.pipeline.runner import PipelineRunner
+from shardwise.states import resting
 from shardwise.timeline import span
 
 
@@ -291,8 +292,24 @@ class BackwardRunner:
             buckets=self._objects.states.buckets_by,
             inputs=self._inputs(),
             on_stage=self._show_stage,
+            refusal=self._refusal,
             collect=self._collecting,
         )
+
+    def _refusal(self, used: Sequence[nn.Parameter]) -> str | None:
+        """What to say if one of the parameters `used` outside of layers is whole in forwards
+        alone; the others last from a forward to its backward."""
+        shown = self._objects.states.shown
+        if shown is None:
+            return None
+        brief = {
+            id(tracked.parameter)
+            for unit in shown.residency.units
+            if not (unit.lasting or unit.always)
+            for tracked in unit.tracked
+        }
+        first = next((each for each in used if id(each) in brief), None)
+        return None if first is None else str(resting.used_outside(first))
 
     def _show_stage(self, stage: int | None) -> None:
         """Gather units for `stage` from now on, where they are gathered at all."""

@@ -228,7 +228,16 @@ def _touched(
         return _cast(func, args, kwargs)
     if func == SET_DATA and args[0] is args[1]:
         return None  # model.to(device) where it is already
+    if any(_in_trial(kind) for kind in types):
+        return below(types)(func, types, args, kwargs)  # nothing is computed
     raise _refusal(func, args, kwargs)
+
+
+def _in_trial(kind: Any) -> bool:
+    """Whether parameters of class `kind` are of a pipeline that tries a loss without values: all
+    ranks come to the end of it, and refuse alike what was used."""
+    trial = getattr(getattr(kind, "covers", kind), "in_trial", None)
+    return trial is not None and trial()
 
 
 def below(types: Any) -> Callable[..., Any]:
@@ -322,6 +331,15 @@ def _refusal(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Exception:
         )
     if any(_found(target) is not None for target in written(what, args, kwargs)):
         return write_refused(name, what)
+    return _read_refused(name, what)
+
+
+def used_outside(parameter: nn.Parameter) -> ParameterAccess:
+    """The error for a line that computes with `parameter` outside of forwards."""
+    return _read_refused(name_of(parameter), "outside of its module")
+
+
+def _read_refused(name: str, what: str) -> ParameterAccess:
     return ParameterAccess(
         f"{name} was read ({what}) while it is sharded: this worker holds a part of it only, and "
         "all of it just while the forward of its module runs. Call the module itself, not another "

@@ -18,6 +18,11 @@ from shardwise.verify.records import Training
 
 MANY = 3
 """Lines of a script that are shown of one kind."""
+MOST_MICRO_BATCHES = 17
+"""Up to how many steps of a scheduler in one step are looked for."""
+
+Rates = tuple[float, ...]
+"""The learning rates of a step, by parameter group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,13 +216,14 @@ def _of_rate(reference: Training, other: Training, size: int) -> Iterator[Suspec
     if not apart:
         return
     if (pace := _pace(reference, other, size)) > 1:
-        yield _fast_schedule(pace, rates)
+        yield _fast_schedule(pace, rates, of_workers=pace == size)
         return
     theirs, ours = apart[0]
-    times = f"{ours / theirs:.6g} times the reference's" if theirs else "another one"
+    times_as_much = f"{ours / theirs:.6g} times the reference's" if theirs else "another one"
+    how = "is scaled with the number of workers" if size > 1 else "depends on the placement"
     yield Suspect(
         name="lr",
-        words=f"the learning rate is scaled with the number of workers: {ours:.6g}, {times} "
+        words=f"the learning rate {how}: {ours:.6g}, {times_as_much} "
         f"{theirs:.6g}, though the total batch is the same. With the reference's rates the runs "
         "agree. Leave the rate as it is: sw.Loader's batch_size is the total, so nothing grows "
         "with the workers (sw.lr.ScaledLR is for batches that do).",
@@ -234,20 +240,32 @@ def _rates(reference: Training) -> dict[str, list[list[float]]]:
 
 
 def _pace(reference: Training, other: Training, size: int) -> int:
-    """How many steps of the reference's schedule each step makes: the number of workers where all
-    rates are those of so many times the step, and not a multiple of those of the same step."""
-    scaled = True
-    for engine, steps in other.engines.items():
-        theirs = [step.lr for step in reference.engines.get(engine, [])[1:]]
-        ours = [step.lr for step in steps[1:]]
-        ahead = theirs[::size]
-        if not ahead or not all(map(_same_rates, ours, ahead)):
-            return 1
-        scaled &= all(
-            _same_rates(mine, [size * rate for rate in its])
-            for mine, its in zip(ours, theirs, strict=False)
-        )
-    return 1 if scaled else size
+    """How many steps of the reference's schedule each step makes, where all rates are those of so
+    many times the step: once for each of `size` workers, or for each micro-batch; else 1."""
+    engines = [
+        ([step.lr for step in reference.engines.get(engine, [])[1:]], [step.lr for step in steps])
+        for engine, (_, *steps) in other.engines.items()
+    ]
+    if all(ours[0] != theirs[0] for theirs, ours in engines if theirs and ours) and all(
+        _same_rates(mine, [size * rate for rate in its])
+        for theirs, ours in engines
+        for its, mine in zip(theirs, ours, strict=False)
+    ):
+        return 1  # scaled with the workers
+    for times in dict.fromkeys((size, *range(2, MOST_MICRO_BATCHES))):
+        # One who steps it before engine.step has made all of them by the first step.
+        for begin in (0, times - 1):
+            if times > 1 and all(_runs_ahead(*each, times, begin) for each in engines):
+                return times
+    return 1
+
+
+def _runs_ahead(theirs: Sequence[Rates], ours: Sequence[Rates], times: int, begin: int) -> bool:
+    """Whether `ours` are each `times`th of `theirs` from number `begin` on, as far as both are
+    known: for two steps at least."""
+    ahead = theirs[begin::times]
+    known = min(len(ours), len(ahead))
+    return known > 1 and all(map(_same_rates, ours[:known], ahead[:known]))
 
 
 def _same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -256,14 +274,18 @@ def _same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
     )
 
 
-def _fast_schedule(times: int, rates: Mapping[str, Any]) -> Suspect:
+def _fast_schedule(times: int, rates: Mapping[str, Any], *, of_workers: bool) -> Suspect:
+    accelerate = (
+        "Accelerate does so for schedulers that are prepared, unless its batches are totals: write "
+        "DataLoaderConfiguration(split_batches=True) and the total batch size, or do not prepare "
+        "the scheduler. In a loop of your own step it once."
+    )
     return Suspect(
         name="lr",
         words=f"the learning-rate scheduler is stepped {times} times in each step, once for each "
-        "worker, though the total batch is the same. With the reference's rates the runs agree. "
-        "Accelerate does so for schedulers that are prepared, unless its batches are totals: write "
-        "DataLoaderConfiguration(split_batches=True) and the total batch size, or do not prepare "
-        "the scheduler. In a loop of your own step it once.",
+        f"{'worker' if of_workers else 'micro-batch'}, though the total batch is the same. With "
+        "the reference's rates the runs agree. "
+        + (accelerate if of_workers else "Step it beside engine.step(), once."),
         alter={"lr": rates},
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -52,6 +52,9 @@ class StepDifference:
     tensors: Sequence[TensorDifference]
     skipped: float = 0.0
     """Infinite where one of the two updated and the other did not."""
+    samples: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Samples of the dataset that only the reference trains on, and those that only the other one
+    does; each as often as it does so more often."""
 
     @property
     def largest(self) -> float:
@@ -182,7 +185,16 @@ def _step(
         rows=(theirs.fed.rows, ours.fed.rows),
         tensors=tensors,
         skipped=math.inf if known and theirs.skipped != ours.skipped else 0.0,
+        samples=_samples_apart(theirs, ours),
     )
+
+
+def _samples_apart(theirs: Step, ours: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The samples of one and of the other alone; none where one does not tell which it uses."""
+    if not (theirs.samples and ours.samples):
+        return (), ()
+    one, two = Counter(theirs.samples), Counter(ours.samples)
+    return tuple((one - two).elements()), tuple((two - one).elements())
 
 
 def _renamed(name: str, renamed: Mapping[str, str]) -> str:

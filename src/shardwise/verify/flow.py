@@ -212,7 +212,8 @@ class Verification:
 
         if compared.trains_alike(TOLERANCE) and compared.same_counts:
             return Found([causes.UNSHARED])
-        return causes.find(tried, agrees, clue(compared, other))
+        hint = clue(compared, other, against=self.plan.against is not None)
+        return causes.find(tried, agrees, hint)
 
     # -- runs -------------------------------------------------------------------------------
 
@@ -283,16 +284,23 @@ def _check_driver(training: Training, script: str) -> None:
         )
 
 
-def clue(compared: Comparison, other: Training) -> str:
-    """What to look at where no trial has taken the difference away."""
+_FIX_ORDER = (
+    "fix the order of the data, so that both scripts take the same batches: shuffle=False, or the "
+    "same generator and seed in both."
+)
+
+
+def clue(compared: Comparison, other: Training, *, against: bool) -> str:
+    """What to look at where no trial has taken the difference away; `against` an original, whose
+    order of the data nobody but the user can fix."""
     first = compared.first(TOLERANCE)
     if first is None:
         return ""
     if not first.fed:
         return (
             f"The models are fed other numbers in step {max(first.number - 1, 0)} "
-            f"({first.rows[1]} rows, and {first.rows[0]} in the reference): look at where the "
-            "batches come from."
+            f"({first.rows[1]} rows, and {first.rows[0]} in the reference): "
+            + (_FIX_ORDER if against else "look at where the batches come from.")
         )
     if apart := causes.astray(other):
         names = ", ".join(name for _, name in apart[: causes.MANY])

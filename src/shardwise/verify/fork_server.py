@@ -1,6 +1,6 @@
 """A warm process: it has imported torch and what the script imports, and forks ranks.
 
-    python -m shardwise.verify.fork_server SOCKET MODULES
+    python -m shardwise.verify.fork_server FD MODULES
 
 Importing is most of the time of a short run. Ranks are asked for by rank_client.py over a socket,
 and live no longer than who asked for them; the end of the standard input ends all of them. No
@@ -24,7 +24,6 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from shardwise.verify.rank_client import FREE
@@ -126,6 +125,8 @@ class ForkServer:
         os.environ.clear()
         os.environ.update(asked["environ"])
         os.chdir(asked["folder"])
+        # What multiprocessing spawns finds the script from there.
+        import_module("multiprocessing.process").ORIGINAL_DIR = asked["folder"]
         if os.environ.get("PYTHONFAULTHANDLER"):
             faulthandler.enable()
         _open_streams(buffered=not os.environ.get("PYTHONUNBUFFERED"))
@@ -209,12 +210,11 @@ def _received(line: socket.socket, length: int) -> bytes:
     return found
 
 
-def main(path: str, modules: str) -> None:
-    """Be the warm process; the ranks that it forks return from here when they have run."""
+def main(fd: str, modules: str) -> None:
+    """Be the warm process, which listens at `fd`; the ranks that it forks return from here when
+    they have run."""
     reserved = [os.open(os.devnull, os.O_RDONLY) for _ in range(3, FREE)]
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen(64)
+    with socket.socket(fileno=int(fd)) as listener:
         # Packages ask at their import whether there is a GPU; asked in this way, the driver is not
         # started, which no forked process could use then. Ranks get their own environment.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -225,9 +225,7 @@ def main(path: str, modules: str) -> None:
         gc.collect()
         gc.freeze()
         arguments = ForkServer(listener, reserved).serve()
-    if arguments is None:
-        Path(path).unlink(missing_ok=True)
-    else:
+    if arguments is not None:
         import_module("shardwise.verify.script").main(arguments)
 
 

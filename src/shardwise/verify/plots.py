@@ -18,7 +18,7 @@ from shardwise import plot_look
 from shardwise.plot_look import FAINT, GREY, INK
 from shardwise.verify.comparing import growth
 from shardwise.verify.report import Report, largest
-from shardwise.verify.verdicts import TOLERANCE, Verdict
+from shardwise.verify.verdicts import TOLERANCE, Verdict, figure
 
 COLORS = ("#d9622b", "#2f8f5b", "#8a4fb0", "#b0892c", "#c23b6b", "#3a9aa8")
 REFERENCE = "#2563a8"
@@ -42,28 +42,30 @@ STYLE = (
 LEAST = 1e-17
 """Where equal bits are drawn on a log scale."""
 TENSORS = 10
+ASKED = f"asked in fp64: {figure(TOLERANCE)}"
+SMALL = {"color": GREY, "fontsize": 8.5, "ha": "center", "va": "bottom"}
 
 
 def draw(report: Report, folder: Path) -> str:
     """Save verify.png in `folder`, the verdict on top; returns the plots alone as SVG."""
     with plt.rc_context(STYLE):
-        figure, (losses, steps, tensors) = plt.subplots(
+        drawn, (losses, steps, tensors) = plt.subplots(
             1, 3, figsize=(14, 4.2), layout="constrained", width_ratios=(1, 1, 1.1)
         )
         _losses(losses, report)
         _steps(steps, report)
         _tensors(tensors, report)
         picture = io.StringIO()
-        figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
+        drawn.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
         worst = report.verdict
-        figure.suptitle(
-            f"{_tail(report.command, 80)}: {worst.words}",
+        drawn.suptitle(
+            f"{_short(report.command, 80)}: {worst.words}",
             color=VERDICTS[worst],
             fontsize=13,
             fontweight="bold",
         )
-        figure.savefig(folder / "verify.png", dpi=110)
-        plt.close(figure)
+        drawn.savefig(folder / "verify.png", dpi=110)
+        plt.close(drawn)
     return plot_look.themed(picture.getvalue(), VARIABLES)
 
 
@@ -112,7 +114,9 @@ def _steps(axes: Any, report: Report) -> None:
                 linewidth=1.6,
                 label=f"{_short(str(result.placement), 22)}, {words}",
             )
-    axes.axhline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2)
+    axes.axhline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2, label=ASKED)
+    axes.axhspan(LEAST / 3, LEAST * 3, color=FAINT, alpha=0.5, linewidth=0)
+    axes.text(0.5, LEAST * 4, "equal bits", transform=axes.get_yaxis_transform(), **SMALL)
     axes.set_ylim(LEAST / 3, None)
     _by_step(axes)
     axes.set_xlabel("step (-1: before the first)")
@@ -137,6 +141,8 @@ def _tensors(axes: Any, report: Report) -> None:
     )
     axes.axvline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2)
     axes.set_xlim(LEAST, None)
+    axes.set_ylim(len(found) - TENSORS - 0.5, len(found) - 0.5)  # few bars are as thin as many
+    axes.set_xlabel(f"relative (dotted: {ASKED})")
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", labelsize=8.5)
 

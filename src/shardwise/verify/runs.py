@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -158,18 +159,31 @@ class WarmRanks:
 
     def __init__(self, script: Script, most: int) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="shardwise-warm-"))
-        modules = " ".join(_large_imports(script))
+        modules = " ".join(large_imports(script))
         self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", SERVER, socket_path(str(self._folder), seat), modules],
+            self._started(seat, modules, most)
+            for seat in range(SEATS if sys.platform == "linux" else 0)
+        ]
+
+    def _started(self, seat: int, modules: str, most: int) -> subprocess.Popen[bytes]:
+        # It listens from the beginning: a rank that comes before it has imported waits.
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(socket_path(str(self._folder), seat))
+            listener.listen(64)
+            return subprocess.Popen(
+                [sys.executable, "-m", SERVER, str(listener.fileno()), modules],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the runs, which end their ranks
                 env=environment(most),
+                pass_fds=[listener.fileno()],
             )
-            for seat in range(SEATS if sys.platform == "linux" else 0)
-        ]
+
+    @property
+    def pids(self) -> list[int]:
+        """Their process ids."""
+        return [process.pid for process in self._processes]
 
     @property
     def answers(self) -> bool:
@@ -192,16 +206,35 @@ class WarmRanks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _large_imports(script: Script) -> list[str]:
+def large_imports(script: Script) -> list[str]:
     """What a script imports that takes long, and that means the same before the script begins.
 
-    Packages read variables such as HF_HOME when they are imported: a script that sets any imports
-    them itself. So does one that has a module of that name beside it, which would be another one.
+    Packages read variables such as HF_HOME when they are imported: a script that sets any, itself
+    or in a module beside it, imports them itself. So does one that has a module of that name beside
+    it, which would be another one.
     """
     name = next((word for word in script.words if program.is_script(word)), "")
-    text = program.text_of(name)
-    if _SETS_VARIABLES.search(text):
-        return []
-    found = set(re.findall(r"^\s*(?:import|from)\s+(\w+)", text, re.MULTILINE))
-    beside = {path.stem for folder in (Path(name).parent, Path()) for path in folder.iterdir()}
-    return sorted((found & LARGE) - beside)
+    beside = _modules_beside(Path(name))
+    large, read, texts = set(LARGE), set[str](), [program.text_of(name)]
+    found: set[str] = set()
+    while texts:
+        text = texts.pop()
+        if _SETS_VARIABLES.search(text):
+            return []
+        imported = {each for each in large | beside.keys() if program.imports(text, each)}
+        texts += [_text_of(beside[each]) for each in imported & beside.keys() - read]
+        read |= imported
+        found |= imported & large
+    return sorted(found - beside.keys())
+
+
+def _modules_beside(script: Path) -> dict[str, Path]:
+    """Modules and packages by name that lie beside a script, or in the current folder."""
+    found = (path for folder in (script.parent, Path()) for path in folder.iterdir())
+    return {path.stem: path for path in found if path.stem.isidentifier()}
+
+
+def _text_of(path: Path) -> str:
+    """What stands in a module, or in all modules of a package."""
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return "\n".join(program.text_of(str(each)) for each in files)

@@ -13,6 +13,9 @@ from shardwise.verify.placements import Placement
 TOLERANCE = 1e-8
 """How far fp64 runs may be apart: relative, in every loss, norm and tensor."""
 
+SAMPLES = 6
+"""Numbers of samples that are shown."""
+
 
 class Verdict(Enum):
     """How a placement trains beside the reference, and the exit code of the worst one."""
@@ -140,6 +143,8 @@ def what(step: StepDifference, tolerance: float) -> str:
     said = [f"It differs in {_and(figures)}."] if figures else []
     if step.skipped:
         said.insert(0, "One of the two skipped this step, and the other did not.")
+    if any(step.samples):
+        said.append(samples(*step.samples))
     if tensors := step.beyond(tolerance):
         first, worst = tensors[0], max(tensors, key=lambda each: each.relative)
         several = f"{len(tensors)} tensors differ; the" if len(tensors) > 1 else "The"
@@ -147,6 +152,23 @@ def what(step: StepDifference, tolerance: float) -> str:
         if worst is not first:
             said.append(f"The largest difference is that of {tensor(worst)}.")
     return " ".join(said)
+
+
+def samples(missing: Sequence[int], more: Sequence[int]) -> str:
+    """Which samples of the dataset only one of the two trains on."""
+    said = [
+        f"{words} {_some(numbers)}"
+        for words, numbers in (("not on", missing), ("but also on", more))
+        if numbers
+    ]
+    if not missing:
+        said = [f"also on {_some(more)}"]
+    return f"It trains on other samples of the dataset: {', '.join(said)}."
+
+
+def _some(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:SAMPLES]))
+    return shown + (f" and {len(numbers) - SAMPLES} more" if len(numbers) > SAMPLES else "")
 
 
 def tensor(found: TensorDifference) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.bucket_layout import even_cuts
 from shardwise.collectives import Collectives
 from shardwise.config import Settings
-from shardwise.errors import DataError, UsageError
+from shardwise.errors import DataError, ParameterAccess, UsageError
 from shardwise.model.precision import NARROW
 from shardwise.nested_batch import Rows
 from shardwise.parallel.pipeline.pipeline_group import PipelineGroup
@@ -70,6 +70,9 @@ def _rows(batch: Any) -> Rows:
 
 BucketsByKey = Callable[[Callable[[nn.Parameter], int]], Mapping[int, frozenset[int]]]
 """Maps a key of parameters to the numbers of the buckets that have such parameters, by key."""
+
+Refusal = Callable[[Sequence[nn.Parameter]], str | None]
+"""What to say if one of these parameters is of this rank and has no values between forwards."""
 
 OnStage = Callable[[int | None], None]
 """Called with the stage that runs next; None when the schedule has ended."""
@@ -153,6 +156,7 @@ class PipelineRunner:
         buckets: BucketsByKey,
         inputs: Sequence[Tensor] | None,
         on_stage: OnStage,
+        refusal: Refusal,
         collect: CollectGradients,
     ) -> Tensor:
         """Run forward and backward of all `parts`; returns their mean loss, in fp64, on all
@@ -163,7 +167,7 @@ class PipelineRunner:
         batch = _PipelineBatch(loss_of, parts, seed, last, collect, inputs=inputs)
         pipeline.tied_weights.invalidate()  # user code may have written to weights since
         self._weighting.begin(sum(weight for weight, _ in parts))
-        self._run_trial(batch)
+        self._run_trial(batch, refusal)
         ends = {a.stage: n for n, a in enumerate(order) if a.kind in "BW"}
         has_several = len(pipeline.stages) > 1
         by_stage = has_several and not pipeline.has_local_ties
@@ -190,15 +194,21 @@ class PipelineRunner:
         self._pipeline.reset()
         self._has_tried = False
 
-    def _run_trial(self, batch: _PipelineBatch) -> None:
-        """Run the program once without computing, to open the channels that it needs.
-        Collective."""
+    def _run_trial(self, batch: _PipelineBatch, refusal: Refusal) -> None:
+        """Run the program once without computing, to open the channels that it needs. Collective.
+
+        Raises ParameterAccess, on all ranks, where a line outside of all layers computes with what
+        only forwards have: in the schedule its owner alone would raise, and others wait for it."""
         if self._has_tried:
             return
         run = StageRun(frozenset(), scheduled=True, is_trial=True)
         seed_everything(batch.seed)
         with self._pipeline.running(run), torch.enable_grad():
             self._check_loss(batch.loss_of(*batch.parts[0][1]))
+        if run.outside_uses:
+            said = self._pipeline.group.gather_plain(refusal(run.outside_uses))
+            if any(said):
+                raise ParameterAccess(next(filter(None, said)))
         self._has_tried = True
 
     def _check_loss(self, loss: Any) -> StageTensor:

@@ -89,7 +89,8 @@ class LayerForward(ReplacedForward):
             raise ModelError(
                 f"{self._name} is on stage {stage} and takes what stage {max(late)} makes. Let the "
                 "modules stand in the model in the order in which they run, or name where stages "
-                "begin: --stages."
+                "begin: --stages. A model that is called on what it has made itself goes back to "
+                "its first stage, which --pipeline cannot do: --zero 3 or --tensor make room too."
             )
         pipeline.tied_weights.send_for_layer(self._module, stage)
         result = run_on_stage(pipeline, stage, self._module, self._original, leaves, spec)

@@ -50,6 +50,8 @@ class StageRun:
     """Received ones: the leaves of this rank's graph."""
     in_flight: list[Handle] = field(default_factory=list)
     """Handles of sent tensors, whose buffers are not released yet."""
+    outside_uses: list[torch.nn.Parameter] = field(default_factory=list)
+    """The parameters of layers that a trial has seen used outside of all layers."""
     is_over: bool = False
     """Whether a backward has used the run up."""
     number: int = field(default_factory=itertools.count().__next__)
@@ -320,6 +322,8 @@ def value_at(exchange: StageExchange, leaf: Any, stage: int) -> Any:
     Where this rank does not run `stage`, the result must not be used.
     """
     if isinstance(leaf, torch.nn.Parameter) and (owner := exchange.owner(leaf)) is not None:
+        if exchange.run.is_trial:
+            exchange.run.outside_uses.append(leaf)
         if owner != stage:
             exchange.add_user(leaf, stage)
         return exchange.whole_parameter(leaf) if stage in exchange.run.stages else leaf

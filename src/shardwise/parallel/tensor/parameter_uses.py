@@ -94,11 +94,15 @@ class ParameterUses:
                 "__deepcopy__": self._refuse_copy,
                 "__reduce_ex__": self._refuse_copy,
                 "is_watched": True,
+                "in_trial": staticmethod(self._in_trial),
                 "is_split": is_split,
             }
             made: Any = type(own)
             self._classes[own, is_split] = made(own.__name__, (own,), members)
         return self._classes[own, is_split]
+
+    def _in_trial(self) -> bool:
+        return self._pipeline is not None and self._pipeline.run.is_trial
 
     def _refuse_copy(self, *_: Any) -> Any:
         if self._pipeline is not None:
