@@ -1,6 +1,7 @@
 """Scripts for Accelerate and Trainer that name nothing of ours, and how they are started."""
 
 import re
+import subprocess
 import sys
 
 import pytest
@@ -67,3 +68,50 @@ def test_what_cannot_be_adopted(shardwise: Launcher) -> None:
     ):
         ran = run(shardwise, *WORDS, "-n", "2", *words)
         assert (ran.code, said in ran.err) == (2, True), ran.err
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a text, a tokenizer and the configuration of a tiny model."""
+    pytest.importorskip("transformers", reason="the transformers package is not there")
+    folder = str(tmp_path_factory.mktemp("text"))
+    subprocess.run([sys.executable, script("clm_files"), folder], check=True, timeout=120)
+    return folder
+
+
+def figures(ran: Ran) -> list[str]:
+    assert ran.code == 0, ran.err
+    return re.findall(r"(?:perplexity|accuracy|words) (.+)", ran.out)
+
+
+def test_a_language_model_by_the_trainer(shardwise: Launcher, text: str) -> None:
+    """As run_clm.py trains one: in one process by the stock Trainer, in two at ZERO_3, resumed."""
+    every = ["--folder", text, "--report_to", "none", "--max_grad_norm", "0.5", "--seed", "3"]
+    every += ["--learning_rate", "1e-2", "--num_train_epochs", "1", "--save_steps", "8"]
+    every += ["--eval_strategy", "steps", "--eval_steps", "8", "--disable_tqdm", "true"]
+    sizes = ["--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "2"]
+    alone = [*every, *sizes, "--output_dir", "alone", "--use_cpu", "true"]
+    expected = figures(run(shardwise, sys.executable, script("clm_trainer"), *alone))
+    assert expected[0] == "32 32"
+    sizes[1::2] = "2", "1"
+    adopted = [*WORDS, "-n", "2", "--zero", "3", "--adopt", "transformers", script("clm_trainer")]
+    ran = run(shardwise, *adopted, *every, *sizes, "--output_dir", "two")
+    assert figures(ran) == expected
+    assert "ranks 2 Sharded" in ran.out
+    again = ["--output_dir", "again", "--resume_from_checkpoint", "two/checkpoint-8"]
+    assert figures(run(shardwise, *adopted, *every, *sizes, *again)) == expected
+
+
+def test_a_language_model_by_a_loop(shardwise: Launcher, text: str) -> None:
+    """As run_clm_no_trainer.py trains one, and saves it by a call on all ranks: the figures of
+    stock Accelerate with DistributedDataParallel; resumed."""
+    stock = [TORCHRUN, "--standalone", "--nproc-per-node=2", script("clm_loop"), text, "stock", "2"]
+    expected = figures(run(shardwise, "env", "ACCELERATE_USE_CPU=true", *stock))
+    assert len(expected) == 2
+    adopted = [*WORDS, "-n", "2", "--zero", "3", "--adopt", "accelerate", script("clm_loop"), text]
+    ran = run(shardwise, *adopted, "two", "2")
+    assert figures(ran) == expected
+    assert "saved True True" in ran.out, ran.err
+    assert "by shardwise.accelerate.accelerator 2" in ran.out
+    (second,) = figures(run(shardwise, *adopted, "again", "2", "two/epoch_0"))
+    assert second == expected[1]
