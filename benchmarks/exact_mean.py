@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, about = Console(width=110), machine.describe()
     for name, value in about.items():
         console.print(f"{name:>9}  {value}", highlight=False, soft_wrap=True)
-    found = {name: _measured(name, options.ranks) for name in options.cases}
+    found = _measured(options.cases, options.ranks)
     console.print(_table(found, options.ranks))
     if options.json:
         machine.write_json(options.json, {"machine": about, "ranks": options.ranks, "cases": found})
@@ -47,31 +47,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def _measured(name: str, ranks: int) -> dict[str, list[float]]:
-    """The norms of one case over plain PyTorch's, by step."""
+def _measured(cases: Sequence[str], ranks: int) -> dict[str, dict[str, list[float]]]:
+    """By case, the norms of each of three over plain PyTorch's, by step."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     shardwise = ["-m", "shardwise", "run", "-n", str(ranks), "--zero", "3", "--device", "cpu"]
-    right = _norms([], "plain", name)
-    several = {"SIZE": str(ranks), "ACCELERATE_USE_CPU": "true"}
+    right = _norms([], "plain", cases)
     lines = {
-        "one": _norms([], "stock", name, ACCELERATE_USE_CPU="true"),
-        "stock": _norms(torchrun, "stock", name, **several),
-        "ours": _norms(shardwise, "ours", name, **several),
+        "one": _norms([], "stock", cases),
+        "stock": _norms(torchrun, "stock", cases, ranks),
+        "ours": _norms(shardwise, "ours", cases, ranks),
     }
-    return {who: [a / b for a, b in zip(n, right, strict=True)] for who, n in lines.items()}
+    return {
+        case: {who: _over(norms[case], right[case]) for who, norms in lines.items()}
+        for case in cases
+    }
 
 
-def _norms(launcher: list[str], who: str, name: str, **variables: str) -> list[float]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
+def _over(norms: Sequence[float], right: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(norms, right, strict=True)]
+
+
+def _norms(
+    launcher: list[str], who: str, cases: Sequence[str], ranks: int = 1
+) -> dict[str, list[float]]:
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "SIZE": str(ranks),
+    }
     with tempfile.TemporaryDirectory(prefix="exact-mean-") as folder:
         done = subprocess.run(
-            [sys.executable, *launcher, str(WORKER), who, name],
-            env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=300,
+            [sys.executable, *launcher, str(WORKER), who, *cases],
+            env=os.environ | variables, cwd=folder, capture_output=True, text=True, check=False,
         )  # fmt: skip
     if done.returncode:
-        raise SystemExit(f"{who}, {name}: {done.stdout}{done.stderr}")
+        raise SystemExit(f"{who}: {done.stdout}{done.stderr}")
     (line,) = [line for line in done.stdout.splitlines() if '{"norms"' in line]
-    norms: list[float] = json.loads(line[line.index("{") :])["norms"]
+    norms: dict[str, list[float]] = json.loads(line[line.index("{") :])["norms"]
     return norms
 
 

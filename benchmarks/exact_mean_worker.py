@@ -1,5 +1,5 @@
-"""One process of exact_mean.py: `python exact_mean_worker.py WHO CASE`; rank 0 prints the gradient
-norm of each step as JSON.
+"""One process of exact_mean.py: `python exact_mean_worker.py WHO CASE ...`; rank 0 prints the
+gradient norms of each case, by step, as JSON.
 
 WHO is plain (PyTorch, the whole batch of a step at once), stock (the library as it comes) or ours
 (with exact_mean=True). The learning rate is 0: every step's gradient is of the same weights.
@@ -171,17 +171,25 @@ def by_accelerate(case: Case, ours: bool, size: int) -> list[float]:
     return norms
 
 
-def main(who: str, name: str) -> None:
-    """Print the norms of a case by `who`."""
-    warnings.simplefilter("ignore")
-    case, size = CASES[name], int(os.environ.get("SIZE", "1"))
+def norms_of(who: str, case: Case, size: int) -> list[float]:
+    """The norms of a case by `who`, by step."""
     if who == "plain":
-        norms = plain(case)
-    else:
-        train = by_trainer if case.by == "Trainer" else by_accelerate
-        norms = train(case, who == "ours", size)
+        return plain(case)
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()  # what the case before was set up for
+    train = by_trainer if case.by == "Trainer" else by_accelerate
+    return train(case, who == "ours", size)
+
+
+def main(who: str, *names: str) -> None:
+    """Print the norms of the cases by `who`."""
+    warnings.simplefilter("ignore")
+    size = int(os.environ.get("SIZE", "1"))
+    found = {name: norms_of(who, CASES[name], size) for name in names}
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps({"norms": norms}))
+        print(json.dumps({"norms": found}))
 
 
 if __name__ == "__main__":

@@ -167,6 +167,9 @@ def means_case(world, name, zero, folder):
     logs = [log for log in trainer.state.log_history if "loss" in log]
     figures = [(log["loss"], log["grad_norm"]) for log in logs]
     assert figures == [pytest.approx(each, rel=1e-6) for each in seen]  # logged in fp32
+    with torch.no_grad():
+        whole = expected(**batch_of(list(rows(kind))))["loss"].item()
+    assert trainer.evaluate(list(rows(kind)))["eval_loss"] == pytest.approx(whole, rel=1e-10)
     assert far(trainer, expected) < 1e-12
     if world.size > 1:
         assert far(trained(world, kind, folder, zero, exact=False), expected) > 1e-5

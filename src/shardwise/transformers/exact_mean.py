@@ -53,6 +53,8 @@ class ExactMean:
         self._items: list[tuple[Any, Tensor]] = []
         """The batches of the step, which are held so that no other one takes their identity."""
         self._total = torch.zeros(())
+        self._losses: list[Tensor] = []
+        """Of an evaluation, by batch: the loss times its items, and the items."""
 
     def window(
         self,
@@ -74,16 +76,25 @@ class ExactMean:
 
     def _taken(self, batch: Any) -> Any:
         """`batch`, the last one that the loader gave, without rows that count nothing."""
-        accelerator = self._trainer.accelerator
-        loader = accelerator.gradient_state.active_dataloader
-        shown, given = last_batch(loader, batch, accelerator.world, cuts=True)
+        shown, given = self._cut(batch)
         self._given[id(shown)] = given
         return shown
+
+    def _cut(self, batch: Any) -> tuple[Any, Given]:
+        accelerator = self._trainer.accelerator
+        loader = accelerator.gradient_state.active_dataloader
+        if loader is None:  # batches of a loader that Accelerate has not prepared
+            return batch, Given(find_batch_size(batch), is_cut=False)
+        return last_batch(loader, batch, accelerator.world, cuts=True)
 
     def _counted(self, batch: Any, device: torch.device) -> Tensor:
         """The number of items of `batch`, 0 where it has samples only that counted before."""
         given = self._given.get(id(batch))
-        samples = find_batch_size(batch) if given is None else given.samples
+        return self._number(
+            batch, find_batch_size(batch) if given is None else given.samples, device
+        )
+
+    def _number(self, batch: Any, samples: int, device: torch.device) -> Tensor:
         items: Any = samples
         if samples and self._items_of is not None:
             items = self._items_of(batch)
@@ -128,6 +139,37 @@ class ExactMean:
                 yield items.clamp(min=1), part
         finally:
             accelerator.items = None
+
+    # -- an evaluation ----------------------------------------------------------------------
+
+    def begin_evaluation(self) -> None:
+        """Forget the losses of the one before."""
+        self._losses.clear()
+
+    def evaluated(self, step: Callable[..., Any], model: Any, batch: Any, *how: Any) -> Any:
+        """What `step`, the trainer's own, gives for a batch of an evaluation, whose loss counts.
+
+        Of a last batch with repeated samples the loss is computed again without them. Collective.
+        """
+        device = self._trainer.args.device
+        shown, given = self._cut(batch)
+        items = self._number(shown, given.samples, device)
+        with self._means_of_one_batch():
+            found = step(model, batch, *how)
+            loss = found[0]
+            if self._trainer.accelerator.world.any(given.is_cut):
+                loss = step(model, shown, True, *how[1:])[0]
+        if loss is not None:
+            loss = torch.where(items > 0, loss.to(device, torch.float64) * items, 0.0)
+            self._losses.append(torch.stack([loss, items]))
+        return found
+
+    def mean_of_evaluation(self) -> float | None:
+        """The mean over all items of all workers; None without losses. Collective."""
+        if not self._losses:
+            return None
+        total, items = self._trainer.accelerator.reduce(torch.stack(self._losses).sum(0), "sum")
+        return float(total / items)
 
     @contextmanager
     def _means_of_one_batch(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,10 +143,32 @@ class Sharded:
 
     # -- evaluation -------------------------------------------------------------------------
 
-    def prediction_step(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
+        """As the trainer's own; with `exact_mean` the loss is a mean over items, each of which
+        counts once. Collective."""
+        if self._exact is not None:
+            self._exact.begin_evaluation()
+        output = super().evaluation_loop(*arguments, **keywords)  # type: ignore[misc]
+        mean = None if self._exact is None else self._exact.mean_of_evaluation()
+        name = f"{keywords.get('metric_key_prefix', 'eval')}_loss"
+        if mean is not None and name in output.metrics:
+            output.metrics[name] = mean
+        return output
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **keywords: Any,
+    ) -> Any:
         """As the trainer's own; what it generates may have another length on each rank."""
+        step = partial(super().prediction_step, **keywords)  # type: ignore[misc]
         with self._generates_apart():
-            return super().prediction_step(model, *arguments, **keywords)  # type: ignore[misc]
+            if self._exact is None:
+                return step(model, inputs, prediction_loss_only, ignore_keys)
+            return self._exact.evaluated(step, model, inputs, prediction_loss_only, ignore_keys)
 
     @contextmanager
     def _generates_apart(self) -> Iterator[None]:
