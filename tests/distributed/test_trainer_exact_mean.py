@@ -65,16 +65,16 @@ class Padded(Words):
 
 
 def rows(kind):
-    """Rows that have other numbers of items; one has none."""
+    """Rows that have other numbers of items; two have none."""
     draw = torch.Generator().manual_seed(1)
     words = torch.randint(WORDS, (ROWS, LENGTH), generator=draw)
-    for row in words:
+    for number, row in enumerate(words):
         if issubclass(kind, Samples):
             yield {"input_ids": row, "target": row.double().mean().sin()}
         elif issubclass(kind, Padded):
             yield {"input_ids": row, "kept": (row < row[0] + 2).double()}
         else:
-            yield {"input_ids": row, "labels": row.where(row < row[0], -100)}
+            yield {"input_ids": row, "labels": row.where(row < number % 9 * 2, -100)}
 
 
 def batch_of(items):
@@ -167,9 +167,10 @@ def means_case(world, name, zero, folder):
     logs = [log for log in trainer.state.log_history if "loss" in log]
     figures = [(log["loss"], log["grad_norm"]) for log in logs]
     assert figures == [pytest.approx(each, rel=1e-6) for each in seen]  # logged in fp32
-    with torch.no_grad():
-        whole = expected(**batch_of(list(rows(kind))))["loss"].item()
-    assert trainer.evaluate(list(rows(kind)))["eval_loss"] == pytest.approx(whole, rel=1e-10)
+    if kind in (Words, Ignoring):  # an evaluation has losses where there are labels
+        with torch.no_grad():
+            whole = expected(**batch_of(list(rows(kind))))["loss"].item()
+        assert trainer.evaluate(list(rows(kind)))["eval_loss"] == pytest.approx(whole, rel=1e-10)
     assert far(trainer, expected) < 1e-12
     if world.size > 1:
         assert far(trained(world, kind, folder, zero, exact=False), expected) > 1e-5

@@ -57,6 +57,15 @@ def test_trainers_scripts_run_unchanged(shardwise: Launcher, zero: str) -> None:
     assert "ranks 1 " in one.out
 
 
+def test_a_rank_that_leaves_the_loop_is_named(shardwise: Launcher) -> None:
+    """By rank, call and line, and the run ends, where others wait for hours."""
+    adopt = ["--zero", "2", "--adopt", "accelerate", script("accelerate_leaves")]
+    ran = run(shardwise, *WORDS, "-n", "2", *adopt)
+    assert ran.code == 1
+    assert re.search(r"accelerate_leaves\.py:16", ran.err), ran.err
+    assert re.search(r"[Rr]ank 1 is in .*accelerate_leaves\.py:18", ran.err), ran.err
+
+
 def test_what_cannot_be_adopted(shardwise: Launcher) -> None:
     for words, said in (
         (

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from accelerate.utils import find_batch_size
 from torch import Tensor
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer import unwrap_peft_model
 
 from shardwise.accelerate import Accelerator
 from shardwise.accelerate.exact_mean import Given, last_batch
@@ -108,9 +111,22 @@ class ExactMean:
         labels = batch["shift_labels"] if shifted else batch.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim == 0:
             return samples
-        if not shifted and self._trainer._loss_shifts_labels:
+        if not shifted and labels.ndim > 1 and self._shifts_labels():
             labels = labels[..., 1:]
         return labels.ne(IGNORED).sum()
+
+    def _shifts_labels(self) -> bool:
+        """Whether the loss leaves the first label of a row out.
+
+        The trainer finds out by the name of the class, which does not tell it of GPT2LMHeadModel
+        and its like.
+        """
+        if self._trainer._loss_shifts_labels:
+            return True
+        model = unwrap_peft_model(self._trainer.model)
+        known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        shifts = getattr(model, "loss_function", None) is ForCausalLMLoss
+        return shifts and type(model).__name__ in known
 
     @contextmanager
     def micro_batch(self, batch: Any) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
