@@ -3,14 +3,18 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.system.cluster import Cluster
 from tests.system.launcher import Launcher, Ran, script
-from tests.system.test_launchers import TORCHRUN, mpirun, run
+from tests.system.test_launchers import SETTINGS, TORCHRUN, mpirun, run, slurm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 pytest.importorskip("accelerate", reason="the accelerate package is not there")
+
+__all__ = ["slurm"]  # a fixture, which pytest looks for among a module's names
 
 ADOPTED = script("accelerated")
 WORDS = [sys.executable, "-m", "shardwise", "run"]
@@ -43,6 +47,30 @@ def test_other_launchers_start_them(shardwise: Launcher, launcher: str) -> None:
     ran = run(shardwise, "env", "SHARDWISE_ZERO=2", *first, *adopt)
     assert losses(ran) == stock(shardwise)
     assert "by shardwise.accelerate.accelerator 2" in ran.out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["--multi_gpu", "--cpu"])
+def test_accelerates_own_launcher(shardwise: Launcher, kind: str) -> None:
+    """It starts the processes, or one of them, where a line says how more are started."""
+    launch = str(Path(sys.executable).with_name("accelerate"))
+    words = [launch, "launch", kind, "--num_processes", "2", "-m", "shardwise.adopt"]
+    settings = ["env", "SHARDWISE_ZERO=2", "SHARDWISE_QUIET=off"]
+    ran = run(shardwise, *settings, *words, "accelerate", ADOPTED)
+    assert losses(ran) == stock(shardwise)
+    started = 1 if kind == "--cpu" else 2
+    assert f"by shardwise.accelerate.accelerator {started}" in ran.out
+    said = "accelerate launch has started one process, whatever --num_processes says"
+    assert (said in ran.err) == (started == 1)
+
+
+@pytest.mark.full
+def test_srun_starts_them(slurm: Cluster, shardwise: Launcher, tmp_path: Path) -> None:
+    """On two hosts, from a script that names nothing of ours."""
+    words = ["srun", "-N2", "-n2", sys.executable, "-m", "shardwise.adopt", "accelerate", ADOPTED]
+    ran = slurm.run(*words, cwd=tmp_path, env=SETTINGS | {"SHARDWISE_ZERO": "3"})
+    assert losses(Ran(ran.returncode, ran.stdout, ran.stderr)) == stock(shardwise)
+    assert "by shardwise.accelerate.accelerator 2" in ran.stdout
 
 
 @pytest.mark.parametrize("zero", ["3", pytest.param("1", marks=pytest.mark.full)])
@@ -96,7 +124,16 @@ def figures(ran: Ran) -> list[str]:
 def test_a_language_model_by_the_trainer(shardwise: Launcher, text: str) -> None:
     """As run_clm.py trains one: in one process by the stock Trainer, in two at ZERO_3, resumed."""
     every = ["--folder", text, "--report_to", "none", "--max_grad_norm", "0.5", "--seed", "3"]
-    every += ["--learning_rate", "1e-2", "--num_train_epochs", "1", "--save_steps", "8"]
+    every += [
+        "--optim",
+        "sgd",
+        "--learning_rate",
+        "0.3",
+        "--num_train_epochs",
+        "1",
+        "--save_steps",
+        "8",
+    ]
     every += ["--eval_strategy", "steps", "--eval_steps", "8", "--disable_tqdm", "true"]
     sizes = ["--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "2"]
     alone = [*every, *sizes, "--output_dir", "alone", "--use_cpu", "true"]
