@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 PEERS = ("deepspeed", "accelerate", "lightning")
-PACKAGES = ("torch", "triton", "numpy", "shardwise", *PEERS, "mpi4py")
+PACKAGES = ("torch", "triton", "numpy", "shardwise", *PEERS, "transformers", "mpi4py")
 
 
 def describe() -> dict[str, str]:

@@ -57,6 +57,42 @@ PEERS = {
 }
 """A name of --peers, and the lines it stands for."""
 
+LIBRARIES = {
+    "accelerate": ("Accelerate", "accelerate"),
+    "trainer": ("transformers' Trainer", "trainer"),
+    "fabric": ("Fabric", "lightning"),
+    "lightning": ("Lightning's Trainer", "lightning_trainer"),
+}
+"""The libraries that have a bridge: what they are called, and the file that builds them."""
+
+WITHOUT_FSDP = ("trainer",)
+"""Those that take no FSDP on the CPU, nor a model that FSDP2 has sharded."""
+
+
+def bridged(library: str, rows: Sequence[int]) -> list[Contender]:
+    """A library as it comes, over DDP and FSDP2, and over the `rows` of Shardwise."""
+    label, module = LIBRARIES[library]
+    stock = ["ddp"] if library in WITHOUT_FSDP else ["ddp", "fsdp2"]
+    names = {"ddp": "DDP", "fsdp2": "FSDP2"}
+    return [
+        Contender(
+            key=f"{library}-{under}",
+            label=f"{label}, {names[under]}",
+            module=module,
+            options={"under": under},
+        )
+        for under in stock
+    ] + [
+        Contender(
+            key=f"{library}-{zero}",
+            label=f"{label}, Shardwise ZERO_{zero}",
+            module=module,
+            options={"under": "shardwise", "zero": zero},
+        )
+        for zero in rows
+    ]
+
+
 OFFLOADED = {
     "fsdp2": [
         Contender(

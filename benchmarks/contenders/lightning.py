@@ -1,20 +1,34 @@
-"""Lightning Fabric on CPU ranks: its own wrapping of DDP, with its default settings."""
+"""Lightning Fabric on CPU ranks: its own wrapping of DDP, FSDP2, or Shardwise under it.
 
-import os
+Its FSDP strategy takes GPUs alone: on the CPU FSDP2 comes by its ModelParallelStrategy.
+"""
+
+from typing import Any
 
 from lightning.fabric import Fabric
-from torch import Tensor
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch import Tensor, nn
 
+from contenders import joining
 from job import Job, Step
 
 
-def build(job: Job) -> Step:
-    os.environ |= job.launched()
-    job.join_torch()
-    fabric = Fabric(accelerator="cpu", devices=job.size, strategy="ddp", precision="32-true")
+def build(job: Job, *, under: str = "ddp", zero: int = 0) -> Step:
+    """With `under` "shardwise" its row `zero` trains."""
+    joining.join(job, under)
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=1 if under == "shardwise" else job.size,
+        strategy=_strategy(job, under, zero),
+        precision="32-true",
+    )
     fabric.launch()
     model = job.model()
-    model, optimizer = fabric.setup(model, job.optimizer(model.parameters()))
+    if under == "fsdp2":
+        model = fabric.setup_module(model)
+        optimizer = fabric.setup_optimizers(job.optimizer(model.parameters()))
+    else:
+        model, optimizer = fabric.setup(model, job.optimizer(model.parameters()))
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -27,3 +41,18 @@ def build(job: Job) -> Step:
         return loss
 
     return step
+
+
+def _strategy(job: Job, under: str, zero: int) -> Any:
+    if under == "shardwise":
+        from shardwise.lightning import ShardwiseFabricStrategy
+
+        return ShardwiseFabricStrategy(zero=zero)
+    if under == "fsdp2":
+        return ModelParallelStrategy(lambda model, mesh: _sharded(job, model))
+    return "ddp"
+
+
+def _sharded(job: Job, model: nn.Module) -> nn.Module:
+    joining.shard(job, model)
+    return model

@@ -126,3 +126,33 @@ def test_models_in_parts_are_refused_before_a_run_is_joined(monkeypatch):
     monkeypatch.setenv("SHARDWISE_PIPELINE", "2")
     with pytest.raises(UsageError, match="Lightning with --pipeline 2: it gives every worker"):
         join({}, "Lightning")
+
+
+def no_sync_case(world, zero):
+    """Other libraries refuse no_sync where gradients are sharded; here it only saves sends."""
+    x, y = data().tensors
+    accelerator, model, plain = ours(zero=zero), net(), net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+    rank, size = world.rank, world.size
+    for first in (0, 16):
+        part = slice(first + rank * 8 // size, first + (rank + 1) * 8 // size)
+        other = slice(first + 8 + rank * 8 // size, first + 8 + (rank + 1) * 8 // size)
+        with accelerator.no_sync(model):
+            accelerator.backward((model(x[part]) - y[part]).square().mean())
+        accelerator.backward((model(x[other]) - y[other]).square().mean())
+        optimizer.step()
+        for begin in (first, first + 8):
+            part = slice(begin, begin + 8)
+            (plain(x[part]) - y[part]).square().mean().backward()
+        alone.step()
+        alone.zero_grad()
+    with accelerator.full_parameters(model):
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+    accelerator.free_memory()
+
+
+def test_no_sync_in_every_row(group):
+    for zero in range(4):
+        ranks(group, 2)(no_sync_case, zero)

@@ -55,6 +55,10 @@ def arguments(folder, **options):
     return transformers.TrainingArguments(str(folder), **kept | options)
 
 
+def batches(rows):
+    return {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
+
+
 def quietly():
     warnings.simplefilter("default")  # of transformers and torch, about each other
     transformers.utils.logging.set_verbosity_error()
@@ -71,13 +75,13 @@ def stock(folder, total, **options):
         patch.setattr(transformers.TrainingArguments, "_setup_devices", STOCK)
         return transformers.Trainer(
             gpt2(),
-            arguments(folder, per_device_train_batch_size=total, **options),
+            arguments(folder, **batches(total), **options),
             train_dataset=texts(),
             eval_dataset=texts(7, seed=2),
         )
 
 
-def ours(world, folder, each, model=None, zero=0, kind=None, **options):
+def ours(world, folder, each, model=None, zero=0, kind=None, data=None, **options):
     import shardwise.transformers
 
     quietly()
@@ -85,8 +89,8 @@ def ours(world, folder, each, model=None, zero=0, kind=None, **options):
     trainer = kind or shardwise.transformers.Trainer
     return trainer(
         model=gpt2() if model is None else model,
-        args=arguments(folder, per_device_train_batch_size=each, **options),
-        train_dataset=texts(),
+        args=arguments(folder, **batches(each), **options),
+        train_dataset=texts() if data is None else data,
         eval_dataset=texts(7, seed=2),
         zero=zero,
         quiet=True,
@@ -104,6 +108,8 @@ def parity_case(world, zero, folder):
     plain = stock(folder, 4, **accumulate)
     plain.train()
     expected = figures(plain)
+    loss = plain.evaluate(texts(8, seed=2))["eval_loss"]
+    logits = torch.from_numpy(plain.predict(texts(7, seed=2)).predictions)
     trainer = ours(world, folder, 4 // world.size, zero=zero, **accumulate)
     trainer.train()
     seen = figures(trainer)
@@ -113,14 +119,15 @@ def parity_case(world, zero, folder):
     with trainer.accelerator.full_parameters(trainer.model):
         for a, b in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
             assert torch.allclose(a, b, rtol=1e-3, atol=1e-4)
-    mean = trainer.evaluate()["eval_loss"]
-    predicted = trainer.predict(texts(7, seed=2))
-    assert predicted.predictions.shape[0] == 7
+    mean = trainer.evaluate(texts(8, seed=2))["eval_loss"]
+    predicted = torch.from_numpy(trainer.predict(texts(7, seed=2)).predictions)
     trainer.accelerator.free_memory()
-    return mean, float(predicted.predictions.sum())
+    assert mean == pytest.approx(loss, rel=1e-4)
+    assert torch.allclose(predicted, logits, rtol=1e-3, atol=1e-3)
+    return mean, float(predicted.sum())
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_results_of_the_stock_trainer(group, size, tmp_path):
     for zero in (0, 1, 2, 3):
         found = ranks(group, size)(parity_case, zero, str(tmp_path))
@@ -132,9 +139,12 @@ def recomputed_case(world, zero, folder):
     plain = stock(folder, 4, **options)
     plain.train()
     trainer = ours(
-        world, folder, 4 // world.size, zero=zero, activation_checkpointing=True, **options
+        world, folder, 4 // world.size, zero=zero, gradient_checkpointing=True, **options
     )
+    forwards = []
+    trainer.model.transformer.h[1].mlp.register_forward_pre_hook(lambda *_: forwards.append(1))
     trainer.train()
+    assert len(forwards) == 6, "two for each of three steps"
     for mine, theirs in zip(figures(trainer), figures(plain), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
     trainer.accelerator.free_memory()
@@ -398,6 +408,57 @@ def second_case(world, zero, folder):
 def test_a_second_trainer_takes_the_model_over(group, tmp_path):
     for zero in (0, 3):
         ranks(group, 2)(second_case, zero, str(tmp_path / str(zero)))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(texts())
+
+
+def stream_case(world, zero, folder):
+    """Rank 0 reads, and gives every rank its part: the steps of one process, which reads in order.
+    After the last row it begins anew, as the stock Trainer does."""
+    trainer = ours(world, folder, 4 // world.size, zero=zero, max_steps=7, data=Stream())
+    trainer.train()
+    order = {"train_sampling_strategy": "sequential", "max_steps": 7}
+    plain = stock(folder, 4, **order)
+    plain.train()
+    for mine, theirs in zip(figures(trainer), figures(plain), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    trainer.accelerator.free_memory()
+
+
+def test_data_without_a_length(group, tmp_path):
+    for zero in (0, 3):
+        ranks(group, 2)(stream_case, zero, str(tmp_path))
+
+
+def resized_case(world, zero, folder):
+    """New words before training, and after it, when the model is plain again."""
+    model = gpt2()
+    model.resize_token_embeddings(WORDS + 3)
+    trainer = ours(world, folder, 4, model=model, zero=zero, max_steps=1)
+    trainer.train()
+    with pytest.raises(UsageError, match=r"resize_token_embeddings.*free_memory"):
+        model.resize_token_embeddings(WORDS + 9)
+    trainer.save_model(f"{folder}/saved")
+    state = trainer.accelerator.get_state_dict(model)
+    trainer.accelerator.free_memory()
+    world.barrier()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/saved")
+    assert loaded.get_input_embeddings().weight.shape == (WORDS + 3, 16)
+    for name, value in state.items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    model.resize_token_embeddings(WORDS + 9)
+    again = ours(world, folder, 4, model=model, zero=zero, max_steps=1)
+    again.train()
+    again.accelerator.free_memory()
+    assert model.get_input_embeddings().weight.shape == (WORDS + 9, 16)
+
+
+def test_embeddings_of_more_words(group, tmp_path):
+    for zero in (0, 3):
+        ranks(group, 2)(resized_case, zero, str(tmp_path / str(zero)))
 
 
 def refusals_case(world, folder):

@@ -358,3 +358,34 @@ def test_documents_show_what_the_results_say(tmp_path: Path) -> None:
     assert words in (BENCHMARKS.parent / "README.md").read_text()
     table = run("markdown.py", "--short", results)
     assert table in (BENCHMARKS.parent / "docs" / "speed.md").read_text()
+
+
+@pytest.mark.full
+def test_bridges_do_the_work_of_the_engine(tmp_path: Path) -> None:
+    """Each library over DDP and over a row of ours, beside the engine's own loop."""
+    for name in ("accelerate", "transformers", "lightning"):
+        pytest.importorskip(name, reason=f"the {name} package is not there")
+    path = tmp_path / "result.json"
+    once = ["--ranks", "2", "--rows", "3", "--rounds", "1", "--steps", "1", "--json", str(path)]
+    run("bridges.py", *TINY, *once)
+    (result,) = json.loads(path.read_text())["results"]
+    by_key = {line["key"]: line for line in result["contenders"]}
+    for library in ("accelerate", "trainer", "fabric", "lightning"):
+        line = by_key[f"{library}-3"]
+        assert line["losses"] == pytest.approx(by_key["plain"]["losses"], abs=5e-5)
+        assert line["over_its_ddp"] > 0
+        assert line["over_engine"] > 0
+        assert by_key[f"{library}-ddp"]["over_its_ddp"] == 1.0
+
+
+@pytest.mark.full
+def test_whose_mean_is_exact(tmp_path: Path) -> None:
+    """Ours is; the Trainer's of BERT is multiplied by workers and micro-batches."""
+    for name in ("accelerate", "transformers"):
+        pytest.importorskip(name, reason=f"the {name} package is not there")
+    path = tmp_path / "result.json"
+    run("exact_mean.py", "--cases", "classes", "accelerate", "--json", str(path))
+    cases = json.loads(path.read_text())["cases"]
+    assert cases["classes"]["ours"] == pytest.approx([1.0, 1.0], abs=1e-5)
+    assert cases["accelerate"]["ours"] == pytest.approx([1.0, 1.0], abs=1e-5)
+    assert cases["classes"]["stock"][0] == pytest.approx(4.0, rel=1e-3)

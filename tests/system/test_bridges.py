@@ -1,15 +1,20 @@
 """Scripts for Accelerate and Trainer that name nothing of ours, and how they are started."""
 
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.system.cluster import Cluster
 from tests.system.launcher import Launcher, Ran, script
-from tests.system.test_launchers import TORCHRUN, mpirun, run
+from tests.system.test_launchers import SETTINGS, TORCHRUN, mpirun, run, slurm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 pytest.importorskip("accelerate", reason="the accelerate package is not there")
+
+__all__ = ["slurm"]  # a fixture, which pytest looks for among a module's names
 
 ADOPTED = script("accelerated")
 WORDS = [sys.executable, "-m", "shardwise", "run"]
@@ -44,6 +49,30 @@ def test_other_launchers_start_them(shardwise: Launcher, launcher: str) -> None:
     assert "by shardwise.accelerate.accelerator 2" in ran.out
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["--multi_gpu", "--cpu"])
+def test_accelerates_own_launcher(shardwise: Launcher, kind: str) -> None:
+    """It starts the processes, or one of them, where a line says how more are started."""
+    launch = str(Path(sys.executable).with_name("accelerate"))
+    words = [launch, "launch", kind, "--num_processes", "2", "-m", "shardwise.adopt"]
+    settings = ["env", "SHARDWISE_ZERO=2", "SHARDWISE_QUIET=off"]
+    ran = run(shardwise, *settings, *words, "accelerate", ADOPTED)
+    assert losses(ran) == stock(shardwise)
+    started = 1 if kind == "--cpu" else 2
+    assert f"by shardwise.accelerate.accelerator {started}" in ran.out
+    said = "accelerate launch has started one process, whatever --num_processes says"
+    assert (said in ran.err) == (started == 1)
+
+
+@pytest.mark.full
+def test_srun_starts_them(slurm: Cluster, shardwise: Launcher, tmp_path: Path) -> None:
+    """On two hosts, from a script that names nothing of ours."""
+    words = ["srun", "-N2", "-n2", sys.executable, "-m", "shardwise.adopt", "accelerate", ADOPTED]
+    ran = slurm.run(*words, cwd=tmp_path, env=SETTINGS | {"SHARDWISE_ZERO": "3"})
+    assert losses(Ran(ran.returncode, ran.stdout, ran.stderr)) == stock(shardwise)
+    assert "by shardwise.accelerate.accelerator 2" in ran.stdout
+
+
 @pytest.mark.parametrize("zero", ["3", pytest.param("1", marks=pytest.mark.full)])
 def test_trainers_scripts_run_unchanged(shardwise: Launcher, zero: str) -> None:
     pytest.importorskip("transformers", reason="the transformers package is not there")
@@ -54,6 +83,15 @@ def test_trainers_scripts_run_unchanged(shardwise: Launcher, zero: str) -> None:
     assert "saved 7488" in two.out
     one = run(shardwise, *WORDS, "-n", "1", *adopt[:-1], "alone")
     assert "ranks 1 " in one.out
+
+
+def test_a_rank_that_leaves_the_loop_is_named(shardwise: Launcher) -> None:
+    """By rank, call and line, and the run ends, where others wait for hours."""
+    adopt = ["--zero", "2", "--adopt", "accelerate", script("accelerate_leaves")]
+    ran = run(shardwise, *WORDS, "-n", "2", *adopt)
+    assert ran.code == 1
+    assert re.search(r"accelerate_leaves\.py:16", ran.err), ran.err
+    assert re.search(r"[Rr]ank 1 is in .*accelerate_leaves\.py:18", ran.err), ran.err
 
 
 def test_what_cannot_be_adopted(shardwise: Launcher) -> None:
@@ -67,3 +105,59 @@ def test_what_cannot_be_adopted(shardwise: Launcher) -> None:
     ):
         ran = run(shardwise, *WORDS, "-n", "2", *words)
         assert (ran.code, said in ran.err) == (2, True), ran.err
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a text, a tokenizer and the configuration of a tiny model."""
+    pytest.importorskip("transformers", reason="the transformers package is not there")
+    folder = str(tmp_path_factory.mktemp("text"))
+    subprocess.run([sys.executable, script("clm_files"), folder], check=True, timeout=120)
+    return folder
+
+
+def figures(ran: Ran) -> list[str]:
+    assert ran.code == 0, ran.err
+    return re.findall(r"(?:perplexity|accuracy|words) (.+)", ran.out)
+
+
+def test_a_language_model_by_the_trainer(shardwise: Launcher, text: str) -> None:
+    """As run_clm.py trains one: in one process by the stock Trainer, in two at ZERO_3, resumed."""
+    every = ["--folder", text, "--report_to", "none", "--max_grad_norm", "0.5", "--seed", "3"]
+    every += [
+        "--optim",
+        "sgd",
+        "--learning_rate",
+        "0.3",
+        "--num_train_epochs",
+        "1",
+        "--save_steps",
+        "8",
+    ]
+    every += ["--eval_strategy", "steps", "--eval_steps", "8", "--disable_tqdm", "true"]
+    sizes = ["--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "2"]
+    alone = [*every, *sizes, "--output_dir", "alone", "--use_cpu", "true"]
+    expected = figures(run(shardwise, sys.executable, script("clm_trainer"), *alone))
+    assert expected[0] == "32 32"
+    sizes[1::2] = "2", "1"
+    adopted = [*WORDS, "-n", "2", "--zero", "3", "--adopt", "transformers", script("clm_trainer")]
+    ran = run(shardwise, *adopted, *every, *sizes, "--output_dir", "two")
+    assert figures(ran) == expected
+    assert "ranks 2 Sharded" in ran.out
+    again = ["--output_dir", "again", "--resume_from_checkpoint", "two/checkpoint-8"]
+    assert figures(run(shardwise, *adopted, *every, *sizes, *again)) == expected
+
+
+def test_a_language_model_by_a_loop(shardwise: Launcher, text: str) -> None:
+    """As run_clm_no_trainer.py trains one, and saves it by a call on all ranks: the figures of
+    stock Accelerate with DistributedDataParallel; resumed."""
+    stock = [TORCHRUN, "--standalone", "--nproc-per-node=2", script("clm_loop"), text, "stock", "2"]
+    expected = figures(run(shardwise, "env", "ACCELERATE_USE_CPU=true", *stock))
+    assert len(expected) == 2
+    adopted = [*WORDS, "-n", "2", "--zero", "3", "--adopt", "accelerate", script("clm_loop"), text]
+    ran = run(shardwise, *adopted, "two", "2")
+    assert figures(ran) == expected
+    assert "saved True True" in ran.out, ran.err
+    assert "by shardwise.accelerate.accelerator 2" in ran.out
+    (second,) = figures(run(shardwise, *adopted, "again", "2", "two/epoch_0"))
+    assert second == expected[1]

@@ -25,6 +25,7 @@ from shardwise.accelerate import checkpoints, refusals
 from shardwise.accelerate.clipping import Clipping
 from shardwise.accelerate.exact_mean import ExactBatches
 from shardwise.accelerate.optimizer import ShardedOptimizer
+from shardwise.accelerate.pretrained import follow
 from shardwise.bridging.joining import SETTINGS, join
 from shardwise.bridging.trained import TrainedModels
 from shardwise.bridging.trained_engine import LossItems
@@ -148,6 +149,7 @@ class Accelerator(Clipping, Stock):
         settings: dict[str, Any] = {}
         for model in models:  # the engine has the precision from now on
             extract_model_from_parallel(model, keep_fp32_wrapper=False)
+            follow(model)
         if self.native_amp and self.mixed_precision in _PRECISION:
             settings["precision"] = _PRECISION[self.mixed_precision]
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:

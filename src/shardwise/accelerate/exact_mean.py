@@ -62,19 +62,11 @@ class ExactBatches:
         """The batches of `found`, an iteration over `loader`."""
         try:
             for batch in found:
-                shown, given = self.given(loader, batch, cuts=self._is_training())
+                shown, given = last_batch(loader, batch, self._world, cuts=self._is_training())
                 self._open[id(loader)] = self.last = given
                 yield shown
         finally:
             self._open.pop(id(loader), None)
-
-    def given(self, loader: Any, batch: Any, *, cuts: bool) -> tuple[Any, Given]:
-        """`batch`, the last one that `loader` gave, without rows that count nothing."""
-        rows = find_batch_size(batch)
-        samples = own_samples(loader, rows, self._world) if loader.end_of_dataloader else rows
-        if samples == rows or not cuts:
-            return batch, Given(samples, is_cut=False, has_repeated=samples < rows)
-        return (_cut(batch, rows, samples) if samples else batch), Given(samples, is_cut=True)
 
     def of_loss(self) -> Given:
         """The batch that a loss is of. Raises UsageError where that, or its weight, cannot be
@@ -109,6 +101,16 @@ class _Exact:
 
     def __iter__(self) -> Iterator[Any]:
         return self._exact_batches.batches(self, super().__iter__())  # type: ignore[misc]
+
+
+def last_batch(loader: Any, batch: Any, world: sw.World, *, cuts: bool) -> tuple[Any, Given]:
+    """`batch`, the last one that `loader` gave, without rows that count nothing where it `cuts`
+    them; and how many count."""
+    rows = find_batch_size(batch)
+    samples = own_samples(loader, rows, world) if loader.end_of_dataloader else rows
+    if samples == rows or not cuts:
+        return batch, Given(samples, is_cut=False, has_repeated=samples < rows)
+    return (_cut(batch, rows, samples) if samples else batch), Given(samples, is_cut=True)
 
 
 def own_samples(loader: Any, rows: int, world: sw.World) -> int:

@@ -36,6 +36,7 @@ def join(settings: Mapping[str, Any], library: str) -> sw.World:
         _refuse_parts(world.settings, library)
         _refuse_late(world, given, library)
     _tell_environment(world)
+    _mention_one_process(world)
     return world
 
 
@@ -66,6 +67,18 @@ def _refuse_parts(settings: Settings, library: str) -> None:
                 "the workers of a replica need the same. Leave the flag out (--zero 3 shards "
                 "models that are too large for one), or write the loop with sw.Engine."
             )
+
+
+def _mention_one_process(world: sw.World) -> None:
+    """Say how several workers are started where `accelerate launch` was asked for some, and has
+    started one: it does so on the CPU without MPI, and sets the address where they would meet."""
+    launched = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
+    if world.size == 1 and launched and "WORLD_SIZE" not in os.environ:
+        world.say_once(
+            "accelerate launch has started one process, whatever --num_processes says, as it does "
+            "on the CPU without MPI. For several: shardwise run -n 2 script.py, or torchrun "
+            "--nproc-per-node=2 script.py."
+        )
 
 
 def _tell_environment(world: sw.World) -> None:

@@ -80,7 +80,11 @@ def _say(name: str, given: Any, keywords: dict[str, Any]) -> None:
         if keywords.get(key, "auto") not in ("auto", 1)
     ]
     world = sw.world()
+    devices = str(keywords.get("devices", "auto"))
+    more = int(devices) if devices.isdigit() else 1
+    how = f" For {more}: shardwise run -n {more} --adopt lightning script.py." if more > 1 else ""
     asked = asked if len(asked) > 1 or shown != "auto" else [f"{name}(...)"]
     world.say_once(
         f"{', '.join(asked)}: {name} trains by shardwise on the {world.size} worker(s) of this run."
+        + (how if world.size == 1 else "")
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from transformers import trainer as stock
 
 from shardwise.accelerate import Accelerator, checkpoints
 from shardwise.bridging.joining import SETTINGS
+from shardwise.transformers.exact_mean import ExactMean, WeighingAccelerator
 from shardwise.transformers.joining import check_arguments
 
 SCHEDULER = "scheduler.pt"
@@ -26,6 +28,10 @@ class Sharded:
 
     Takes settings of Shardwise as keywords beside the trainer's own (`zero=3`). The result is that
     of the stock Trainer with DistributedDataParallel; docs/from_transformers.md says what differs.
+
+    With `exact_mean=True` every label counts once and alike, or every sample where there are no
+    labels of classes, as in one process with the whole batch; a function that counts the items of a
+    batch takes the place of True where the loss is a mean over others.
     """
 
     accelerator: Accelerator
@@ -34,17 +40,26 @@ class Sharded:
     lr_scheduler: Any
     state: Any
     _settings: dict[str, Any]
+    _exact: ExactMean | None = None
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        self._settings = {name: keywords.pop(name) for name in SETTINGS & keywords.keys()}
+        self._take(keywords)
         super().__init__(*arguments, **keywords)
+
+    def _take(self, keywords: dict[str, Any]) -> None:
+        """Take what is ours out of `keywords`."""
+        self._settings = {name: keywords.pop(name) for name in SETTINGS & keywords.keys()}
+        exact = keywords.pop("exact_mean", False)
+        if exact:
+            self._exact = ExactMean(self, exact if callable(exact) else None)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Accelerator, which is ours."""
         settings = self._settings
+        kind = Accelerator if self._exact is None else WeighingAccelerator
 
         def make(**arguments: Any) -> Accelerator:
-            return Accelerator(**arguments, **settings)
+            return kind(**arguments, **settings)
 
         theirs, stock.Accelerator = stock.Accelerator, make
         try:
@@ -57,6 +72,26 @@ class Sharded:
         """Place `model`, unless the engine of another Trainer has done so, in parts maybe."""
         if not self.accelerator.is_trained(model):
             super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The batches of a step and the number of their items; with `exact_mean` without repeated
+        samples. Collective."""
+        read = super().get_batch_samples  # type: ignore[misc]
+        if self._exact is None:
+            return read(epoch_iterator, num_batches, device)
+        return self._exact.window(read, epoch_iterator, num_batches, device)
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Forward and backward of a micro-batch; with `exact_mean` weighed by its items."""
+        step = super().training_step  # type: ignore[misc]
+        if self._exact is None:
+            return cast(torch.Tensor, step(model, inputs, num_items_in_batch))
+        with self._exact.micro_batch(inputs) as (items, part):
+            return part(step(model, inputs, items))
 
     # -- saving -----------------------------------------------------------------------------
 
@@ -108,10 +143,32 @@ class Sharded:
 
     # -- evaluation -------------------------------------------------------------------------
 
-    def prediction_step(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
+        """As the trainer's own; with `exact_mean` the loss is a mean over items, each of which
+        counts once. Collective."""
+        if self._exact is not None:
+            self._exact.begin_evaluation()
+        output = super().evaluation_loop(*arguments, **keywords)  # type: ignore[misc]
+        mean = None if self._exact is None else self._exact.mean_of_evaluation()
+        name = f"{keywords.get('metric_key_prefix', 'eval')}_loss"
+        if mean is not None and name in output.metrics:
+            output.metrics[name] = mean
+        return output
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **keywords: Any,
+    ) -> Any:
         """As the trainer's own; what it generates may have another length on each rank."""
+        step = partial(super().prediction_step, **keywords)  # type: ignore[misc]
         with self._generates_apart():
-            return super().prediction_step(model, *arguments, **keywords)  # type: ignore[misc]
+            if self._exact is None:
+                return step(model, inputs, prediction_loss_only, ignore_keys)
+            return self._exact.evaluated(step, model, inputs, prediction_loss_only, ignore_keys)
 
     @contextmanager
     def _generates_apart(self) -> Iterator[None]:
@@ -149,10 +206,12 @@ def on(trainer: type[Any]) -> type[Any]:
 def prepare_trainer(trainer: Any, **settings: Any) -> Any:
     """Let `trainer`, which is made and has not trained, train by engines; returns it.
 
-    `settings` are those of Shardwise, such as zero=3.
+    `settings` are those of Shardwise, such as zero=3, and `exact_mean`.
     """
     trainer.__class__ = on(type(trainer))
-    trainer._settings = settings
+    trainer._take(settings)
+    if settings:
+        raise TypeError(f"prepare_trainer() takes no {next(iter(settings))}.")
     trainer.create_accelerator_and_postprocess()
     return trainer
 

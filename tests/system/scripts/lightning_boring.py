@@ -21,6 +21,9 @@ class Model(getattr(boring, model)):
     def validation_step(self, batch, index):
         self.log("valid", super().validation_step(batch, index)["x"], sync_dist=True)
 
+    def test_step(self, batch, index):
+        self.log("tested", super().test_step(batch, index)["y"], sync_dist=True)
+
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
@@ -54,10 +57,11 @@ def run():
         enable_progress_bar=False,
     )
     trainer.fit(model)
-    trainer.test(model, verbose=False)
+    valid = trainer.callback_metrics["valid"].item()  # a test forgets what a fit has measured
+    (tested,) = trainer.test(model, verbose=False)
     if trainer.is_global_zero:
         weights = " ".join(f"{value:.4f}" for value in model.layer.weight[0, :4].tolist())
-        print("loss", f"{trainer.callback_metrics.get('valid', 0.0):.4f}", weights)
+        print("loss", f"{valid:.4f} {tested['tested']:.4f}", weights)
         print("by", type(trainer.strategy).__name__, trainer.world_size)
         saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)
         print("saved", tuple(saved["state_dict"]["layer.weight"].shape))

@@ -1,0 +1,89 @@
+"""Watches two methods of transformers' models that engines train: one saves them, one resizes.
+
+Scripts for Accelerate call `save_pretrained(..., is_main_process=...)` on all ranks, and say by
+that argument which one writes: so all are there to gather sharded weights. Without it a rank may be
+alone, and the engine's error says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from shardwise.bridging.trained_engine import Trained, in_training
+from shardwise.errors import UsageError
+
+Method = Callable[..., Any]
+
+_FOLLOWED = "_shardwise_follows"
+"""The attribute by which a method of ours is known."""
+
+
+def follow(model: nn.Module) -> None:
+    """Put ours before the two methods, in the classes in which `model` has them; once more does
+    nothing."""
+    for name, ours in (("save_pretrained", _gathering), ("resize_token_embeddings", _refusing)):
+        for kind in type(model).__mro__:
+            stock = vars(kind).get(name)
+            if stock is not None:
+                if not hasattr(stock, _FOLLOWED):
+                    setattr(kind, name, ours(stock))
+                break
+
+
+def _gathering(stock: Method) -> Method:
+    """`save_pretrained`, which gathers what is sharded where all ranks call it."""
+
+    @wraps(stock)
+    def save_pretrained(model: Any, *arguments: Any, **keywords: Any) -> Any:
+        trained, writes = _trained(model), keywords.get("is_main_process")
+        has_weights = writes is None or keywords.get("state_dict") is not None
+        if has_weights or trained is None or not trained.engine.placement.is_sharded("parameters"):
+            return stock(model, *arguments, **keywords)
+        state = trained.engine.model_state_dict(model)
+        if not writes:
+            return None
+        if not state:
+            raise UsageError(
+                "save_pretrained(is_main_process=True) on a rank that is not the first: with "
+                "--zero 3 rank 0 has the whole weights. Write "
+                "is_main_process=accelerator.is_main_process."
+            )
+        return stock(model, *arguments, **keywords | {"state_dict": state})
+
+    setattr(save_pretrained, _FOLLOWED, True)
+    return save_pretrained
+
+
+def _refusing(stock: Method) -> Method:
+    """`resize_token_embeddings`, which is an error where an optimizer would keep the old ones."""
+
+    @wraps(stock)
+    def resize_token_embeddings(model: Any, *arguments: Any, **keywords: Any) -> Any:
+        if _trained(model) is not None and (size := _new_size(arguments, keywords)) is not None:
+            now = model.get_input_embeddings().num_embeddings
+            if size != now:
+                raise UsageError(
+                    f"resize_token_embeddings({size}) while an engine trains the model with {now}: "
+                    "its optimizer would go on with the old ones. Call it before "
+                    "accelerator.prepare() or trainer.train(), or after "
+                    "accelerator.free_memory(), which gives the plain model back."
+                )
+        return stock(model, *arguments, **keywords)
+
+    setattr(resize_token_embeddings, _FOLLOWED, True)
+    return resize_token_embeddings
+
+
+def _new_size(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int | None:
+    """The number of embeddings that is asked for, before it is padded."""
+    return arguments[0] if arguments else keywords.get("new_num_tokens")
+
+
+def _trained(model: nn.Module) -> Trained | None:
+    """What trains `model`, or a model that it is a part of."""
+    found = (each for each in in_training() if any(model in m.modules() for m in each.models))
+    return next(found, None)
