@@ -163,7 +163,7 @@ class BackwardRunner:
         return batch
 
     def _divisor(self, reduction: str, *, weighted: bool) -> float:
-        return divisor_of(reduction, weighted=weighted, replicas=self._world.data_size)
+        return divisor_of(reduction, weighted=weighted, replicas=self._spec.data_group.size)
 
     def _announce(
         self,

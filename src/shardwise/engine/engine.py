@@ -264,6 +264,18 @@ class Engine:
         with self._access.ema():
             yield
 
+    @contextmanager
+    def anchor(self) -> Iterator[None]:
+        """Inside the block the parameters hold the anchor: what islands (`--islands`) have in
+        common, to evaluate between two steps that make them equal. Collective.
+
+        After a step that does so they hold it anyway, unless differences are used late. Without
+        islands it does nothing. `export`, `model_state_dict` and checkpoints are of the anchor by
+        themselves. Raises UsageError between backward and step.
+        """
+        with self._access.anchor():
+            yield
+
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
         """Write `model` (default: the only one) as one plain file, from rank 0: as torch.save
         does where `path` ends in .pt, .pth or .bin, else as safetensors.

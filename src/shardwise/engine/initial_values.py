@@ -55,15 +55,18 @@ def make_all_real(located: Iterable[Tracked], device: torch.device) -> None:
             meta.make_real(tracked.parameter, value.to(device))
 
 
-def value_of(tracked: Tracked, group: Collectives) -> Tensor:
-    """A parameter's starting value: rank 0's where it has no memory yet. Collective then."""
+def value_of(tracked: Tracked, group: Collectives, peers: Collectives) -> Tensor:
+    """A parameter's starting value: rank 0's where it has no memory yet, of the first island's
+    `group`. Collective then."""
     parameter = tracked.parameter
     if not parameter.is_meta:
         return parameter.detach()
-    if group.rank == 0:
+    if group.rank == 0 and peers.rank == 0:
         value = meta.materialise(parameter, tracked.alias).contiguous().to(tracked.device)
     else:
         value = torch.empty(tracked.shape, dtype=parameter.dtype, device=tracked.device)
-    if group.size > 1 and value.numel():
-        group.broadcast(value.view(-1).view(torch.uint8)).wait()
+    among = [peers, group] if group.rank == 0 else [group]
+    for each in among:
+        if each.size > 1 and value.numel():
+            each.broadcast(value.view(-1).view(torch.uint8)).wait()
     return value
