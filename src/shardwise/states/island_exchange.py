@@ -1,6 +1,6 @@
 """Sends the differences of buckets to the other islands, and moves the anchor by what comes.
 
-    send      | weight of the steps | packed difference |    all-gather over the peers of equal place
+    send      | weight of the steps | packed difference |    all-gather over peers of equal place
     receive   unpack, mean by weight: in the order of the islands, so that all have the same bits
     arrive    anchor and weights move, island by island alike
 
