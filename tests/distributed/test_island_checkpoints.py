@@ -1,6 +1,7 @@
 """Checkpoints of islands: at any step, onto any number of islands."""
 
 import json
+import signal
 
 import pytest
 import torch
@@ -116,3 +117,30 @@ def test_a_checkpoint_without_islands_goes_on_as_islands(group, tmp_path):
         assert torch.equal(anchor, mine)
     losses = [each[0] for each in group(4, islands=2)(part_case, tmp_path, 2, 5, RULE)]
     assert losses[0] != losses[3]
+
+
+def asked_case(world, folder, settings):
+    """One rank is asked to end between two steps that make islands equal."""
+    model = mlp()
+    engine = sw.Engine(model, optimizer_of("adamw", model), **settings)
+    engine.resume(folder)
+    try:
+        for step, batch in enumerate(batches(9)):
+            if world.rank == 3 and step == 3:
+                world.preemption.asked = signal.SIGUSR1
+            engine.backward(loss_of(model, world.share(batch)))
+            engine.step()
+    except SystemExit as error:
+        return error.code, engine.steps
+    finally:
+        world.preemption.asked = world.preemption.agreed = 0
+        world.preemption.forget()
+        world.preemption._savers.clear()
+        engine.close()
+
+
+@pytest.mark.parametrize(("late", "ends"), [(0, 6), (1, 7)])
+def test_all_islands_leave_when_they_are_equal_next(group, tmp_path, late, ends):
+    found = group(4, islands=2)(asked_case, tmp_path, RULE | {"late": late})
+    assert found == [(75, ends)] * 4
+    assert (tmp_path / f"step-{ends}").is_dir()

@@ -13,7 +13,7 @@ from shardwise.checkpoint.format import TensorSpec, dtype_name
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.frozen_state import idle
-from shardwise.engine.island_tensors import IslandTensors, set_name
+from shardwise.engine.island_tensors import OWN, IslandTensors, set_name
 from shardwise.shards import Shard
 from shardwise.states import tensor_spans
 from shardwise.states.existing_optimizer_state import Blank
@@ -209,7 +209,18 @@ class EngineTensors:
     @property
     def own_buffers(self) -> dict[str, Tensor]:
         """Those that this rank writes: on the first one of those that run their modules."""
-        if self.spec.stage_group.rank > 0 or self.spec.peers.rank > 0:
+        return {} if self.spec.peers.rank > 0 else self._buffers_of_island
+
+    @property
+    def island_buffers(self) -> dict[str, Tensor]:
+        """Those that this rank writes for its island, where islands have trained by themselves."""
+        moved = self.islands is not None and self.islands.moved
+        found = self._buffers_of_island if moved else {}
+        return {tensor_spans.state_name(name, OWN): value for name, value in found.items()}
+
+    @property
+    def _buffers_of_island(self) -> dict[str, Tensor]:
+        if self.spec.stage_group.rank > 0:
             return {}
         homes = self.inventory.homes
         return {n: b for n, b in self.inventory.buffers.items() if self.spec.runs(homes[n])}
@@ -237,6 +248,8 @@ class EngineTensors:
             yield self._tensor(name, value, value)
         for name, value in self.own_buffers.items():
             yield tensor_spans.of_tensor(name, value, 0, 1)
+        for name, value in self.island_buffers.items():
+            yield tensor_spans.of_tensor(name, value, 0, 1, ISLAND)
 
     def _tensor(
         self, name: str, value: Tensor, parameter: Tensor, kind: str = tensor_spans.MODEL

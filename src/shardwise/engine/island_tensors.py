@@ -2,7 +2,8 @@
 
     set outer       NAME.velocity    of the update of the anchor
                     NAME.mean        a mean difference that is not due yet
-    set island-K    NAME.own         the weights that island K trains, where they are not the anchor
+    set island-K    NAME.own         the weights that island K trains, and the buffers that its
+                                     forwards change, where weights are not the anchor
                     NAME.residual    what the wire has lost of its differences so far
                     NAME.sent        its weights when the difference that is not due was sent
 
@@ -58,13 +59,13 @@ class IslandTensors:
         self._parameters = parameters
         self._islands = islands
         self._places = places
-        self._moved = moved
+        self.moved = moved
 
     def _each(self) -> Iterator[tuple[str, str, int, Storage]]:
         """Kind, key, bucket and storage of all that is to be saved, or was."""
         anchor, flying = self._islands.anchor, self._islands.flying
         for index in range(self._islands.buckets):
-            if self._moved:
+            if self.moved:
                 yield ISLAND, OWN, index, anchor.storages[VALUE][index]
             if RESIDUAL in anchor.keys:
                 yield ISLAND, RESIDUAL, index, anchor.storages[RESIDUAL][index]

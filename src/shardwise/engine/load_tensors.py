@@ -53,6 +53,8 @@ class CheckpointSource:
     """The save of DeepSpeed that it is, if it is one."""
     written: Mapping[str, TensorReader] = field(default_factory=dict)
     """By set its files, as they were written; `sets` are those that an island reads."""
+    goes_on: bool = False
+    """Whether islands go on from what each had for itself."""
     takes_own: bool = False
     """Whether weights are those that islands have trained, rather than what they last had in
     common: where there are no islands any more."""
@@ -65,6 +67,13 @@ class CheckpointSource:
     def averaged(self) -> Set[str]:
         """The names of what has a moving average."""
         return self.sets[AVERAGE].specs.keys() if AVERAGE in self.sets else set()
+
+    def whole(self, name: str) -> Tensor:
+        """The whole tensor `name` of the model, as this island goes on with it."""
+        own = tensor_spans.state_name(name, OWN)
+        if self.goes_on and self.has(ISLAND, own):
+            return self.sets[ISLAND].whole(own)
+        return self.sets[MODEL].whole(self.names[name])
 
     def values(self, kind: str, name: str, dtype: torch.dtype) -> tuple[TensorReader, str] | None:
         """The files with the best values for tensor `name`, and its name there.
@@ -128,8 +137,15 @@ def open_source(
     _check(path, engine_tensors, sets[MODEL], found, strict=strict)
     peers = engine_tensors.spec.peers
     mine, seen = island_sets.seen(sets, fields, peers) if fields else (sets, fields)
-    own = not alone and peers.size == 1
-    return CheckpointSource(mine, found.found, seen, save, written=sets, takes_own=own)
+    return CheckpointSource(
+        mine,
+        found.found,
+        seen,
+        save,
+        written=sets,
+        goes_on=not alone,
+        takes_own=not alone and peers.size == 1,
+    )
 
 
 def _groups(engine_tensors: EngineTensors) -> list[list[str]]:
@@ -261,7 +277,7 @@ def _fill_whole(engine_tensors: EngineTensors, source: CheckpointSource) -> None
     inventory = engine_tensors.inventory
     for name, value in [*inventory.buffers.items(), *inventory.whole.items()]:
         if name in source.names:
-            read = source.sets[MODEL].whole(source.names[name])
+            read = source.whole(name)
             shard = engine_tensors.spec.shard_of(value)
             found = read.view(value.shape) if shard is None else part_of(read, shard)
             write(value.detach(), found)

@@ -29,7 +29,14 @@ from shardwise.engine.checkpoint_tensors import (
 from shardwise.engine.island_tensors import set_name
 from shardwise.errors import CheckpointError, CheckpointNotWritten
 from shardwise.states.existing_optimizer_state import Blank
-from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, ReportedState, TensorSpan
+from shardwise.states.tensor_spans import (
+    AVERAGE,
+    ISLAND,
+    MODEL,
+    OPTIMIZER,
+    ReportedState,
+    TensorSpan,
+)
 
 T = TypeVar("T")
 
@@ -102,6 +109,9 @@ def _own_specs(
         mine |= engine_tensors.islands.specs()
     several = engine_tensors.of_all_layers(mine)
     joined = {kind: _joined(each[kind] for each in several) for kind in mine}
+    if engine_tensors.islands is not None:
+        buffers = [spec_of(name, value) for name, value in engine_tensors.island_buffers.items()]
+        joined[ISLAND] += _joined(engine_tensors.spec.island_group.gather_objects(buffers))
     return {
         set_name(kind, island): specs
         for island, theirs in enumerate(engine_tensors.spec.peers.gather_objects(joined))
