@@ -71,7 +71,7 @@ class Islands:
         if rule.sends(step, 0, count):
             self._report = self._sent_report(totals, stats)
         for index in sent:
-            exchange.send(index)
+            exchange.send(index, step + rule.late)
         if not rule.late:
             reports = self._reports(due=bool(sent))
             exchange.arrive(sent)

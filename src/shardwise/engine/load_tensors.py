@@ -23,15 +23,17 @@ from shardwise.checkpoint.deepspeed.save import Save
 from shardwise.checkpoint.folders import DOCUMENT, lacks_document
 from shardwise.checkpoint.format import dtype_of
 from shardwise.checkpoint.reader import TensorReader
+from shardwise.engine import island_sets
 from shardwise.engine.build import States
 from shardwise.engine.checkpoint_tensors import EngineTensors
+from shardwise.engine.island_tensors import OWN
 from shardwise.engine.optimizer_fields import OptimizerFields
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 from shardwise.model.buffers import write
 from shardwise.shards import Shard
 from shardwise.states import tensor_spans
 from shardwise.states.existing_optimizer_state import Blank
-from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, TensorSpan
+from shardwise.states.tensor_spans import AVERAGE, ISLAND, MODEL, OPTIMIZER, OUTER, TensorSpan
 from shardwise.states.tracked import Tracked
 
 Fill = Callable[[Tensor, int], None]
@@ -49,6 +51,13 @@ class CheckpointSource:
     fields: Mapping[str, Any] = field(default_factory=dict)
     foreign: Save | None = None
     """The save of DeepSpeed that it is, if it is one."""
+    written: Mapping[str, TensorReader] = field(default_factory=dict)
+    """By set its files, as they were written; `sets` are those that an island reads."""
+    goes_on: bool = False
+    """Whether islands go on from what each had for itself."""
+    takes_own: bool = False
+    """Whether weights are those that islands have trained, rather than what they last had in
+    common: where there are no islands any more."""
 
     def has(self, kind: str, name: str) -> bool:
         """Whether tensor `name` of set `kind` is there."""
@@ -58,6 +67,13 @@ class CheckpointSource:
     def averaged(self) -> Set[str]:
         """The names of what has a moving average."""
         return self.sets[AVERAGE].specs.keys() if AVERAGE in self.sets else set()
+
+    def whole(self, name: str) -> Tensor:
+        """The whole tensor `name` of the model, as this island goes on with it."""
+        own = tensor_spans.state_name(name, OWN)
+        if self.goes_on and self.has(ISLAND, own):
+            return self.sets[ISLAND].whole(own)
+        return self.sets[MODEL].whole(self.names[name])
 
     def values(self, kind: str, name: str, dtype: torch.dtype) -> tuple[TensorReader, str] | None:
         """The files with the best values for tensor `name`, and its name there.
@@ -69,7 +85,12 @@ class CheckpointSource:
             return (self.sets[kind], name) if self.has(kind, name) else None
         if kind == AVERAGE and self.has(kind, name):
             return self.sets[kind], name
+        if kind in (ISLAND, OUTER):
+            return (self.sets[kind], name) if self.has(kind, name) else None
         plain_name = name.removesuffix(f".{tensor_spans.MASTER}") if kind == OPTIMIZER else name
+        own = tensor_spans.state_name(plain_name, OWN)
+        if self.takes_own and self.has(ISLAND, own):
+            return self.sets[ISLAND], own
         master = tensor_spans.state_name(plain_name, tensor_spans.MASTER)
         if plain_name not in self.names:
             return None
@@ -114,7 +135,17 @@ def open_source(
         sets = {MODEL: stack.enter_context(closing(reader.open_foreign(path)))}
     found = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
     _check(path, engine_tensors, sets[MODEL], found, strict=strict)
-    return CheckpointSource(sets, found.found, fields, save)
+    peers = engine_tensors.spec.peers
+    mine, seen = island_sets.seen(sets, fields, peers) if fields else (sets, fields)
+    return CheckpointSource(
+        mine,
+        found.found,
+        seen,
+        save,
+        written=sets,
+        goes_on=not alone,
+        takes_own=not alone and peers.size == 1,
+    )
 
 
 def _groups(engine_tensors: EngineTensors) -> list[list[str]]:
@@ -169,7 +200,7 @@ def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
         f"{name} of the set {kind}"
         for kind, sums in source.fields["checksums"].items()
         for name in sums
-        if not source.has(kind, name)
+        if kind not in source.written or name not in source.written[kind].specs
     ]
     if lost:
         raise BrokenCheckpoint(
@@ -178,14 +209,14 @@ def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
     loads = [0] * size
     specs = [
         (kind, spec)
-        for kind, tensors in sorted(source.sets.items())
+        for kind, tensors in sorted(source.written.items())
         for spec in tensors.specs.values()
     ]
     for kind, spec in sorted(specs, key=lambda each: (-each[1].nbytes, each[1].name)):
         turn = loads.index(min(loads))
         loads[turn] += spec.nbytes
         written = source.fields["checksums"].get(kind, {}).get(spec.name)
-        if turn == rank and source.sets[kind].checksum(spec.name) != written:
+        if turn == rank and source.written[kind].checksum(spec.name) != written:
             raise BrokenCheckpoint(
                 f"{spec.name} of the set {kind} in {path} is not what was written: its CRC-32 is "
                 f"not {written}. Take another checkpoint; `shardwise checkpoint verify` tells more."
@@ -216,6 +247,26 @@ def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
         states.parameters.settle()
 
 
+def fill_islands(engine_tensors: EngineTensors, source: CheckpointSource, step: int) -> None:
+    """Read what islands have beside, once the weights are the anchor; they go on from there, where
+    there is none. Collective."""
+    islands = engine_tensors.states.islands
+    if islands is None:
+        return
+    islands.forget()
+    islands.begun = "islands" in source.fields
+    if not islands.begun:
+        return  # the first step begins from the weights
+    tensors = engine_tensors.all_of_islands(islands)
+    apart = _apart(engine_tensors)
+    with torch.no_grad():
+        islands.anchor.restart()
+        tensors.take_numbers(source.fields, step)
+        for holding in tensors:
+            _fill(holding, source, apart)
+        islands.anchor.swap()
+
+
 def _is_of_model(holding: TensorSpan) -> bool:
     master = f".{tensor_spans.MASTER}"
     return holding.kind != OPTIMIZER or all(e.tensor.endswith(master) for e in holding.extents)
@@ -226,7 +277,7 @@ def _fill_whole(engine_tensors: EngineTensors, source: CheckpointSource) -> None
     inventory = engine_tensors.inventory
     for name, value in [*inventory.buffers.items(), *inventory.whole.items()]:
         if name in source.names:
-            read = source.sets[MODEL].whole(source.names[name])
+            read = source.whole(name)
             shard = engine_tensors.spec.shard_of(value)
             found = read.view(value.shape) if shard is None else part_of(read, shard)
             write(value.detach(), found)
@@ -360,7 +411,8 @@ def _fill_of(
     if found is None:
         return None
     tensors, theirs = found
-    parameter = name.rpartition(".")[0] if holding.kind == OPTIMIZER else name
+    keyed = holding.kind in (OPTIMIZER, ISLAND, OUTER)
+    parameter = name.rpartition(".")[0] if keyed else name
     tracked = apart.get(parameter)
     if tracked is None or holding.as_counted:
         return lambda into, offset: tensors.read(theirs, offset, into)

@@ -246,14 +246,15 @@ def _batch_line(world: World, *, averaged: bool) -> str:
     if plan is None or plan.batch_size is None:
         return _unknown_batch(world)
     each = math.ceil(plan.batch_size / (world.data_size * plan.micro_batches))
-    replicas = many(world.data_size, "worker" if world.mesh.is_flat else "replica")
+    replicas = many(world.data_size, "worker" if world.mesh.replica == 1 else "replica")
     parts = [replicas, many(plan.micro_batches, "micro-batch", "es")]
     up_to = "" if each * world.data_size * plan.micro_batches == plan.batch_size else "up to "
     line = f"  batch: {plan.batch_size} = {' x '.join(parts)} x {up_to}{each}"
     if plan.steps_per_epoch is not None:
         line += f", {plan.steps_per_epoch:,} steps per epoch"
-    if world.island_count > 1:
-        line += f"; a step of an island is over its {plan.batch_size // world.island_count} or so"
+    if (islands := world.island_count) > 1:
+        up_to = "up to " if plan.batch_size % islands else ""
+        line += f"; a step of an island has {up_to}{math.ceil(plan.batch_size / islands)} of them"
     return line
 
 

@@ -61,7 +61,7 @@ class Anchor:
         """`start` gives the tensors of an earlier layout; without it the anchor is the weights."""
         self._parameters = parameters
         self._optimizer = optimizer
-        self._rule = rule
+        self.rule = rule
         self._wire = Wire(rule.wire)
         self._group = group
         self._scattered = scattered
@@ -139,7 +139,7 @@ class Anchor:
         if self._wire.loses:
             back = self._wire.unpack(packed, difference.numel(), difference.dtype)
             self.storages[RESIDUAL][index].store(difference.sub_(back))
-        if self._rule.late:
+        if self.rule.late:
             self.storages[SENT][index].store(master)
         return packed
 
@@ -164,11 +164,11 @@ class Anchor:
         the difference was sent stays. Collective over the island; `publish` comes after."""
         value = self._value(VALUE, index)
         velocity = self._value(VELOCITY, index) if VELOCITY in self.keys else None
-        outer_update(self._rule.outer, value, mean, velocity)
+        outer_update(self.rule.outer, value, mean, velocity)
         self._keep(VALUE, index, value)
         if velocity is not None:
             self._keep(VELOCITY, index, velocity)
-        if self._rule.late:
+        if self.rule.late:
             value = self._master(index) - self._value(SENT, index) + value
         self.write(index, value)
 
@@ -217,20 +217,33 @@ class Anchor:
 
         They change places, so that afterwards each has its bits again.
         """
-        self._swap()
+        self.swap()
         try:
             yield
         finally:
             with torch.no_grad():
-                self._swap()
+                self.swap()
 
-    def _swap(self) -> None:
+    def swap(self) -> None:
+        """Let anchor and weights change places. Collective over the island."""
         self.meet()
         for index in range(len(self.parts)):
             mine, value = self._master(index).clone(), self._value(VALUE, index)
             self.write(index, value)
             self.storages[VALUE][index].store(mine)
         self.publish(range(len(self.parts)))
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the weights of this rank are the anchor, bit for bit."""
+        return all(
+            torch.equal(self._master(index), self._value(VALUE, index))
+            for index in range(len(self.parts))
+        )
+
+    def loaded_value(self, index: int) -> Tensor:
+        """This rank's part of the anchor of bucket `index`."""
+        return self._value(VALUE, index)
 
     # -- what there is ----------------------------------------------------------------------
 

@@ -57,7 +57,9 @@ class IslandExchange:
         self._peers = peers
         self.weights = [0.0] * len(anchor.parts)
         """By bucket, what this island's steps have weighed since it was sent last."""
-        self._flying: dict[int, Message] = {}
+        self._flying: dict[int, Message | Tensor] = {}
+        self.due: dict[int, int] = {}
+        """By bucket that was sent and has moved nothing yet: when it does, in steps."""
         self.begun = begun
         """Whether the anchor is behind the weights; until the first step it is what they are."""
 
@@ -87,12 +89,29 @@ class IslandExchange:
         """A step of this island was made that weighed so much."""
         self.weights = [before + weight for before in self.weights]
 
-    def send(self, index: int) -> None:
-        """Let the difference of bucket `index` go on its way. Collective over the peers."""
+    def send(self, index: int, due: int) -> None:
+        """Let the difference of bucket `index`, which is `due` after so many steps, go on its way.
+        Collective over the peers."""
         packed = self.anchor.pack(index).to(self.anchor.device(index))
         weight = torch.tensor([self.weights[index]], dtype=torch.float64).view(torch.uint8)
         self._flying[index] = send(self._peers, torch.cat([weight.to(packed.device), packed]))
         self.weights[index] = 0.0
+        self.due[index] = due
+
+    def landed(self, index: int) -> Tensor:
+        """The mean difference of bucket `index`, which was sent, before it is used: it waits in
+        memory from now on."""
+        sent = self._flying[index]
+        if isinstance(sent, Message):
+            sent = self._flying[index] = self._mean(index, sent)
+        return sent
+
+    def expect(self, index: int, due: int) -> None:
+        """Go on where bucket `index` was sent before, and is `due` after so many steps, if that is
+        a step at which it is used here; `landed` is to be filled with its mean."""
+        if self.anchor.rule.late and self.anchor.rule.is_due(due, index, self.buckets):
+            self._flying[index] = torch.zeros_like(self.anchor.loaded_value(index))
+            self.due[index] = due
 
     def arrive(self, indices: Sequence[int]) -> None:
         """Move the anchor and the weights of these buckets by what has come. Collective over the
@@ -101,16 +120,19 @@ class IslandExchange:
             return
         self.anchor.meet()
         for index in indices:
-            self.anchor.apply(index, self._mean(index))
+            self.anchor.apply(index, self.landed(index))
+            del self._flying[index], self.due[index]
         self.anchor.publish(indices)
 
-    def _mean(self, index: int) -> Tensor:
-        rows = self._flying.pop(index).wait()
+    def _mean(self, index: int, message: Message) -> Tensor:
+        rows = message.wait()
         heads = rows[:, :_HEADER].contiguous().cpu().view(torch.float64)
         return self.anchor.mean(index, list(rows[:, _HEADER:]), heads.flatten().tolist())
 
     def forget(self) -> None:
         """Let what is on its way move nothing: it is part of the next difference, since the weights
         have not been moved either. Called by all islands alike."""
-        while self._flying:
-            self._flying.popitem()[1].wait()
+        for sent in self._flying.values():
+            if isinstance(sent, Message):
+                sent.wait()
+        self._flying, self.due = {}, {}
