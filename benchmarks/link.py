@@ -89,7 +89,7 @@ def _run(*words: str) -> str:
 
 
 def on_the_wire(payload: float) -> float:
-    """Bytes of `payload` as an interface counts them: in packets of 1448 bytes and 66 of headers."""
+    """`payload` bytes as an interface counts them: packets of 1448 bytes have 66 of headers."""
     return payload * 1514 / 1448
 
 

@@ -1,9 +1,9 @@
-"""Who sends what over a slow link: the contenders of slow_links.py, and the formulas of their bytes.
+"""Who sends what over a slow link: the contenders of slow_links.py, and what formulas say of each.
 
 Payload of one of two ranks, with P parameters in fp32:
 
     DDP, ZERO_0             4 P a step: of an all-reduce each sends half of the sum twice
-    PowerSGD, rank r        4 r (n + m) a step for a matrix of n x m, 4 n m for what is not compressed
+    PowerSGD, rank r        4 r (n + m) a step for a matrix of n x m, or as DDP where that is more
     PostLocalSGD, DiLoCo    4 P in H steps
     islands                 the bytes of the wire in H steps: 4, 2, 1 + 4/256 or 1/2 + 4/256 each
 """
@@ -69,7 +69,9 @@ def _peers(workload: Gpt, every: int) -> list[Sender]:
             power_sgd_bytes(workload, RANK),
         ),
         Sender(
-            _made("post-local-sgd", f"torch PostLocalSGD, H {every}", "post_local_sgd", every=every),
+            _made(
+                "post-local-sgd", f"torch PostLocalSGD, H {every}", "post_local_sgd", every=every
+            ),
             whole,
             every,
         ),

@@ -18,9 +18,7 @@ def build(
     job: Job, *, zero: int, transport: str = "auto", islands: int = 1, **settings: Any
 ) -> Step:
     os.environ |= environment.identity_variables(identity(job))
-    sw.init(
-        seed=0, quiet=True, transport=transport, islands=islands, device=job.setting.device
-    )
+    sw.init(seed=0, quiet=True, transport=transport, islands=islands, device=job.setting.device)
     settings = _of(job) | settings
     model = job.model()
     engine = sw.Engine(model, job.optimizer(model.parameters()), zero=zero, **settings)

@@ -1,4 +1,4 @@
-"""torchft's DiLoCo: one replica group per rank, the whole model as one fragment, Nesterov outside."""
+"""torchft's DiLoCo: each rank a replica group, the whole model one fragment, Nesterov outside."""
 
 from datetime import timedelta
 
