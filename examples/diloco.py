@@ -248,9 +248,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/diloco"), help="%(default)s")
     args = parser.parse_args()
     if args.tokens < 20 * args.batch_size * args.context:
-        parser.error(
-            f"--tokens {args.tokens} are not those of 20 steps: give more, or less of each"
-        )
+        parser.error(f"--tokens {args.tokens} are less than 20 steps have: give more")
     args.is_started = "SHARDWISE_LAUNCH_RANK" in os.environ or "RANK" in os.environ
     return args
 
