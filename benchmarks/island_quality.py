@@ -6,7 +6,7 @@
 
 A GPT learns the source text of the standard library (examples/diloco.py) on two islands with one
 worker each. All ways are tuned alike: each trains at every one of --rates with the first seed, and
-with the other seeds at the rate that was best. The last way is synchronous with a batch that is
+with the other seeds at the rate that was best. The second way is synchronous with a batch
 --every times as large: it sends as many bytes as islands with fp32 do, and makes fewer steps.
 What is measured are common values: let the number of steps, --tokens / (--batch-size x --context),
 be a multiple of --every and of all --rarely. Needs as much patience as it has trials: of the
@@ -34,7 +34,7 @@ import machine
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-WIRES = ("fp32", "bf16", "int8", "int4")
+WIRES = "fp32,bf16,int8,int4"
 
 
 @dataclass
@@ -85,11 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def ways(options: argparse.Namespace) -> list[Way]:
-    """Synchronous first, and last with the larger batch."""
+    """Synchronous first, also with the larger batch."""
     found = [Way("synchronous")]
-    found += [_islands(options.every, wire, options) for wire in WIRES]
-    found += [_islands(every, "fp32", options) for every in options.rarely]
     found.append(Way(f"synchronous, batch x {options.every}", larger=options.every))
+    found += [_islands(options.every, wire, options) for wire in options.wires]
+    found += [_islands(every, "fp32", options) for every in options.rarely]
     return found
 
 
@@ -177,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256, help="256: 5.2M parameters in 6 layers")
     parser.add_argument("--every", type=int, default=30, metavar="H", help="30")
+    parser.add_argument("--wires", type=lambda text: text.split(","), default=WIRES, metavar="W")
     parser.add_argument("--rarely", type=_numbers(int), default="100,500", metavar="H,...")
     parser.add_argument("--outer", default="nesterov:0.7,0.9")
     parser.add_argument("--rates", type=_numbers(float), default="1e-3,2e-3,4e-3")
