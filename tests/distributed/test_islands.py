@@ -256,3 +256,187 @@ def test_bytes_are_those_of_the_formula(group, wire, zero):
         each = sum(8 + math.ceil(BYTES[wire](n) / 8) * 8 for n in lengths)
         report = 6 * 8
         assert sent == [0, 0, each + report] * 2
+
+
+# -- inside an island --------------------------------------------------------------------------
+
+
+def inside_case(world, precision, island):
+    """Losses, norms and weights of steps of two backwards each, clipped; before any are equal."""
+    model = mlp().float()
+    engine = sw.Engine(model, optimizer_of("adamw", model), precision=precision, zero=2)
+    seen = []
+    for batch in batches(4):
+        mine = world.share(batch.float() if island is None else batch.float().chunk(2)[island])
+        for number, part in enumerate(mine.chunk(2)):
+            again = None if number == 0 else False
+            engine.backward(loss_of(model, part), weight=len(part), same_items=again)
+        stats = engine.step(max_norm=0.05)
+        seen.append((stats.loss, stats.grad_norm, stats.weight, stats.skipped, engine.loss_scale))
+    with engine.full_parameters():
+        weights = flat(model)
+    engine.close()
+    return seen, weights
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16-mixed"])
+def test_an_island_is_a_run_of_its_own(group, precision):
+    """Accumulation, clipping and the loss scale are its own, and so are the bits."""
+    found = group(4, islands=2)(inside_case, precision, None)
+    for island in range(2):
+        alone = group(2)(inside_case, precision, island)
+        for (seen, weights), (theirs, others) in zip(found[2 * island :], alone, strict=False):
+            assert seen == theirs
+            assert torch.equal(weights, others)
+
+
+def split_case(world, zero):
+    model = mlp()
+    plan = {"0": "colwise", "2": "rowwise"} if world.tensor_size > 1 else None
+    optimizer = optimizer_of("adamw", model)
+    rule = {"equal_every": EVERY, "outer": "nesterov:0.7,0.9", "wire": "bf16"}
+    engine = sw.Engine(model, optimizer, tensor_plan=plan, zero=zero, **rule)
+    losses = []
+    for batch in batches():
+        engine.forward_backward(lambda rows: loss_of(model, rows), world.share(batch))
+        losses.append(engine.step().loss)
+    with engine.full_parameters():
+        mine = flat(model)
+    with engine.anchor(), engine.full_parameters():
+        anchor = flat(model)
+    engine.close()
+    return losses, mine, anchor
+
+
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_replicas_that_are_split(group, split):
+    found = group(4, islands=2, **{split: 2})(split_case, 1)
+    check(found, plain(2, "adamw", lr=0.7, momentum=0.9, wire="bf16"), 2)
+
+
+# -- what the user sees ------------------------------------------------------------------------
+
+
+def normed():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+
+
+def buffers_case(world):
+    """After a step that makes islands equal their running statistics are their mean."""
+    model = normed()
+    engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=2)
+    means = []
+    for batch in batches(4):
+        engine.backward(loss_of(model, world.share(batch)))
+        engine.step()
+        means.append(model[1].running_mean.clone())
+    engine.close()
+    return means
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_buffers_are_means_of_all_islands(group, size):
+    first, *_, last = group(size, islands=2)(buffers_case)
+    alike = [torch.equal(a, b) for a, b in zip(first, last, strict=True)]
+    assert alike == [False, True, False, True]
+
+
+def loaded_case(world, folder):
+    """What a script does to the weights before the first step is where islands begin."""
+    model = mlp()
+    engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=1, outer="nesterov:0.7,0.9")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    engine.export(folder / "a.pt")
+    engine.backward(loss_of(model, world.share(batches(1)[0])))
+    engine.step()
+    mine = flat(model)
+    engine.close()
+    return mine, torch.load(folder / "a.pt")["0.weight"]
+
+
+def test_weights_that_are_written_before_the_first_step(group, tmp_path):
+    plain_one = mlp()
+    put(plain_one, flat(plain_one) * 2)
+    loss_of(plain_one, batches(1)[0]).backward()
+    for parameter in plain_one.parameters():
+        parameter.data -= 0.7 * (1 + 0.9) * 0.2 * parameter.grad
+    for mine, weight in group(2, islands=2)(loaded_case, tmp_path):
+        assert torch.allclose(mine, flat(plain_one), rtol=1e-8, atol=1e-8)
+        assert torch.equal(weight, mlp()[0].weight.detach() * 2)
+
+
+def grows_case(world):
+    """A group that is added on the way: islands go on, what is on its way is dropped alike."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.2)
+    model[0].requires_grad_(False)
+    engine = sw.Engine(model, optimizer, equal_every=2, late=1, wire="int8")
+    for number, batch in enumerate(batches(7)):
+        engine.backward(loss_of(model, world.share(batch)))
+        engine.step()
+        if number == 1:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+    with engine.anchor(), engine.full_parameters():
+        anchor = flat(model)
+    engine.close()
+    return anchor
+
+
+def test_a_group_that_is_added(group):
+    first, second = group(2, islands=2)(grows_case)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, flat(mlp()))
+
+
+def refused_case(world, settings, words):
+    model = mlp()
+    with pytest.raises(sw.errors.ConfigError, match=words):
+        sw.Engine(model, optimizer_of("sgd", model), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sync_batch_norm": True}, "--islands 2 and --sync-batch-norm cannot be had together"),
+        ({"ema_decay": 0.9}, "--islands 2 and --ema-decay cannot be had together"),
+        ({"shard_within": "host", "zero": 2}, "--islands 2 and --shard-within host cannot be"),
+        ({"late": 3, "equal_every": 3}, "--late 3 with --equal-every 3"),
+    ],
+)
+def test_what_cannot_be_had_with_islands(group, settings, words):
+    group(2, islands=2)(refused_case, settings, words)
+
+
+def bad_case(world):
+    model = mlp()
+    engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=1)
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.inf
+    engine._states.islands.begun = True
+    with pytest.raises(sw.errors.NonFiniteError, match=r"How far 0.weight has come .* a NaN or an"):
+        engine._states.islands.send(0, 1)
+    engine.close()
+
+
+def test_what_is_not_finite_is_sent_to_nobody(group):
+    group(2, islands=2)(bad_case)
+
+
+def rows_case(world):
+    world.share(batches(1)[0])
+    with pytest.raises(sw.errors.UsageError, match="leave --islands out for a loss over pairs"):
+        world.gather_rows(torch.zeros(8, 2))
+    dataset = torch.utils.data.TensorDataset(torch.arange(32.0))
+    assert len(sw.Loader(dataset, 8)) == 4
+    optimizer = optimizer_of("sgd", mlp())
+    assert sw.lr.ScaledLR(optimizer, steps_per_epoch=4).state_dict()["multiplier"] == 1
+    scaled = sw.lr.ScaledLR(optimizer, steps_per_epoch=4, warmup_epochs=0)
+    return scaled.multiplier
+
+
+def test_rows_and_rates_of_an_island(group):
+    assert group(4, islands=2)(rows_case) == [2.0] * 4

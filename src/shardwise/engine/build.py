@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import bucket_layout
-from shardwise.engine import initial_values, unit_assignment, usage_checks
+from shardwise.engine import initial_values, island_states, unit_assignment, usage_checks
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.unit_assignment import Sections
 from shardwise.errors import ModelError
 from shardwise.model import sync_batch_norm
 from shardwise.model.module_hooks import Hooked
 from shardwise.placement import STATES
-from shardwise.states.anchor import Anchor, Kept
+from shardwise.states.anchor import Kept
 from shardwise.states.ema import Averages
 from shardwise.states.gradients import Gradients
 from shardwise.states.interval_gather import IntervalGather
@@ -166,7 +166,7 @@ def build(
         shown,
         storage_factories,
         _averages(spec, parameters, optimizer, storage_factories["optimizer"], averages),
-        _islands(spec, parameters, optimizer, storage_factories["optimizer"], anchor),
+        island_states.build(spec, parameters, optimizer, storage_factories["optimizer"], anchor),
     )
 
 
@@ -210,28 +210,6 @@ def _averages(
     return Averages(parameters, optimizer, decay, factory, scattered=scattered, start=start)
 
 
-def _islands(
-    spec: EngineSpec,
-    parameters: Parameters,
-    optimizer: OptimizerState,
-    factory: StorageFactory,
-    start: Kept | None,
-) -> IslandExchange | None:
-    """What keeps islands equal, their anchor from `start` on; None where there is one island."""
-    if not spec.has_islands:
-        return None
-    anchor = Anchor(
-        parameters,
-        optimizer,
-        spec.settings.island_rule,
-        factory,
-        spec.shard_group,
-        scattered=spec.placement.is_sharded("optimizer"),
-        start=start,
-    )
-    return IslandExchange(anchor, spec.peers, begun=start is not None)
-
-
 def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
     """The buckets whose norm another rank of the replica counts, since all have them alike."""
     if spec.tensor_rank == 0:
@@ -260,7 +238,7 @@ def take_apart(
     anchor, by parameter."""
     masters = states.gathering.masters()
     averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
-    anchor = _anchor_of(states)
+    anchor = island_states.take_apart(states.islands, states.gathering)
     for parameter, state in states.gathering.optimizer_state().items():
         for optimizer in spec.optimizers:
             if any(parameter is p for group in optimizer.param_groups for p in group["params"]):
@@ -274,15 +252,6 @@ def take_apart(
     for factory in states.storage_factories.values():
         factory.close()
     return masters, averages, anchor
-
-
-def _anchor_of(states: States) -> Kept | None:
-    """The anchor by key and parameter; what is on its way to other islands is dropped."""
-    if states.islands is None:
-        return None
-    states.islands.forget()
-    anchor = states.islands.anchor
-    return {key: states.gathering.tensors(anchor.loaded(key)) for key in anchor.keys}
 
 
 def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:

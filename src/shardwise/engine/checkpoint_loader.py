@@ -21,6 +21,7 @@ from shardwise.engine import (
     optimizer_fields,
     usage_checks,
 )
+from shardwise.engine.checkpoint_source import CheckpointSource
 from shardwise.engine.checkpoint_tensors import EngineTensors
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.tracking import Tracking
@@ -126,7 +127,7 @@ class CheckpointLoader:
         *,
         strict: bool,
         alone: bool,
-    ) -> tuple[load_tensors.CheckpointSource, _Beside | None]:
+    ) -> tuple[CheckpointSource, _Beside | None]:
         """What `path` has, of which this rank has read its part to the end.
 
         The second is None where only the model is wanted (`alone`) or there is no more.
@@ -170,7 +171,7 @@ class CheckpointLoader:
             islands.forget()
             islands.begun = False
 
-    def _say_islands(self, source: load_tensors.CheckpointSource) -> None:
+    def _say_islands(self, source: CheckpointSource) -> None:
         """Say once what becomes of other islands than those that there are now."""
         saved, here = island_sets.count(source.fields), self._spec.peers.size
         if saved not in (1, here):
@@ -206,7 +207,7 @@ class _Beside:
     draws: GeneratorStates | None
 
 
-def _beside(path: Path, source: load_tensors.CheckpointSource, tracking: Tracking) -> _Beside:
+def _beside(path: Path, source: CheckpointSource, tracking: Tracking) -> _Beside:
     """Raises BrokenCheckpoint for what cannot be read."""
     fields = source.fields
     if source.foreign is None:

@@ -6,6 +6,7 @@ exchange    one small collective: weights, losses, norm, what was used
 decide      skip the step, stop the run, or compute the factor that clips and averages
 update      each bucket (states/optimizer_state), then its all-gather where one is needed
 clear       the gradients; seed what is drawn next
+equal       parameters between islands, where there are several (islands.py)
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class Anchor:
         try:
             packed = self._wire.pack(difference)
         except ValueError as error:
-            raise NonFiniteError(self._refusal(index, error)) from None
+            raise NonFiniteError(self._refusal(index, difference, error)) from None
         if self._wire.loses:
             back = self._wire.unpack(packed, difference.numel(), difference.dtype)
             self.storages[RESIDUAL][index].store(difference.sub_(back))
@@ -143,14 +143,20 @@ class Anchor:
             self.storages[SENT][index].store(master)
         return packed
 
-    def _refusal(self, index: int, error: ValueError) -> str:
-        pieces = self._bucket(index).pieces(*self.parts[index])
-        names = [self._parameters.tracked[piece.parameter].name for piece in pieces]
-        some = f"{', '.join(names[:3])}{' ...' if names[3:] else ''}"
+    def _refusal(self, index: int, difference: Tensor, error: ValueError) -> str:
+        """Why a difference cannot be sent, with the first parameter at fault."""
+        start = self.parts[index][0]
+        names = [
+            self._parameters.tracked[piece.parameter].name
+            for piece in self._bucket(index).pieces(*self.parts[index])
+            if not bool(
+                difference[piece.start - start : piece.end - start].float().isfinite().all()
+            )
+        ]
         return (
-            f"How far {some} have come since islands were equal has {error} in it, which no other "
-            "island is to get. Look at what the optimizer made of them: a rate that is too high, "
-            "or weights that were written."
+            f"How far {names[0]} has come since islands were equal has {error} in it, which no "
+            "other island is to get. Look at what the optimizer made of it: a rate that is too "
+            "high, or weights that were written."
         )
 
     def mean(self, index: int, packed: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
