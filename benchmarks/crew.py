@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import Contender
+from link import INTERFACE, Link, words_of
 from workloads import Setting, Workload, told
 
 HERE = Path(__file__).parent
@@ -52,7 +53,8 @@ class Stint:
 
 
 class Crew:
-    """Started ranks, ready to step; a context manager that leaves no process behind.
+    """Started ranks, ready to step; a context manager that leaves no process behind. With a `link`
+    there are two, one at each end.
 
     Raises NotInstalled, DoesNotFit or CrewFailed. `limit` (seconds) bounds the start and each
     stint, `until` (on the monotonic clock) all of them.
@@ -66,10 +68,11 @@ class Crew:
         limit: float,
         setting: Setting | None = None,
         until: float = math.inf,
+        link: Link | None = None,
     ) -> None:
         self.size = 1 if contender.alone else ranks
         self.setting = setting or Setting()
-        self._limit, self._until = limit, until
+        self._limit, self._until, self._link = limit, until, link
         self._folder = tempfile.TemporaryDirectory(prefix="step-time-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: list[_Lines] = []
@@ -128,7 +131,8 @@ class Crew:
                     "size": self.size,
                     "shares": 1 if contender.one_batch else self.size,
                     "port": listener.getsockname()[1],
-                    "listen_fd": listener.fileno() if rank == 0 else None,
+                    "listen_fd": listener.fileno() if rank == 0 and not self._link else None,
+                    "addresses": self._link.addresses if self._link else (),
                 }
                 spec = {"module": contender.module, "options": contender.options, "job": job}
                 fds = [listener.fileno()] if rank == 0 else []
@@ -138,9 +142,12 @@ class Crew:
         self, rank: int, spec: dict[str, Any], fds: list[int], environment: Mapping[str, str]
     ) -> None:
         ours, theirs = socket.socketpair()
+        before = words_of(self._link, rank)
+        if self._link:
+            environment = {"GLOO_SOCKET_IFNAME": INTERFACE} | dict(environment)
         with theirs, self._log(rank).open("wb") as log:
             process = subprocess.Popen(
-                [*PYTHON, HERE / "worker.py", str(theirs.fileno()), json.dumps(spec)],
+                [*before, *PYTHON, HERE / "worker.py", str(theirs.fileno()), json.dumps(spec)],
                 pass_fds=[theirs.fileno(), *fds],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

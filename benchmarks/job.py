@@ -37,6 +37,8 @@ class Job:
     """Into how many parts a batch is cut."""
     port: int
     listen_fd: int | None
+    addresses: tuple[str, ...] = ()
+    """Of each rank, where each is on a host of its own; else all are on this one."""
     setting: Setting = field(default_factory=Setting)
     updates: list[Update] = field(default_factory=list)
     told: dict[str, Callable[[], Any]] = field(default_factory=dict)
@@ -53,7 +55,7 @@ class Job:
     def join_torch(self) -> None:
         """Make the default process group: over NCCL on GPUs, else over Gloo."""
         store = dist.TCPStore(
-            "127.0.0.1",
+            self.address,
             self.port,
             self.size,
             is_master=self.rank == 0,
@@ -71,14 +73,29 @@ class Job:
         """The variables that torchrun would have set."""
         return {
             "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
             "WORLD_SIZE": str(self.size),
-            "LOCAL_WORLD_SIZE": str(self.size),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "GROUP_RANK": str(self.rank - self.local_rank),
+            "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_RUN_ID": "benchmark",
         }
+
+    @property
+    def address(self) -> str:
+        """Where rank 0 listens."""
+        return self.addresses[0] if self.addresses else "127.0.0.1"
+
+    @property
+    def local_rank(self) -> int:
+        """The rank among those of its host."""
+        return 0 if self.addresses else self.rank
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks its host has."""
+        return 1 if self.addresses else self.size
 
     @property
     def on_gpu(self) -> bool:

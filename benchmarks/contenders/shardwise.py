@@ -14,9 +14,11 @@ from shardwise.launch import environment
 from shardwise.launch.identity import Identity
 
 
-def build(job: Job, *, zero: int, transport: str = "auto", **settings: Any) -> Step:
+def build(
+    job: Job, *, zero: int, transport: str = "auto", islands: int = 1, **settings: Any
+) -> Step:
     os.environ |= environment.identity_variables(identity(job))
-    sw.init(seed=0, quiet=True, transport=transport, device=job.setting.device)
+    sw.init(seed=0, quiet=True, transport=transport, islands=islands, device=job.setting.device)
     settings = _of(job) | settings
     model = job.model()
     engine = sw.Engine(model, job.optimizer(model.parameters()), zero=zero, **settings)
@@ -71,9 +73,9 @@ def identity(job: Job) -> Identity:
         launcher="shardwise run",
         rank=job.rank,
         size=job.size,
-        local_rank=job.rank,
-        local_size=job.size,
-        address="127.0.0.1",
+        local_rank=job.local_rank,
+        local_size=job.local_size,
+        address=job.address,
         port=job.port,
         listen_fd=job.listen_fd,
     )

@@ -174,6 +174,11 @@ class BatchRows(ABC):
         where the batch is cut into micro-batches, which no loss over pairs can be.
         """
         self._check_takes_rows("world.gather_rows")
+        if self.data.size < self.data_size:
+            raise UsageError(
+                f"world.gather_rows joins the rows of a batch, and with --islands no worker sees "
+                f"those of all {self.data_size}: leave --islands out for a loss over pairs of rows."
+            )
         self._check_draws_once("world.gather_rows")
         batch = self.current_batch.batch
         if batch is None or batch.rows is None:

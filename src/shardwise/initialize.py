@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def enter(
 def _configure(made: World, given: dict[str, Any]) -> None:
     """Settle the settings of `made` with all ranks, and what follows from them. Collective."""
     made.settings = settings = made.settle(**given)
-    made.cut(_mesh(settings, made.size))
+    made.cut(_mesh(settings, made.size, _island_count(settings, made.collectives)))
     folder = None if settings.record is None else Path(settings.record)
     made.step_log = StepLog(folder, made.rank, settings.stop_after, counts=made.counts)
     _share_cores(made)
@@ -107,8 +108,32 @@ def _begin_alike(made: World, keywords: dict[str, Any]) -> None:
             GeneratorStates.of_plain(states_of_main).restore(made.device)
 
 
-def _mesh(settings: config.Settings, size: int) -> Mesh:
+def _island_count(settings: config.Settings, group: collectives.Collectives) -> int:
+    """How many islands the ranks of `group` make. Collective where that is one per host.
+
+    Raises ConfigError where hosts are no islands.
+    """
+    if isinstance(settings.islands, int):
+        return settings.islands
+    hosts = collectives.ranks_by_host(group.gather_plain(collectives.host_key() or gethostname()))
+    in_a_row = all(ranks[-1] - ranks[0] == len(hosts[0]) - 1 for ranks in hosts)
+    if len({len(ranks) for ranks in hosts}) > 1 or not in_a_row:
+        counts = ", ".join(str(len(ranks)) for ranks in hosts)
+        raise ConfigError(
+            f"--islands host needs as many workers on every host, numbered host by host; these "
+            f"have {counts}{'' if in_a_row else ', and their numbers alternate'}. Start equal "
+            "numbers host by host (-H a:4,b:4), or write --islands with a number."
+        )
+    return len(hosts)
+
+
+def _mesh(settings: config.Settings, size: int, islands: int) -> Mesh:
     """The mesh of a run of `size` ranks. Raises ConfigError for one that cannot be."""
+    if settings.exact is not None and islands > 1:
+        raise ConfigError(
+            f"--exact {settings.exact} and --islands {settings.islands} cannot be had together: "
+            "what islands compute depends on how many there are. Leave one of them out."
+        )
     if settings.exact is not None and settings.tensor > 1:
         raise ConfigError(
             f"--exact {settings.exact} and --tensor {settings.tensor} cannot be had together: what "
@@ -127,7 +152,7 @@ def _mesh(settings: config.Settings, size: int) -> Mesh:
             f"--exact {settings.exact} and --pipeline {settings.pipeline} cannot be had together: "
             "both cut a batch, each in its own way. Leave one of them out."
         )
-    return Mesh(size, settings.tensor, settings.pipeline)
+    return Mesh(size, settings.tensor, settings.pipeline, islands)
 
 
 def _share_cores(made: World) -> None:

@@ -57,7 +57,8 @@ class ScaledLR(LRScheduler):
 
     For scripts whose total batch grows with the number of workers: the optimizer's rate is the one
     for a single worker. Where the total batch stays, the rate stays too, and no scheduler is
-    needed. `workers` says how many times larger the batch is (default: `world.data_size`);
+    needed. `workers` says how many times larger the batch is (default: `world.data_size`, those of
+    an island with `--islands`, which makes steps over its own rows);
     `scaling` is "linear", "sqrt" or "none". From base * 1 the rates go to base * factor over
     `warmup_epochs` (fractional ones too, 0 for none). It multiplies what it finds, so it goes
     together with other schedulers that do, such as MultiStepLR or CosineAnnealingLR, in the same
@@ -87,7 +88,7 @@ class ScaledLR(LRScheduler):
             raise ConfigError(f"warmup_epochs is a number of 0 or more, not {warmup_epochs}.")
         if momentum_correction:
             _check_momentum(optimizer)
-        self._factor = factor(current_world().data_size if workers is None else workers, scaling)
+        self._factor = factor(_workers() if workers is None else workers, scaling)
         self._epochs, self._steps_per_epoch = warmup_epochs, steps_per_epoch
         self._corrects = momentum_correction
         super().__init__(optimizer)
@@ -146,6 +147,12 @@ class ScaledLR(LRScheduler):
         if self.last_epoch < 1:
             return 1.0
         return self.multiplier / self._multiplier(self.last_epoch - 1)
+
+
+def _workers() -> int:
+    """How many replicas make a step together."""
+    world = current_world()
+    return world.data_size // world.island_count
 
 
 def _copied(rate: Any) -> Any:

@@ -16,6 +16,8 @@ parameters can only use that interval of their gradient, and so on.
 Each cell also has a tier, where the state's bytes rest between uses: the device, the host's memory
 (ZeRO-Offload, Ren et al., 2021) or a disk (ZeRO-Infinity, Rajbhandari et al., 2021). Parameters
 and gradients can only rest elsewhere where they are sharded: replicated ones are in use, whole.
+
+How often a state is made equal, and between which groups, is a cell of its own: `islands.py`.
 """
 
 from dataclasses import dataclass, replace

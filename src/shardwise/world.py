@@ -47,6 +47,9 @@ class World(BatchRows):
     `data_rank` of `data_size` says which replica this rank is of, and so which part of the data it
     gets; `tensor_rank` of `tensor_size` which part of every split layer it has, `pipeline_rank` of
     `pipeline_size` which layers.
+
+    With `--islands` several replicas make an island, whose ranks make steps of their own:
+    `island_rank` of `island_count` says which one this rank is of.
     """
 
     def __init__(
@@ -72,13 +75,19 @@ class World(BatchRows):
         self.collectives = group
         self.mesh = Mesh(identity.size)
         self.data = group
-        """The data-parallel ranks: those with the same part of the other replicas."""
+        """The data-parallel ranks: those with the same part of the other replicas, in this island
+        where there are several."""
         self.tensor: Collectives = Solo()
         """The tensor-parallel ranks: those of this replica that have parts of the same layers."""
         self.pipeline: Collectives = Solo()
         """The pipeline-parallel ranks: those of this replica that have other layers, in order."""
         self.stage = group
-        """The ranks of all replicas that have these layers: all, where all have all."""
+        """The ranks of all replicas that have these layers: all, where all have all; in this
+        island where there are several."""
+        self.island = group
+        """The ranks that make steps together: all, or those of this island."""
+        self.peers: Collectives = Solo()
+        """The ranks of equal place in all islands, in the order of these."""
         self.current_batch = CurrentBatch()
         self.progress = progress or ProgressWriter({})
         self.preemption = Preemption(self.progress, self.print)
@@ -115,12 +124,25 @@ class World(BatchRows):
     def cut(self, mesh: Mesh) -> None:
         """Take a place in `mesh`. Collective where it has more than the data axis."""
         self.mesh = mesh
-        if not mesh.is_flat:
+        if mesh.islands > 1:
+            self.island = self.data = self.stage = self.collectives.split(mesh.island_groups)
+            self.peers = self.collectives.split(mesh.peer_groups)
+        if mesh.replica > 1:
             self.data = self.collectives.split(mesh.data_groups)
             self.tensor = self.collectives.split(mesh.tensor_groups)
         if mesh.pipeline > 1:
             self.pipeline = self.collectives.split(mesh.pipeline_groups)
             self.stage = self.collectives.split(mesh.stage_groups)
+
+    @property
+    def island_rank(self) -> int:
+        """Which island this rank is of."""
+        return self.mesh.island_of(self.rank)
+
+    @property
+    def island_count(self) -> int:
+        """How many islands there are; 1 where all ranks make steps together."""
+        return self.mesh.islands
 
     @property
     def data_rank(self) -> int:
@@ -273,7 +295,8 @@ class World(BatchRows):
             self.watchdog.close()
         # Groups that were split off first: the whole group carries the memory that they use.
         side = vars(self).get("side_channel", self.data)
-        made = dict.fromkeys((side, self.data, self.tensor, self.pipeline, self.stage))
+        cut = (self.data, self.tensor, self.pipeline, self.stage, self.island, self.peers)
+        made = dict.fromkeys((side, *cut))
         for group in made:
             if group is not self.collectives:
                 group.close()

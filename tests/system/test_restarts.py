@@ -118,6 +118,20 @@ class TestAskedToEnd:
         assert hash_of(shardwise.run(*words, "checkpoints")) == undisturbed
 
     @pytest.mark.full
+    def test_islands(self, shardwise: Launcher) -> None:
+        """All learn of it when they are equal next; what comes after has the same bits, as it has
+        after a rank was killed between two such steps."""
+        words = ["run", "-n", "2", "--islands", "2", "--equal-every", "3", "--wire", "int8"]
+        undisturbed = shardwise.run(*words, script("resumes"), "first")
+        words += ["--restarts", "1", script("resumes"), "checkpoints"]
+        ran = shardwise.run(*words, "--die", "4", "--signal", str(signal.SIGTERM))
+        assert (ran.code, started_at(ran)) == (SAVED, [0]), ran.err
+        assert "SIGTERM: saved checkpoints/step-6, ending with exit code 75. The same" in ran.err
+        (shardwise.folder / "checkpoints/died").unlink()
+        killed = shardwise.run(*words, "--die", "11")
+        assert (hash_of(killed), started_at(killed)) == (hash_of(undisturbed), [6, 8])
+
+    @pytest.mark.full
     def test_alone_and_once_more(self, shardwise: Launcher) -> None:
         """A process of nobody's launching; asked again, it ends at once."""
         command = [sys.executable, script("resumes"), "checkpoints", "--pause"]

@@ -116,6 +116,10 @@ class TestWithoutEffect:
             ({"schedule": "gpipe"}, "--pipeline P"),
             ({"stages": "a"}, "--pipeline P"),
             ({"shard_within": "host"}, "--zero 1, 2 or 3"),
+            ({"equal_every": "10"}, "--islands N"),
+            ({"outer": "nesterov:0.7,0.9"}, "--islands N"),
+            ({"wire": "int8", "islands": "1"}, "--islands N"),
+            ({"late": "2"}, "--islands N"),
             ({"schedule": "gpipe", "pipeline": "1"}, "--pipeline P"),
         ],
     )
@@ -135,7 +139,10 @@ class TestWithoutEffect:
 
     def test_what_a_run_knows_and_what_an_engine(self) -> None:
         known = {need.name for need in config.OF_A_RUN}
-        assert known == {"sequence_parallel", "schedule", "stages"}
+        assert known == {
+            *("sequence_parallel", "schedule", "stages"),
+            *("equal_every", "outer", "wire", "late"),
+        }
         assert {need.name for need in config.OF_AN_ENGINE} == {"shard_within"}
         with pytest.raises(ConfigError, match="pipeline is no setting of the engine"):
             config.refuse_elsewhere({"pipeline": 2}, "engine")
@@ -151,6 +158,8 @@ class TestWithoutEffect:
             ({"timeout": "10"}, {}, {}),
             ({"timeout": "10", "warn_after": "20"}, {}, {}),
             ({"shard_within": "host"}, {}, {"zero": 2}),
+            ({"equal_every": "10", "wire": "int4", "islands": "host"}, {}, {}),
+            ({"late": "3", "outer": "mean", "islands": "2"}, {}, {}),
             ({"shard_within": "host", "zero": "1"}, {}, {}),
             ({"shard_within": "host", "shard": "optimizer"}, {}, {}),
         ],

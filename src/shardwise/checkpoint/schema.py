@@ -54,6 +54,11 @@ def _scale(place: str, value: Any) -> None:
     _must(good and math.isfinite(value) and value > 0, place, value, "a number above 0")
 
 
+def _weight(place: str, value: Any) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    _must(good and 0 <= value < math.inf, place, value, "a number of 0 or more")
+
+
 def _unit(place: str, value: Any) -> None:
     """Of gradients before the first of them has come: none yet."""
     if value is not None:
@@ -119,6 +124,8 @@ _GROUP = _record({"parameters": _list_of(_text), "options": _map_of(plain_value)
 _GROUP = _record({"parameters": _list_of(_text), "options": _map_of(plain_value)})
 _OPTIMIZER = _record({"class": _text, "groups": _list_of(_GROUP)})
 
+_SCALING = _record({"scale": _scale, "good_steps": _count, "unit": _unit, "wide": _flag})
+
 FIELDS: dict[str, Check] = {
     "step": _count,
     "seed": _whole,
@@ -128,13 +135,23 @@ FIELDS: dict[str, Check] = {
     "optimizers": _list_of(_OPTIMIZER),
     "state": _map_of(_map_of(plain_value)),
     "borders": _list_of(_text),
-    "scaling": _record({"scale": _scale, "good_steps": _count, "unit": _unit, "wide": _flag}),
+    "scaling": _SCALING,
     "tracked": _map_of(plain_value),
     "written_by": _map_of(plain_value),
 }
 """What a checkpoint.json holds beside its format, version and sum."""
 
-OPTIONAL: dict[str, Check] = {"draws": _map_of(plain_value)}
+_ISLAND = _record(
+    {
+        "state": _map_of(_map_of(plain_value)),
+        "borders": _list_of(_text),
+        "weights": _map_of(_weight),
+        "due": _map_of(_count),
+        "scaling": _SCALING,
+    }
+)
+
+OPTIONAL: dict[str, Check] = {"draws": _map_of(plain_value), "islands": _list_of(_ISLAND)}
 """What it may hold more."""
 
 

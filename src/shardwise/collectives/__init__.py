@@ -43,7 +43,7 @@ from shardwise.collectives.host_staged import HostStaged
 from shardwise.collectives.hybrid_shard import shard_within_hosts
 from shardwise.collectives.nccl import Nccl
 from shardwise.collectives.ordered_sums import Sum
-from shardwise.collectives.same_host import host_key
+from shardwise.collectives.same_host import host_key, ranks_by_host
 from shardwise.collectives.shared_memory import SharedMemory
 from shardwise.collectives.torchrun_store import exposed
 
@@ -66,5 +66,6 @@ __all__ = [
     "exposed",
     "for_thread",
     "host_key",
+    "ranks_by_host",
     "shard_within_hosts",
 ]

@@ -36,11 +36,20 @@ def _is_sharded(settings: Settings) -> bool:
     return settings.placement.level > 0
 
 
+def _has_islands(settings: Settings) -> bool:
+    return settings.islands != 1
+
+
+_ISLANDS = ("without --islands N, the number of groups with steps of their own", "--islands N")
 _PIPELINE = ("without --pipeline P, the number of pipeline stages", "--pipeline P")
 _ALL = (
     Need("sequence_parallel", _is_split, ("tensor",), "without --tensor T", "--tensor T"),
     Need("schedule", _is_shared_out, ("pipeline",), *_PIPELINE),
     Need("stages", _is_shared_out, ("pipeline",), *_PIPELINE),
+    Need("equal_every", _has_islands, ("islands",), *_ISLANDS),
+    Need("outer", _has_islands, ("islands",), *_ISLANDS),
+    Need("wire", _has_islands, ("islands",), *_ISLANDS),
+    Need("late", _has_islands, ("islands",), *_ISLANDS),
     Need(
         "shard_within",
         _is_sharded,

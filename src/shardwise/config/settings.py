@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.config import values
 from shardwise.errors import ConfigError
+from shardwise.islands import FORMATS, IslandRule, Outer
 from shardwise.placement import DEVICE, Placement, Tier
 
 PRECISIONS = ("fp32", "bf16-mixed", "bf16", "fp16-mixed", "fp64")
@@ -145,6 +146,38 @@ class Settings:
         "NAMES",
         rare=True,
     )
+    islands: int | str = _setting(
+        "islands",
+        "workers in N groups, each with steps of its own; host: one per host",
+        values.islands,
+        "host|N",
+        default=1,
+    )
+    equal_every: int = _setting(
+        "islands",
+        "islands make their parameters equal every H steps",
+        values.whole(1),
+        "H",
+        default=30,
+    )
+    outer: Outer = _setting(
+        "islands",
+        "how: mean, or nesterov:LR,MOMENTUM over the mean (DiLoCo)",
+        Outer.parse,
+        "OUTER",
+        default=Outer(),
+    )
+    wire: str = _choice(
+        "islands", "how differences are sent: fp32, bf16, int8 or int4", FORMATS, "W", rare=True
+    )
+    late: int = _setting(
+        "islands",
+        "use them T steps after they were sent, and compute meanwhile",
+        values.whole(0),
+        "T",
+        default=0,
+        rare=True,
+    )
     micro_batch_size: int | None = _setting(
         "spread", "samples per worker per backward; the rest accumulates", values.whole(1), "M"
     )
@@ -276,6 +309,11 @@ class Settings:
             gradients=self.offload_gradients,
             optimizer=self.offload_optimizer or DEVICE,
         )
+
+    @property
+    def island_rule(self) -> IslandRule:
+        """How islands make their parameters equal. Raises ConfigError where that cannot be."""
+        return IslandRule(every=self.equal_every, outer=self.outer, wire=self.wire, late=self.late)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}

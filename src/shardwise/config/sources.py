@@ -89,6 +89,7 @@ _ELSEWHERE = {
     "exact": "sw.init",
     "tensor": "sw.init",
     "pipeline": "sw.init",
+    "islands": "sw.init",
     "rendezvous": "sw.init",
     "timeline": "sw.init",
     "micro_batch_size": "sw.Loader",

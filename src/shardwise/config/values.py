@@ -13,6 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardwise.islands import Outer
 from shardwise.placement import STATES, Tier
 
 T = TypeVar("T")
@@ -128,6 +129,23 @@ def one_of(*choices: str) -> Parse[str]:
     return parse
 
 
+def islands(text: str) -> int | str:
+    """How many islands: a number, or one per host."""
+    return text if text == "host" else _or_word(whole(1, MOST_RANKS), "host")(text)
+
+
+def _or_word(parse: Parse[T], word: str) -> Parse[T]:
+    """The same, whose error also names the `word` that may stand in its place."""
+
+    def either(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise ValueError(f"{word}, or {error}") from None
+
+    return either
+
+
 def port(text: str) -> int | None:
     """The number of a port, None where `text` is none."""
     is_number = text.isascii() and text.isdigit() and len(text) <= 5
@@ -191,7 +209,7 @@ def as_text(value: Any, parse: Parse[Any]) -> str:
         value = ",".join(value)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    known = str | Tier if parse in _OF_NAMES else str | Tier | Real
+    known = str | Tier if parse in _OF_NAMES else str | Tier | Outer | Real
     if not isinstance(value, known):
         raise ValueError("a name" if parse in _OF_NAMES else "one value")
     text = str(value)

@@ -54,10 +54,23 @@ class Reader(ABC):
 
 
 def reader(given: LoaderArguments, world: World) -> Reader:
-    """The reader for checked arguments."""
+    """The reader for checked arguments. Raises DataError where islands would make different
+    numbers of steps."""
     if not given.stream:
         return MapReader(given, world)
+    if world.island_count > 1:
+        _check_islands(given, world)
+        return SliceReader(given, world)
     return PartReader(given, world) if _sharded_by_dataset(given) else SliceReader(given, world)
+
+
+def _check_islands(given: LoaderArguments, world: World) -> None:
+    if given.sharding == "dataset":
+        raise DataError(
+            f'sharding="dataset" with {world.island_count} islands, which make as many steps each '
+            "whatever is in a part of the stream, and know nothing of each other in between: give "
+            'sharding="slice".'
+        )
 
 
 class MapReader(Reader):

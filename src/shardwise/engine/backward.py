@@ -21,7 +21,7 @@ from shardwise.engine.user_objects import living
 from shardwise.errors import CollectiveError
 from shardwise.parallel.pipeline import LayerTimes, StageTensor, runner
 from shardwise.parallel.pipeline.runner import PipelineRunner
-from shardwise.states import resting
+from shardwise.states import parameters_at_rest
 from shardwise.timeline import span
 
 
@@ -164,7 +164,7 @@ class BackwardRunner:
         return batch
 
     def _divisor(self, reduction: str, *, weighted: bool) -> float:
-        return divisor_of(reduction, weighted=weighted, replicas=self._world.data_size)
+        return divisor_of(reduction, weighted=weighted, replicas=self._spec.data_group.size)
 
     def _announce(
         self,
@@ -303,13 +303,13 @@ class BackwardRunner:
         if shown is None:
             return None
         brief = {
-            id(tracked.parameter)
+            id(named.parameter)
             for unit in shown.residency.units
             if not (unit.lasting or unit.always)
-            for tracked in unit.tracked
+            for named in unit.named
         }
         first = next((each for each in used if id(each) in brief), None)
-        return None if first is None else str(resting.used_outside(first))
+        return None if first is None else str(parameters_at_rest.used_outside(first))
 
     def _show_stage(self, stage: int | None) -> None:
         """Gather units for `stage` from now on, where they are gathered at all."""

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import bucket_layout
-from shardwise.engine import initial_values, unit_assignment, usage_checks
+from shardwise.engine import initial_values, island_states, unit_assignment, usage_checks
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.unit_assignment import Sections
 from shardwise.errors import ModelError
 from shardwise.model import sync_batch_norm
 from shardwise.model.module_hooks import Hooked
 from shardwise.placement import STATES
+from shardwise.states.anchor import Kept
 from shardwise.states.ema import Averages
 from shardwise.states.gradients import Gradients
 from shardwise.states.interval_gather import IntervalGather
+from shardwise.states.island_exchange import IslandExchange
 from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.optimizer_kind import OptimizerKind
 from shardwise.states.optimizer_lr_and_options import ParameterGroup
@@ -56,7 +58,8 @@ class BucketBytes:
 class States:
     """Parameters, gradients and optimizer state, laid out and connected.
 
-    `shown` gathers parameters where they are sharded; `averages` where `ema_decay` is given.
+    `shown` gathers parameters where they are sharded; `averages` where `ema_decay` is given,
+    `islands` where there are several.
     """
 
     parameters: Parameters
@@ -66,13 +69,20 @@ class States:
     shown: ShardedUnits | None
     storage_factories: dict[str, StorageFactory]
     averages: Averages | None
+    islands: IslandExchange | None
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of parameters, gradients, optimizer state and averages on this rank now."""
-        averages = self.averages.state_bytes if self.averages is not None else 0
+        """Bytes of parameters, gradients, optimizer state, averages and anchor on this rank now."""
         gradients = self.gradients.reducer.state_bytes
-        return self.parameters.state_bytes + gradients + self.optimizer.state_bytes + averages
+        return self.parameters.state_bytes + gradients + self.optimizer.state_bytes + self._beside
+
+    @property
+    def _beside(self) -> int:
+        """Bytes of what is kept beside the three states."""
+        averages = self.averages.state_bytes if self.averages is not None else 0
+        anchor = self.islands.anchor.state_bytes if self.islands is not None else 0
+        return averages + anchor
 
     def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
         """The numbers of the buckets by `key` of the parameters in them."""
@@ -84,12 +94,11 @@ class States:
 
     def expected_bytes(self) -> int:
         """The same once the optimizers have made all of their state."""
-        averages = self.averages.state_bytes if self.averages is not None else 0
-        return averages + sum(self.bytes_by_state().values())
+        return self._beside + sum(self.bytes_by_state().values())
 
     def bytes_by_state(self) -> dict[str, int]:
-        """Bytes on this rank by name of STATES, wherever they rest, averages left out; once the
-        optimizers have made all of their state."""
+        """Bytes on this rank by name of STATES, wherever they rest, averages and anchor left out;
+        once the optimizers have made all of their state."""
         sizes = zip(*(bucket.sizes for bucket in self.bytes_by_bucket()), strict=True)
         return dict(zip(STATES, map(sum, sizes), strict=True))
 
@@ -115,11 +124,12 @@ def build(
     spec: EngineSpec,
     masters: Mapping[nn.Parameter, Tensor],
     averages: Mapping[nn.Parameter, Tensor] | None = None,
+    anchor: Kept | None = None,
 ) -> States:
     """Lay the three states over the models and optimizers of `spec`. Collective.
 
     `masters` are values in the master dtype for 16-bit parameters, where they are known better
-    than the parameters themselves say; `averages` those to go on with.
+    than the parameters themselves say; `averages` and `anchor` those to go on with.
     """
     owners = _owners(spec)
     everything = spec.located()
@@ -156,6 +166,7 @@ def build(
         shown,
         storage_factories,
         _averages(spec, parameters, optimizer, storage_factories["optimizer"], averages),
+        island_states.build(spec, parameters, optimizer, storage_factories["optimizer"], anchor),
     )
 
 
@@ -222,10 +233,12 @@ def _pace(parameters: Parameters, gradients: Gradients, shown: ShardedUnits) -> 
 
 def take_apart(
     spec: EngineSpec, states: States
-) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None]:
-    """Give everything back to the user's objects; returns masters and averages by parameter."""
+) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]:
+    """Give everything back to the user's objects; returns masters, averages and what is kept of the
+    anchor, by parameter."""
     masters = states.gathering.masters()
     averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
+    anchor = island_states.take_apart(states.islands, states.gathering)
     for parameter, state in states.gathering.optimizer_state().items():
         for optimizer in spec.optimizers:
             if any(parameter is p for group in optimizer.param_groups for p in group["params"]):
@@ -238,7 +251,7 @@ def take_apart(
     states.parameters.release()
     for factory in states.storage_factories.values():
         factory.close()
-    return masters, averages
+    return masters, averages, anchor
 
 
 def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
@@ -347,7 +360,7 @@ def _parameters(
         _buckets(spec, [_spec(spec, t, None, units[t.parameter]) for t in frozen]),
         spec.shard_group,
         factory,
-        partial(initial_values.value_of, group=spec.data_group),
+        partial(initial_values.value_of, group=spec.data_group, peers=spec.peers),
     )
     residency = unit_assignment.make_residency(
         found, parameters, spec.gather_group, spec.gather_order

@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.deepspeed.folders import find as of_deepspeed
 from shardwise.checkpoint.folders import Found
-from shardwise.engine import consistency, load_tensors, optimizer_fields, usage_checks
+from shardwise.engine import (
+    consistency,
+    island_sets,
+    load_tensors,
+    optimizer_fields,
+    usage_checks,
+)
+from shardwise.engine.checkpoint_source import CheckpointSource
 from shardwise.engine.checkpoint_tensors import EngineTensors
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.tracking import Tracking
@@ -88,8 +95,11 @@ class CheckpointLoader:
             if self._spec.pipeline is not None:
                 self._spec.pipeline.tied_weights.invalidate()
             if beside is None:
+                self._begin_islands()
                 return None
+            load_tensors.fill_islands(engine_tensors, source, beside.step)
             load_tensors.fill_optimizers(engine_tensors, source, beside.optimizers)
+            self._say_islands(source)
         self._state.scale.restore(beside.scaling)
         self._state.weighting.unit = beside.scaling["unit"]
         if beside.scaling["wide"] and self._spec.settings.reduce_dtype == "fp32":
@@ -117,7 +127,7 @@ class CheckpointLoader:
         *,
         strict: bool,
         alone: bool,
-    ) -> tuple[load_tensors.CheckpointSource, _Beside | None]:
+    ) -> tuple[CheckpointSource, _Beside | None]:
         """What `path` has, of which this rank has read its part to the end.
 
         The second is None where only the model is wanted (`alone`) or there is no more.
@@ -155,6 +165,21 @@ class CheckpointLoader:
         assert result is not None
         return result
 
+    def _begin_islands(self) -> None:
+        """Let islands begin from the weights that they have now."""
+        if (islands := self._objects.states.islands) is not None:
+            islands.forget()
+            islands.begun = False
+
+    def _say_islands(self, source: CheckpointSource) -> None:
+        """Say once what becomes of other islands than those that there are now."""
+        saved, here = island_sets.count(source.fields), self._spec.peers.size
+        if saved not in (1, here):
+            self._world.say_once(
+                f"the checkpoint is of {saved} islands, and here {'is' if here == 1 else 'are'} "
+                f"{here}: their weights and optimizer states become the mean of those."
+            )
+
     def _take_seed(self, seed: int | None) -> None:
         """Go on with the seed that was drawn, unless this run has chosen one."""
         chosen = self._world.settings.seed
@@ -182,7 +207,7 @@ class _Beside:
     draws: GeneratorStates | None
 
 
-def _beside(path: Path, source: load_tensors.CheckpointSource, tracking: Tracking) -> _Beside:
+def _beside(path: Path, source: CheckpointSource, tracking: Tracking) -> _Beside:
     """Raises BrokenCheckpoint for what cannot be read."""
     fields = source.fields
     if source.foreign is None:

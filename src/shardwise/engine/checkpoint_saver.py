@@ -61,10 +61,18 @@ class CheckpointSaver:
             self._spec.optimizers, self._world.current_batch.training_streams()
         ):
             self._world.say_once(line)
-        spec, steps = self._spec, self._state.steps
         self.claim(folder)
+        with self._state.anchored():
+            return self._save_model(folder, keep=keep, background=background, split=split)
+
+    def _save_model(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
+        """Save what the parameters hold now: the model, of islands their anchor."""
+        spec, steps = self._spec, self._state.steps
         engine_tensors = EngineTensors(spec, self._objects.states)
         made = save_tensors.plan(engine_tensors, split)
+        scalings = spec.peers.gather_plain(self._scaling())
+        for island, scaling in zip(made.islands, scalings, strict=False):
+            island["scaling"] = scaling
         fields, more, failure = self._beside(engine_tensors, made)
         consistency.agree(spec.world_group, failure)
         draft = Draft(folder, steps, made.nbytes)
@@ -154,14 +162,18 @@ class CheckpointSaver:
         fields |= {
             "step": self._state.steps,
             "seed": self._world.seed,
-            "scaling": self._state.scale.state()
-            | {"unit": self._state.weighting.unit, "wide": self._objects.states.gradients.wide},
+            "scaling": self._scaling(),
             "tracked": tracked,
             "written_by": _writer(self._world, engine_tensors),
         }
         if (draws := self._world.draws.state()) is not None:
             fields["draws"] = draws
         return fields, files | _config_of(engine_tensors), None
+
+    def _scaling(self) -> dict[str, Any]:
+        """How gradients are scaled."""
+        unit, wide = self._state.weighting.unit, self._objects.states.gradients.wide
+        return self._state.scale.state() | {"unit": unit, "wide": wide}
 
     def _start(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -12,10 +13,12 @@ from shardwise.checkpoint.format import TensorSpec, dtype_name
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.frozen_state import idle
+from shardwise.engine.island_tensors import OWN, IslandTensors, set_name
 from shardwise.shards import Shard
 from shardwise.states import tensor_spans
 from shardwise.states.existing_optimizer_state import Blank
-from shardwise.states.tensor_spans import ReportedState, TensorSpan, TensorSpans
+from shardwise.states.island_exchange import IslandExchange
+from shardwise.states.tensor_spans import ISLAND, OUTER, ReportedState, TensorSpan, TensorSpans
 
 T = TypeVar("T")
 
@@ -156,19 +159,20 @@ class EngineTensors:
         self.inventory = take(spec, states)
         self.idle = list(idle(spec, states))
         run = spec.world_group
-        mine = spec.shard_group.rank, spec.tensor_rank, spec.pipeline_rank
-        reports = run.gather_objects(mine)
-        near = [layers == mine[2] for *_, layers in reports]
-        parts = [part == mine[1] for _, part, _ in reports]
-        shared = [place == mine[0] for place, *_ in reports]
-        self._among = {
-            False: _place(run.rank, _each(shared, near)),
-            True: _place(run.rank, _each(shared, parts, near)),
-        }
-        self._everywhere = {
-            False: _place(run.rank, near),
-            True: _place(run.rank, _each(parts, near)),
-        }
+        mine = spec.shard_group.rank, spec.tensor_rank, spec.pipeline_rank, spec.peers.rank
+        shared, parts, near, home = (
+            [there == here for there in column]
+            for here, column in zip(mine, zip(*run.gather_objects(mine), strict=True), strict=True)
+        )
+
+        def places(*alike: list[bool]) -> dict[bool, tuple[int, int]]:
+            return {
+                False: _place(run.rank, _each(near, *alike)),
+                True: _place(run.rank, _each(near, parts, *alike)),
+            }
+
+        self._among, self._everywhere = places(shared), places()
+        among_own, self._everywhere_own = places(shared, home), places(home)
         scattered = spec.placement.is_sharded("optimizer")
         self.trained = TensorSpans(
             states.parameters,
@@ -177,7 +181,22 @@ class EngineTensors:
             spec.shard_group,
             scattered=scattered,
             among=self._among if scattered else self._everywhere,
+            among_own=among_own if scattered else self._everywhere_own,
         )
+        self._of_islands = {OUTER: self._among, ISLAND: among_own}
+        self.islands: IslandTensors | None = None
+        """What islands have beside; None where there is one, or they have not begun."""
+        if states.islands is not None and states.islands.begun:
+            moved = run.gather_plain(not states.islands.anchor.is_reached)
+            self.islands = self.all_of_islands(states.islands, moved=any(moved))
+
+    def all_of_islands(self, islands: IslandExchange, *, moved: bool = True) -> IslandTensors:
+        """All that they may have beside, weights of their own where they have `moved`."""
+        return IslandTensors(self.states.parameters, islands, self._of_islands, moved=moved)
+
+    def set_of(self, kind: str) -> str:
+        """The name of the set in which this rank's tensors of a kind are."""
+        return set_name(kind, self.spec.peers.rank)
 
     @property
     def optimized(self) -> dict[nn.Parameter, str]:
@@ -190,6 +209,17 @@ class EngineTensors:
     @property
     def own_buffers(self) -> dict[str, Tensor]:
         """Those that this rank writes: on the first one of those that run their modules."""
+        return {} if self.spec.peers.rank > 0 else self._buffers_of_island
+
+    @property
+    def island_buffers(self) -> dict[str, Tensor]:
+        """Those that this rank writes for its island, where islands have trained by themselves."""
+        moved = self.islands is not None and self.islands.moved
+        found = self._buffers_of_island if moved else {}
+        return {tensor_spans.state_name(name, OWN): value for name, value in found.items()}
+
+    @property
+    def _buffers_of_island(self) -> dict[str, Tensor]:
         if self.spec.stage_group.rank > 0:
             return {}
         homes = self.inventory.homes
@@ -208,6 +238,8 @@ class EngineTensors:
     def beside(self) -> Iterator[TensorSpan]:
         """What is not trained: frozen parameters and the state they have, and on rank 0 buffers."""
         yield from self.frozen()
+        if self.islands is not None:
+            yield from self.islands
         for each in self.idle:
             for key, value in each.tensors.items():
                 name = tensor_spans.state_name(each.name, key)
@@ -216,26 +248,35 @@ class EngineTensors:
             yield self._tensor(name, value, value)
         for name, value in self.own_buffers.items():
             yield tensor_spans.of_tensor(name, value, 0, 1)
+        for name, value in self.island_buffers.items():
+            yield tensor_spans.of_tensor(name, value, 0, 1, ISLAND)
 
     def _tensor(
         self, name: str, value: Tensor, parameter: Tensor, kind: str = tensor_spans.MODEL
     ) -> TensorSpan:
         """What every rank has of a tensor of `parameter`'s."""
         shard = self.spec.shard_of(parameter)
-        copies = self._everywhere[shard is not None]
-        return tensor_spans.of_tensor(name, value, *copies, kind, shard)
+        return tensor_spans.of_tensor(name, value, *self._copies(kind, shard), kind, shard)
+
+    def _copies(self, kind: str, shard: Shard | None = None) -> tuple[int, int]:
+        """The number of this rank among those that have the whole of a tensor, and how many."""
+        own = kind in (tensor_spans.OPTIMIZER, ISLAND)
+        return (self._everywhere_own if own else self._everywhere)[shard is not None]
 
     def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
         """Set and name of what lies in memory in another order than that of its elements."""
         frozen = [t for slab in self.states.parameters.frozen for t in slab.named]
         odd = {(tensor_spans.MODEL, named.name) for named in frozen if not named.in_order}
-        return self.trained.out_of_order(reported) | odd
+        apart = set() if self.islands is None else self.islands.out_of_order()
+        return self.trained.out_of_order(reported) | odd | apart
 
     def reordered(self, reported: ReportedState) -> Iterator[TensorSpan]:
         """The same, in the order of its elements. Collective."""
-        copies = self._everywhere[False]  # a part of a tensor always lies in order
-        for kind, name, value in self.trained.reordered(reported):
-            yield tensor_spans.of_tensor(name, value, *copies, kind)
+        # A part of a tensor always lies in order.
+        beside = () if self.islands is None else self.islands.reordered()
+        for kind, name, value in chain(self.trained.reordered(reported), beside):
+            yield tensor_spans.of_tensor(name, value, *self._copies(kind), kind)
         for slab in self.states.parameters.frozen:
             for named, value in tensor_spans.reordered_bucket(slab, self.spec.shard_group):
+                copies = self._copies(tensor_spans.MODEL)
                 yield tensor_spans.of_tensor(named.name, value, *copies)

@@ -69,7 +69,7 @@ def _gathered_values(
         for each in named
         if each.name in names
     }
-    return spec.world_group.gather_objects(mine)
+    return spec.island_group.gather_objects(mine)
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

@@ -79,7 +79,9 @@ def _title(spec: EngineSpec, transport: str) -> str:
         else f"{spec.world_group.size} ranks over {transport}"
     )
     layers = "" if spec.pipeline is None else f", of the layers of rank {spec.world_group.rank}"
-    return f"{spec.placement.name} on {ranks}; bytes per rank{layers}"
+    islands = f", {spec.peers.size} islands" if spec.has_islands else ""
+    equal = f"; {spec.settings.island_rule.in_words()}" if spec.has_islands else ""
+    return f"{spec.placement.name} on {ranks}{islands}; bytes per rank{layers}{equal}"
 
 
 def _heading(placement: Placement, state: str) -> str:

@@ -52,10 +52,8 @@ class Engine:
     With `--pipeline` each worker has some of the layers, and `forward_backward` sends a batch
     through all of them in micro-batches; docs/parallel.md.
 
-    Attributes: `placement`, `world`, `settings`.
-
-    Raises PlacementError, ModelError (nothing to train, an optimizer that cannot be sharded),
-    ModelMismatch (ranks built different models).
+    Attributes: `placement`, `world`, `settings`. Raises PlacementError, ModelError (nothing to
+    train, an optimizer that cannot be sharded), ModelMismatch (ranks built different models).
     """
 
     def __init__(
@@ -258,10 +256,17 @@ class Engine:
     def ema(self) -> Iterator[None]:
         """Inside the block the parameters hold their moving average (`ema_decay`). Collective.
 
-        It is the average of what the optimizers train; a parameter that was never trained is as it
-        is.
+        It is that of what the optimizers train; a parameter that was never trained is as it is.
         """
         with self._access.ema():
+            yield
+
+    @contextmanager
+    def anchor(self) -> Iterator[None]:
+        """Inside the block the parameters hold the anchor, what `--islands` last had in common, to
+        evaluate it. `export`, `model_state_dict` and checkpoints are of it anyway. Collective;
+        without islands it does nothing. Raises UsageError between backward and step."""
+        with self._access.anchor():
             yield
 
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
@@ -366,8 +371,8 @@ class Engine:
         self._checkpoints.load(Path(path), strict=strict, model_only=model_only)
 
     def leave_folders(self) -> None:
-        """Let other jobs save where this engine has: for those who save into a folder of its own
-        each time. The next save into one of them claims it again."""
+        """Let other jobs save where this engine has, until its next save there: for those who save
+        into a folder of its own each time."""
         self._checkpoints.saver.leave()
 
     # -- the engine itself --------------------------------------------------------------------

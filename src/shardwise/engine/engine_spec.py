@@ -11,6 +11,7 @@ from torch import Tensor, nn, optim
 
 from shardwise.collectives import Collectives, GatherOrder, Solo, shard_within_hosts
 from shardwise.config import Settings
+from shardwise.engine import island_refusals
 from shardwise.errors import ConfigError
 from shardwise.model import units
 from shardwise.model.precision import PRESETS, is_cast
@@ -37,7 +38,7 @@ class EngineSpec:
     world_group: Collectives
     """All ranks."""
     data_group: Collectives
-    """The data-parallel ranks: those with the same part of the model, or all."""
+    """The data-parallel ranks: those with the same part of the model, or all, in this island."""
     device: torch.device
     gather_order: GatherOrder
     """The order in which the data-parallel ranks gather, inside forwards and backwards."""
@@ -48,10 +49,21 @@ class EngineSpec:
     pipeline: PipelineGroup | None = None
     """Pipeline parallelism: the layers that this rank has. None without."""
     stage_group: Collectives = field(default_factory=Solo)
-    """The ranks of all replicas with the same stage of the pipeline."""
+    """The ranks of all replicas with the same stage of the pipeline, in this island."""
+    island_group: Collectives = field(default_factory=Solo)
+    """The ranks that make steps together: all, or those of this island."""
+    peers: Collectives = field(default_factory=Solo)
+    """The ranks of equal place in all islands; this rank alone where there is one."""
 
     def __post_init__(self) -> None:
         _check_names(self.models, self.settings)
+        if self.has_islands:
+            island_refusals.check(self.settings)
+
+    @property
+    def has_islands(self) -> bool:
+        """Whether several islands make steps of their own."""
+        return self.peers.size > 1
 
     @property
     def tensor_rank(self) -> int:

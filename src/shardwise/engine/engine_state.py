@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn, optim
 from torch.amp import GradScaler
 
@@ -45,7 +47,7 @@ class EngineState:
     totals: StepTotals | None = None
     """What all ranks know of this step, once its gradients are reduced."""
     in_ema: bool = False
-    """Whether the parameters are averages now."""
+    """Whether the parameters are averages now, or the anchor of islands."""
     in_uneven: bool = False
     """Whether ranks may run different numbers of forwards now."""
     asked_to_end: bool = False
@@ -74,7 +76,27 @@ class EngineState:
                 f"{call} between engine.backward and engine.step: call it after the step."
             )
         if self.in_ema:
-            raise UsageError(f"{call} inside engine.ema(): leave the block first.")
+            raise UsageError(f"{call} inside engine.ema() or anchor(): leave the block first.")
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Inside the block the parameters hold the anchor, where there are islands that have begun.
+        Collective over each island."""
+        islands = self.states.islands
+        if islands is None or not islands.begun:
+            yield
+            return
+        with torch.no_grad():
+            context = islands.anchor.swapped_in()
+            context.__enter__()
+        self.in_ema = True
+        self.parameters_changed()
+        try:
+            yield
+        finally:
+            self.in_ema = False
+            context.__exit__(None, None, None)
+            self.parameters_changed()
 
     def parameters_changed(self) -> None:
         """Parameters have other values now: with `--pipeline` other stages may have copies."""
@@ -106,6 +128,8 @@ def spec_of(
         tensor_parallel.begin(world, settings, tensor_plan),
         pipeline_parallel.begin(world, settings, several),
         world.stage,
+        world.island,
+        world.peers,
     )
 
 

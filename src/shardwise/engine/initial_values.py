@@ -55,15 +55,18 @@ def make_all_real(located: Iterable[NamedParameter], device: torch.device) -> No
             meta.make_real(named.parameter, value.to(device))
 
 
-def value_of(named: NamedParameter, group: Collectives) -> Tensor:
-    """A parameter's starting value: rank 0's where it has no memory yet. Collective then."""
+def value_of(named: NamedParameter, group: Collectives, peers: Collectives) -> Tensor:
+    """A parameter's starting value: rank 0's where it has no memory yet, of the first island's
+    `group`. Collective then."""
     parameter = named.parameter
     if not parameter.is_meta:
         return parameter.detach()
-    if group.rank == 0:
+    if group.rank == 0 and peers.rank == 0:
         value = meta.materialise(parameter, named.alias).contiguous().to(named.device)
     else:
         value = torch.empty(named.shape, dtype=parameter.dtype, device=named.device)
-    if group.size > 1 and value.numel():
-        group.broadcast(value.view(-1).view(torch.uint8)).wait()
+    among = [peers, group] if group.rank == 0 else [group]
+    for each in among:
+        if each.size > 1 and value.numel():
+            each.broadcast(value.view(-1).view(torch.uint8)).wait()
     return value

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -24,7 +23,9 @@ from shardwise.checkpoint.deepspeed.save import Save
 from shardwise.checkpoint.folders import DOCUMENT, lacks_document
 from shardwise.checkpoint.format import dtype_of
 from shardwise.checkpoint.reader import TensorReader
+from shardwise.engine import island_sets
 from shardwise.engine.build import States
+from shardwise.engine.checkpoint_source import CheckpointSource
 from shardwise.engine.checkpoint_tensors import EngineTensors
 from shardwise.engine.optimizer_fields import OptimizerFields
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
@@ -33,53 +34,11 @@ from shardwise.shards import Shard
 from shardwise.states import tensor_spans
 from shardwise.states.existing_optimizer_state import Blank
 from shardwise.states.named_parameters import NamedParameter
-from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, TensorSpan
+from shardwise.states.tensor_spans import ISLAND, MODEL, OPTIMIZER, OUTER, TensorSpan
 from shardwise.tiers.host_window import HostWindow
 
 Fill = Callable[[Tensor, int], None]
 """Fills a flat tensor with the elements of one tensor from the given one on."""
-
-
-@dataclass(frozen=True)
-class CheckpointSource:
-    """Where the values of a model's tensors are: by set its files, and by the model's names those
-    in the file. `fields` are what stands beside them, where it is a checkpoint of ours, or one of
-    DeepSpeed's with an optimizer."""
-
-    sets: Mapping[str, TensorReader]
-    names: Mapping[str, str]
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    foreign: Save | None = None
-    """The save of DeepSpeed that it is, if it is one."""
-
-    def has(self, kind: str, name: str) -> bool:
-        """Whether tensor `name` of set `kind` is there."""
-        return kind in self.sets and name in self.sets[kind].specs
-
-    @property
-    def averaged(self) -> Set[str]:
-        """The names of what has a moving average."""
-        return self.sets[AVERAGE].specs.keys() if AVERAGE in self.sets else set()
-
-    def values(self, kind: str, name: str, dtype: torch.dtype) -> tuple[TensorReader, str] | None:
-        """The files with the best values for tensor `name`, and its name there.
-
-        A master is better than the parameter made of it where the wider dtype is wanted, and
-        stands in for an average that was not kept; a parameter stands in for its master.
-        """
-        if kind == OPTIMIZER and not name.endswith(f".{tensor_spans.MASTER}"):
-            return (self.sets[kind], name) if self.has(kind, name) else None
-        if kind == AVERAGE and self.has(kind, name):
-            return self.sets[kind], name
-        plain_name = name.removesuffix(f".{tensor_spans.MASTER}") if kind == OPTIMIZER else name
-        master = tensor_spans.state_name(plain_name, tensor_spans.MASTER)
-        if plain_name not in self.names:
-            return None
-        held = self.sets[MODEL].specs[self.names[plain_name]]
-        wide = dtype.itemsize > dtype_of(held.dtype).itemsize
-        if wide and self.has(OPTIMIZER, master):
-            return self.sets[OPTIMIZER], master
-        return self.sets[MODEL], self.names[plain_name]
 
 
 def open_source(
@@ -116,7 +75,17 @@ def open_source(
         sets = {MODEL: stack.enter_context(closing(reader.open_foreign(path)))}
     found = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
     _check(path, engine_tensors, sets[MODEL], found, strict=strict)
-    return CheckpointSource(sets, found.found, fields, save)
+    peers = engine_tensors.spec.peers
+    mine, seen = island_sets.seen(sets, fields, peers) if fields else (sets, fields)
+    return CheckpointSource(
+        mine,
+        found.found,
+        seen,
+        save,
+        written=sets,
+        goes_on=not alone,
+        takes_own=not alone and peers.size == 1,
+    )
 
 
 def _groups(engine_tensors: EngineTensors) -> list[list[str]]:
@@ -171,7 +140,7 @@ def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
         f"{name} of the set {kind}"
         for kind, sums in source.fields["checksums"].items()
         for name in sums
-        if not source.has(kind, name)
+        if kind not in source.written or name not in source.written[kind].specs
     ]
     if lost:
         raise BrokenCheckpoint(
@@ -180,14 +149,14 @@ def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
     loads = [0] * size
     specs = [
         (kind, spec)
-        for kind, tensors in sorted(source.sets.items())
+        for kind, tensors in sorted(source.written.items())
         for spec in tensors.specs.values()
     ]
     for kind, spec in sorted(specs, key=lambda each: (-each[1].nbytes, each[1].name)):
         turn = loads.index(min(loads))
         loads[turn] += spec.nbytes
         written = source.fields["checksums"].get(kind, {}).get(spec.name)
-        if turn == rank and source.sets[kind].checksum(spec.name) != written:
+        if turn == rank and source.written[kind].checksum(spec.name) != written:
             raise BrokenCheckpoint(
                 f"{spec.name} of the set {kind} in {path} is not what was written: its CRC-32 is "
                 f"not {written}. Take another checkpoint; `shardwise checkpoint verify` tells more."
@@ -218,6 +187,26 @@ def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
         states.parameters.settle()
 
 
+def fill_islands(engine_tensors: EngineTensors, source: CheckpointSource, step: int) -> None:
+    """Read what islands have beside, once the weights are the anchor; they go on from there, where
+    there is none. Collective."""
+    islands = engine_tensors.states.islands
+    if islands is None:
+        return
+    islands.forget()
+    islands.begun = "islands" in source.fields
+    if not islands.begun:
+        return  # the first step begins from the weights
+    tensors = engine_tensors.all_of_islands(islands)
+    apart, window = _apart(engine_tensors), HostWindow()
+    with torch.no_grad():
+        islands.anchor.restart()
+        tensors.take_numbers(source.fields, step)
+        for holding in tensors:
+            _fill(holding, source, apart, window)
+        islands.anchor.swap()
+
+
 def _is_of_model(holding: TensorSpan) -> bool:
     master = f".{tensor_spans.MASTER}"
     return holding.kind != OPTIMIZER or all(e.tensor.endswith(master) for e in holding.extents)
@@ -236,7 +225,7 @@ def _fill_whole(
             for first, near in window.write(value.detach().view(-1), fresh=True):
                 tensors.read(theirs, first, near)
         else:
-            read = tensors.whole(theirs)
+            read = source.whole(name)
             found = read.view(value.shape) if shard is None else part_of(read, shard)
             write(value.detach(), found)
 
@@ -373,7 +362,8 @@ def _fill_of(
     if found is None:
         return None
     tensors, theirs = found
-    parameter = name.rpartition(".")[0] if holding.kind == OPTIMIZER else name
+    keyed = holding.kind in (OPTIMIZER, ISLAND, OUTER)
+    parameter = name.rpartition(".")[0] if keyed else name
     named = apart.get(parameter)
     if named is None or holding.as_counted:
         return lambda into, offset: tensors.read(theirs, offset, into)

@@ -26,9 +26,17 @@ from shardwise.engine.checkpoint_tensors import (
     optimizer_specs,
     spec_of,
 )
+from shardwise.engine.island_tensors import set_name
 from shardwise.errors import CheckpointError, CheckpointNotWritten
 from shardwise.states.existing_optimizer_state import Blank
-from shardwise.states.tensor_spans import AVERAGE, MODEL, OPTIMIZER, ReportedState, TensorSpan
+from shardwise.states.tensor_spans import (
+    AVERAGE,
+    ISLAND,
+    MODEL,
+    OPTIMIZER,
+    ReportedState,
+    TensorSpan,
+)
 from shardwise.tiers.host_window import HostWindow
 
 T = TypeVar("T")
@@ -47,6 +55,8 @@ class SavePlan:
     """By parameter what the optimizers keep of it as one value, whatever rank has it."""
     borders: list[str]
     """The parameters at which segments were cut."""
+    islands: list[dict[str, Any]]
+    """Of each island the same two, and what it has beside; none where there is one."""
 
     @property
     def files(self) -> list[TensorFile]:
@@ -80,15 +90,48 @@ def plan(engine_tensors: EngineTensors, limit: int) -> SavePlan:
             inventory.parameters[name] if name in inventory.parameters else theirs[name]
             for name in inventory.names
         ],
-        OPTIMIZER: _joined(engine_tensors.of_all_layers(optimizer_specs(engine_tensors, reported))),
         AVERAGE: _joined(engine_tensors.of_all_layers(average_specs(states))),
-    }
+    } | _own_specs(engine_tensors, reported)
     sets = {
         kind: lay_out(kind, each, limit=limit, aliases=inventory.aliases if kind == MODEL else {})
         for kind, each in specs.items()
         if each
     }
-    return SavePlan(sets, reported, numbers, _joined(borders))
+    islands = _islands(engine_tensors, numbers, _joined(borders))
+    return SavePlan(sets, reported, numbers, _joined(borders), islands)
+
+
+def _own_specs(
+    engine_tensors: EngineTensors, reported: ReportedState
+) -> dict[str, list[TensorSpec]]:
+    """By set, the tensors that each island may have for itself. Collective over the islands."""
+    mine = {OPTIMIZER: optimizer_specs(engine_tensors, reported)}
+    if engine_tensors.islands is not None:
+        mine |= engine_tensors.islands.specs()
+    several = engine_tensors.of_all_layers(mine)
+    joined = {kind: _joined(each[kind] for each in several) for kind in mine}
+    if engine_tensors.islands is not None:
+        buffers = [spec_of(name, value) for name, value in engine_tensors.island_buffers.items()]
+        joined[ISLAND] += _joined(engine_tensors.spec.island_group.gather_objects(buffers))
+    return {
+        set_name(kind, island): specs
+        for island, theirs in enumerate(engine_tensors.spec.peers.gather_objects(joined))
+        for kind, specs in theirs.items()
+    }
+
+
+def _islands(
+    engine_tensors: EngineTensors, numbers: Mapping[str, Any], borders: list[str]
+) -> list[dict[str, Any]]:
+    """What stands beside the tensors of each island. Collective over the islands."""
+    if engine_tensors.islands is None:
+        return []
+    beside: dict[str, dict[str, Any]] = {"weights": {}, "due": {}}
+    for each in engine_tensors.of_all_layers(engine_tensors.islands.numbers()):
+        for key, values in each.items():
+            beside[key] |= values
+    mine = {"state": numbers, "borders": borders} | beside
+    return engine_tensors.spec.peers.gather_objects(mine)
 
 
 def _joined(several: Iterable[Iterable[T]]) -> list[T]:
@@ -109,19 +152,25 @@ def lend(engine_tensors: EngineTensors, made: SavePlan, sink: TensorSink) -> Non
     """Give `sink` all that this rank is to write. Collective where memory is out of order."""
     known = {(kind, n) for kind, files in made.sets.items() for f in files for n in f.tensors}
     apart = engine_tensors.out_of_order(made.reported)
+    apart = {(engine_tensors.set_of(kind), name) for kind, name in apart}
     window = HostWindow()
     for holding in [*engine_tensors.trained, *engine_tensors.beside()]:
-        _give(holding, known - apart, sink, window)
+        _give(holding, engine_tensors.set_of(holding.kind), known - apart, sink, window)
     if apart:
         for holding in engine_tensors.reordered(made.reported):
-            _give(holding, known, sink, window)
+            _give(holding, engine_tensors.set_of(holding.kind), known, sink, window)
 
 
 def _give(
-    holding: TensorSpan, wanted: Set[tuple[str, str]], sink: TensorSink, window: HostWindow
+    holding: TensorSpan,
+    kind: str,
+    wanted: Set[tuple[str, str]],
+    sink: TensorSink,
+    window: HostWindow,
 ) -> None:
-    """Lend this rank's share of what is `wanted` of a holding, by set and name, span by span."""
-    held, kind = holding.storage, holding.kind
+    """Lend this rank's share of what is `wanted` of a holding, by set (its own is `kind`) and name,
+    span by span."""
+    held = holding.storage
     mine = [part for part in holding.extents if (kind, part.tensor) in wanted]
     first, end = share(held.numel, holding.copy, holding.copies)
     spans = [
@@ -271,11 +320,18 @@ def state_fields(engine_tensors: EngineTensors, made: SavePlan) -> dict[str, Any
         }
         for optimizer in engine_tensors.spec.optimizers
     ]
-    state = {
+    fields = {"optimizers": optimizers, "state": _state(made.numbers), "borders": made.borders}
+    if made.islands:
+        islands = [each | {"state": _state(each["state"])} for each in made.islands]
+        fields["islands"] = islands
+    return fields
+
+
+def _state(numbers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
         name: {key: _encoded(value, f"{key} of {name}") for key, value in entries.items()}
-        for name, entries in made.numbers.items()
+        for name, entries in numbers.items()
     }
-    return {"optimizers": optimizers, "state": state, "borders": made.borders}
 
 
 def _encoded(value: Any, what: str) -> Any:

@@ -17,6 +17,7 @@ from shardwise.model.precision import NARROW
 from shardwise.model.sync_batch_norm import is_out_of_reach
 from shardwise.placement import DEVICE, Placement, Tier
 from shardwise.printable import in_bytes, in_short, many
+from shardwise.states.island_exchange import IslandExchange
 from shardwise.sum_tree import MicroShards, node_sizes
 from shardwise.world import World
 
@@ -43,6 +44,8 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
         world.print(_stages_line(spec))
     if spec.micro_shards is not None:
         world.print(_exact_line(spec.micro_shards))
+    if states.islands is not None:
+        world.print(_islands_line(spec, states.islands))
     for name, others in sorted(_tried(states).items()):
         world.print(
             f"  {name}: its state is cut within tensors, since a trial found each element updated "
@@ -156,6 +159,17 @@ def _exact_line(shards: MicroShards) -> str:
     return f"  exact: {cut}, one thread per worker: the same bits on {sizes} workers"
 
 
+def _islands_line(spec: EngineSpec, islands: IslandExchange) -> str:
+    rule = spec.settings.island_rule
+    each = many(spec.island_group.size, "worker")
+    sent = in_bytes(islands.nbytes * (spec.peers.size - 1))
+    turns = f", {many(islands.buckets, 'fragment')} in turn" if rule.late else ""
+    return (
+        f"  {spec.peers.size} islands of {each}, which make steps of their own: "
+        f"{rule.in_words()}{turns}: {sent} sent per worker each time"
+    )
+
+
 def sharded_states(placement: Placement) -> str:
     """What a placement shards, in words."""
     sharded = [name for state, name in _NAMES.items() if placement.is_sharded(state)]
@@ -232,12 +246,15 @@ def _batch_line(world: World, *, averaged: bool) -> str:
     if plan is None or plan.batch_size is None:
         return _unknown_batch(world)
     each = math.ceil(plan.batch_size / (world.data_size * plan.micro_batches))
-    replicas = many(world.data_size, "worker" if world.mesh.is_flat else "replica")
+    replicas = many(world.data_size, "worker" if world.mesh.replica == 1 else "replica")
     parts = [replicas, many(plan.micro_batches, "micro-batch", "es")]
     up_to = "" if each * world.data_size * plan.micro_batches == plan.batch_size else "up to "
     line = f"  batch: {plan.batch_size} = {' x '.join(parts)} x {up_to}{each}"
     if plan.steps_per_epoch is not None:
         line += f", {plan.steps_per_epoch:,} steps per epoch"
+    if (islands := world.island_count) > 1:
+        up_to = "up to " if plan.batch_size % islands else ""
+        line += f"; a step of an island has {up_to}{math.ceil(plan.batch_size / islands)} of them"
     return line
 
 

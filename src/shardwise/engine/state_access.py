@@ -97,14 +97,41 @@ class StateAccess:
             context.__exit__(None, None, None)
             state.parameters_changed()
 
+    @contextmanager
+    def anchor(self) -> Iterator[None]:
+        """See Engine.anchor."""
+        state = self._state
+        islands = state.states.islands
+        if islands is None or not islands.begun:
+            yield  # what all have in common is what the parameters hold
+            return
+        if state.accumulation.backwards:
+            raise UsageError(
+                "engine.anchor() between engine.backward and engine.step: enter it after the step."
+            )
+        if state.states.shown is not None and state.states.shown.residency.in_block:
+            raise UsageError(
+                "engine.anchor() inside engine.full_parameters(), where parameters are whole "
+                "already: enter anchor() first, and full_parameters() inside it."
+            )
+        state.objects.look_for_changes()
+        with state.anchored():
+            yield
+
     def export(self, path: str | PathLike[str], model: nn.Module | None) -> None:
         """See Engine.export."""
         if not self._state.world.settings.trial:
-            whole_tensors.export(self._state.spec, self._state.states, path, model)
+            with self._common():
+                whole_tensors.export(self._state.spec, self._state.states, path, model)
 
     def model_state_dict(self, model: nn.Module | None) -> dict[str, Any]:
         """See Engine.model_state_dict."""
-        return whole_tensors.model_state_dict(self._state.spec, self._state.states, model)
+        with self._common():
+            return whole_tensors.model_state_dict(self._state.spec, self._state.states, model)
+
+    def _common(self) -> AbstractContextManager[None]:
+        """Around what is of all islands: the anchor, unless parameters hold it already."""
+        return nullcontext() if self._state.in_ema else self.anchor()
 
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None) -> dict[str, Any]:
         """See Engine.optimizer_state_dict."""

@@ -6,6 +6,7 @@ exchange    one small collective: weights, losses, norm, what was used
 decide      skip the step, stop the run, or compute the factor that clips and averages
 update      each bucket (states/optimizer_state), then its all-gather where one is needed
 clear       the gradients; seed what is drawn next
+equal       parameters between islands, where there are several (islands.py)
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from shardwise.engine.backward import BackwardRunner
 from shardwise.engine.checkpoint_saver import CheckpointSaver
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.exchange import exchange, over_stages, squared_norm
+from shardwise.engine.islands import Islands
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.recording import Recording
 from shardwise.engine.step_statistics import StepStats, StepTotals
@@ -57,6 +59,7 @@ class StepRunner:
         self._saver = saver
         self._timing = timing
         self._recording = recording
+        self._islands = Islands(state)
         self._options = consistency.OptionChecksum(state.spec.optimizers)
         self._skips = diagnosis.Skips(scaled=state.scale.active)
 
@@ -86,8 +89,7 @@ class StepRunner:
             self._call_before_step()
             self._update(totals, stats, max_norm)
             usage_checks.call_after_step(self._spec.optimizers)
-        self._finish(totals, stats)
-        return stats
+        return self._finish(totals, stats)
 
     def reduce(self) -> float:
         """See Engine.reduce."""
@@ -104,7 +106,7 @@ class StepRunner:
             states.parameters,
             states.gradients,
             spec.shard_group,
-            spec.world_group,
+            spec.island_group,
             totals.used,
             self._scale_of(totals) or 1.0,
             scattered=spec.placement.is_sharded("optimizer"),
@@ -115,7 +117,7 @@ class StepRunner:
             used = whole.take()
         states.gradients.guard()
         squared = squared_norm(
-            self._state.aggregation, states.gradients, spec.world_group, spec.shard_group.copies
+            self._state.aggregation, states.gradients, spec.island_group, spec.shard_group.copies
         )
         self._state.totals = replace(totals, used=used, squared_norm=squared)
 
@@ -152,7 +154,7 @@ class StepRunner:
         forgotten then."""
         try:
             if not totals.alike:
-                raise self._options.difference(self._spec.world_group)
+                raise self._options.difference(self._spec.island_group)
             if math.isnan(totals.divisor):
                 raise UsageError(
                     'Losses of this step are sums on some ranks (reduction="sum" or "ddp") and '
@@ -182,6 +184,7 @@ class StepRunner:
         self._objects.take_in_writes()
         self._backward.check_gradients()
         if state.totals is None:
+            self._islands.begin()
             with span("reduce"):
                 states.gradients.reduce()
             with span("exchange"):
@@ -233,7 +236,7 @@ class StepRunner:
         finite = math.isfinite(norm)
         if not finite and not state.scale.active and self._spec.settings.nonfinite == "stop":
             error = diagnosis.nonfinite_error(
-                state.steps, state.states, self._accumulation, self._spec.world_group
+                state.steps, state.states, self._accumulation, self._spec.island_group
             )
             self._backward.abandon()
             raise error
@@ -307,14 +310,15 @@ class StepRunner:
                 objects.states.averages.update()
         objects.states.parameters.settle()
         usage_checks.call_after_step(self._spec.optimizers)
-        self._finish(seen[-1][0], seen[0][1])
-        return seen[0][1]
+        return self._finish(seen[-1][0], seen[0][1])
 
     # -- clear ------------------------------------------------------------------------------
 
-    def _finish(self, totals: StepTotals, stats: StepStats) -> None:
+    def _finish(self, totals: StepTotals, stats: StepStats) -> StepStats:
+        """Leave the step behind; returns its figures."""
         self._clear(totals)
         self._count()
+        totals, stats = self._islands.stepped(totals, stats)
         if totals.asked:
             self._agree_to_end(totals.asked)
         # Only now: the step is made on all ranks, and all know of the failure by the exchange.
@@ -326,6 +330,7 @@ class StepRunner:
             # A loss written for DDP counts one for each worker, whatever their number.
             self._recording.stepped(stats, stats.weight / (totals.divisor or 1.0))
         self._world.step_log.stepped(self._state.number, self._state.steps, stats)
+        return stats
 
     def _clear(self, totals: StepTotals) -> None:
         """Leave this step behind: what is accumulated from here on is of the next."""

@@ -25,6 +25,9 @@ class StepStats:
     losses were sums (with reduction="ddp" the mean of the workers' sums); `weight` is the number of
     items, `grad_norm` the global 2-norm of the gradient before clipping. `skipped` when nothing was
     updated: the total weight was zero, or a gradient overflowed under a loss scale.
+
+    With `--islands` they are those of this island, alike on its ranks; after a step that makes all
+    parameters equal (`--late 0`), `loss` and `weight` are those of all islands.
     """
 
     loss: float

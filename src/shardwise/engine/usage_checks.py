@@ -71,7 +71,7 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
     make alike; say it once where only what they have shared out differs. Collective then."""
     if not calls_differ and not rows_differ:
         return
-    told = world.collectives.gather_plain(world.calls.made())
+    told = world.island.gather_plain(world.calls.made())
     made = [calls for calls, _ in told]
     if (apart := apart_in_calls(made)) is not None:
         raise UsageError(

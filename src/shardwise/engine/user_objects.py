@@ -29,6 +29,7 @@ from shardwise.model.micro_shard_buffers import MicroShardBuffers
 from shardwise.model.module_hooks import Hooked
 from shardwise.parallel.pipeline import install
 from shardwise.parallel.tensor.plan import TensorPlan
+from shardwise.states.anchor import Kept
 from shardwise.world import World
 
 living: WeakSet[UserObjects] = WeakSet()
@@ -106,12 +107,13 @@ class UserObjects:
         self,
         masters: Mapping[nn.Parameter, Tensor],
         averages: Mapping[nn.Parameter, Tensor] | None,
+        anchor: Kept | None = None,
     ) -> None:
         """Lay the three states over the models and optimizers.
 
-        `masters` and `averages` are those of an earlier layout, by parameter.
+        `masters`, `averages` and `anchor` are those of an earlier layout, by parameter.
         """
-        self.states = build.build(self.spec, self._fresh | dict(masters), averages)
+        self.states = build.build(self.spec, self._fresh | dict(masters), averages, anchor)
         self._fresh, self._written = {}, set()
         self._shape = self.spec.shape()
         follow = WeakMethod(self.follow_changes)
@@ -121,10 +123,11 @@ class UserObjects:
         self,
         masters: Mapping[nn.Parameter, Tensor],
         averages: Mapping[nn.Parameter, Tensor] | None,
+        anchor: Kept | None = None,
     ) -> None:
         """Lay the states out again; gradients that are collected in fp32 stay so."""
         wide = self.states.gradients.wide
-        self._build_states(masters, averages)
+        self._build_states(masters, averages, anchor)
         if wide:
             self.states.gradients.widen()
 
@@ -147,6 +150,7 @@ class UserObjects:
             fresh = [named.parameter for named in here if named.parameter.is_meta]
             initial_values.make_all_real(here, spec.device)
             initial_values.make_alike(fresh, spec.stage_group)
+            initial_values.make_alike(fresh, spec.peers)
         elif spec.tensor is not None or not spec.placement.is_sharded("parameters"):
             initial_values.make_all_real(located, spec.device)
             real = consistency.everything(spec)
@@ -159,14 +163,14 @@ class UserObjects:
         if cast is not None:
             self._fresh |= precision.cast_models(models, cast)
             precision.widen_states(self.spec.optimizers, cast)
-        if settings.sync_batch_norm and self._world.data_size > 1:
+        if settings.sync_batch_norm and self.spec.data_group.size > 1:
             sync_batch_norm.convert(models, self._world.gather_order, self._world.current_batch)
 
     def _all_buffers(self) -> Buffers:
         """The models' buffers, which are followed over every rebuild of the states."""
         models, group, shards = self.spec.models, self.spec.stage_group, self.spec.micro_shards
         found = (
-            Buffers(models, group, self._synchronised)
+            Buffers(models, group, self._synchronised, alone=self._world.size == 1)
             if shards is None
             else MicroShardBuffers(models, group, shards)
         )
@@ -236,6 +240,7 @@ class UserObjects:
             [p for p in new if self.spec.shard_of(p) is None], self.spec.world_group
         )
         initial_values.make_alike(split, self.spec.data_group)
+        initial_values.make_alike(split, self.spec.peers)
         self._prepare_modules()
         self.buffers.meet(self._synchronised)
 
@@ -305,9 +310,9 @@ class UserObjects:
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""
-        masters, averages = build.take_apart(self.spec, self.states)
+        kept = build.take_apart(self.spec, self.states)
         plain_state_dict.give(optimizer, state)
-        self._rebuild_states(masters, averages)
+        self._rebuild_states(*kept)
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
         """Rebuild the states with averages for those of the parameters `names` that are frozen and
@@ -324,8 +329,8 @@ class UserObjects:
         }
         if not any(self.spec.world_group.gather_objects(bool(lacking))):
             return False
-        masters, averages = build.take_apart(self.spec, self.states)
-        self._rebuild_states(masters, (averages or {}) | lacking)
+        masters, averages, anchor = build.take_apart(self.spec, self.states)
+        self._rebuild_states(masters, (averages or {}) | lacking, anchor)
         return True
 
     def end(self) -> None:

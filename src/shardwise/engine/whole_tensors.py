@@ -66,11 +66,11 @@ def _made_alike(spec: EngineSpec, states: States) -> set[int]:
     """Give every rank rank 0's values of what is whole; which parameters were written to."""
     if spec.pipeline is not None:  # done while all of it was there
         return set(range(len(states.parameters.named)))
-    written: set[int] = spec.world_group.gather_objects(states.parameters.written())[0]
+    written: set[int] = spec.island_group.gather_objects(states.parameters.written())[0]
     resting = [] if states.shown is None else states.shown.residency.resting()
     kept = [t for t in consistency.everything(spec) if spec.shard_of(t) is None]
     initial_values.make_alike(
-        [t for t in kept if not any(t is r for r in resting)], spec.world_group
+        [t for t in kept if not any(t is r for r in resting)], spec.island_group
     )
     return written
 
@@ -90,7 +90,7 @@ def _joined(
         if line is not None or any(spec.shard_of(p) is not None for p in parameters):
             stack.enter_context(spec.parameter_uses.suspended())
         if split is not None:
-            group = spec.world_group if write and line is None else None
+            group = spec.island_group if write and line is None else None
             stack.enter_context(
                 split.wholes(parameters, write=write, group=group, is_here=spec.is_here)
             )
@@ -101,7 +101,7 @@ def _joined(
             )
         yield
         if write and line is not None:
-            initial_values.make_alike(consistency.everything(spec), spec.world_group)
+            initial_values.make_alike(consistency.everything(spec), spec.island_group)
 
 
 def _check_inner(*, write: bool, outer: bool) -> None:
@@ -129,7 +129,7 @@ def _check_unwritten(spec: EngineSpec, states: States) -> None:
         return
     written = set(spec.tensor.written())
     mine = [named.name for named in spec.located() if named.parameter in written]
-    for name in itertools.chain.from_iterable(spec.world_group.gather_objects(mine)):
+    for name in itertools.chain.from_iterable(spec.island_group.gather_objects(mine)):
         if states.shown is not None:
             states.parameters.remember()  # told once
         raise BrokenView(

@@ -19,6 +19,7 @@ GROUPS = {
     "simulate": "Simulate",
     "where": "Where",
     "spread": "Spread",
+    "islands": "Islands",
     "precision": "Precision",
     "recover": "Recover",
     "watch": "Watch",

@@ -44,10 +44,17 @@ class Buffers:
     """Keeps the buffers of the models alike; each is known by the module and key that hold it."""
 
     def __init__(
-        self, models: Sequence[nn.Module], group: Collectives, left_out: set[nn.Module]
+        self,
+        models: Sequence[nn.Module],
+        group: Collectives,
+        left_out: set[nn.Module],
+        *,
+        alone: bool | None = None,
     ) -> None:
-        """`left_out` are modules that keep their buffers in step themselves."""
+        """`left_out` are modules that keep their buffers in step themselves; `alone` says that
+        there is nothing to average with, by default where `group` has one rank."""
         self._group = group
+        self.alone = group.size == 1 if alone is None else alone
         self._models = models
         self._places: list[tuple[nn.Module, str]] = []
         self._followed: list[_Followed] = []
@@ -84,11 +91,6 @@ class Buffers:
     def _greet(self, index: int) -> None:
         """A buffer is new: as it is now is how it was seen last."""
         self._seen.append(self._mark(index))
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is nothing to average with."""
-        return self._group.size == 1
 
     def remember(self) -> None:
         """Take the present values as those that changes are looked for against."""
@@ -138,6 +140,10 @@ class Buffers:
             else:
                 parts.append(buffer.detach().reshape(-1).to(**where))
         return torch.cat(parts) if parts else torch.zeros(0, **where)
+
+    def form(self) -> list[list[int]]:
+        """Which buffers are followed, and their shapes."""
+        return [[followed.index, *followed.shape] for followed in self._followed]
 
     def average(self, rows: Tensor, weights: Tensor) -> None:
         """Set what is followed to the mean of the ranks' `rows` by `weights` (each ≥ 0).

@@ -29,7 +29,7 @@ class MicroShardBuffers(Buffers):
         self._shards = shards
         self._turns: list[dict[int, Tensor]] = []
         self._start: dict[int, Tensor] = {}
-        super().__init__(models, group, left_out=set())
+        super().__init__(models, group, left_out=set(), alone=False)  # they have one another
 
     def _renumber(self, numbers: Mapping[int, int]) -> None:
         super()._renumber(numbers)
@@ -43,11 +43,6 @@ class MicroShardBuffers(Buffers):
         buffer = self._buffer(index)
         assert buffer is not None
         self._start[index] = buffer.detach().clone()
-
-    @property
-    def alone(self) -> bool:
-        """Micro-shards have one another."""
-        return False
 
     def remember(self) -> None:
         """Take the present values as what the micro-shards of the next step start from."""

@@ -29,6 +29,9 @@ from shardwise.states.update_intervals import UpdateSegment
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
 """The sets of tensors that there are."""
 
+OUTER, ISLAND = "outer", "island"
+"""Those that islands have more: alike on all, and of each."""
+
 MASTER = "master"
 """The key under which masters stand among the optimizer's tensors."""
 
@@ -67,7 +70,8 @@ class TensorSpans:
     """The spans of one rank in the trained parameters, their masters, state and averages.
 
     `group` shards them where `scattered`. `among`: this rank's number, and of how many that have
-    the same, of what is whole here and (True) of what is a part.
+    the same, of what is whole here and (True) of what is a part; `among_own` that of optimizer
+    state, which each island has for itself.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class TensorSpans:
         *,
         scattered: bool,
         among: Mapping[bool, tuple[int, int]],
+        among_own: Mapping[bool, tuple[int, int]],
     ) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
@@ -86,6 +91,7 @@ class TensorSpans:
         self._group = group
         self._scattered = scattered
         self._among = among
+        self._among_own = among_own
         self._shards = {
             number: named.shard
             for number, named in enumerate(parameters.named)
@@ -190,7 +196,8 @@ class TensorSpans:
     ) -> TensorSpan:
         # A bucket holds parts of tensors only, or none.
         slots = self._optimizer.intervals[index].bucket.slots
-        copy, copies = self._among[slots[0].parameter in self._shards]
+        among = self._among_own if kind == OPTIMIZER else self._among
+        copy, copies = among[slots[0].parameter in self._shards]
         return TensorSpan(kind, storage, found, copy, copies)
 
     # -- tensors whose memory is not in the order of their elements -------------------------

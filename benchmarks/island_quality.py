@@ -1,0 +1,191 @@
+"""Held-out perplexity of islands beside synchronous training, after the same tokens.
+
+    python benchmarks/island_quality.py --json FILE                                    # a night
+    python benchmarks/island_quality.py --tokens 614400 --batch-size 16 --context 64 \\
+        --vocabulary 512 --layers 2 --width 64 --rarely 100,300 --rates 3e-3,1e-2 --seeds 0
+
+A GPT learns the source text of the standard library (examples/diloco.py) on two islands with one
+worker each. All ways are tuned alike: each trains at every one of --rates with the first seed, and
+with the other seeds at the rate that was best. The second way is synchronous with a batch
+--every times as large: it sends as many bytes as islands with fp32 do, and makes fewer steps.
+What is measured are common values: let the number of steps, --tokens / (--batch-size x --context),
+be a multiple of --every and of all --rarely. Needs as much patience as it has trials: of the
+defaults there are 40.
+"""
+
+import argparse
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import mean
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+import machine
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+WIRES = "fp32,bf16,int8,int4"
+
+
+@dataclass
+class Way:
+    """One way to train: the flags of the run, by how much its batch is larger, and the perplexity
+    that each trial reached, by rate and seed."""
+
+    label: str
+    flags: list[str] = field(default_factory=list)
+    larger: int = 1
+    found: dict[str, float] = field(default_factory=dict)
+    rate: float | None = None
+    """The best one."""
+
+    def perplexity(self, seeds: Sequence[int]) -> float | None:
+        """The mean over the seeds at the best rate; None until all are there."""
+        values = [self.found.get(trial(self.rate, seed)) for seed in seeds]
+        known = [value for value in values if value is not None]
+        return mean(known) if len(known) == len(seeds) else None
+
+
+def trial(rate: float | None, seed: int) -> str:
+    """The name of a trial in files."""
+    return f"rate {rate:g}, seed {seed}" if rate else ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train in every way, print and keep."""
+    options = _parser().parse_args(arguments)
+    facts, console, found = machine.describe(), Console(width=110), ways(options)
+    for name, value in facts.items():
+        console.print(f"{name:>9}  {value}", highlight=False, soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="island-quality-") as folder:
+        text = _read_text(Path(folder), options)
+        for way in found:
+            for rate in options.rates:
+                _try(way, rate, options.seeds[0], text, options, console)
+            first = {rate: way.found[trial(rate, options.seeds[0])] for rate in options.rates}
+            way.rate = min(options.rates, key=lambda rate: first[rate])
+            _keep(found, facts, options)
+        for seed in options.seeds[1:]:
+            for way in found:
+                assert way.rate is not None
+                _try(way, way.rate, seed, text, options, console)
+                _keep(found, facts, options)
+    console.print(_table(found, options))
+    return 0
+
+
+def ways(options: argparse.Namespace) -> list[Way]:
+    """Synchronous first, also with the larger batch."""
+    found = [Way("synchronous")]
+    found.append(Way(f"synchronous, batch x {options.every}", larger=options.every))
+    found += [_islands(options.every, wire, options) for wire in options.wires]
+    found += [_islands(every, "fp32", options) for every in options.rarely]
+    return found
+
+
+def _islands(every: int, wire: str, options: argparse.Namespace) -> Way:
+    flags = ["--islands", "2", "--equal-every", str(every), "--outer", options.outer]
+    flags += [] if wire == "fp32" else ["--wire", wire]
+    return Way(f"islands, H {every}, {wire}", flags)
+
+
+def _read_text(folder: Path, options: argparse.Namespace) -> Path:
+    """The text and its tokens, made once for all trials."""
+    sys.path.insert(0, str(EXAMPLES))
+    import corpus
+
+    path = folder / "corpus.pickle"
+    path.write_bytes(pickle.dumps(corpus.read(options.data, vocabulary=options.vocabulary)))
+    return path
+
+
+def _try(
+    way: Way, rate: float, seed: int, text: Path, options: argparse.Namespace, console: Console
+) -> None:
+    """One trial: a run of its own."""
+    result = text.with_name("result.json")
+    batch = options.batch_size * way.larger
+    own = {
+        "--corpus": text,
+        "--result": result,
+        "--tokens": options.tokens,
+        "--batch-size": batch,
+        "--context": options.context,
+        "--layers": options.layers,
+        "--width": options.width,
+        "--lr": rate,
+        "--seed": seed,
+        "--held-out": options.held_out,
+        "--evaluations": 1,
+    }
+    words = [str(word) for pair in own.items() for word in pair]
+    run = [sys.executable, "-m", "shardwise", "run", "-n", "2", "--quiet", *way.flags]
+    script = str(EXAMPLES / "diloco.py")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("SHARDWISE_")}
+    subprocess.run([*run, script, *words], env=environ | {"OMP_NUM_THREADS": "1"}, check=True)
+    found = math.exp(json.loads(result.read_text())["curve"][-1]["loss"])
+    way.found[trial(rate, seed)] = found
+    console.print(f"{way.label}, {trial(rate, seed)}: perplexity {found:.3f}", highlight=False)
+
+
+def _keep(found: Sequence[Way], facts: dict[str, str], options: argparse.Namespace) -> None:
+    if options.json:
+        given = {k: v for k, v in vars(options).items() if k not in ("json", "data")}
+        written = {"machine": facts, "method": given, "ways": [asdict(way) for way in found]}
+        machine.write_json(options.json, written)
+
+
+def _table(found: Sequence[Way], options: argparse.Namespace) -> Table:
+    title = f"held-out perplexity after {options.tokens} tokens, seeds {options.seeds}"
+    table = Table(box=SIMPLE, title=title, title_justify="left")
+    table.add_column("two islands, or none", no_wrap=True)
+    for name in ("rate", "perplexity", "beside synchronous", "by seed"):
+        table.add_column(name, justify="right")
+    base = found[0].perplexity(options.seeds)
+    for way in found:
+        value = way.perplexity(options.seeds)
+        beside = f"{value / base - 1:+.1%}" if value and base else ""
+        each = [way.found[trial(way.rate, seed)] for seed in options.seeds]
+        seeds = " ".join(f"{one:.2f}" for one in each)
+        table.add_row(way.label, f"{way.rate:g}", f"{value:.3f}" if value else "", beside, seeds)
+    return table
+
+
+def _numbers(kind: type) -> object:
+    return lambda text: [kind(word) for word in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, metavar="PATH", help="text; the standard library's")
+    parser.add_argument("--tokens", type=int, default=1_536_000, help="1,536,000")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows, of all islands: 8")
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=256, help="256: 5.2M parameters in 6 layers")
+    parser.add_argument("--every", type=int, default=30, metavar="H", help="30")
+    parser.add_argument("--wires", type=lambda text: text.split(","), default=WIRES, metavar="W")
+    parser.add_argument("--rarely", type=_numbers(int), default="100,500", metavar="H,...")
+    parser.add_argument("--outer", default="nesterov:0.7,0.9")
+    parser.add_argument("--rates", type=_numbers(float), default="1e-3,2e-3,4e-3")
+    parser.add_argument("--seeds", type=_numbers(int), default="0,1,2")
+    parser.add_argument("--held-out", type=int, default=512, metavar="N", help="windows: 512")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Finds in a checkpoint what is this island's: its own sets where it was written by as many, else
+the mean of those of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.format import TensorSpec, dtype_of
+from shardwise.checkpoint.reader import TensorReader
+from shardwise.collectives import Collectives
+from shardwise.engine.island_tensors import set_name
+from shardwise.states.tensor_spans import ISLAND, OPTIMIZER
+
+Sets = Mapping[str, TensorReader]
+
+
+class MeanReader(TensorReader):
+    """The mean of the tensors that several `readers` have under one name; what is no floating-point
+    number is the first one's."""
+
+    def __init__(self, readers: Sequence[TensorReader]) -> None:
+        self._readers = readers
+        specs: dict[str, TensorSpec] = {}
+        for reader in reversed(readers):
+            specs |= reader.specs
+        self.specs = specs
+
+    def read(self, name: str, first: int, into: Tensor) -> None:
+        held = [reader for reader in self._readers if name in reader.specs]
+        dtype = dtype_of(self.specs[name].dtype)
+        if not dtype.is_floating_point:
+            held[0].read(name, first, into)
+            return
+        total = torch.zeros(into.numel(), dtype=torch.float64)
+        part = torch.empty(into.numel(), dtype=dtype)
+        for reader in held:
+            reader.read(name, first, part)
+            total += part
+        into.copy_(total / len(held))
+
+
+def count(fields: Mapping[str, Any]) -> int:
+    """How many islands wrote the checkpoint with these `fields`."""
+    return len(fields.get("islands") or [None])
+
+
+def seen(
+    sets: Sets, fields: Mapping[str, Any], peers: Collectives
+) -> tuple[dict[str, TensorReader], dict[str, Any]]:
+    """`sets` and `fields` as the island of this rank is to read them, out of those of all."""
+    saved = count(fields)
+    if saved == 1:
+        return dict(sets), dict(fields)
+    islands = fields["islands"]
+    if saved == peers.size:
+        mine = {kind: [set_name(kind, peers.rank)] for kind in (OPTIMIZER, ISLAND)}
+        found = dict(fields) | islands[peers.rank]
+    else:
+        mine = {kind: [set_name(kind, k) for k in range(saved)] for kind in (OPTIMIZER, ISLAND)}
+        found = dict(fields) | {"weights": {}, "due": islands[0]["due"]}
+        found["borders"] = sorted({name for each in islands for name in each["borders"]})
+    view = {kind: held for kind, held in sets.items() if kind != OPTIMIZER}
+    for kind, names in mine.items():
+        if held := [sets[name] for name in names if name in sets]:
+            view[kind] = held[0] if len(held) == 1 else MeanReader(held)
+    return view, found

@@ -1,0 +1,138 @@
+"""Sends the differences of buckets to the other islands, and moves the anchor by what comes.
+
+    send      | weight of the steps | packed difference |    all-gather over peers of equal place
+    receive   unpack, mean by weight: in the order of the islands, so that all have the same bits
+    arrive    anchor and weights move, island by island alike
+
+Between `send` and `arrive` steps go on where differences are late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives import Collectives, Handle
+from shardwise.states.anchor import Anchor
+from shardwise.timeline import recorder
+
+_HEADER = 8
+"""Bytes of the weight, fp64."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One small or large message of each island, on its way to all of them."""
+
+    handle: Handle
+    rows: Tensor
+    """(islands, bytes) uint8."""
+
+    def wait(self) -> Tensor:
+        """The rows, once all are there and nobody reads them any more."""
+        self.handle.wait()
+        self.handle.reusable()
+        return self.rows
+
+
+def send(peers: Collectives, mine: Tensor) -> Message:
+    """Send `mine`, flat uint8 of one length on all, to the other islands. Collective."""
+    length = mine.numel()
+    rows = mine.new_empty(peers.size * length)
+    cuts = [length * place for place in range(peers.size + 1)]
+    rows[cuts[peers.rank] : cuts[peers.rank + 1]] = mine
+    launched = recorder.launched("all-gather", rows)
+    handle = peers.all_gather(rows, cuts).noted(launched)
+    return Message(handle, rows.view(peers.size, length))
+
+
+class IslandExchange:
+    """What of `anchor` is on its way over `peers`, the ranks of equal place in all islands."""
+
+    def __init__(self, anchor: Anchor, peers: Collectives, *, begun: bool) -> None:
+        self.anchor = anchor
+        self._peers = peers
+        self.weights = [0.0] * len(anchor.parts)
+        """By bucket, what this island's steps have weighed since it was sent last."""
+        self._flying: dict[int, Message | Tensor] = {}
+        self.due: dict[int, int] = {}
+        """By bucket that was sent and has moved nothing yet: when it does, in steps."""
+        self.begun = begun
+        """Whether the anchor is behind the weights; until the first step it is what they are."""
+
+    def begin(self) -> None:
+        """A step is about to change the weights: what user code has made of them until then is
+        where islands begin."""
+        if not self.begun:
+            self.anchor.restart()
+        self.begun = True
+
+    @property
+    def buckets(self) -> int:
+        """How many fragments there are."""
+        return len(self.weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank sends to each other island from one time to the next."""
+        return sum(_HEADER + self.anchor.nbytes(index) for index in range(self.buckets))
+
+    @property
+    def flying(self) -> frozenset[int]:
+        """The buckets that were sent, and have moved nothing yet."""
+        return frozenset(self._flying)
+
+    def count(self, weight: float) -> None:
+        """A step of this island was made that weighed so much."""
+        self.weights = [before + weight for before in self.weights]
+
+    def send(self, index: int, due: int) -> None:
+        """Let the difference of bucket `index`, which is `due` after so many steps, go on its way.
+        Collective over the peers."""
+        packed = self.anchor.pack(index).to(self.anchor.device(index))
+        weight = torch.tensor([self.weights[index]], dtype=torch.float64).view(torch.uint8)
+        self._flying[index] = send(self._peers, torch.cat([weight.to(packed.device), packed]))
+        self.weights[index] = 0.0
+        self.due[index] = due
+
+    def landed(self, index: int) -> Tensor:
+        """The mean difference of bucket `index`, which was sent, before it is used: it waits in
+        memory from now on."""
+        sent = self._flying[index]
+        if isinstance(sent, Message):
+            sent = self._flying[index] = self._mean(index, sent)
+        return sent
+
+    def expect(self, index: int, due: int) -> None:
+        """Go on where bucket `index` was sent before, and is `due` after so many steps, if that is
+        a step at which it is used here; `landed` is to be filled with its mean."""
+        if self.anchor.rule.late and self.anchor.rule.is_due(due, index, self.buckets):
+            self._flying[index] = torch.zeros_like(self.anchor.loaded_value(index))
+            self.due[index] = due
+
+    def arrive(self, indices: Sequence[int]) -> None:
+        """Move the anchor and the weights of these buckets by what has come. Collective over the
+        peers, and over the island."""
+        if not indices:
+            return
+        self.anchor.meet()
+        for index in indices:
+            self.anchor.apply(index, self.landed(index))
+            del self._flying[index], self.due[index]
+        self.anchor.publish(indices)
+
+    def _mean(self, index: int, message: Message) -> Tensor:
+        rows = message.wait()
+        heads = rows[:, :_HEADER].contiguous().cpu().view(torch.float64)
+        return self.anchor.mean(index, list(rows[:, _HEADER:]), heads.flatten().tolist())
+
+    def forget(self) -> None:
+        """Let what is on its way move nothing: it is part of the next difference, since the weights
+        have not been moved either. Called by all islands alike."""
+        for sent in self._flying.values():
+            if isinstance(sent, Message):
+                sent.wait()
+        self._flying, self.due = {}, {}

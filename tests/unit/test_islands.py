@@ -1,0 +1,93 @@
+"""When islands make their parameters equal: literal tables."""
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.islands import IslandRule, Outer
+from shardwise.mesh import Mesh
+
+
+def test_islands_are_the_outermost_axis():
+    mesh = Mesh(8, tensor=2, islands=2)
+    assert mesh.in_words() == "2 islands x 2 data x 2 tensor"
+    assert mesh.island_groups == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert mesh.peer_groups == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert mesh.data_groups == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert mesh.stage_groups == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [mesh.island_of(rank) for rank in (0, 3, 4)] == [0, 0, 1]
+    assert (mesh.data, mesh.is_flat, Mesh(4, islands=2).is_flat) == (4, False, False)
+
+
+def test_stages_of_islands():
+    mesh = Mesh(8, pipeline=2, islands=2)
+    assert mesh.stage_groups == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert mesh.data_groups == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+@pytest.mark.parametrize(
+    ("size", "tensor", "islands", "words"),
+    [
+        (4, 1, 3, r"--islands 3 does not divide 4 worker\(s\).*one of 1, 2, 4"),
+        (4, 2, 4, r"--islands 4 does not divide 2 replica\(s\).*one of 1, 2"),
+    ],
+)
+def test_islands_that_cannot_be(size, tensor, islands, words):
+    with pytest.raises(ConfigError, match=words):
+        Mesh(size, tensor=tensor, islands=islands)
+
+
+def turns(rule: IslandRule, buckets: int, steps: int) -> list[tuple[str, str]]:
+    """By step, the buckets that are sent and those that are due."""
+    return [
+        (
+            "".join(str(b) for b in range(buckets) if rule.sends(step, b, buckets)),
+            "".join(str(b) for b in range(buckets) if rule.is_due(step, b, buckets)),
+        )
+        for step in range(1, steps + 1)
+    ]
+
+
+def test_all_at_once_where_nothing_is_late():
+    assert turns(IslandRule(every=3), 2, 6) == [
+        ("", ""), ("", ""), ("01", "01"), ("", ""), ("", ""), ("01", "01")
+    ]  # fmt: skip
+    assert turns(IslandRule(every=1), 2, 2) == [("01", "01")] * 2
+
+
+def test_buckets_take_turns_where_differences_travel():
+    rule = IslandRule(every=4, late=2)
+    assert turns(rule, 2, 8) == [
+        ("", ""), ("1", ""), ("", ""), ("0", "1"), ("", ""), ("1", "0"), ("", ""), ("0", "1")
+    ]  # fmt: skip
+    assert [rule.offset(bucket, 6) for bucket in range(6)] == [0, 0, 1, 2, 2, 3]
+
+
+def test_a_difference_must_be_there_before_the_next():
+    with pytest.raises(ConfigError, match=r"--late 3 .*--late 2 or less, or --equal-every 4"):
+        IslandRule(every=3, late=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "outer"),
+    [("mean", Outer()), ("nesterov:0.7,0.9", Outer(0.7, 0.9))],
+)
+def test_outer(text, outer):
+    assert Outer.parse(text) == outer
+    assert str(outer) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "sum", "mean:1", "nesterov", "nesterov:1", "nesterov:0,0.9", "nesterov:1,1",
+             "nesterov:nan,0.5", "nesterov:inf,0.5", "nesterov:1,0.5,2"]
+)  # fmt: skip
+def test_outer_that_is_none(text):
+    with pytest.raises(ValueError, match="nesterov:LR,MOMENTUM"):
+        Outer.parse(text)
+
+
+def test_words():
+    assert IslandRule(every=50).in_words() == "parameters equal every 50 steps (mean)"
+    late = IslandRule(every=30, outer=Outer(0.7, 0.9), wire="int8", late=5)
+    assert late.in_words() == (
+        "parameters equal every 30 steps (nesterov:0.7,0.9), sent as int8, used 5 steps after"
+    )
