@@ -15,6 +15,7 @@ zero.py           models without memory, whole parameters for a moment
 utils.py          whole parameters, gradients and optimizer state; a log
 accelerator.py    where this process computes
 checkpointing.py  forwards that are run again in backward
+pipe/             PipelineModule and its layers, over the stages of our pipeline
 modules.py        the modules that `import deepspeed` gives under --adopt
 """
 
@@ -25,6 +26,7 @@ from shardwise.deepspeed import (
     checkpointing,
     comm,
     ops,
+    pipe,
     utils,
     zero,
 )
@@ -33,6 +35,8 @@ from shardwise.deepspeed.comm import init_distributed
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.initialize import add_config_arguments, initialize
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
+from shardwise.deepspeed.pipe import PipelineModule
+from shardwise.deepspeed.pipe.engine import PipelineEngine
 from shardwise.deepspeed.utils import log_dist, logger
 
 __version__ = "0.19.8"
@@ -44,6 +48,8 @@ __git_hash__ = __git_branch__ = None
 __all__ = [
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",
+    "PipelineEngine",
+    "PipelineModule",
     "accelerator",
     "add_config_arguments",
     "checkpointing",
@@ -54,6 +60,7 @@ __all__ = [
     "log_dist",
     "logger",
     "ops",
+    "pipe",
     "utils",
     "zero",
 ]
