@@ -5,8 +5,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.errors import ConfigError, UsageError
-
 WORDS, WIDTH, LENGTH, ROWS = 11, 8, 5, 2
 STEPS, MICRO = 3, 3
 

@@ -10,6 +10,7 @@ schedules.py      the five schedules
 loader.py         the loader of training_data
 monitor.py        values for TensorBoard and as comma-separated values
 checkpoints.py    save_checkpoint and load_checkpoint
+written_files.py  files that the main worker writes for all
 comm.py           collectives between the workers
 zero.py           models without memory, whole parameters for a moment
 utils.py          whole parameters, gradients and optimizer state; a log
@@ -38,6 +39,7 @@ from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.pipe import PipelineModule
 from shardwise.deepspeed.pipe.engine import PipelineEngine
 from shardwise.deepspeed.utils import log_dist, logger
+from shardwise.errors import ConfigError as DeepSpeedConfigError
 
 __version__ = "0.19.8"
 """The version of DeepSpeed whose interface this is."""
@@ -46,6 +48,7 @@ __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 __git_hash__ = __git_branch__ = None
 
 __all__ = [
+    "DeepSpeedConfigError",
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",
     "PipelineEngine",

@@ -55,7 +55,7 @@ def initialize(
     Raises ConfigError for a JSON that cannot be had, UsageError for a model in parts.
     """
     del distributed_port, dist_init_required  # the run is joined by its launcher's variables
-    _check_model(model)
+    model = _checked(model)
     if mesh_param is not None or not isinstance(mpu, PipelineParallelGrid | None):
         raise UsageError(
             "deepspeed.initialize(mpu=..., mesh_param=...): groups of ranks are Shardwise's to "
@@ -74,8 +74,8 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _check_model(model: Any) -> None:
-    """Raise UsageError for what is no model, and for one of DeepSpeed's own."""
+def _checked(model: Any) -> nn.Module:
+    """`model`. Raises UsageError for what is none, and for one of DeepSpeed's own."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"deepspeed.initialize(model=...) takes a torch.nn.Module, not {model!r}.")
     is_theirs = any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__)
@@ -84,6 +84,7 @@ def _check_model(model: Any) -> None:
             "deepspeed.initialize(model=...) has a PipelineModule of another library: make it by "
             "shardwise.deepspeed.pipe.PipelineModule, or start with --adopt deepspeed."
         )
+    return model
 
 
 def _divide(world: sw.World, job: Job, model: Any) -> None:

@@ -303,6 +303,11 @@ _WATCHED = [
 ]
 _OTHERS = [
     *_keys(
+        MAPPED,
+        "checkpoint",
+        ("tag_validation", "tags that differ: Warn, Ignore (rank 0's is everyone's), Fail", "word"),
+    ),
+    *_keys(
         TUNING,
         "",
         ("communication_data_type", "16-bit gradients are added in fp32; see --reduce-dtype"),
@@ -313,7 +318,11 @@ _OTHERS = [
         ("zero_allow_untested_optimizer", "optimizers are tried on small tensors"),
         ("zero_force_ds_cpu_optimizer", "any optimizer updates where its state rests"),
         ("aio", _DISK, "open"),
-        ("checkpoint", "any number of workers loads any checkpoint", "open"),
+        ("checkpoint.use_node_local_storage", "a checkpoint is one folder that all hosts see"),
+        ("checkpoint.load_universal", "any number of workers loads any checkpoint"),
+        ("checkpoint.parallel_write", "all workers write their parts in any case", "open"),
+        ("checkpoint.writer", "all workers write their parts in any case", "open"),
+        ("checkpoint.checkpoint_serialization", "a checkpoint is safetensors and JSON"),
         ("fp32_allreduce", "16-bit gradients are added in fp32"),
     ),
     *_keys(

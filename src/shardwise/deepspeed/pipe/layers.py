@@ -14,9 +14,7 @@ from shardwise.errors import UsageError
 class LayerSpec:
     """A layer: `typename`, a class of modules, and the arguments that it is built with."""
 
-    def __init__(
-        self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any
-    ) -> None:
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
             raise UsageError(f"LayerSpec takes a class of torch.nn.Module, not {typename!r}.")
         self.typename = typename

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -113,7 +114,7 @@ class PipelineModule(nn.Module):
     def modules_of_stages(self, stages: int) -> list[nn.Module]:
         """The layers of each of `stages` stages as one module: what the pipeline runs."""
         edges = [*self._starts(stages), len(self._places)]
-        cut = [self._places[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        cut = [self._places[a:b] for a, b in pairwise(edges)]
         # Not among the module's children, which have the names that DeepSpeed gives them.
         made: list[nn.Module] = [Stage(places, self._recomputing) for places in cut]
         vars(self)["_stages"] = made
@@ -166,9 +167,7 @@ class PipelineModule(nn.Module):
         return PipelineParallelGrid(self._world)
 
 
-def _axes(
-    num_stages: int | None, topology: ProcessTopology | None, workers: int
-) -> dict[str, int]:
+def _axes(num_stages: int | None, topology: ProcessTopology | None, workers: int) -> dict[str, int]:
     """The axes that a script asks for. Raises UsageError where it names none, or a wrong size."""
     if topology is not None:
         if topology.world_size() != workers:

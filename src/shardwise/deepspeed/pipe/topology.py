@@ -21,7 +21,7 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = list(axes), list(dims)
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
-        places = product(*(range(size) for size in self.dims))
+        places: Any = product(*(range(size) for size in self.dims))
         self.mapping = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
 
     def get_rank(self, **coordinates: int) -> int:

@@ -165,9 +165,7 @@ def partition_model(
     return Partition(layers, floating, starts, outside_parameters)
 
 
-def _own_partition(
-    model: StagedModel, stages: int, names: Sequence[str] | None
-) -> Partition:
+def _own_partition(model: StagedModel, stages: int, names: Sequence[str] | None) -> Partition:
     """The stages that `model` names itself. Raises ConfigError where `names` names others."""
     if names is not None:
         raise ConfigError(
