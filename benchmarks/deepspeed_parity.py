@@ -199,11 +199,13 @@ def work(library: str, names: list[str], out: str) -> None:
 # -- beside each other ----------------------------------------------------------------------------
 
 
-def start(library: str, ranks: int, names: list[str], folder: str) -> dict[str, list[list[float]]]:
-    """What the ranks of one start of torchrun did in each case."""
+def start(
+    library: str, ranks: int, names: list[str], folder: str, script: str = __file__
+) -> dict[str, list[list[float]]]:
+    """What the ranks of one start of torchrun did in each case of `script`."""
     out = Path(folder) / f"{library}-{ranks}.json"
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    mine = [__file__, "--worker", library, "--out", str(out), "--names", json.dumps(names)]
+    mine = [script, "--worker", library, "--out", str(out), "--names", json.dumps(names)]
     environ = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environ |= {"CUDA_VISIBLE_DEVICES": "", "SHARDWISE_QUIET": "on"}
     done = subprocess.run(
