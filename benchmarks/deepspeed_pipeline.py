@@ -29,12 +29,13 @@ WORDS, WIDTH, LENGTH, BLOCKS = 13, 16, 8, 4
 STAGES = 2
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}
 CASES = {
-    "stage 0, parameters": (0, {"partition_method": "parameters"}),
-    "stage 1, uniform": (1, {"partition_method": "uniform"}),
-    "stage 1, type:Block": (1, {"partition_method": "type:Block"}),
-    "stage 0, layers run again": (0, {"activation_checkpoint_interval": 1}),
+    "stage 0, parameters, no clipping": (0, 0.0, {"partition_method": "parameters"}),
+    "stage 0, parameters": (0, 1.0, {"partition_method": "parameters"}),
+    "stage 1, uniform": (1, 1.0, {"partition_method": "uniform"}),
+    "stage 1, type:Block": (1, 1.0, {"partition_method": "type:Block"}),
+    "stage 1, layers run again": (1, 1.0, {"activation_checkpoint_interval": 1}),
 }
-"""By name the stage of ZeRO, and arguments of PipelineModule."""
+"""By name the stage of ZeRO, what gradients are clipped to, and arguments of PipelineModule."""
 
 
 class Block(nn.Module):
@@ -98,7 +99,7 @@ def batches(replica: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield text[:, :-1], text[:, 1:]
 
 
-def plain(replicas: int) -> list[list[float]]:
+def plain(replicas: int, clipping: float) -> list[list[float]]:
     """Loss and norm of each step in one process."""
     model = Plain()
     model.load_state_dict(weights())
@@ -110,13 +111,15 @@ def plain(replicas: int) -> list[list[float]]:
         losses = [loss_fn(model(x), y) for s in data for x, y in (next(s) for _ in range(MICRO))]
         loss = torch.stack(losses).mean()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clipping or float("inf"))
         optimizer.step()
         rows.append([loss.item(), norm.item()])
     return rows
 
 
-def train(deepspeed: Any, stage: int, arguments: dict[str, Any]) -> list[list[float]]:
+def train(
+    deepspeed: Any, stage: int, clipping: float, arguments: dict[str, Any]
+) -> list[list[float]]:
     """Loss and norm of each step through DeepSpeed's interface."""
     pipe = import_module(f"{deepspeed.__name__}.pipe")
     tied = ("words", Words, WORDS, WIDTH)
@@ -133,7 +136,7 @@ def train(deepspeed: Any, stage: int, arguments: dict[str, Any]) -> list[list[fl
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": MICRO,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": clipping,
         "optimizer": {"type": "AdamW", "params": ADAM},
         "zero_optimization": {"stage": stage},
         "pipeline": {"use_reentrant": False},
@@ -165,14 +168,14 @@ def compare(replicas: int, names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         theirs = start("deepspeed", ranks, names, folder, __file__)
         ours = start("shardwise.deepspeed", ranks, names, folder, __file__)
-    alone = plain(replicas)
+    alone = {clipping: plain(replicas, clipping) for clipping in (0.0, 1.0)}
     print(
         f"\n| {STAGES} stages x {replicas} replica(s) | loss | norm | loss beside plain PyTorch |"
     )
     print("|---|---|---|---|")
     for name in names:
         values = [difference(ours[name], theirs[name], column) for column in range(2)]
-        values.append(difference(ours[name], alone, 0))
+        values.append(difference(ours[name], alone[CASES[name][1]], 0))
         shown = " | ".join("-" if value != value else f"{value:.1e}" for value in values)
         print(f"| {name} | {shown} |", flush=True)
 

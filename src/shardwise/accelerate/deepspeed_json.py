@@ -12,7 +12,9 @@ import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler, GradScalerKwargs
+from accelerate import utils
+from accelerate.utils import DeepSpeedPlugin, GradScalerKwargs
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn, optim
 
 import shardwise as sw
@@ -21,6 +23,10 @@ from shardwise.deepspeed import optimizers
 from shardwise.errors import ConfigError, UsageError
 
 VARIABLE = "ACCELERATE_USE_DEEPSPEED"
+
+for _kind in (DummyOptim, DummyScheduler):
+    # Where scripts import them from: without deepspeed Accelerate leaves them out there.
+    setattr(utils, _kind.__name__, _kind)
 
 _OF_LOADERS = ("micro_batch_size",)
 """Settings that the loaders of a script have already decided."""
