@@ -69,6 +69,8 @@ def plain(size):
 def accelerate_case(world):
     from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 
+    import shardwise.accelerate  # noqa: F401 gives DummyOptim to accelerate.utils
+
     plugin = DeepSpeedPlugin(hf_ds_config=JSON | {"optimizer": OPTIMIZER, "scheduler": SCHEDULER})
     accelerator = ours(deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATION)
     model = net()

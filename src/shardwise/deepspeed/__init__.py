@@ -17,6 +17,7 @@ utils.py          whole parameters, gradients and optimizer state; a log
 accelerator.py    where this process computes
 checkpointing.py  forwards that are run again in backward
 pipe/             PipelineModule and its layers, over the stages of our pipeline
+moe.py            what scripts import of mixtures of experts, which are not here
 modules.py        the modules that `import deepspeed` gives under --adopt
 """
 
@@ -26,6 +27,7 @@ from shardwise.deepspeed import (
     accelerator,
     checkpointing,
     comm,
+    moe,
     ops,
     pipe,
     utils,
@@ -62,6 +64,7 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "moe",
     "ops",
     "pipe",
     "utils",
