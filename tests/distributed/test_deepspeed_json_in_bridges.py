@@ -1,6 +1,7 @@
 """A DeepSpeed JSON that Accelerate and the Trainer are given, without the package deepspeed."""
 
 import os
+from importlib import import_module
 
 import pytest
 import torch
@@ -67,9 +68,8 @@ def plain(size):
 
 
 def accelerate_case(world):
+    import_module("shardwise.accelerate")  # lets accelerate.utils have the dummies
     from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
-
-    import shardwise.accelerate  # noqa: F401 gives DummyOptim to accelerate.utils
 
     plugin = DeepSpeedPlugin(hf_ds_config=JSON | {"optimizer": OPTIMIZER, "scheduler": SCHEDULER})
     accelerator = ours(deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATION)

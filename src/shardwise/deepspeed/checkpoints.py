@@ -23,7 +23,13 @@ import torch
 from shardwise.checkpoint.deepspeed import as_checkpoint
 from shardwise.checkpoint.folders import DOCUMENT, complete
 from shardwise.deepspeed.written_files import on_main, write
-from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch, UsageError
+from shardwise.errors import (
+    BadCall,
+    BrokenCheckpoint,
+    CheckpointError,
+    CheckpointMismatch,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from shardwise.deepspeed.engine import DeepSpeedEngine
@@ -67,7 +73,7 @@ def save(
     """See DeepSpeedEngine.save_checkpoint."""
     world, inner = engine.world, engine._engine("save_checkpoint")
     if not folder:
-        raise UsageError(f"save_checkpoint(save_dir={folder!r}) takes the name of a folder.")
+        raise BadCall(f"save_checkpoint(save_dir={folder!r}) takes the name of a folder.")
     home = Path(folder)
     name = _tag_of(engine, tag)
     place = home / name
