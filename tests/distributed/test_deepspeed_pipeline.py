@@ -163,3 +163,74 @@ def test_a_tied_model_in_stages_trains_as_plain_pytorch(
     group, size, stages, zero, method, interval
 ):
     group(size, quiet=True)(parity_case, stages, zero, method, interval)
+
+
+def saved_case(world, folder):
+    """A run in two stages goes on in one, with data that the engine reads itself."""
+    expected, _ = plain(1, 0.5)
+    engine = made(world, 2, json_of())
+    with pytest.raises(UsageError, match="worker . has no batches|has no batches on worker"):
+        engine.train_batch()
+    with pytest.raises(UsageError, match=r"write engine\.train_batch"):
+        engine.step()
+    data = batches(0)
+    engine.train_batch(data)
+    engine.set_dataiterator(data)
+    engine.train_batch()
+    engine.save_checkpoint(folder, client_state={"seen": 2 * MICRO})
+    close(engine, world)
+    world.barrier()
+    engine = made(world, 1, json_of(zero_optimization={"stage": 3}))
+    assert world.data_size == 2
+    _, client = engine.load_checkpoint(folder)
+    assert client == {"seen": 2 * MICRO}
+    data = batches(0)
+    for _ in range(client["seen"]):
+        next(data)
+    loss = engine.train_batch(data)  # both replicas have the same batches: the same mean
+    assert [loss.item(), engine.get_global_grad_norm()] == pytest.approx(expected[4:6], rel=1e-6)
+    mean, outputs = engine.eval_batch(data, return_logits=True)
+    assert mean.item() == pytest.approx(expected[6], rel=1e-6)
+    assert outputs.shape == (ROWS, LENGTH, WORDS)
+    close(engine, world)
+
+
+def test_a_checkpoint_goes_on_in_another_number_of_stages(group, tmp_path):
+    group(2, quiet=True)(saved_case, str(tmp_path))
+
+
+def refusals_case(world):
+    import shardwise.deepspeed as deepspeed
+
+    pipe = deepspeed.pipe
+    for arguments, words in (
+        ({"layers": specs(pipe)}, "takes num_stages or a topology"),
+        ({"layers": [3], "num_stages": 1}, "is a module, a LayerSpec or a function, not 3"),
+        ({"layers": [nn.Linear(1, 1)], "num_stages": 2}, r"1 layer\(s\) for 2 stages"),
+        (
+            {"layers": specs(pipe), "num_stages": 2, "partition_method": "best"},
+            "partition_method='best' is not there",
+        ),
+        (
+            {"layers": specs(pipe), "num_stages": 2, "partition_method": "type:Conv"},
+            "matches no layer: there are Block, Embedding",
+        ),
+        (
+            {"layers": specs(pipe), "topology": pipe.PipeDataParallelTopology(2, 2)},
+            "is one of 4 workers, and there are 2",
+        ),
+    ):
+        with pytest.raises(UsageError, match=words):
+            pipe.PipelineModule(**arguments)
+    with pytest.raises(ConfigError, match="--pipeline 3 does not divide 2 worker"):
+        pipe.PipelineModule(layers=specs(pipe), num_stages=3)
+    pipe.PipelineModule(layers=specs(pipe), num_stages=2)
+    with pytest.raises(UsageError, match="--pipeline 2 takes a PipelineModule, not a Linear"):
+        deepspeed.initialize(model=nn.Linear(1, 1), config=json_of())
+    from shardwise.bridging.joining import divide
+
+    divide(world, "the test", pipeline=1)
+
+
+def test_what_cannot_be_a_pipeline_is_said(group):
+    group(2, quiet=True)(refusals_case)

@@ -84,7 +84,7 @@ def split_case(world):
         loss = loss_of(engine, x, x[:, :3].sin())
         engine.backward(loss)
         engine.step()
-        seen += [float(loss), engine.get_global_grad_norm()]
+        seen += [loss.item(), engine.get_global_grad_norm()]
     assert seen == pytest.approx(expected, rel=1e-8)
     state = engine.module_state_dict()
     assert not world.is_main or state["0.weight"].shape == (8, 4)
