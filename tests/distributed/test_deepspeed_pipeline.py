@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shardwise.errors import ConfigError, UsageError
+
 WORDS, WIDTH, LENGTH, ROWS = 11, 8, 5, 2
 STEPS, MICRO = 3, 3
 
@@ -169,7 +171,7 @@ def saved_case(world, folder):
     """A run in two stages goes on in one, with data that the engine reads itself."""
     expected, _ = plain(1, 0.5)
     engine = made(world, 2, json_of())
-    with pytest.raises(UsageError, match="worker . has no batches|has no batches on worker"):
+    with pytest.raises(UsageError, match="has no batches on worker"):
         engine.train_batch()
     with pytest.raises(UsageError, match=r"write engine\.train_batch"):
         engine.step()

@@ -71,7 +71,8 @@ class PipelineModule(nn.Module):
         self.num_stages = self._world.pipeline_size
         self.stage_id = self._world.pipeline_rank
         self.parts = [*self._starts(self.num_stages), len(self._places)]
-        self._stages = self.modules_of_stages(1)
+        self._stages: list[nn.Module]
+        self.modules_of_stages(1)
         self.to(self._world.device)
 
     # -- layers -----------------------------------------------------------------------------
@@ -111,14 +112,16 @@ class PipelineModule(nn.Module):
         names = [place.name for place in self._places]
         return starts_of(self._method, names, sizes, adds_parameters(layers), stages)
 
-    def modules_of_stages(self, stages: int) -> list[nn.Module]:
-        """The layers of each of `stages` stages as one module: what the pipeline runs."""
+    def modules_of_stages(self, stages: int) -> list[tuple[str, nn.Module]]:
+        """The layers of each of `stages` stages as one module, with its name: what the pipeline
+        runs."""
         edges = [*self._starts(stages), len(self._places)]
         cut = [self._places[a:b] for a, b in pairwise(edges)]
         # Not among the module's children, which have the names that DeepSpeed gives them.
         made: list[nn.Module] = [Stage(places, self._recomputing) for places in cut]
         vars(self)["_stages"] = made
-        return made
+        names = [f"layers {places[0].number} to {places[-1].number}" for places in cut]
+        return list(zip(names, made, strict=True))
 
     def forward(self, forward_input: Any) -> Any:
         """What the last layer makes of `forward_input`, a tensor or a tuple of some."""

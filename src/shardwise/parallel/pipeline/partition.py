@@ -41,8 +41,8 @@ class StagedModel(Protocol):
     Those modules share its parameters, and need not be among its own modules.
     """
 
-    def modules_of_stages(self, stages: int) -> Sequence[nn.Module]:
-        """The modules that `stages` stages run, alike on all ranks."""
+    def modules_of_stages(self, stages: int) -> Sequence[tuple[str, nn.Module]]:
+        """The modules that `stages` stages run, with names for messages, alike on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,7 @@ def _own_partition(model: StagedModel, stages: int, names: Sequence[str] | None)
             f"--stages {','.join(names)}: a {type(model).__name__} says itself where its stages "
             "begin, by its partition_method. Leave --stages out."
         )
-    modules = model.modules_of_stages(stages)
-    layers = [Layer(f"stage {number}", module) for number, module in enumerate(modules)]
+    layers = [Layer(name, module) for name, module in model.modules_of_stages(stages)]
     return Partition(layers, [], range(stages), {})
 
 
