@@ -15,7 +15,7 @@ ADDS = [True, False, True, True, True, True, False]
         ("uniform", 2, [0, 4]),
         ("uniform", 3, [0, 3, 5]),
         ("uniform", 7, [0, 1, 2, 3, 4, 5, 6]),
-        ("parameters", 2, [0, 3]),
+        ("parameters", 2, [0, 4]),
         ("parameters", 3, [0, 1, 5]),  # the last Words is the first one's: nothing of its own
         ("PARAMETERS", 1, [0]),
         ("type:block", 3, [0, 3, 4]),
