@@ -38,6 +38,7 @@ CASES = {
     "stage3-bf16": (2, "bf16", {"stage": 3}),
     "stage0-fp16": (2, "fp16", {"stage": 0}),
     "stage2-fp16": (2, "fp16", {"stage": 2}),
+    "stage3-fp16": (2, "fp16", {"stage": 3}),
 }
 """By name the number of ranks, the precision, and the settings of ZeRO."""
 

@@ -4,7 +4,8 @@
     python benchmarks/deepspeed_parity.py --ranks 2 --only bf16
     python benchmarks/deepspeed_parity.py --figures tests/unit/deepspeed_schedules.json
 
-Each library runs all cases in one start of torchrun, with DS_ACCELERATOR=cpu. Printed are the
+Each library runs all cases in one start of torchrun, with DS_ACCELERATOR=cpu; Adams are torch's
+there too, so that DeepSpeed compiles none. Printed are the
 largest relative differences of the mean loss over the ranks, of the gradient's norm before
 clipping, where DeepSpeed has one, and of the learning rate. With `--figures` the rates and betas of
 DeepSpeed's schedules are written instead, which a test compares ours with.
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 STEPS = 20
-ADAM = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+ADAM = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
 SCHEDULES = {
     "WarmupLR": {"warmup_max_lr": 1e-2, "warmup_num_steps": 8},
     "WarmupDecayLR": {"total_num_steps": 16, "warmup_max_lr": 1e-2, "warmup_num_steps": 4},
@@ -61,7 +62,8 @@ def cases() -> dict[str, dict[str, Any]]:
             "scheduler": {"type": name, "params": params},
         }
     for name in ("AdamW", "Adagrad", "SGD"):
-        found[f"{name}, stage 0"] = {"optimizer": {"type": name, "params": {"lr": 1e-2}}}
+        own = {"torch_adam": True} if name == "AdamW" else {}
+        found[f"{name}, stage 0"] = {"optimizer": {"type": name, "params": {"lr": 1e-2} | own}}
     found["no clipping, stage 2"] = {"gradient_clipping": 0, "zero_optimization": {"stage": 2}}
     base = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM}
     return {name: base | config for name, config in found.items()}
@@ -199,11 +201,13 @@ def work(library: str, names: list[str], out: str) -> None:
 # -- beside each other ----------------------------------------------------------------------------
 
 
-def start(library: str, ranks: int, names: list[str], folder: str) -> dict[str, list[list[float]]]:
-    """What the ranks of one start of torchrun did in each case."""
+def start(
+    library: str, ranks: int, names: list[str], folder: str, script: str = __file__
+) -> dict[str, list[list[float]]]:
+    """What the ranks of one start of torchrun did in each case of `script`."""
     out = Path(folder) / f"{library}-{ranks}.json"
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    mine = [__file__, "--worker", library, "--out", str(out), "--names", json.dumps(names)]
+    mine = [script, "--worker", library, "--out", str(out), "--names", json.dumps(names)]
     environ = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environ |= {"CUDA_VISIBLE_DEVICES": "", "SHARDWISE_QUIET": "on"}
     done = subprocess.run(

@@ -1,13 +1,16 @@
 """DeepSpeed's own unit tests through `--adopt deepspeed`: how many pass, and why the rest do not.
 
     git clone https://github.com/deepspeedai/DeepSpeed
-    python benchmarks/deepspeed_tests.py DeepSpeed            # on one process
+    python benchmarks/deepspeed_tests.py DeepSpeed            # those on one process
     python benchmarks/deepspeed_tests.py DeepSpeed --ranks    # those on two processes too
+    python benchmarks/deepspeed_tests.py DeepSpeed --ranks --into docs/from_deepspeed.md
 
-Their files are read where they are. Tests of one process run in that of pytest. What the test files
-import of DeepSpeed's inside, which scripts do not use, is an empty class here: their models import
-MoE, their tests DeepSpeedConfig. A test that uses such a class fails, and is counted so. The names
-of the JSON's words (WARMUP_NUM_STEPS) are given to them too.
+Their files are read where they are. Tests run in the process of pytest; for those on two processes
+there are two of it, started by `shardwise run -n 2`, which run the same tests side by side, and a
+test has passed where it has on both. What the test files import of DeepSpeed's inside, which
+scripts do not use, is an empty class here: their models import MoE, their tests DeepSpeedConfig. A
+test that uses such a class fails, and is counted so. The names of the JSON's words
+(WARMUP_NUM_STEPS) are given to them too. With `--into` the table takes its place in a document.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ FILES = (
     "runtime/test_lr_schedulers.py",
     "runtime/test_multiple_models.py",
     "runtime/zero/test_ignore_unused_parameters.py",
+    "checkpoint/test_latest_checkpoint.py",
+    "checkpoint/test_tag_validation.py",
 )
 
 SHIM = """
@@ -39,12 +44,16 @@ from shardwise.deepspeed import modules
 modules.adopt()
 INSIDE = {
     "moe.layer": ("MoE",),
-    "pipe": ("PipelineModule", "LayerSpec", "TiedLayerSpec"),
+    "runtime.fp16.fused_optimizer": ("FP16_Optimizer",),
+    "runtime.fp16.unfused_optimizer": ("FP16_UnfusedOptimizer",),
+    "runtime.zero.stage_1_and_2": ("DeepSpeedZeroOptimizer",),
+    "runtime.zero.stage3": ("DeepSpeedZeroOptimizer_Stage3",),
+    "runtime.zero.partition_parameters": ("ZeroParamStatus",),
     "runtime.config": ("DeepSpeedConfig",),
     "runtime.zero.config": ("DeepSpeedZeroConfig",),
     "runtime.precision_config": ("get_bfloat16_config",),
     "runtime.utils": ("required_torch_version",),
-    "ops.op_builder": ("CPUAdamBuilder",),
+    "ops.op_builder": ("CPUAdamBuilder", "FusedAdamBuilder"),
 }
 
 
@@ -79,41 +88,79 @@ KEYS = (
 vars(schedules).update(SPELT | {key: key.lower() for key in KEYS.split()})
 sys.modules["deepspeed.git_version_info"] = info = ModuleType("deepspeed.git_version_info")
 info.torch_info = {"version": "0.0", "cuda_version": "0.0", "hip_version": "0.0"}
-sys.modules["deepspeed.ops"].__compatible_ops__ = {"CPUAdamBuilder": True}
+sys.modules["deepspeed.ops"].__compatible_ops__ = dict.fromkeys(INSIDE["ops.op_builder"], True)
 """
 
 PLUGIN = """
 import os
+from pathlib import Path
 
 import pytest
+
+RANKS = int(os.environ["TESTS_RANKS"])
+
+
+def _world():
+    import deepspeed
+    import shardwise
+
+    deepspeed.init_distributed()
+    return shardwise.world()
+
+
+def _size(item):
+    if not getattr(item.cls, "is_dist_test", False):
+        return 1
+    return next((m.args[0] for m in item.iter_markers("world_size")), item.cls().world_size)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    if os.environ.get("RANK", "0") != "0":
+        config.option.xmlpath = None
+
+
+def pytest_collection_modifyitems(items):
+    items[:] = [item for item in items if _size(item) == RANKS]
+
+
+@pytest.fixture
+def tmpdir(tmp_path):
+    return _world().broadcast_object(str(tmp_path))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item):
     if not getattr(item.cls, "is_dist_test", False):
         return (yield)
-    made = item.cls()
-    size = next((m.args[0] for m in item.iter_markers("world_size")), made.world_size)
-    if size != 1:
-        if not os.environ.get("ON_RANKS"):
-            pytest.skip("on two processes: --ranks")
-        return (yield)
-    import deepspeed
-
-    deepspeed.init_distributed()
+    made, world = item.cls(), _world()
     test = made._get_current_test_func(item._request)
     arguments = made._get_fixture_kwargs(item._request, test)
     item.cls.is_dist_test = False  # so that their hook starts no process
-    item.runtest = lambda: test(**arguments)
+    item.runtest = lambda: _on_all(world, test, arguments)
     try:
         return (yield)
     finally:
         item.cls.is_dist_test = True
+
+
+def _on_all(world, test, arguments):
+    fault = None
+    try:
+        test(**arguments)
+    except BaseException as error:
+        fault = error
+    found = world.gather(None if fault is None else f"{type(fault).__name__}: {fault}")
+    if fault is not None:
+        raise fault
+    if any(found):
+        raise AssertionError(f"on another rank {next(each for each in found if each)}")
 """
 
 
-def run(source: Path, files: list[str], *, on_ranks: bool) -> ElementTree.Element:
-    """The results of pytest, as JUnit's XML."""
+def run(source: Path, file: str, ranks: int) -> ElementTree.Element | None:
+    """The results of pytest for the tests of `file` on so many ranks, as JUnit's XML; None where
+    there are none, or it did not end."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "deepspeed").mkdir()
@@ -122,16 +169,13 @@ def run(source: Path, files: list[str], *, on_ranks: bool) -> ElementTree.Elemen
         tests = source / "tests"
         paths = os.pathsep.join((str(folder), str(tests)))
         environ = os.environ | {"PYTHONPATH": paths, "SHARDWISE_QUIET": "on"}
-        environ |= {"SHARDWISE_DEVICE": "cpu"} | ({"ON_RANKS": "1"} if on_ranks else {})
+        environ |= {"SHARDWISE_DEVICE": "cpu", "TESTS_RANKS": str(ranks)}
         words = ["-q", "-p", "in_process", "-W", "ignore", "--tb=short", f"--junitxml={folder}/out"]
-        chosen = [str(tests / "unit" / each) for each in files]
-        subprocess.run(
-            [sys.executable, "-m", "pytest", *words, *chosen],
-            env=environ,
-            cwd=tests,
-            stdout=sys.stderr,
-        )
-        return ElementTree.parse(folder / "out").getroot()
+        launched = ["shardwise", "run", "-n", str(ranks), "-m"] if ranks > 1 else []
+        line = [sys.executable, "-m", *launched, "pytest", *words, str(tests / "unit" / file)]
+        subprocess.run(line, env=environ, cwd=tests, stdout=sys.stderr)
+        out = folder / "out"
+        return ElementTree.parse(out).getroot() if out.exists() else None
 
 
 def reason(case: ElementTree.Element) -> str:
@@ -142,17 +186,23 @@ def reason(case: ElementTree.Element) -> str:
     return ""
 
 
-def report(root: ElementTree.Element) -> None:
-    """Print the table: passed of all, by file, and each reason with how often it came."""
-    by_file: dict[str, list[str]] = {}
-    for case in root.iter("testcase"):
-        parts = [part for part in case.get("classname", "").split(".") if part.startswith("test_")]
-        by_file.setdefault(parts[0] if parts else case.get("name", ""), []).append(reason(case))
-    print("| file | passed | of | why the rest not |\n|---|---|---|---|")
-    for name, reasons in by_file.items():
+def table(found: dict[str, list[str]]) -> str:
+    """Passed of all, by file, and each reason with how often it came."""
+    lines = ["| file | passed | of | why the rest not |", "|---|---|---|---|"]
+    for name, reasons in found.items():
         rest = Counter(each for each in reasons if each)
         words = "; ".join(f"{count} x {why}" for why, count in rest.most_common())
-        print(f"| {name} | {reasons.count('')} | {len(reasons)} | {words} |")
+        words = words.replace("|", "/").replace("<", "(").replace(">", ")")
+        lines.append(f"| {name} | {reasons.count('')} | {len(reasons)} | {words} |")
+    return "\n".join(lines) + "\n"
+
+
+def put_into(document: Path, text: str) -> None:
+    """Put `text` between the marks of `document`."""
+    begin, end = "<!-- tests: begin -->\n", "<!-- tests: end -->"
+    before, _, rest = document.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    document.write_text(f"{before}{begin}{text}{end}{after}")
 
 
 def main() -> None:
@@ -161,8 +211,18 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="a checkout of DeepSpeed")
     parser.add_argument("--ranks", action="store_true", help="tests on two processes too")
     parser.add_argument("--files", nargs="+", default=list(FILES))
+    parser.add_argument("--into", type=Path, help="the document whose table this is")
     given = parser.parse_args()
-    report(run(given.source.resolve(), given.files, on_ranks=given.ranks))
+    found: dict[str, list[str]] = {}
+    for file in given.files:
+        reasons = found.setdefault(Path(file).stem, [])
+        for ranks in (1, 2) if given.ranks else (1,):
+            root = run(given.source.resolve(), file, ranks)
+            reasons += [] if root is None else map(reason, root.iter("testcase"))
+        print(table({Path(file).stem: reasons}).splitlines()[-1], file=sys.stderr, flush=True)
+    print(table(found), end="")
+    if given.into is not None:
+        put_into(given.into, table(found))
 
 
 if __name__ == "__main__":

@@ -51,6 +51,15 @@ PEERS = {
         )
         for stage in range(4)
     ],
+    "adopted": [
+        Contender(
+            key=f"adopted-{stage}",
+            label=f"the same JSON, shardwise.deepspeed, stage {stage}",
+            module="deepspeed",
+            options={"stage": stage, "library": "shardwise.deepspeed"},
+        )
+        for stage in range(4)
+    ],
     "accelerate": [Contender(key="accelerate", label="Accelerate", module="accelerate")],
     "lightning": [Contender(key="lightning", label="Lightning Fabric", module="lightning")],
     "horovod": [Contender(key="horovod", label="shardwise.horovod", module="horovod")],

@@ -1,25 +1,30 @@
 """DeepSpeed's ZeRO stages with torch's AdamW as the client optimizer: on GPUs over NCCL, on the CPU
-over Gloo.
+over Gloo; and the same calls and JSON through shardwise.deepspeed.
 
 Its own CPU Adam is compiled when it is first used; with torch's, every contender runs the same
 update, and none needs a compiler.
 """
 
 import os
+from importlib import import_module
+from typing import Any
 
-import deepspeed
-from deepspeed.ops.op_builder import AsyncIOBuilder
 from torch import Tensor
 
 from job import Job, Step
 
 
-def build(job: Job, *, stage: int, offload: str = "none") -> Step:
-    """`offload` is where the optimizer state rests: none, cpu or nvme:FOLDER."""
-    if offload.startswith("nvme"):
-        _check_async_io()
-    os.environ |= job.launched()
-    job.join_torch()
+def build(job: Job, *, stage: int, offload: str = "none", library: str = "deepspeed") -> Step:
+    """`offload` is where the optimizer state rests: none, cpu or nvme:FOLDER. `library` is the
+    module with DeepSpeed's interface."""
+    deepspeed = import_module(library)
+    if library == "deepspeed":
+        if offload.startswith("nvme"):
+            _check_async_io()
+        os.environ |= job.launched()
+        job.join_torch()
+    else:
+        _name_rank(job)
     deepspeed.init_distributed(dist_backend="nccl" if job.on_gpu else "gloo")
     model = job.model()
     job.compile(model)
@@ -39,13 +44,24 @@ def build(job: Job, *, stage: int, offload: str = "none") -> Step:
     return step
 
 
+def _name_rank(job: Job) -> None:
+    """Set the variables by which shardwise.deepspeed knows who it is, and where it computes."""
+    from contenders.shardwise import identity
+    from shardwise.launch import environment
+
+    os.environ |= environment.identity_variables(identity(job))
+    os.environ |= {"SHARDWISE_QUIET": "on", "SHARDWISE_DEVICE": str(job.setting.device)}
+
+
 def _check_async_io() -> None:
     """Its operator for disks is compiled when it is first used; say now if it cannot be."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
     if not AsyncIOBuilder().is_compatible():
         raise ModuleNotFoundError(name="its async_io, built from libaio's headers by a compiler")
 
 
-def _config(stage: int, job: Job, offload: str) -> dict[str, object]:
+def _config(stage: int, job: Job, offload: str) -> dict[str, Any]:
     zero: dict[str, object] = {"stage": stage}
     kind, _, folder = offload.partition(":")
     if kind != "none":

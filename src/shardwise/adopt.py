@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
             "shardwise: python -m shardwise.adopt takes names out of "
             f"{', '.join(_ADOPT)}, with commas between, and then a script or -m MODULE."
         )
-    join({}, f"--adopt {names}")
+    join({}, f"--adopt {names}", in_parts=names == "deepspeed")
     for name in names.split(","):
         _ADOPT[name]()
     if program.set_up_python(words):

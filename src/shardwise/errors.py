@@ -11,7 +11,7 @@
     │   ├── GradientAccess   a gradient touched between backward and step
     │   ├── ParameterAccess  a sharded parameter touched outside of a forward
     │   ├── OrderError       a sharded unit needed where other ranks do not expect it
-    │   ├── BadCall          arguments that cannot be (shardwise.horovod)
+    │   ├── BadCall          arguments that cannot be
     │   └── HookOrder        zero_grad before step, or too many backwards (shardwise.horovod)
     ├── DataError            a dataset, sampler or batch that cannot be shared out
     ├── MetricsError         ranks disagree on what they measured

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise import collectives, config, randomness
-from shardwise.errors import ConfigError, LaunchError
+from shardwise.errors import ConfigError, LaunchError, UsageError
 from shardwise.launch import error_file, launchers
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import ProgressWriter
@@ -79,6 +79,28 @@ def enter(
     if chosen.timeline is not None:
         start_timeline(chosen.timeline)
     return made
+
+
+def divide(world: World, axes: dict[str, int]) -> None:
+    """Let replicas of a run that has begun be of several ranks: `axes` are `tensor` and `pipeline`,
+    as keywords of a script, which flags override. Nothing to do where they are so already.
+
+    For scripts that say so in the model, after they have joined the run. Generators are seeded from
+    the first step on then, as by `shardwise.init`. Collective. Raises ConfigError for a mesh that
+    cannot be, UsageError inside a loop over a Loader, which gives ranks their shares already.
+    """
+    keywords = axes | {"reseed": True}
+    settings = config.load(world.keywords | keywords)[0]
+    mesh = _mesh(settings, world.size, world.island_count)
+    if mesh == world.mesh:
+        return
+    if world.current_batch.in_loop():
+        raise UsageError(
+            f"{mesh.in_words()} comes too late: a loop over a Loader has begun with "
+            f"{world.mesh.in_words()}. Say it before, or as flags: --tensor, --pipeline."
+        )
+    world.add_keywords(keywords)
+    world.cut(mesh)
 
 
 def _configure(made: World, given: dict[str, Any]) -> None:

@@ -105,7 +105,10 @@ class World(BatchRows):
         self.without_engine: StepsWithoutEngine | None = None
         self.watchdog: Watchdog | None = None
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
-        self._keywords = dict(keywords or {})
+        self._former_groups: list[Collectives] = []
+        """Those of a mesh before this one."""
+        self.keywords = dict(keywords or {})
+        """The settings that the script gave."""
         self._said: set[str] = set()
         self._told_stand_in = False
 
@@ -123,16 +126,28 @@ class World(BatchRows):
 
     def cut(self, mesh: Mesh) -> None:
         """Take a place in `mesh`. Collective where it has more than the data axis."""
-        self.mesh = mesh
+        self.mesh, whole = mesh, self.collectives
+        self._former_groups += self._groups_of_axes()
+        vars(self).pop("gather_order", None)  # it is of the data-parallel ranks before
+        vars(self).pop("side_channel", None)
+        self.island = self.data = self.stage = whole
+        self.tensor, self.pipeline, self.peers = Solo(), Solo(), Solo()
         if mesh.islands > 1:
-            self.island = self.data = self.stage = self.collectives.split(mesh.island_groups)
-            self.peers = self.collectives.split(mesh.peer_groups)
+            self.island = self.data = self.stage = whole.split(mesh.island_groups)
+            self.peers = whole.split(mesh.peer_groups)
         if mesh.replica > 1:
-            self.data = self.collectives.split(mesh.data_groups)
-            self.tensor = self.collectives.split(mesh.tensor_groups)
+            self.data = whole.split(mesh.data_groups)
+            self.tensor = whole.split(mesh.tensor_groups)
         if mesh.pipeline > 1:
-            self.pipeline = self.collectives.split(mesh.pipeline_groups)
-            self.stage = self.collectives.split(mesh.stage_groups)
+            self.pipeline = whole.split(mesh.pipeline_groups)
+            self.stage = whole.split(mesh.stage_groups)
+
+    def _groups_of_axes(self) -> list[Collectives]:
+        """The groups that were split off for the axes, the side channel first."""
+        side = vars(self).get("side_channel", self.data)
+        cut = (self.data, self.tensor, self.pipeline, self.stage, self.island, self.peers)
+        made = dict.fromkeys((side, *cut))
+        return [group for group in made if group is not self.collectives]
 
     @property
     def island_rank(self) -> int:
@@ -262,10 +277,17 @@ class World(BatchRows):
 
     def settle(self, **keywords: Any) -> config.Settings:
         """Resolve the settings of this run; says once what overrides a script's keywords."""
-        settings, overrides = config.load(self._keywords | keywords)
+        settings, overrides = config.load(self.keywords | keywords)
         for line in overrides:
             self.say_once(line)
         return settings
+
+    def add_keywords(self, keywords: Mapping[str, Any]) -> config.Settings:
+        """Resolve the settings of this run with `keywords` beside those of `shardwise.init`, and
+        keep both for the engines to come."""
+        self.keywords |= keywords
+        self.settings = self.settle()
+        return self.settings
 
     def settle_engine(self, keywords: dict[str, Any]) -> config.Settings:
         """Resolve the settings of an engine with its `keywords`.
@@ -273,7 +295,7 @@ class World(BatchRows):
         Raises ConfigError for a flag that has no effect on it; of other settings this says so.
         """
         settings = self.settle(**keywords)
-        found = config.sources(os.environ, self._keywords | keywords)
+        found = config.sources(os.environ, self.keywords | keywords)
         for line in config.idle(found, settings, config.OF_AN_ENGINE):
             self.say_once(line)
         return settings
@@ -294,12 +316,8 @@ class World(BatchRows):
         if self.watchdog is not None:
             self.watchdog.close()
         # Groups that were split off first: the whole group carries the memory that they use.
-        side = vars(self).get("side_channel", self.data)
-        cut = (self.data, self.tensor, self.pipeline, self.stage, self.island, self.peers)
-        made = dict.fromkeys((side, *cut))
-        for group in made:
-            if group is not self.collectives:
-                group.close()
+        for group in dict.fromkeys([*self._groups_of_axes(), *self._former_groups]):
+            group.close()
         self.collectives.close()
         self.collectives.status_server.close()
         collectives.disconnect()

@@ -329,8 +329,8 @@ def refusals_case(world):
             "optimizer Adam: .*lrr",
         ),
         ({"config": json_of(0), "mpu": object()}, "groups of ranks"),
-        ({"config": json_of(0), "model": PipelineModule()}, "has a PipelineModule"),
-        ({"config": json_of(0) | {"tensor_parallel": {"autotp_size": 2}}}, "tensor"),
+        ({"config": json_of(0), "model": PipelineModule()}, "PipelineModule of another library"),
+        ({"config": json_of(0) | {"tensor_parallel": {"autotp_size": 3}}}, "does not divide 2"),
     ):
         with pytest.raises((ConfigError, UsageError), match=words):
             deepspeed.initialize(**{"model": model} | options)

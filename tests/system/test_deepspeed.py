@@ -28,7 +28,7 @@ def test_deepspeeds_scripts_run_unchanged_and_flags_win(shardwise: Launcher) -> 
     for flags, stage in (([], 2), (["--zero", "3"], 3)):
         ran = run(shardwise, *WORDS, "-n", "2", *flags, "--adopt", "deepspeed", *rest)
         assert f"by shardwise.deepspeed.engine {stage}" in ran.out, ran.err
-        assert "Shardwise has no deepspeed.moe" in ran.err
+        assert "Shardwise has no deepspeed.sequence" in ran.err
         seen.append(re.findall(r"loss (\S+)", ran.out))
         assert len(seen[-1]) == 6
         assert (shardwise.folder / "saved" / "latest").read_text() == "global_step3"

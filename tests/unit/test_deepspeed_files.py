@@ -245,6 +245,52 @@ def test_another_stage(copy):
         opened(folder)
 
 
+SHAPES = [{"first.weight": (2, 3)}]
+FLAT = {"zero_stage": 2, "partition_count": [1], "group_paddings": [0]}
+ODD = {
+    "shapes that are numbers": ({"module": {}, "param_shapes": [{"a": 3}]}, FLAT),
+    "shapes of words": ({"module": {}, "param_shapes": [{"a": ("x",)}]}, FLAT),
+    "a count that is a word": ({"module": {}, "param_shapes": SHAPES}, {"partition_count": "x"}),
+    "flat groups that are a number": (
+        {"module": {}, "param_shapes": SHAPES},
+        FLAT | {"single_partition_of_fp32_groups": 3},
+    ),
+    "a group without parameters": (
+        {"module": {"first.weight": torch.zeros(2, 3)}, "param_shapes": SHAPES},
+        FLAT
+        | {
+            "single_partition_of_fp32_groups": [torch.zeros(6)],
+            "base_optimizer_state": {"param_groups": [{"lr": 1}], "state": {}},
+        },
+    ),
+    "groups that are a number": (
+        {"module": {"first.weight": torch.zeros(2, 3)}, "param_shapes": SHAPES},
+        FLAT | {"base_optimizer_state": {"param_groups": 3, "state": {}}},
+    ),
+    "buffers of stage 3 that are not there": (
+        {"module": {}, "param_shapes": SHAPES, "buffer_names": ["gone"]},
+        {"zero_stage": 3, "partition_count": 1, "fp32_flat_groups": [torch.zeros(6)]},
+    ),
+    "names that are a number": (
+        {"module": {}, "param_shapes": SHAPES, "buffer_names": 5},
+        {"zero_stage": 3, "partition_count": 1, "fp32_flat_groups": [torch.zeros(6)]},
+    ),
+}
+"""What somebody may have put into files that are whole: model and optimizer of one rank."""
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_files_that_hold_something_else(tmp_path, name):
+    model, saved = ODD[name]
+    stage_3 = "zero_pp_rank_0_" if saved.get("zero_stage") == 3 else ""
+    torch.save(model, tmp_path / f"{stage_3}mp_rank_00_model_states.pt")
+    torch.save(
+        {"optimizer_state_dict": saved}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    )
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        fields_of(opened(tmp_path), {"first.weight": ["first.weight"]}, [["first.weight"]])
+
+
 def test_a_universal_checkpoint_is_named(copy):
     folder = copy("stage0")
     (folder / "global_step3" / "zero" / "first.weight").mkdir(parents=True)

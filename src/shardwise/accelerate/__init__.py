@@ -6,6 +6,7 @@ exact_mean.py    every sample counts once and alike, where that is asked for
 optimizer.py     a prepared optimizer, which steps its engine
 pretrained.py    save_pretrained of sharded models; resize_token_embeddings
 checkpoints.py   save_state and load_state: any placement and number of workers
+deepspeed_json.py  settings, optimizer and schedule of a DeepSpeed JSON
 refusals.py      what Accelerate offers and this engine does otherwise
 """
 

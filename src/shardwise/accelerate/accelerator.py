@@ -21,7 +21,7 @@ from accelerate.utils import (
 from torch import Tensor, nn, optim
 
 import shardwise as sw
-from shardwise.accelerate import checkpoints, refusals
+from shardwise.accelerate import checkpoints, deepspeed_json, refusals
 from shardwise.accelerate.clipping import Clipping
 from shardwise.accelerate.exact_mean import ExactBatches
 from shardwise.accelerate.optimizer import ShardedOptimizer
@@ -57,6 +57,9 @@ class Accelerator(Clipping, Stock):
         self._settings = {n: keywords.pop(n) for n in SETTINGS & keywords.keys()}
         is_exact = bool(keywords.pop("exact_mean", False))
         given = _bound(arguments, keywords)
+        self._json = deepspeed_json.taken_from(given)
+        if self._json is not None:
+            self._settings = self._json.settings | self._settings
         refusals.check_arguments(given)
         self._settings = refusals.settings_of(given.get("kwargs_handlers")) | self._settings
         if given.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
@@ -64,6 +67,8 @@ class Accelerator(Clipping, Stock):
         self.world = join(self._settings, "shardwise.accelerate.Accelerator")
         if self.world.device.type == "cpu":
             given["cpu"] = True
+        if self._json is not None:
+            self._json.say(self.world)
         super().__init__(**given)
         refusals.check_arguments({"mixed_precision": self.mixed_precision})
         refusals.check_compiler(self.state.dynamo_plugin)
@@ -101,8 +106,12 @@ class Accelerator(Clipping, Stock):
         """Prepare models, optimizers, data loaders and schedulers, as Accelerate does. Models come
         back as they are; an engine is made as soon as the models of an optimizer are there.
         Collective."""
+        if self._json is not None:
+            args = self._json.replaced(args, self)
         prepared = super().prepare(*args, device_placement=device_placement)
         self._trained.form(self._models, [each.optimizer for each in self._optimizers])
+        if self._json is not None:
+            self._trained.clip_always(self._json.max_norm)
         return prepared
 
     def prepare_model(

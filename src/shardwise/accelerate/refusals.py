@@ -11,8 +11,6 @@ from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs
 from shardwise.errors import UsageError
 
 _PLUGINS = {
-    "deepspeed_plugin": "DeepSpeed",
-    "deepspeed_plugins": "DeepSpeed",
     "fsdp_plugin": "FSDP",
     "megatron_lm_plugin": "Megatron-LM",
     "torch_tp_plugin": "tensor parallelism of torch",
@@ -20,7 +18,6 @@ _PLUGINS = {
 }
 
 _VARIABLES = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism of its own",

@@ -10,7 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise import initialize
 from shardwise.config import FIELDS, OF_THE_ENGINE, Settings, resolve, sources
+from shardwise.engine.user_objects import living
 from shardwise.errors import UsageError
 from shardwise.launch import error_file
 
@@ -18,22 +20,25 @@ SETTINGS = frozenset(FIELDS)
 """The keywords of a bridge that are settings of Shardwise."""
 
 
-def join(settings: Mapping[str, Any], library: str) -> sw.World:
+def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -> sw.World:
     """The world of this process, which is made by `sw.init` where the script has not called it.
 
     Generators stay the script's own then, since these libraries seed and save them themselves. Of
-    `settings`, those of a run go to `sw.init`. Raises UsageError for a model in parts, of which
-    `library` knows nothing, and for settings of a run that has begun.
+    `settings`, those of a run go to `sw.init`. Raises UsageError for settings of a run that has
+    begun, and for a model in parts unless `library` knows of them: with `in_parts` what its workers
+    draw in common is seeded by the step.
     """
     given = {name: value for name, value in settings.items() if name not in OF_THE_ENGINE}
     world = _joined()
     if world is None:
-        given = {"reseed": False, **given}
         error_file.watch_exceptions()
-        _refuse_parts(resolve(sources(os.environ, given))[0], library)
-        world = sw.init(**given)
+        settled = resolve(sources(os.environ, given))[0]
+        if not in_parts:
+            _refuse_parts(settled, library)
+        world = sw.init(**{"reseed": settled.tensor * settled.pipeline > 1, **given})
     else:
-        _refuse_parts(world.settings, library)
+        if not in_parts:
+            _refuse_parts(world.settings, library)
         _refuse_late(world, given, library)
     _tell_environment(world)
     _mention_one_process(world)
@@ -56,6 +61,17 @@ def _refuse_late(world: sw.World, given: Mapping[str, Any], library: str) -> Non
                 f"{name}={value!r} comes too late: this process has joined its run already. "
                 f"Give it to the first of shardwise.init(...) and {library}, or as a flag."
             )
+
+
+def divide(world: sw.World, library: str, **axes: int) -> None:
+    """Let a replica be of `pipeline` or `tensor` workers from now on: for libraries that say so
+    after they have joined the run. Collective. Raises UsageError where an engine trains already."""
+    if living and any(getattr(world.settings, name) != size for name, size in axes.items()):
+        raise UsageError(
+            f"{library} comes too late: an engine trains already whose model is divided otherwise. "
+            "Close that one before, or give --pipeline and --tensor as flags."
+        )
+    initialize.divide(world, axes)
 
 
 def _refuse_parts(settings: Settings, library: str) -> None:

@@ -96,6 +96,11 @@ class TrainedModels:
         forget(trained)
         trained.engine.close()
 
+    def clip_always(self, max_norm: float | None) -> None:
+        """Clip to `max_norm` in each step, whatever a script asks for; None: as it asks."""
+        for each in self._trained:
+            each.always_clips = max_norm
+
     def lose(self, trained: Trained) -> None:
         """Give up `trained`, whose models another Accelerator takes. Collective."""
         self._end(trained)

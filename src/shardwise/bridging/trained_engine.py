@@ -46,6 +46,8 @@ class Trained:
     """Of the gradient, where it was asked to be clipped."""
     max_norm: float | None = None
     """What the next step clips to."""
+    always_clips: float | None = None
+    """What every step clips to, whatever it was asked; None: what it was asked."""
     cleared: bool = True
     """Whether a plain optimizer would have no gradients before the next backward."""
     _batch: object = None
@@ -91,7 +93,8 @@ class Trained:
         if closure is None and not self.has_gradients(f"{type(optimizer).__name__}.step()"):
             mark_schedulers(self.optimizers)  # it was stepped, if to no effect
             return
-        self.skipped = self.engine.step(max_norm, closure=closure).skipped
+        max_norm = max_norm if self.always_clips is None else self.always_clips
+        self.skipped = self.engine.step(max_norm or None, closure=closure).skipped
         self.cleared = False
 
     def has_gradients(self, call: str) -> bool:

@@ -10,11 +10,14 @@ schedules.py      the five schedules
 loader.py         the loader of training_data
 monitor.py        values for TensorBoard and as comma-separated values
 checkpoints.py    save_checkpoint and load_checkpoint
+written_files.py  files that the main worker writes for all
 comm.py           collectives between the workers
 zero.py           models without memory, whole parameters for a moment
 utils.py          whole parameters, gradients and optimizer state; a log
 accelerator.py    where this process computes
 checkpointing.py  forwards that are run again in backward
+pipe/             PipelineModule and its layers, over the stages of our pipeline
+moe.py            what scripts import of mixtures of experts, which are not here
 modules.py        the modules that `import deepspeed` gives under --adopt
 """
 
@@ -24,7 +27,9 @@ from shardwise.deepspeed import (
     accelerator,
     checkpointing,
     comm,
+    moe,
     ops,
+    pipe,
     utils,
     zero,
 )
@@ -33,7 +38,10 @@ from shardwise.deepspeed.comm import init_distributed
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.initialize import add_config_arguments, initialize
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
+from shardwise.deepspeed.pipe import PipelineModule
+from shardwise.deepspeed.pipe.engine import PipelineEngine
 from shardwise.deepspeed.utils import log_dist, logger
+from shardwise.errors import ConfigError as DeepSpeedConfigError
 
 __version__ = "0.19.8"
 """The version of DeepSpeed whose interface this is."""
@@ -42,8 +50,11 @@ __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 __git_hash__ = __git_branch__ = None
 
 __all__ = [
+    "DeepSpeedConfigError",
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",
+    "PipelineEngine",
+    "PipelineModule",
     "accelerator",
     "add_config_arguments",
     "checkpointing",
@@ -53,7 +64,9 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "moe",
     "ops",
+    "pipe",
     "utils",
     "zero",
 ]

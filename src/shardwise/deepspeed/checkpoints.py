@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -23,7 +24,14 @@ import shardwise as sw
 from shardwise.checkpoint.deepspeed import as_checkpoint
 from shardwise.checkpoint.folders import DOCUMENT, complete
 from shardwise.deepspeed.configured import Configured
-from shardwise.errors import BrokenCheckpoint, CheckpointError, UsageError
+from shardwise.deepspeed.written_files import on_main, write
+from shardwise.errors import (
+    BadCall,
+    BrokenCheckpoint,
+    CheckpointError,
+    CheckpointMismatch,
+    UsageError,
+)
 
 LATEST = "latest"
 
@@ -63,40 +71,41 @@ def save(
 ) -> bool:
     """See DeepSpeedEngine.save_checkpoint."""
     world, inner = engine.world, engine._engine("save_checkpoint")
+    if not folder:
+        raise BadCall(f"save_checkpoint(save_dir={folder!r}) takes the name of a folder.")
     home = Path(folder)
     name = _tag_of(engine, tag)
     place = home / name
     data = _client_file(engine, client_state)
-    if not world.settings.trial:
-        if world.is_main:
-            place.mkdir(parents=True, exist_ok=True)
-            _write(place / f"client-{inner.steps}.pt", data)
-        world.barrier()
+    on_main(world, place, lambda: _begin(place / f"client-{inner.steps}.pt", data))
     path = inner.save(place)
     inner.leave_folders()
     if path is None:
         return False
-    if not world.settings.trial:
-        if world.is_main:
-            _remove_others(place, path)
-            if save_latest:
-                _write(home / LATEST, name.encode())
-        world.barrier()
+    on_main(world, place, lambda: _remove_others(place, path))
+    if save_latest:
+        on_main(world, home, lambda: write(home / LATEST, name.encode()))
     return True
 
 
+def _begin(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, data)
+
+
 def _tag_of(engine: Configured, tag: str | None) -> str:
-    """The tag, alike on all workers. Raises UsageError where it is not, or is a path."""
+    """The tag, alike on all workers: rank 0's. Raises UsageError for one that is a path, and, where
+    checkpoint.tag_validation is Fail, for others elsewhere; Warn says so."""
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    if not name or name in (".", "..") or os.sep in name:
-        raise UsageError(f"save_checkpoint(tag={name!r}): a tag is the name of a folder.")
     first = engine.world.broadcast_object(name)
-    if engine.world.any(first != name):
-        raise UsageError(
-            f"save_checkpoint has the tag {first!r} on rank 0 and another one elsewhere (here: "
-            f"{name!r}): give all workers the same."
-        )
-    return name
+    if not first or first in (".", "..") or os.sep in first:
+        raise UsageError(f"save_checkpoint(tag={first!r}): a tag is the name of a folder.")
+    if engine.world.any(first != name) and engine._job.tag_validation != "ignore":
+        words = f"save_checkpoint has the tag {first!r} on rank 0 and another one elsewhere"
+        if engine._job.tag_validation == "fail":
+            raise UsageError(f"{words} (here: {name!r}): give all workers the same.")
+        engine.world.say_once(f"{words}: all workers save under that of rank 0.")
+    return first
 
 
 def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
@@ -122,15 +131,6 @@ def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _write(path: Path, data: bytes) -> None:
-    aside = path.with_name(f".{path.name}.partial")
-    with aside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
 def _remove_others(place: Path, kept: Path) -> None:
     """Remove what an earlier save under the same tag has left."""
     number = kept.name.removeprefix("step-")
@@ -154,16 +154,35 @@ def load(
     if isinstance(found, CheckpointError):
         raise found
     place, path, data = found
-    content = None if data is None else _content(place, data)  # before anything has changed
+    # All that stands beside is read before anything changes.
+    beside = _of_deepspeed(engine, place) if data is None else _content(place, data)
+    schedule = beside["lr_scheduler"] if wanted.scheduler else None
+    if schedule is not None and engine.lr_scheduler is not None:
+        _check_schedule(engine.lr_scheduler, schedule, place)
     inner.load(path, strict=wanted.strict, model_only=not wanted.optimizer)
-    if content is None:
-        return str(place), _take_theirs(engine, place, wanted)
-    if wanted.scheduler and content["lr_scheduler"] is not None and engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(content["lr_scheduler"])
+    if schedule is not None and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(schedule)
     if wanted.counts:
-        for name, value in content["counts"].items():
+        for name, value in beside["counts"].items():
             setattr(engine._counts, name, value)
-    return str(place), content["client_state"]
+    return str(place), beside["client_state"]
+
+
+def _check_schedule(schedule: Any, state: Any, place: Path) -> None:
+    """Raise CheckpointMismatch for the state of a schedule of another kind, which has other
+    entries."""
+    here = schedule.state_dict().keys()
+    there = state.keys() if isinstance(state, dict) else {type(state).__name__}
+    if here != there:
+        raise CheckpointMismatch(
+            f"{place} has a schedule of another kind than {type(schedule).__name__}: its state is "
+            f"{_listed(there)}, and here {_listed(here)}. Make the schedule that was saved, or "
+            "leave its state out: load_checkpoint(load_lr_scheduler_states=False)."
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(map(str, names)))[:200]
 
 
 def _content(place: Path, data: bytes) -> dict[str, Any]:
@@ -182,17 +201,16 @@ def _content(place: Path, data: bytes) -> dict[str, Any]:
 _CONTENT = {"client_state", "lr_scheduler", "counts"}
 
 
-def _take_theirs(engine: Configured, place: Path, wanted: Wanted) -> dict[str, Any]:
-    """Give the schedule and the counts of a save of DeepSpeed to `engine`, which has its tensors;
-    returns its client_state, where objects of classes are records of their attributes."""
+def _of_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
+    """What a save of DeepSpeed has beside its tensors, in the form of `_content`; objects of
+    classes in its client_state are records of their attributes."""
     save = as_checkpoint.opened(place)
-    if wanted.scheduler and save.scheduler is not None and engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(save.scheduler)
-    if wanted.counts:
-        for name, value in save.counts.items():
-            setattr(engine._counts, name, value)
-        engine._counts.micro_steps = save.steps * engine.gradient_accumulation_steps()
-    return save.client_state
+    micro_steps = save.steps * engine.gradient_accumulation_steps()
+    return {
+        "client_state": save.client_state,
+        "lr_scheduler": save.scheduler,
+        "counts": save.counts | {"micro_steps": micro_steps},
+    }
 
 
 def _looked_for(
@@ -241,10 +259,11 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 def save_weights(world: sw.World, state: dict[str, Any], folder: Path, name: str) -> bool:
     """Write `state`, weights by name on the main worker, as one file. Collective."""
-    if world.is_main and not world.settings.trial:
-        folder.mkdir(parents=True, exist_ok=True)
+
+    def save() -> None:
         buffer = io.BytesIO()
         torch.save(_copied(state), buffer)
-        _write(folder / name, buffer.getvalue())
-    world.barrier()
+        _begin(folder / name, buffer.getvalue())
+
+    on_main(world, folder, save)
     return True

@@ -42,12 +42,12 @@ def join_run(settings: Mapping[str, Any]) -> sw.World:
     collectives, and read the ranks from the environment, in one process too. Collective."""
     if "LOCAL_SIZE" in os.environ:  # how DeepSpeed's launcher calls it
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
-    world = join(settings, "shardwise.deepspeed")
+    world = join(settings, "shardwise.deepspeed", in_parts=True)
     if world.size == 1 and not dist.is_initialized():
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
         atexit.register(_leave)
-        join(settings, "shardwise.deepspeed")
+        join(settings, "shardwise.deepspeed", in_parts=True)
     return world
 
 

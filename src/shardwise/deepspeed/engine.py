@@ -220,9 +220,12 @@ class DeepSpeedEngine(Configured):
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state_dict with whole tensors, on the main worker; empty on others where
-        parameters are sharded. Collective."""
+        it is in parts. Collective."""
         engine = self._trained.engine
-        if engine is None or not engine.placement.is_sharded("parameters"):
+        in_parts = engine is not None and (
+            engine.placement.is_sharded("parameters") or not self.world.mesh.is_flat
+        )
+        if engine is None or not in_parts:
             found = dict(self.module.state_dict())
         else:
             found = engine.model_state_dict(self.module)

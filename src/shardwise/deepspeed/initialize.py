@@ -12,6 +12,7 @@ from torch import nn, optim
 from torch.amp import GradScaler
 
 import shardwise as sw
+from shardwise.bridging.joining import divide
 from shardwise.config import OF_THE_ENGINE, json_of_deepspeed
 from shardwise.config.deepspeed import Job, parse, short_lines
 from shardwise.deepspeed import optimizers
@@ -21,6 +22,9 @@ from shardwise.deepspeed.configured import Trained
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.outputs import OutputTypes
+from shardwise.deepspeed.pipe.engine import PipelineEngine
+from shardwise.deepspeed.pipe.module import PipelineModule
+from shardwise.deepspeed.pipe.topology import PipelineParallelGrid
 from shardwise.errors import UsageError
 
 Json = str | os.PathLike[str] | Mapping[str, Any]
@@ -51,27 +55,47 @@ def initialize(
     Raises ConfigError for a JSON that cannot be had, UsageError for a model in parts.
     """
     del distributed_port, dist_init_required  # the run is joined by its launcher's variables
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"deepspeed.initialize(model=...) takes a torch.nn.Module, not {model!r}.")
-    if any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__):
-        raise UsageError(
-            "deepspeed.initialize(model=...) has a PipelineModule, which is not here: give its "
-            "layers as one nn.Sequential."
-        )
-    if mpu is not None or mesh_param is not None:
+    model = _checked(model)
+    if mesh_param is not None or not isinstance(mpu, PipelineParallelGrid | None):
         raise UsageError(
             "deepspeed.initialize(mpu=..., mesh_param=...): groups of ranks are Shardwise's to "
-            "make. Leave them out."
+            "make. Leave them out, and write tensor_parallel.autotp_size into the JSON."
         )
     job = parse(_json_of(args, config if config is not None else config_params))
-    world = join_run({n: v for n, v in job.settings.items() if n == "tensor"})
+    world = join_run({})
+    _divide(world, job, model)
     _say(world, job)
     if hasattr(args, "local_rank"):
         args.local_rank = world.local_rank
     engine = _build(world, job, model, optimizer, model_parameters, lr_scheduler, collate_fn)
     if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data)
+        reads = engine.read if isinstance(engine, PipelineEngine) else engine.deepspeed_io
+        engine.training_dataloader = reads(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _checked(model: Any) -> nn.Module:
+    """`model`. Raises UsageError for what is none, and for one of DeepSpeed's own."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"deepspeed.initialize(model=...) takes a torch.nn.Module, not {model!r}.")
+    is_theirs = any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__)
+    if is_theirs and not isinstance(model, PipelineModule):
+        raise UsageError(
+            "deepspeed.initialize(model=...) has a PipelineModule of another library: make it by "
+            "shardwise.deepspeed.pipe.PipelineModule, or start with --adopt deepspeed."
+        )
+    return model
+
+
+def _divide(world: sw.World, job: Job, model: Any) -> None:
+    """Divide replicas as the JSON says. Raises UsageError for a plain model over several stages."""
+    if (size := job.settings.get("tensor", 1)) > 1:
+        divide(world, f"{job.document.name}: tensor_parallel.autotp_size", tensor=size)
+    if world.pipeline_size > 1 and not isinstance(model, PipelineModule):
+        raise UsageError(
+            f"deepspeed.initialize with --pipeline {world.pipeline_size} takes a PipelineModule, "
+            f"not a {type(model).__name__}: give its layers to one, or leave the flag out."
+        )
 
 
 def _json_of(args: Any, config: Json | None) -> Json:
@@ -129,7 +153,8 @@ def _build(
         trained.scheduler = _schedule(job, trained.optimizer, lr_scheduler)
     elif job.stage > 0:
         world.say_once("a model without an optimizer is not sharded: each worker has all of it.")
-    return DeepSpeedEngine(model, job, batches, world, trained, outputs, collate_fn)
+    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    return kind(model, job, batches, world, trained, outputs, collate_fn)
 
 
 def _place(model: nn.Module, world: sw.World, precision: str) -> None:

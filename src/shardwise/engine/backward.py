@@ -84,32 +84,37 @@ class BackwardRunner:
         weight: Callable[..., float | Tensor] | None,
         reduction: str,
         same_items: bool | None,
+        cut: bool,
     ) -> Tensor:
         """See Engine.forward_backward."""
         self._world.draws.begin()
         given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
         summed = divisor > 0
         of = self._begin(weighted=given or summed, anew=given and not same_items)
-        count = runner.microbatch_count(self._spec.settings, batch, self._spec.data_group)
-        cut = runner.split_batch(batch, count)
+        micro = self._cut(batch) if cut else _as_cut(batch, counted=not summed)
         empty = of is not None and of.samples == 0
         items = [
             0.0 if empty or not rows else float(weight(*part) if weight else rows)
-            for rows, part in cut
+            for rows, part in micro
         ]
         factors = [float(each > 0) for each in items] if summed else items
         weighed = LossWeight(factor=sum(factors), items=sum(items))
         term = self._accumulation.term(
             of, weighed, given=given, divisor=divisor, same_items=same_items
         )
-        self._announce(count)
-        parts = [(factor, part) for factor, (_, part) in zip(factors, cut, strict=True)]
+        self._announce(len(micro))
+        parts = [(factor, part) for factor, (_, part) in zip(factors, micro, strict=True)]
         last = of.last if of is not None else True
         run = self._one_by_one if self._pipeline is None else self._through_stages
         with self.abandoning():
             loss = run(loss_of, parts, last=last)
         self._end(loss, term, divisor)
         return loss * weighed.factor if summed else loss
+
+    def _cut(self, batch: Sequence[Any]) -> list[tuple[int, Any]]:
+        """`batch` in micro-batches, with the rows of each. Collective with `--pipeline`."""
+        count = runner.microbatch_count(self._spec.settings, batch, self._spec.data_group)
+        return runner.split_batch(batch, count)
 
     def abandon(self) -> None:
         """Forget this step: a backward failed, or the user wants its gradients no more."""
@@ -331,6 +336,12 @@ class BackwardRunner:
             inputs=self._inputs(),
             collect=self._collecting,
         )
+
+
+def _as_cut(parts: Sequence[Any], *, counted: bool) -> list[tuple[int, Any]]:
+    """Micro-batches that the caller has made, with the rows of each; where nobody counts them, with
+    1, so that they need not be nests of rows."""
+    return [(runner.row_count(part) if counted else 1, part) for part in parts]
 
 
 def layer_times_of(state: EngineState) -> LayerTimes | None:

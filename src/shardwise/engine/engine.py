@@ -163,6 +163,7 @@ class Engine:
         weight: Callable[..., float | Tensor] | None = None,
         reduction: str = "mean",
         same_items: bool | None = None,
+        cut: bool = True,
     ) -> Tensor:
         """`loss = loss_of(*batch)`, then `backward(loss)`, in micro-batches; returns the mean loss,
         or with `reduction="sum"` or `"ddp"` the sum.
@@ -172,11 +173,12 @@ class Engine:
         into `--microbatches` parts (default: 1, with `--pipeline P` up to 4 P). What a loss is a
         mean over, where that is not rows, `weight` tells of the same parts. With `--pipeline` this
         is what keeps all workers busy; without, it is what the two lines do. The result, 0-dim in
-        fp64, is known on all ranks of the replica. `same_items` and what is raised are as for
-        `backward`.
+        fp64, is known on all ranks of the replica. With `cut=False` each of `batch` is a
+        micro-batch already, a tuple of what `loss_of` takes. `same_items` and what is raised are as
+        for `backward`.
         """
         return self._backward.forward_backward(
-            loss_of, batch, weight=weight, reduction=reduction, same_items=same_items
+            loss_of, batch, weight=weight, reduction=reduction, same_items=same_items, cut=cut
         )
 
     def step(

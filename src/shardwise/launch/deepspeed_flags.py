@@ -27,13 +27,12 @@ REFUSED = {
     "elastic_training": "write shardwise run --nnodes MIN:MAX on each host",
     "min_elastic_nodes": "write shardwise run --nnodes MIN:MAX on each host",
     "max_elastic_nodes": "write shardwise run --nnodes MIN:MAX on each host",
-    "bind_cores_to_rank": "write OMP_NUM_THREADS=N before the command, or taskset",
     "bind_core_list": "write taskset -c LIST before the command",
     "log_level": "leave it out; --quiet leaves out the lines at the start",
 }
 """Flags of DeepSpeed's launcher that are not here, and what to write instead."""
 
-SWITCHES = ("force_multi", "save_pid", "elastic_training", "bind_cores_to_rank")
+SWITCHES = ("force_multi", "save_pid", "elastic_training")
 """Those of REFUSED that take no value."""
 
 LAUNCHERS = {
@@ -82,6 +81,7 @@ def options() -> Iterator[click.Parameter]:
         (["--no_local_rank"], "do not give --local_rank=N to the script"),
         (["--no_ssh"], "start this on each host, with --node_rank and --master_addr"),
         (["--no_ssh_check"], "nothing to leave out: no host is tried before"),
+        (["--bind_cores_to_rank"], "nothing to do: ranks of a host divide its cores in any case"),
     ):
         yield _flag(names, said, is_flag=True)
     for name, instead in REFUSED.items():

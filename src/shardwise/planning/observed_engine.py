@@ -214,6 +214,7 @@ class ObservedEngine(Engine):
         weight: Callable[..., float | Tensor] | None = None,
         reduction: str = "mean",
         same_items: bool | None = None,
+        cut: bool = True,
     ) -> Tensor:
         """Record forward and backward of the first micro-batch; returns a loss without value."""
         self.world.draws.begin()
@@ -223,12 +224,15 @@ class ObservedEngine(Engine):
             self._end_if_alone()
         self._note_batch(weighted=given or divisor > 0, anew=given and not same_items)
         self._observation.accumulates = True
-        count = runner.microbatch_count(self.settings, batch, self._spec.data_group)
-        _, part = runner.split_batch(batch, count)[0]
-        loss = loss_of(*part)
+        loss = loss_of(*(self._first_part(batch) if cut else batch[0]))
         usage_checks.check_loss(loss)
         self._run_backward(loss)
         return torch.zeros((), dtype=torch.float64)
+
+    def _first_part(self, batch: tuple[Any, ...]) -> Any:
+        """The first micro-batch of `batch`."""
+        count = runner.microbatch_count(self.settings, batch, self._spec.data_group)
+        return runner.split_batch(batch, count)[0][1]
 
     def step(
         self, max_norm: float | None = None, *, closure: Callable[[], Any] | None = None

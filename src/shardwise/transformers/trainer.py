@@ -15,7 +15,9 @@ from torch import nn
 from transformers import trainer as stock
 
 from shardwise.accelerate import Accelerator, checkpoints
+from shardwise.accelerate.deepspeed_json import say, settings_of, with_scaling
 from shardwise.bridging.joining import SETTINGS
+from shardwise.transformers.deepspeed_json import OptimizersOfJson, job_of
 from shardwise.transformers.exact_mean import ExactMean, WeighingAccelerator
 from shardwise.transformers.joining import check_arguments
 
@@ -23,7 +25,7 @@ SCHEDULER = "scheduler.pt"
 """The file that transformers keeps the state of the schedule in."""
 
 
-class Sharded:
+class Sharded(OptimizersOfJson):
     """What makes a Trainer train by engines; stands before its class.
 
     Takes settings of Shardwise as keywords beside the trainer's own (`zero=3`). The result is that
@@ -55,10 +57,14 @@ class Sharded:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Accelerator, which is ours."""
-        settings = self._settings
+        job = job_of(self.args)
+        settings = self._settings if job is None else settings_of(job) | self._settings
         kind = Accelerator if self._exact is None else WeighingAccelerator
 
         def make(**arguments: Any) -> Accelerator:
+            if job is not None:
+                handlers = with_scaling(arguments.get("kwargs_handlers"), job)
+                arguments["kwargs_handlers"] = handlers
             return kind(**arguments, **settings)
 
         theirs, stock.Accelerator = stock.Accelerator, make
@@ -67,6 +73,8 @@ class Sharded:
         finally:
             stock.Accelerator = theirs
         check_arguments(self.args, self.accelerator.world.size)
+        if job is not None:
+            say(self.accelerator.world, job)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Place `model`, unless the engine of another Trainer has done so, in parts maybe."""

@@ -35,4 +35,4 @@ engine.save_checkpoint(args.folder, client_state={"epoch": 1})
 assert engine.load_checkpoint(args.folder)[1] == {"epoch": 1}
 if deepspeed.comm.get_rank() == 0:
     print("by", type(engine).__module__, engine.zero_optimization_stage())
-import deepspeed.moe.layer  # noqa: E402 it is not there, which the last line says
+import deepspeed.sequence.layer  # noqa: E402 it is not there, which the last line says

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.deepspeed import inert, optimizer
-from shardwise.checkpoint.deepspeed.folders import LATEST, find
+from shardwise.checkpoint.deepspeed.folders import LATEST, as_written, find
 from shardwise.checkpoint.deepspeed.save import Save
 from shardwise.checkpoint.reader import TensorReader
 from shardwise.errors import BrokenCheckpoint, CheckpointError
@@ -27,6 +27,13 @@ def fields_of(
     optimizer has, by group. Its seed is None: DeepSpeed has none. Raises CheckpointMismatch where
     the optimizer is of other groups.
     """
+    with as_written(save.files.folder):
+        return _fields(save, names, groups)
+
+
+def _fields(
+    save: Save, names: Mapping[str, Sequence[str]], groups: Sequence[Sequence[str]]
+) -> tuple[dict[str, TensorReader], dict[str, Any]]:
     sets: dict[str, TensorReader] = {"model": save.model}
     saved = optimizer.read(save, names, groups)
     if saved is None:

@@ -9,6 +9,8 @@ ckpt/global_step3/zero_pp_rank_R_mp_rank_00_optim_states.pt    stages 1 to 3 (bf
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,3 +136,20 @@ def _cut_otherwise(folder: Path, name: str) -> CheckpointError:
         "is not read here. Load it in a run of DeepSpeed without these (ds_to_universal.py makes "
         "that possible), and load here what that run saves."
     )
+
+
+@contextmanager
+def as_written(folder: Path) -> Iterator[None]:
+    """Inside the block what is read of the save in `folder` has the form that DeepSpeed writes.
+
+    The files may hold anything, and be whole: BrokenCheckpoint is what comes of a value that is
+    missing, or of another type.
+    """
+    try:
+        yield
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError, RuntimeError) as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise BrokenCheckpoint(
+            f"{folder} has a file that is whole, and not as DeepSpeed writes one ({what}). Take "
+            "another checkpoint, or a fresh copy of this."
+        ) from error

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.checkpoint import tensor_names
 from shardwise.checkpoint.deepspeed import inert
 from shardwise.checkpoint.deepspeed.flat_groups import Shapes, each_by_itself
-from shardwise.checkpoint.deepspeed.folders import SaveFiles, files_of
+from shardwise.checkpoint.deepspeed.folders import SaveFiles, as_written, files_of
 from shardwise.checkpoint.deepspeed.fragments import FragmentReader
 from shardwise.checkpoint.deepspeed.partitions import STAGE_3, Partitions, check_count, stage_of
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
@@ -55,6 +55,10 @@ class Save:
 
     def __init__(self, folder: Path) -> None:
         self.files: SaveFiles = files_of(folder)
+        with as_written(folder):
+            self._read(folder)
+
+    def _read(self, folder: Path) -> None:
         self._models = {rank: _map_in(path) for rank, path in self.files.models.items()}
         self._beside = self._models[0]
         saved = {rank: _optimizer_in(path) for rank, path in self.files.optimizers.items()}

@@ -66,6 +66,8 @@ class Job:
     drop_last: bool
     tensorboard: Monitor | None
     csv: Monitor | None
+    tag_validation: str
+    """What save_checkpoint does about tags that differ: warn, ignore or fail."""
 
     def batches(self, workers: int) -> Batches:
         """The batch sizes in a run of `workers`. Raises ConfigError."""
@@ -105,6 +107,7 @@ def parse(
         drop_last=document.get("dataloader_drop_last", False),
         tensorboard=_monitor(document, "tensorboard"),
         csv=_monitor(document, "csv_monitor"),
+        tag_validation=_tag_validation(document),
     )
 
 
@@ -268,6 +271,14 @@ def _optimizer(document: Document) -> Named | None:
     if "max_grad_norm" in found.params:
         raise document.error("optimizer.params.max_grad_norm", "is said as gradient_clipping.")
     return Named(known.get(found.name.lower(), found.name), found.params)
+
+
+def _tag_validation(document: Document) -> str:
+    key = "checkpoint.tag_validation"
+    given = document.get(key, "warn")
+    if given.lower() not in ("warn", "ignore", "fail"):
+        raise document.error(key, f"is Warn, Ignore or Fail, not {given!r}.")
+    return str(given.lower())
 
 
 def _monitor(document: Document, section: str) -> Monitor | None:

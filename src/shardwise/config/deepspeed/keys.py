@@ -225,18 +225,34 @@ _PARALLEL = [
         ("keep_module_on_host", _MEMORY),
         ("vocab_parallel_lm_head", "known shapes are found"),
         ("vocab_parallel_ce_backend", "see sw.cross_entropy"),
+        ("preset_model", "known shapes are found"),
     ),
     *_keys(
         REFUSED,
         "tensor_parallel",
-        ("preset_model", "known shapes are found; others: sw.Engine(tensor_plan=)"),
         ("partition_config", "say it as sw.Engine(tensor_plan=)", "open"),
         ("injection_policy_tuple", "say it as sw.Engine(tensor_plan=)"),
         ("tp_grain_size", "layers are split evenly: leave it out"),
         ("replace_with_kernel_inject", "the model's own kernels train it: leave it out"),
     ),
     *_keys(
-        TUNING, "", ("pipeline", "--pipeline and --stages say how a PipelineModule is cut", "open")
+        MAPPED,
+        "pipeline",
+        (
+            "activation_checkpoint_interval",
+            "layers of a PipelineModule that are run again in backward, so many in a row",
+            "whole",
+        ),
+    ),
+    *_keys(
+        TUNING,
+        "pipeline",
+        ("stages", "PipelineModule(num_stages=) and --pipeline say it"),
+        ("partition", "PipelineModule(partition_method=) says it"),
+        ("seed_layers", "PipelineModule(seed_layers=) says it"),
+        ("use_reentrant", "what is run again never needs inputs with gradients"),
+        ("pipe_partitioned", _WIRE),
+        ("grad_partitioned", _WIRE),
     ),
     *_keys(
         REFUSED,
@@ -287,6 +303,11 @@ _WATCHED = [
 ]
 _OTHERS = [
     *_keys(
+        MAPPED,
+        "checkpoint",
+        ("tag_validation", "tags that differ: Warn, Ignore (rank 0's is everyone's), Fail", "word"),
+    ),
+    *_keys(
         TUNING,
         "",
         ("communication_data_type", "16-bit gradients are added in fp32; see --reduce-dtype"),
@@ -297,7 +318,11 @@ _OTHERS = [
         ("zero_allow_untested_optimizer", "optimizers are tried on small tensors"),
         ("zero_force_ds_cpu_optimizer", "any optimizer updates where its state rests"),
         ("aio", _DISK, "open"),
-        ("checkpoint", "any number of workers loads any checkpoint", "open"),
+        ("checkpoint.use_node_local_storage", "a checkpoint is one folder that all hosts see"),
+        ("checkpoint.load_universal", "any number of workers loads any checkpoint"),
+        ("checkpoint.parallel_write", "all workers write their parts in any case", "open"),
+        ("checkpoint.writer", "all workers write their parts in any case", "open"),
+        ("checkpoint.checkpoint_serialization", "a checkpoint is safetensors and JSON"),
         ("fp32_allreduce", "16-bit gradients are added in fp32"),
     ),
     *_keys(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -31,6 +32,17 @@ class Layer:
     def size(self) -> int:
         """The number of elements of its parameters."""
         return sum(p.numel() for p in self.module.parameters())
+
+
+@runtime_checkable
+class StagedModel(Protocol):
+    """A model that says itself what each stage runs: one module for each, in order.
+
+    Those modules share its parameters, and need not be among its own modules.
+    """
+
+    def modules_of_stages(self, stages: int) -> Sequence[tuple[str, nn.Module]]:
+        """The modules that `stages` stages run, with names for messages, alike on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +141,8 @@ def partition_model(
 
     Raises ModelError for more stages than layers, ConfigError for a name of no layer or of several.
     """
+    if isinstance(model, StagedModel):
+        return _own_partition(model, stages, names)
     layers, floating, outside_parameters = find_layers(model, patterns)
     if len(layers) < stages:
         raise ModelError(
@@ -149,6 +163,17 @@ def partition_model(
         starts = balanced_starts(sizes, stages)
         starts = with_trainable_stages(starts, adds_parameters(layers))
     return Partition(layers, floating, starts, outside_parameters)
+
+
+def _own_partition(model: StagedModel, stages: int, names: Sequence[str] | None) -> Partition:
+    """The stages that `model` names itself. Raises ConfigError where `names` names others."""
+    if names is not None:
+        raise ConfigError(
+            f"--stages {','.join(names)}: a {type(model).__name__} says itself where its stages "
+            "begin, by its partition_method. Leave --stages out."
+        )
+    layers = [Layer(name, module) for name, module in model.modules_of_stages(stages)]
+    return Partition(layers, [], range(stages), {})
 
 
 def check_names(model: nn.Module, patterns: Sequence[str] | None, names: Sequence[str]) -> None:

@@ -1,0 +1,200 @@
+"""Losses and norms of a PipelineModule over 10 steps, beside DeepSpeed's and PyTorch's.
+
+    python benchmarks/deepspeed_pipeline.py
+
+A small language model whose embedding is its head too, in two stages on one and two replicas, fp32
+on the CPU over Gloo. Each library runs all cases in one start of torchrun; plain PyTorch runs them
+in one process. Printed are the largest relative differences of the mean loss and of the gradient's
+norm before clipping, where DeepSpeed has one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from deepspeed_parity import difference, start
+
+STEPS, MICRO, ROWS = 10, 4, 2
+WORDS, WIDTH, LENGTH, BLOCKS = 13, 16, 8, 4
+STAGES = 2
+ADAM = {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}
+CASES = {
+    "stage 0, parameters, no clipping": (0, 0.0, {"partition_method": "parameters"}),
+    "stage 0, parameters": (0, 1.0, {"partition_method": "parameters"}),
+    "stage 1, uniform": (1, 1.0, {"partition_method": "uniform"}),
+    "stage 1, type:Block": (1, 1.0, {"partition_method": "type:Block"}),
+    "stage 1, layers run again": (1, 1.0, {"activation_checkpoint_interval": 1}),
+}
+"""By name the stage of ZeRO, what gradients are clipped to, and arguments of PipelineModule."""
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, as in GPT."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mixed and transformed `x`, of the same shape (rows, length, width)."""
+        q, k, v = self.mix(self.norm(x)).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(x)
+
+
+class Words(nn.Embedding):
+    """An embedding, which is called `as_head` to score words."""
+
+    def as_head(self, x: Tensor) -> Tensor:
+        """The score of each word, (rows, length, words)."""
+        return F.linear(x, self.weight)
+
+
+def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy of the words that follow."""
+    return F.cross_entropy(outputs.reshape(-1, WORDS), labels.reshape(-1))
+
+
+class Plain(nn.Module):
+    """The same layers, under the names that a PipelineModule gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied_modules = nn.ModuleDict({"words": Words(WORDS, WIDTH)})
+        for number in range(1, BLOCKS + 1):
+            self.add_module(str(number), Block(WIDTH))
+        self.add_module(str(BLOCKS + 1), nn.LayerNorm(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The score of each word."""
+        words: Any = self.tied_modules["words"]
+        x = words(x)
+        for number in range(1, BLOCKS + 2):
+            x = self.get_submodule(str(number))(x)
+        return words.as_head(x)
+
+
+def weights() -> dict[str, Tensor]:
+    """What all begin with."""
+    torch.manual_seed(0)
+    return Plain().state_dict()
+
+
+def batches(replica: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless pairs of words and those that follow."""
+    draws = torch.Generator().manual_seed(replica)
+    while True:
+        text = torch.randint(WORDS, (ROWS, LENGTH + 1), generator=draws)
+        yield text[:, :-1], text[:, 1:]
+
+
+def plain(replicas: int, clipping: float) -> list[list[float]]:
+    """Loss and norm of each step in one process."""
+    model = Plain()
+    model.load_state_dict(weights())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    data = [batches(replica) for replica in range(replicas)]
+    rows = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses = [loss_fn(model(x), y) for s in data for x, y in (next(s) for _ in range(MICRO))]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clipping or float("inf"))
+        optimizer.step()
+        rows.append([loss.item(), norm.item()])
+    return rows
+
+
+def train(
+    deepspeed: Any, stage: int, clipping: float, arguments: dict[str, Any]
+) -> list[list[float]]:
+    """Loss and norm of each step through DeepSpeed's interface."""
+    pipe = import_module(f"{deepspeed.__name__}.pipe")
+    tied = ("words", Words, WORDS, WIDTH)
+    layers = [
+        pipe.TiedLayerSpec(*tied),
+        *(pipe.LayerSpec(Block, WIDTH) for _ in range(BLOCKS)),
+        pipe.LayerSpec(nn.LayerNorm, WIDTH),
+        pipe.TiedLayerSpec(*tied, forward_fn=Words.as_head),
+    ]
+    model = pipe.PipelineModule(layers, num_stages=STAGES, loss_fn=loss_fn, **arguments)
+    whole = weights()
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(whole[name])
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": MICRO,
+        "gradient_clipping": clipping,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "zero_optimization": {"stage": stage},
+        "pipeline": {"use_reentrant": False},
+    }
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    data = batches(engine.grid.get_data_parallel_rank())
+    rows = []
+    for _ in range(STEPS):
+        loss = engine.train_batch(data_iter=data)
+        norm = engine.get_global_grad_norm()
+        rows.append([float(loss), float("nan" if norm is None else norm)])
+    engine.destroy()
+    return rows
+
+
+def work(library: str, names: list[str], out: str) -> None:
+    """Run the cases called `names` on this rank, and write what they did."""
+    deepspeed = import_module(library)
+    deepspeed.init_distributed()
+    found = {name: train(deepspeed, *CASES[name]) for name in names}
+    if deepspeed.comm.get_rank() == 0:
+        Path(out).write_text(json.dumps(found))
+
+
+def compare(replicas: int, names: list[str]) -> None:
+    """Print a table of all cases in two stages on `replicas`."""
+    ranks = STAGES * replicas
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = start("deepspeed", ranks, names, folder, __file__)
+        ours = start("shardwise.deepspeed", ranks, names, folder, __file__)
+    alone = {clipping: plain(replicas, clipping) for clipping in (0.0, 1.0)}
+    print(
+        f"\n| {STAGES} stages x {replicas} replica(s) | loss | norm | loss beside plain PyTorch |"
+    )
+    print("|---|---|---|---|")
+    for name in names:
+        values = [difference(ours[name], theirs[name], column) for column in range(2)]
+        values.append(difference(ours[name], alone[CASES[name][1]], 0))
+        shown = " | ".join("-" if value != value else f"{value:.1e}" for value in values)
+        print(f"| {name} | {shown} |", flush=True)
+
+
+def main() -> None:
+    """Run as a worker, or compare the two."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--only", default="", help="cases whose names have this in them")
+    for hidden in ("--worker", "--out", "--names"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        work(given.worker, json.loads(given.names), given.out)
+        return
+    print(f"torch {torch.__version__}, {STEPS} steps, largest relative differences")
+    for replicas in given.replicas:
+        compare(replicas, [name for name in CASES if given.only in name])
+
+
+if __name__ == "__main__":
+    main()

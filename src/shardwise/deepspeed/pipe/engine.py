@@ -1,0 +1,192 @@
+"""PipelineEngine: trains a PipelineModule, a whole update at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DistributedSampler
+
+from shardwise.deepspeed.engine import DeepSpeedEngine
+from shardwise.deepspeed.loader import RepeatingLoader
+from shardwise.deepspeed.pipe.module import PipelineModule
+from shardwise.deepspeed.pipe.topology import PipelineParallelGrid
+from shardwise.errors import UsageError
+
+Batches = Iterator[Any]
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """What `deepspeed.initialize` makes of a PipelineModule.
+
+    `train_batch` takes `gradient_accumulation_steps` batches, pairs of inputs and labels, and makes
+    the update. Every worker of a pipeline takes the same ones, those between the ends too.
+    """
+
+    module: PipelineModule
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        if self.world.settings.microbatches not in (None, self.gradient_accumulation_steps()):
+            raise UsageError(
+                f"--microbatches {self.world.settings.microbatches} with a PipelineModule: "
+                f"gradient_accumulation_steps says it, {self.gradient_accumulation_steps()}. Leave "
+                "the flag out."
+            )
+        interval = self._job.document.get("pipeline.activation_checkpoint_interval", 0)
+        if interval:
+            self.module.set_checkpoint_interval(interval)
+        self.grid = PipelineParallelGrid(self.world)
+        self.num_stages, self.stage_id = self.module.num_stages, self.module.stage_id
+        self.agg_train_loss: Tensor | None = None
+        self._data: Batches | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
+
+    # -- batches ----------------------------------------------------------------------------
+
+    @property
+    def micro_batches(self) -> int:
+        """How many batches make an update."""
+        return self.gradient_accumulation_steps()
+
+    def read(self, dataset: Any) -> Any:
+        """Take batches of `dataset`, in its own order and again from its start, where
+        `train_batch` is given none; returns the loader."""
+        sampler: Any = DistributedSampler(
+            dataset, self.world.data_size, self.world.data_rank, shuffle=False
+        )
+        loader = RepeatingLoader(self.deepspeed_io(dataset, data_sampler=sampler))
+        self.set_dataloader(loader)
+        return loader
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Take batches of `loader` where `train_batch` is given none."""
+        self._data = iter(loader)
+
+    def set_dataiterator(self, iterator: Batches) -> None:
+        """Take batches of `iterator` where `train_batch` is given none."""
+        self._data = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Let `fn` make pairs of inputs and labels of what a loader gives."""
+        self._batch_fn = fn
+
+    def reset_activation_shape(self) -> None:
+        """Nothing to do: forms are followed from batch to batch."""
+
+    def _batch(self, source: Batches | None, call: str) -> tuple[Any, Any]:
+        """The next pair of inputs and labels, where this worker computes."""
+        if source is None:
+            raise UsageError(
+                f"engine.{call} has no batches on worker {self.world.rank}: give every worker of a "
+                "pipeline the iterator, or initialize the training_data."
+            )
+        batch = next(source)
+        if self._batch_fn is not None:
+            batch = self._batch_fn(batch)
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            raise UsageError(
+                f"engine.{call} takes batches that are pairs of inputs and labels, not a "
+                f"{type(batch).__name__}: set_batch_fn makes pairs of others."
+            )
+        inputs, labels = pytree.tree_map_only(Tensor, lambda x: x.to(self.device), batch)
+        # Loaders turn tuples into lists; layers take several inputs as a tuple.
+        return tuple(inputs) if isinstance(inputs, list) else inputs, labels
+
+    # -- training and evaluation ------------------------------------------------------------
+
+    def train_batch(self, data_iter: Batches | None = None) -> Tensor:
+        """Train on the next batches of `data_iter`, and update; returns their mean loss over all
+        workers, fp32, 0-dim. Collective."""
+        engine = self._engine("train_batch")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self.module.train()
+        count = self.gradient_accumulation_steps()
+        batches = [self._batch(self._data, "train_batch") for _ in range(count)]
+        reduction = "ddp" if self._job.averages else "sum"
+        engine.forward_backward(self._loss_over(count), *batches, reduction=reduction, cut=False)
+        stats = engine.step(self._job.clipping or None)
+        self._grad_norm, self.losses = stats.grad_norm, stats.loss
+        self._step_applied = not stats.skipped
+        self._counts.micro_steps += count
+        self._follow({})
+        self.agg_train_loss = torch.tensor(stats.loss, dtype=torch.float32, device=self.device)
+        return self.agg_train_loss
+
+    def _loss_over(self, count: int) -> Callable[[Any, Any], Any]:
+        return lambda inputs, labels: self.module.loss_of(inputs, labels) / count
+
+    @torch.no_grad()
+    def eval_batch(
+        self,
+        data_iter: Batches,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The mean loss of the next batches of `data_iter`, over all workers, in evaluation.
+
+        Without `compute_loss` it is of the outputs; with `reduce_output` None the list of each
+        batch's. With `return_logits` the outputs of the last batch come second. All workers get
+        them. Collective.
+        """
+        del bcast_loss
+        self.module.eval()
+        count = num_micro_batches or self.gradient_accumulation_steps()
+        values, outputs = [], None
+        for _ in range(count):
+            inputs, labels = self._batch(data_iter, "eval_batch")
+            outputs = found = self.module(inputs)
+            if compute_loss and self.module.loss_fn is not None:
+                found = self.module.loss_fn(outputs, labels)
+            values.append(self._whole(found))
+        result = values if reduce_output is None else self._mean(values, reduce_output)
+        return (result, self._whole(outputs)) if return_logits else result
+
+    def _whole(self, found: Any) -> Any:
+        """`found`, which a stage has computed, on every worker of its pipeline. Collective."""
+        return pytree.tree_map_only(Tensor, lambda x: x.cpu().to(self.device), found)
+
+    def _mean(self, values: list[Any], reduce_output: str) -> Any:
+        if reduce_output.lower() != "avg":
+            raise UsageError(f"reduce_output is avg or None, not {reduce_output!r}.")
+        leaves = [pytree.tree_leaves(value) for value in values]
+        shape = pytree.tree_structure(values[0])
+        mean = [torch.stack(each).mean(0) for each in zip(*leaves, strict=True)]
+        over_all = [self.world.sum(each) / self.world.size for each in mean]
+        return pytree.tree_unflatten(over_all, shape)
+
+    # -- what there is not ------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
+        """Raises UsageError."""
+        raise _of_batches("forward")
+
+    def backward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
+        """Raises UsageError."""
+        raise _of_batches("backward")
+
+    def step(self, *inputs: Any, **kwargs: Any) -> NoReturn:
+        """Raises UsageError."""
+        raise _of_batches("step")
+
+    def is_first_stage(self) -> bool:
+        """Whether this worker has the first stage."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this worker has the last stage."""
+        return self.stage_id == self.num_stages - 1
+
+
+def _of_batches(call: str) -> UsageError:
+    return UsageError(
+        f"engine.{call}() of a PipelineModule, whose stages are in different micro-batches: write "
+        "engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
+    )

@@ -1,0 +1,56 @@
+"""Which layers each stage of a PipelineModule has, by its partition_method. Pure arithmetic."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from shardwise.errors import UsageError
+from shardwise.parallel.pipeline.partition import balanced_starts, with_trainable_stages
+
+
+def starts_of(
+    method: str, names: Sequence[str], sizes: Sequence[int], adds: Sequence[bool], stages: int
+) -> list[int]:
+    """The first layer of each of `stages` stages.
+
+    `names` are the layers' types, `sizes` their numbers of trained elements, and `adds` says which
+    have something to train that no earlier one has. `method` is "uniform" (as many layers in each),
+    "parameters" or "type:REGEX" (as small a largest stage as can be, by elements or by layers of
+    matching types). A stage has one layer at least. Raises UsageError for another method, a pattern
+    that no type matches, and more stages than layers.
+    """
+    if len(names) < stages:
+        raise UsageError(
+            f"A PipelineModule of {len(names)} layer(s) for {stages} stages: give it more layers, "
+            "or fewer stages."
+        )
+    word = method.lower()
+    if word == "uniform":
+        return _uniform(len(names), stages)
+    if word == "parameters":
+        return with_trainable_stages(balanced_starts([float(size) for size in sizes], stages), adds)
+    if word.startswith("type:"):
+        return balanced_starts(_matches(method.partition(":")[2], names), stages)
+    raise UsageError(
+        f'partition_method={method!r} is not there: write "parameters", "uniform" or "type:REGEX".'
+    )
+
+
+def _uniform(count: int, stages: int) -> list[int]:
+    least, more = divmod(count, stages)
+    return [stage * least + min(stage, more) for stage in range(stages)]
+
+
+def _matches(pattern: str, names: Sequence[str]) -> list[float]:
+    """1 for each layer whose type has `pattern` in its name, in any case of its letters, else 0."""
+    try:
+        found = [float(bool(re.search(pattern, name, re.IGNORECASE))) for name in names]
+    except re.error as error:
+        raise UsageError(f"partition_method='type:{pattern}' is no pattern: {error}.") from None
+    if not any(found):
+        raise UsageError(
+            f"partition_method='type:{pattern}' matches no layer: there are "
+            f"{', '.join(sorted(set(names)))}."
+        )
+    return found

@@ -1,0 +1,112 @@
+"""Where the workers of a run stand along the axes pipe, data and model, as DeepSpeed numbers them.
+
+The numbers of ranks are Shardwise's: rank = (data x stages + stage) x model + part. DeepSpeed's own
+put the data axis inside; scripts that ask by the methods here see no difference.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import shardwise as sw
+from shardwise.errors import UsageError
+
+
+class ProcessTopology:
+    """Workers in a grid: `axes` are names, outermost first, and `dims` their lengths."""
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        self.axes, self.dims = list(axes), list(dims)
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        places: Any = product(*(range(size) for size in self.dims))
+        self.mapping = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
+
+    def get_rank(self, **coordinates: int) -> int:
+        """The worker at `coordinates`, one for each axis."""
+        if set(coordinates) != set(self.axes):
+            raise UsageError(f"get_rank takes one number for each of {', '.join(self.axes)}.")
+        return self.mapping[self.ProcessCoord(**coordinates)]
+
+    def get_axis_names(self) -> list[str]:
+        """The axes, outermost first."""
+        return self.axes
+
+    def get_dim(self, axis: str) -> int:
+        """The length of `axis`; 0 for one that is not there."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_coord(self, rank: int) -> Any:
+        """Where worker `rank` stands: a tuple whose parts are named as the axes."""
+        return next(place for place, number in self.mapping.items() if number == rank)
+
+    def world_size(self) -> int:
+        """How many workers there are."""
+        return len(self.mapping)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """`num_pp` stages and `num_dp` replicas."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(["data", "pipe"], [num_dp, num_pp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """The same with each layer split over `num_mp` workers."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(["data", "pipe", "model"], [num_dp, num_pp, num_mp])
+
+
+class PipelineParallelGrid:
+    """This worker's place, as scripts ask for it (Megatron's `mpu`)."""
+
+    def __init__(self, world: sw.World) -> None:
+        self._world = world
+        self.data_parallel_size = world.data_size
+        self.data_parallel_id = world.data_rank
+        self.pipe_parallel_size = world.pipeline_size
+        self.model_parallel_size = world.tensor_size
+        self.stage_id = world.pipeline_rank
+
+    def get_stage_id(self) -> int:
+        """The stage of this worker."""
+        return self.stage_id
+
+    def get_global_rank(self) -> int:
+        """This worker's number."""
+        return self._world.rank
+
+    def get_data_parallel_id(self) -> int:
+        """Which replica this worker is of."""
+        return self.data_parallel_id
+
+    def get_pipe_parallel_rank(self) -> int:
+        """The stage of this worker."""
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """How many stages there are."""
+        return self.pipe_parallel_size
+
+    def get_data_parallel_rank(self) -> int:
+        """Which replica this worker is of."""
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many replicas there are."""
+        return self.data_parallel_size
+
+    def get_model_parallel_rank(self) -> int:
+        """Which part of every split layer this worker has."""
+        return self._world.tensor_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Over how many workers each layer is split."""
+        return self.model_parallel_size
+
+    get_slice_parallel_rank = get_model_parallel_rank
+    get_slice_parallel_world_size = get_model_parallel_world_size

@@ -1,0 +1,148 @@
+"""A DeepSpeed JSON among TrainingArguments: "auto" is what the other arguments say.
+
+    TrainingArguments(deepspeed="ds.json", ...)     # DeepSpeed need not be installed
+
+Transformers itself is not told of it: what it would hand to DeepSpeed is done by engines.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from accelerate.utils import DeepSpeedPlugin
+from torch import optim
+from transformers import TrainingArguments
+
+from shardwise.accelerate.deepspeed_json import VARIABLE, one_optimizer
+from shardwise.config.deepspeed import Job, parse
+from shardwise.deepspeed import optimizers
+from shardwise.errors import ConfigError
+
+_KEPT = "_shardwise_deepspeed"
+"""The attribute of TrainingArguments that has the JSON, or the plugin of `accelerate launch`."""
+
+
+def take_json() -> None:
+    """Let TrainingArguments keep a `deepspeed` to themselves; once more does nothing."""
+    theirs = TrainingArguments.__post_init__
+    if not hasattr(theirs, "__wrapped__"):
+        TrainingArguments.__post_init__ = _keeping(theirs)
+
+
+def _keeping(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(theirs)
+    def post_init(arguments: Any) -> None:
+        given, arguments.deepspeed = arguments.deepspeed, None
+        with _without_switch() as asked:
+            theirs(arguments)
+            if given or asked:
+                setattr(arguments, _KEPT, given or DeepSpeedPlugin().deepspeed_config)
+
+    return post_init
+
+
+@contextmanager
+def _without_switch() -> Iterator[bool]:
+    """Inside the block the variable that asks for DeepSpeed is away; yields whether it did."""
+    before = os.environ.pop(VARIABLE, None)
+    try:
+        yield (before or "false").lower() == "true"
+    finally:
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+def json_of(arguments: Any) -> Any:
+    """The JSON, as a file or a dict, that `arguments` were given; None without one."""
+    return getattr(arguments, _KEPT, None)
+
+
+def job_of(arguments: Any, steps: int | None = None) -> Job | None:
+    """What it asks for, "auto" being what `arguments` say, for a training of so many `steps`.
+
+    None without a JSON. Raises ConfigError where a key and an argument say different things.
+    """
+    source = json_of(arguments)
+    if source is None:
+        return None
+    tree = dict(source) | {"steps_per_print": None} if isinstance(source, dict) else source
+    auto = _auto_of(arguments, steps)
+    job = parse(tree, auto)
+    for key, argument in _SAME.items():
+        found = job.document.get(key)
+        if found is not None and key in auto and found != auto[key]:
+            raise ConfigError(
+                f"{job.document.name} has {key} {found}, and TrainingArguments({argument}=...) "
+                f'says {auto[key]}: write "auto" into the JSON, or the same value.'
+            )
+    return job
+
+
+_SAME = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "train_batch_size": "per_device_train_batch_size",
+    "gradient_clipping": "max_grad_norm",
+    "fp16.enabled": "fp16",
+    "bf16.enabled": "bf16",
+}
+"""Keys that must be what an argument says, unless they are "auto"."""
+
+
+def _auto_of(arguments: Any, steps: int | None) -> dict[str, Any]:
+    micro, accumulation = (
+        arguments.per_device_train_batch_size,
+        arguments.gradient_accumulation_steps,
+    )
+    found = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": micro * accumulation * arguments.world_size,
+        "gradient_clipping": arguments.max_grad_norm,
+        "fp16.enabled": bool(arguments.fp16 or arguments.fp16_full_eval),
+        "bf16.enabled": bool(arguments.bf16 or arguments.bf16_full_eval),
+        "optimizer.params.lr": arguments.learning_rate,
+        "optimizer.params.betas": [arguments.adam_beta1, arguments.adam_beta2],
+        "optimizer.params.eps": arguments.adam_epsilon,
+        "optimizer.params.weight_decay": arguments.weight_decay,
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": arguments.learning_rate,
+    }
+    if steps is not None:
+        found["scheduler.params.total_num_steps"] = steps
+        found["scheduler.params.warmup_num_steps"] = max(1, arguments.get_warmup_steps(steps))
+    return found
+
+
+class OptimizersOfJson:
+    """The part of a Trainer that takes the optimizer and the schedule of its JSON."""
+
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    _created_lr_scheduler: bool
+
+    def create_optimizer(self, model: Any = None) -> optim.Optimizer:
+        """The JSON's, over all that is trained; without one, the trainer's own."""
+        job = job_of(self.args)
+        if self.optimizer is None and job is not None and job.optimizer is not None:
+            trained = self.model if model is None else model
+            parameters = [p for p in trained.parameters() if p.requires_grad]
+            self.optimizer = made = one_optimizer(job, parameters, [trained])
+            return made
+        return super().create_optimizer(model)  # type: ignore[misc, no-any-return]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The JSON's, stepped once with each update; without one, the trainer's own."""
+        job = job_of(self.args, num_training_steps)
+        if self.lr_scheduler is None and job is not None and job.schedule is not None:
+            face = self.optimizer if optimizer is None else optimizer
+            made = optimizers.schedule_of_json(job.schedule, face, job.document.name)
+            self.lr_scheduler, self._created_lr_scheduler = made, True
+            return made
+        return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]

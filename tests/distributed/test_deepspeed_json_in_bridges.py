@@ -1,0 +1,193 @@
+"""A DeepSpeed JSON that Accelerate and the Trainer are given, without the package deepspeed."""
+
+import os
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError
+from tests.distributed.test_accelerate import fresh, ours, ranks
+from tests.distributed.test_transformers_trainer import arguments, figures, gpt2, stock, texts
+
+pytest.importorskip("accelerate", reason="the accelerate package is not there")
+pytest.importorskip("transformers", reason="the transformers package is not there")
+
+STEPS, ACCUMULATION, ROWS = 4, 2, 4
+OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+SCHEDULER = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+}
+JSON = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 0.05,
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "contiguous_gradients": True},
+    "bf16": {"enabled": "auto"},
+}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def batch(step, micro, rank):
+    draw = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    x = torch.randn(ROWS, 4, generator=draw)
+    return x, x[:, :3].sin()
+
+
+def loss_of(model, x, y):
+    return (model(x) - y).square().mean()
+
+
+def plain(size):
+    """Losses and rates of one process that does what DeepSpeed does with this JSON."""
+    from shardwise.deepspeed.schedules import WarmupLR
+
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    schedule = WarmupLR(optimizer, warmup_min_lr=0, warmup_max_lr=0.01, warmup_num_steps=3)
+    seen = []
+    for step in range(STEPS):
+        for micro in range(ACCUMULATION):
+            for rank in range(size):
+                loss = loss_of(model, *batch(step, micro, rank))
+                (loss / ACCUMULATION / size).backward()
+                seen.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        seen.append(optimizer.param_groups[0]["lr"])
+    return seen
+
+
+def accelerate_case(world):
+    import_module("shardwise.accelerate")  # lets accelerate.utils have the dummies
+    from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+
+    plugin = DeepSpeedPlugin(hf_ds_config=JSON | {"optimizer": OPTIMIZER, "scheduler": SCHEDULER})
+    accelerator = ours(deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATION)
+    model = net()
+    optimizer = DummyOptim(model.parameters(), lr=0.01, weight_decay=0.1)
+    schedule = DummyScheduler(optimizer, warmup_num_steps=3)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    assert [each.placement.level for each in accelerator.engines] == [2]
+    seen = []
+    for step in range(STEPS):
+        for micro in range(ACCUMULATION):
+            with accelerator.accumulate(model):
+                loss = loss_of(model, *batch(step, micro, world.rank))
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 7.0)  # the JSON's counts
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            seen += [float(each) for each in world.gather(loss.detach())]
+        seen.append(optimizer.param_groups[0]["lr"])
+    assert seen == pytest.approx(plain(world.size), rel=1e-5)
+    accelerator.free_memory()
+    fresh()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_accelerate_trains_as_the_json_says(group, size):
+    ranks(group, size)(accelerate_case)
+
+
+VARIABLES = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3",
+}
+
+
+def launched_case(world):
+    """What `accelerate launch --use_deepspeed --zero_stage 3 ...` sets."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in VARIABLES.items():
+            patch.setenv(name, value)
+        accelerator = ours()
+    assert accelerator.gradient_accumulation_steps == 3
+    model = net()
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (engine,) = accelerator.engines
+    assert engine.placement.level == 3
+    assert engine.placement.tier("optimizer").kind == "cpu"
+    accelerator.free_memory()
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps 4, and Accelerator 2: wri"):
+        refused(JSON | {"gradient_accumulation_steps": 4}, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match="computes in fp32, and Accelerator has mixed_precisio"):
+        refused(JSON | {"bf16": {"enabled": False}}, mixed_precision="bf16")
+    fresh()
+
+
+def refused(tree, **options):
+    from accelerate.utils import DeepSpeedPlugin
+
+    return ours(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=tree), **options)
+
+
+def test_variables_of_accelerate_launch(group):
+    ranks(group, 1)(launched_case)
+
+
+def trainer_of(folder, tree, each, **options):
+    import shardwise.transformers
+
+    fresh()
+    return shardwise.transformers.Trainer(
+        model=gpt2(),
+        args=arguments(folder, deepspeed=tree, per_device_train_batch_size=each, **options),
+        train_dataset=texts(),
+        quiet=True,
+    )
+
+
+def trainer_case(world, folder):
+    """With the trainer's own optimizer and schedule it is the stock Trainer's result."""
+    options = {"gradient_accumulation_steps": 2, "max_steps": 4}
+    before = stock(folder, 4, **options)
+    before.train()
+    trainer = trainer_of(folder, JSON | {"gradient_clipping": "auto"}, 4 // world.size, **options)
+    assert os.environ.get("ACCELERATE_USE_DEEPSPEED") is None
+    trainer.train()
+    (engine,) = trainer.accelerator.engines
+    assert engine.placement.level == 2
+    for mine, theirs in zip(figures(trainer), figures(before), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    trainer.accelerator.free_memory()
+
+
+def test_the_trainer_takes_settings_of_the_json(group, tmp_path):
+    ranks(group, 2)(trainer_case, str(tmp_path))
+
+
+def optimizer_case(world, folder):
+    """The JSON's optimizer and schedule, with "auto" as the arguments say."""
+    from shardwise.deepspeed.schedules import WarmupLR
+
+    tree = JSON | {"optimizer": OPTIMIZER, "scheduler": SCHEDULER, "gradient_clipping": 0.5}
+    trainer = trainer_of(folder, tree, 4, max_steps=4, weight_decay=0.2)
+    trainer.train()
+    assert isinstance(trainer.lr_scheduler, WarmupLR)
+    (held,) = trainer.optimizer.param_groups
+    assert held["weight_decay"] == 0.2
+    rates = [rate for _, _, rate in figures(trainer)]
+    assert rates[-1] == pytest.approx(0.01)
+    assert rates == sorted(rates)
+    trainer.accelerator.free_memory()
+    with pytest.raises(ConfigError, match=r"gradient_clipping 0.5, and .*max_grad_norm=.*says 2"):
+        trainer_of(folder, tree, 4, max_grad_norm=2.0)
+    fresh()
+
+
+def test_the_trainer_takes_the_optimizer_of_the_json(group, tmp_path):
+    ranks(group, 1)(optimizer_case, str(tmp_path))
