@@ -123,6 +123,13 @@ def _source_flags() -> Iterator[Flag]:
         type=Typed(values.file),
         help="devices and links of your own, as TOML",
     )
+    yield Flag(
+        ["--disk"],
+        group="plan",
+        shown="--disk DIR",
+        type=Typed(values.folder),
+        help="also try states on a disk, in this folder of the hosts",
+    )
 
 
 def command() -> Command:
@@ -156,6 +163,7 @@ def _plan(
     json_file: Path | None,
     page: str | None,
     hardware: Path | None,
+    disk: str | None,
     module: bool,
     **given: Any,
 ) -> int:
@@ -193,6 +201,7 @@ def _plan(
         within=within,
         budget=budget,
         hardware=() if hardware is None else (hardware,),
+        disk=disk or "",
         explain=explain,
         json_file=json_file,
         page=None if page is None else Path(page),

@@ -13,7 +13,7 @@ and the peak is the largest sum. After backward the update has temporaries of it
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,7 +23,7 @@ from shardwise.placement import STATES
 from shardwise.planning.choice import Choice
 from shardwise.planning.heap import bounds_on_cpu, is_reordered
 from shardwise.planning.layout import FP32, NARROW, StateLayout, lay_out
-from shardwise.planning.record import StepRecord, TensorLife
+from shardwise.planning.record import ParameterRecord, StepRecord, TensorLife
 
 IN_FLIGHT = 2
 """Buffers of gradients that are in a collective at once (states/bucket_reducer)."""
@@ -35,7 +35,10 @@ UPDATE_TEMPORARIES = 2
 """Tensors of a bucket's length that an update without a fused kernel makes at once (the
 denominator of Adam, and its quotient)."""
 
-KINDS = (*STATES, "frozen", "buffers", "gathered", "buckets", "saved", "temporary", "batch")
+KINDS = (
+    *STATES, "frozen", "buffers", "gathered", "buckets", "disk buffers", "in flight", "saved",
+    "temporary", "batch",
+)  # fmt: skip
 """What memory is for, in the order of pictures."""
 
 
@@ -83,17 +86,39 @@ class MemoryPlan:
     at: int
     where: str
     held: tuple[Held, ...]
+    backward: int
+    """The operation that backward begins with."""
 
     def at_peak(self) -> dict[str, int]:
         """Bytes by kind at the peak."""
         return {kind: int(values[self.at]) for kind, values in self.parts.items()}
 
 
-def predict(record: StepRecord, choice: Choice, hardware: Hardware, *, rank: int = 0) -> MemoryPlan:
+@dataclass(frozen=True)
+class InFlight:
+    """Bytes of other micro-batches on a pipeline's rank, in a forward and in a backward."""
+
+    forward: int = 0
+    backward: int = 0
+
+
+def predict(
+    record: StepRecord,
+    choice: Choice,
+    hardware: Hardware,
+    *,
+    rank: int = 0,
+    parameters: tuple[ParameterRecord, ...] | None = None,
+    in_flight: InFlight = InFlight(),
+) -> MemoryPlan:
     """The memory of `rank` in a step of `choice`; `record` is of one micro-batch of its size, with
-    its recomputation."""
+    its recomputation: of all of the model, or of a stage on a rank that has `parameters`."""
     layout = lay_out(
-        record, choice.row, choice.data, bucket_mb=choice.bucket_mb, apart=hardware.apart
+        record if parameters is None else replace(record, parameters=parameters),
+        choice.row,
+        choice.data,
+        bucket_mb=choice.bucket_mb,
+        apart=hardware.apart,
     )
     states = layout.bytes_by_state(rank)
     if choice.micro_batches > 1:
@@ -107,9 +132,16 @@ def predict(record: StepRecord, choice: Choice, hardware: Hardware, *, rank: int
         tiers[tier] += nbytes
         if tier == "device":
             parts[state] += nbytes
+    staging = layout.staging_bytes(rank)
+    if hardware.apart and staging:
+        tiers["cpu"] += staging
+    else:
+        parts["disk buffers"] += staging
     parts["frozen"] += layout.unlaid_bytes
     parts["buffers"] += record.buffer_bytes
-    parts["gathered"] += _gathered(layout, hardware)
+    parts["gathered"] += _gathered(layout, record, hardware)
+    parts["in flight"][: record.backward] = in_flight.forward
+    parts["in flight"][record.backward : count] = in_flight.backward
     parts["buckets"] += _borrowed(layout)
     for life in record.tensors:
         kind = _kind(life)
@@ -122,7 +154,7 @@ def predict(record: StepRecord, choice: Choice, hardware: Hardware, *, rank: int
     curve = np.sum(list(parts.values()), axis=0)
     at = int(curve.argmax())
     low = peak = int(curve[at])
-    if not hardware.apart and choice.data == 1:
+    if not hardware.apart and choice.devices == 1:
         low, peak = bounds_on_cpu(record, choice, layout, rank)
     return MemoryPlan(
         states,
@@ -134,6 +166,7 @@ def predict(record: StepRecord, choice: Choice, hardware: Hardware, *, rank: int
         at,
         _where(record, at),
         _held(record, at),
+        record.backward,
     )
 
 
@@ -168,10 +201,9 @@ def _borrowed(layout: StateLayout) -> int:
     return sum(nbytes * min(counts[kind], IN_FLIGHT + 1) for kind, nbytes in longest.items())
 
 
-def _gathered(layout: StateLayout, hardware: Hardware) -> NDArray[np.int64]:
+def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> NDArray[np.int64]:
     """By operation, the gathered parameters: of the unit at work and the next one, which is on its
     way, and of the rest of the model, which stays from forward to the end of backward."""
-    record = layout.record
     found = np.zeros(len(record.operations) + 1, dtype=np.int64)
     if not layout.row.is_sharded("parameters") or hardware.shares or layout.ranks == 1:
         return found

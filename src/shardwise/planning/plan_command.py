@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,10 @@ from rich.table import Table
 
 from shardwise.planning import search
 from shardwise.planning.calibrate import calibrate
-from shardwise.planning.catalogue import read_catalogue
-from shardwise.planning.clock import ScriptClock
-from shardwise.planning.cluster import Cluster, parse_cluster
-from shardwise.planning.cost import Cost, cost_of, is_within
 from shardwise.planning.memory import KINDS
-from shardwise.planning.observe import Script, observe_sizes
-from shardwise.planning.record import StepRecord
-from shardwise.planning.search import Line, Question
+from shardwise.planning.observe import Script
+from shardwise.planning.plans import Plan, PlanRequest, make_plan
+from shardwise.planning.search import Line
 from shardwise.printable import in_bytes, printable
 
 SHOWN = 12
@@ -29,111 +24,6 @@ SHOWN = 12
 
 TENSORS = 15
 """Rows of `--explain`."""
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """Arguments of the command. `tokens` are those to train on in all, `within` days and
-    `budget` dollars."""
-
-    script: Script
-    on: str
-    tokens: float | None = None
-    within: float | None = None
-    budget: float | None = None
-    hardware: tuple[Path, ...] = ()
-    explain: bool = False
-    json_file: Path | None = None
-    page: Path | None = None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What `shardwise plan` found: placements, those that fit first.
-
-    Attributes: `lines`, `cluster`, `record` (the observed step with its activations kept).
-    """
-
-    request: PlanRequest
-    question: Question
-    lines: list[Line] = field(default_factory=list)
-
-    @property
-    def cluster(self) -> Cluster:
-        """The devices that were planned for."""
-        return self.question.cluster
-
-    @property
-    def record(self) -> StepRecord:
-        """The step as it was observed."""
-        return self.question.steps["kept"].large
-
-    @property
-    def best(self) -> Line | None:
-        """The first that fits; None where none does."""
-        return next((line for line in self.lines if line.fits), None)
-
-    def command(self, line: Line) -> str:
-        """The command that trains by `line`."""
-        script = self.request.script
-        return search.command_of(line, self.cluster, script.flags, script.words)
-
-    def cost(self, line: Line) -> Cost | None:
-        """Days, dollars and kWh until `tokens` are trained on; None where neither they nor seconds
-        are known."""
-        if self.request.tokens is None or line.estimate is None:
-            return None
-        steps = self.request.tokens / (line.choice.samples * tokens_per_sample(self.record))
-        estimate = line.estimate
-        return cost_of(estimate.seconds, estimate.error, steps, self.cluster, line.choice.devices)
-
-    def is_within(self, line: Line) -> bool:
-        """Whether it is done within the days and the dollars that were given."""
-        cost = self.cost(line)
-        return cost is None or is_within(cost, self.request.within, self.request.budget)
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        return {
-            "on": str(self.cluster),
-            "capacity_bytes": self.question.capacity,
-            "script": list(self.request.script.words),
-            "batch_size": self.record.total_batch,
-            "assumed": [str(each) for each in self.record.assumed],
-            "placements": [self._line_as_json(line) for line in self.lines],
-        }
-
-    def _line_as_json(self, line: Line) -> dict[str, Any]:
-        estimate = line.estimate
-        return {
-            "command": self.command(line),
-            "fits": line.fits,
-            "peak_bytes": line.memory.peak,
-            "peak_at": line.memory.where,
-            "bytes_at_peak": line.memory.at_peak(),
-            "states_bytes": line.memory.states,
-            "tier_bytes": line.memory.tiers,
-            "missing_bytes": line.over,
-            "missing_host_bytes": line.over_host,
-            "seconds_per_step": None if estimate is None else estimate.seconds,
-            "error": None if estimate is None else estimate.error,
-            "cost": None if (cost := self.cost(line)) is None else asdict(cost),
-            "within": self.is_within(line),
-        }
-
-
-def make_plan(request: PlanRequest) -> Plan:
-    """Observe the script and search. Raises LaunchError for one that cannot be observed,
-    ConfigError for an unknown cluster."""
-    cluster = parse_cluster(request.on, read_catalogue(request.hardware))
-    steps = {"kept": observe_sizes(request.script, activations="kept")}
-    question = Question(steps, cluster, ScriptClock())
-    lines = search.search(question)
-    if not all(line.fits and line.choice.micro_batches == 1 for line in lines):
-        # It costs a third of the time of forward and backward: looked at only where memory lacks.
-        steps["recomputed"] = observe_sizes(request.script, activations="recomputed")
-        lines = search.search(question)
-    return Plan(request, question, lines)
 
 
 def plan(
@@ -187,7 +77,7 @@ def show_calibration() -> Path:
 def _print(made: Plan, console: Console) -> None:
     fitting = [line for line in made.lines if line.fits][:SHOWN]
     others = [line for line in made.lines if not line.fits][:SHOWN]
-    record, capacity = made.record, made.question.capacity
+    record = made.record
     numel = sum(each.numel for each in record.parameters)
     console.print(
         f"{printable(made.request.script.name)} on {made.cluster}: {numel:,} parameters, "
@@ -205,34 +95,11 @@ def _print(made: Plan, console: Console) -> None:
         over = in_bytes(line.over or line.over_host) + ("" if line.over else " of host memory")
         console.print(
             f"{flags}: {in_bytes(line.memory.peak)} do not fit, {over} too much at "
-            f"{line.memory.where}. First help: {search.remedy(line, made.lines, made.question)}",
+            f"{line.memory.where}. First help: {search.remedy(line, made.lines)}",
             soft_wrap=True,
         )
-    _print_notes(made, console, capacity)
-
-
-def _print_notes(made: Plan, console: Console, capacity: int) -> None:
-    """What the figures leave out, and what was assumed."""
-    if made.question.hardware.apart:
-        console.print(
-            f"counted against {in_bytes(capacity)}: {in_bytes(search.RESERVED)} of a device are "
-            "left to its driver, NCCL and gaps between allocations",
-            soft_wrap=True,
-        )
-    if made.question.data < made.cluster.devices:
-        console.print(
-            f"the batch of {made.record.total_batch} gives {made.question.data} of "
-            f"{made.cluster.devices} devices a sample: raise it to use more",
-            soft_wrap=True,
-        )
-    if not made.record.accumulates and made.record.total_batch:
-        console.print(
-            "micro-batches were not tried: the script's loop takes each batch in one backward "
-            "(loader.steps() in the loop changes that)",
-            soft_wrap=True,
-        )
-    for each in made.record.assumed:
-        console.print(f"assumed: {printable(each)}", soft_wrap=True)
+    for note in made.notes():
+        console.print(printable(note), soft_wrap=True)
 
 
 def _table(made: Plan, lines: Sequence[Line]) -> Table:
@@ -299,13 +166,3 @@ def grouped(line: Line) -> list[tuple[tuple[str, str], tuple[int, int, tuple[int
         for key, group in found.items()
     }
     return sorted(rows.items(), key=lambda pair: -pair[1][0])
-
-
-def tokens_per_sample(record: StepRecord) -> int:
-    """How many tokens a sample has: the length of the batch's rows of whole numbers, else 1."""
-    rows = [
-        each.shape[1]
-        for each in record.tensors
-        if each.source == "batch" and each.dtype == "int64" and len(each.shape) == 2
-    ]
-    return max(rows, default=1)
