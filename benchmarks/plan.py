@@ -74,7 +74,7 @@ def compare(name: str, folder: Path) -> tuple[MemoryPlan, int, int] | None:
     record, size = folder / f"{name}.json", folder / f"{name}.size"
     live = folder / f"{name}.live"
     words = [str(SCRIPT), name]
-    _in_fork(lambda: observer.main([str(record), "0", *words]), folder / f"{name}.log")
+    _in_fork(lambda: observer.main([str(record), "0", "1", *words]), folder / f"{name}.log")
     _in_fork(lambda: measure(size, words), folder / f"{name}.measured.log")
     _in_fork(lambda: measure(live, words, returns=True), folder / f"{name}.measured.log")
     if not record.exists() or not size.exists() or not live.exists():
@@ -84,7 +84,9 @@ def compare(name: str, folder: Path) -> tuple[MemoryPlan, int, int] | None:
         return None
     step = StepRecord.read(record)
     choice = Choice(row=Placement.zero(0), data=1, micro_batch=step.batch_size)
-    plan = predict(step, choice, Hardware(apart=False, shares=True))
+    plan = predict(
+        step, choice, Hardware(apart=False, shares=True, threads=torch.get_num_threads())
+    )
     return plan, json.loads(live.read_text()), json.loads(size.read_text())
 
 

@@ -99,9 +99,9 @@ def gan() -> None:
     """The GAN of PyTorch's examples in small: two engines, each stepped once per batch."""
     generator = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 3072), nn.Tanh())
     critic = nn.Sequential(nn.Linear(3072, 1024), nn.LeakyReLU(0.2), nn.Linear(1024, 1))
+    loader = sw.Loader(TensorDataset(torch.randn(512, 3072)), batch_size=256)
     g = sw.Engine(generator, torch.optim.Adam(generator.parameters()))
     d = sw.Engine(critic, torch.optim.Adam(critic.parameters()))
-    loader = sw.Loader(TensorDataset(torch.randn(512, 3072)), batch_size=256)
     for (real,) in loader:
         fake = generator(torch.randn(len(real), 64))
         judged = torch.cat([critic(real), critic(fake.detach())])

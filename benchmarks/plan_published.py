@@ -397,7 +397,7 @@ def _vtrain(folder: Path | None) -> Iterator[str]:
         return
     yield "| file | rows | mean error | constant |\n|---|--:|--:|--:|"
     for kind in ("single", "multi"):
-        rows = _vtrain_rows(folder / f"ground_truth_{kind}.csv")
+        rows = vtrain_rows(folder / f"ground_truth_{kind}.csv")
         for name, part in (("fitted to", rows[::2]), ("held out", rows[1::2])):
             lines = [_vtrain_line(row) for row in part]
             error = statistics.mean(abs(line.error) for line in lines)
@@ -405,7 +405,7 @@ def _vtrain(folder: Path | None) -> Iterator[str]:
             yield f"| {kind}-node, {name} | {len(lines)} | {error:.1%} | {floor:.1%} |"
 
 
-def _vtrain_rows(file: Path) -> list[list[float]]:
+def vtrain_rows(file: Path) -> list[list[float]]:
     """Rows without the heading, from the number of GPUs on."""
     with file.open(newline="", encoding="utf-8-sig") as text:
         heading, *rows = csv.reader(text)
@@ -413,16 +413,22 @@ def _vtrain_rows(file: Path) -> list[list[float]]:
     return [[float(value) for value in row[first:]] for row in rows]
 
 
-VTRAIN_BETWEEN = 12.5e9 * NETWORK
+VTRAIN_LINE = 12.5e9
 """Bytes/s between hosts for each device, of four cards of 200 Gbit/s a host."""
 
 
-def _vtrain_line(row: Sequence[float]) -> Line:
+def vtrain_run(row: Sequence[float]) -> tuple[Transformer, Parallelism, int]:
+    """What a row of vTrain's was measured of: the model, how it was trained, and the devices."""
     gpus, batch, micro, hidden, heads, layers, sequence, tensor, data, pipeline = map(int, row[:10])
     model = replace(_gpt(layers, hidden, heads, 51200), sequence=sequence)
     shape = {"tensor": tensor, "pipeline": pipeline, "batch": batch, "gpus": gpus}
-    predicted = _step(model, _megatron(shape, data, micro, "full"), gpus, between=VTRAIN_BETWEEN)
-    return Line("", row[10] / 1e3, predicted, _work(model, shape))
+    return model, _megatron(shape, data, micro, "full"), gpus
+
+
+def _vtrain_line(row: Sequence[float]) -> Line:
+    model, run, gpus = vtrain_run(row)
+    predicted = _step(model, run, gpus, between=VTRAIN_LINE * NETWORK)
+    return Line("", row[10] / 1e3, predicted, model.model_flops(run.batch) / gpus)
 
 
 if __name__ == "__main__":

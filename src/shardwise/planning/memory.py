@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from shardwise.placement import STATES
 from shardwise.planning.choice import Choice
-from shardwise.planning.heap import bounds_on_cpu, is_reordered
+from shardwise.planning.cpu_kernels import code_bytes, copied_bytes, product_buffers
+from shardwise.planning.heap import bounds_on_cpu
 from shardwise.planning.layout import FP32, NARROW, StateLayout, lay_out
 from shardwise.planning.record import ParameterRecord, StepRecord, TensorLife
 
@@ -36,8 +37,8 @@ UPDATE_TEMPORARIES = 2
 denominator of Adam, and its quotient)."""
 
 KINDS = (
-    *STATES, "frozen", "buffers", "gathered", "buckets", "disk buffers", "in flight", "saved",
-    "temporary", "batch",
+    *STATES, "frozen", "buffers", "gathered", "buckets", "disk buffers", "kernels", "in flight",
+    "saved",    "temporary", "batch",
 )  # fmt: skip
 """What memory is for, in the order of pictures."""
 
@@ -48,10 +49,12 @@ class Hardware:
 
     `apart`: it has other memory than the host. `shares`: ranks of a host share memory, so that
     sharded parameters are read where they rest and are counted once for each rank's own part.
+    `threads` compute on the CPU in each rank, where that is the device.
     """
 
     apart: bool = True
     shares: bool = False
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -145,17 +148,23 @@ def predict(
     parts["buckets"] += _borrowed(layout)
     for life in record.tensors:
         kind = _kind(life)
-        parts[kind][max(life.born, 0) : life.died + 1] += _rounded(life.nbytes, hardware)
+        nbytes = _rounded(life.nbytes, hardware)
+        parts[kind][max(life.born, 0) : life.died + 1] += nbytes
+        if life.kept:  # the script's name for it is bound anew once the next step has made it
+            parts[kind][: life.born] += nbytes
     if not hardware.apart:
+        parts["kernels"] += product_buffers(record.operations, hardware.threads)
+        parts["kernels"] += code_bytes(record.operations)
         for number, operation in enumerate(record.operations):
-            parts["temporary"][number] += operation.bytes if is_reordered(operation) else 0
+            parts["temporary"][number] += copied_bytes(operation)
     parts["batch"][count] = parts["batch"][count - 1] if count else 0
     parts["temporary"][count] = _update_temporaries(layout, rank)
     curve = np.sum(list(parts.values()), axis=0)
     at = int(curve.argmax())
     low = peak = int(curve[at])
     if not hardware.apart and choice.devices == 1:
-        low, peak = bounds_on_cpu(record, choice, layout, rank)
+        kernels = int(parts["kernels"][0])
+        low, peak = (kernels + each for each in bounds_on_cpu(record, choice, layout, rank))
     return MemoryPlan(
         states,
         dict(tiers),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from shardwise.printable import in_bytes
 
 COLORS = (
     "#2563a8", "#3a9aa8", "#8a4fb0", "#8d99ae", "#b8a999", "#6cc795", "#2f8f5b", "#7a6a5c",
-    "#f0915f", "#d9622b", "#e0a458", "#c23b6b",
+    "#22272e", "#f0915f", "#d9622b", "#e0a458", "#c23b6b",
 )  # fmt: skip
 """A color for each kind, in the order of KINDS."""
 
@@ -42,7 +43,9 @@ def draw_memory(figure: Any, placements: Sequence[DrawnMemory]) -> None:
     axes[-1].set_xlabel("operations of a micro-batch: forward, then backward; the update last")
     names: dict[str, Any] = {}
     for axis in axes:
-        names |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
+        names |= {
+            label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
     figure.legend(
         names.values(), names, loc="outside lower center", ncols=6, frameon=False, fontsize=8.5
     )
@@ -70,5 +73,4 @@ def most_of_each(curve: NDArray[np.int64], columns: int) -> NDArray[np.int64]:
     if len(curve) <= columns:
         return np.arange(len(curve))
     edges = np.linspace(0, len(curve), columns + 1).astype(np.int64)
-    parts = zip(edges[:-1], edges[1:], strict=True)
-    return np.array([first + int(curve[first:end].argmax()) for first, end in parts])
+    return np.array([first + int(curve[first:end].argmax()) for first, end in pairwise(edges)])

@@ -231,11 +231,18 @@ class ObservedEngine(Engine):
         if self._observation.first_backward < 0:
             self._observation.first_backward = len(recorder.operations)
         try:
-            torch.autograd.backward(loss, retain_graph=retain_graph)
+            torch.autograd.backward(loss, retain_graph=retain_graph, inputs=self._inputs())
         finally:
             recorder.active = recorder.backward = False
         self.backwards += 1
         self.world.current_batch.train()
+
+    def _inputs(self) -> list[nn.Parameter] | None:
+        """This engine's parameters where the graph may hold those of another engine too."""
+        if len(self._observation.engines) == 1:
+            return None
+        located = (each.parameter for each in self._spec.located())
+        return [parameter for parameter in located if parameter.requires_grad]
 
     def forward_backward(
         self,

@@ -74,7 +74,8 @@ class Question:
         their host's memory is."""
         here = self.cluster.device.name.split("-")[0] == HERE
         on_host = here and not resources.gpu_count(os.environ)
-        return Hardware(apart=not on_host, shares=on_host)
+        threads = max(1, (os.cpu_count() or 1) // self.cluster.per_host)
+        return Hardware(apart=not on_host, shares=on_host, threads=threads)
 
     @property
     def capacity(self) -> int:
