@@ -2,9 +2,9 @@
 
     python benchmarks/plan_fit.py --data FOLDER
 
-FOLDER has vTrain's two files, as for plan_published.py. Five numbers are fitted to every second row
+FOLDER has vTrain's two files, as for plan_systems.py. Five numbers are fitted to every second row
 of both (the rest is held out), so that the mean of |predicted / measured - 1| is least. Prints them
-beside what is in use (hardware/a100.toml and plan_published.py), with the errors of both.
+beside what is in use (hardware/a100.toml and plan_systems.py), with the errors of both.
 
     matmul     top * x / (x + half), x in GFLOP of a product
     memory     scale * (0.2, 0.8, 1.0, 1.2) at 0.1, 1, 10 and 100 MB
@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import plan_published as published
+import plan_systems as systems
+import plan_vtrain
 from shardwise.planning.catalogue import Curve, Device
 from shardwise.planning.cluster import Cluster, parse_cluster
 from shardwise.planning.parallelism import Parallelism
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder with vTrain's files")
     folder = parser.parse_args().data
     files = {
-        kind: [_row(each) for each in published.vtrain_rows(folder / f"ground_truth_{kind}.csv")]
+        kind: [_row(each) for each in plan_vtrain.vtrain_rows(folder / f"ground_truth_{kind}.csv")]
         for kind in ("single", "multi")
     }
     fitted = search([row for rows in files.values() for row in rows[::2]])
@@ -91,12 +92,12 @@ def main() -> None:
 
 
 def in_use() -> Fit:
-    """What the catalogue and plan_published.py have."""
-    curves = published.CATALOGUE.device("A100").curves
+    """What the catalogue and plan_systems.py have."""
+    curves = systems.CATALOGUE.device("A100").curves
     (low, first), (high, last) = curves["matmul"].points[2], curves["matmul"].points[-1]
     half = (last / first - 1) / (1 / low - last / first / high)
     top = first * (low + half) / low
-    return Fit(top, half, curves["memory"].at(10.0), published.MEGATRON.host, published.NETWORK)
+    return Fit(top, half, curves["memory"].at(10.0), systems.MEGATRON.host, systems.NETWORK)
 
 
 def search(rows: Sequence[Row]) -> Fit:
@@ -126,16 +127,16 @@ def error(fit: Fit, rows: Sequence[Row]) -> float:
 
 def predicted(fit: Fit, row: Row) -> float:
     """Seconds of a step."""
-    known = parse_cluster("A100", published.CATALOGUE)
-    far = replace(known.between, bandwidth=published.VTRAIN_LINE * fit.network)
+    known = parse_cluster("A100", systems.CATALOGUE)
+    far = replace(known.between, bandwidth=plan_vtrain.VTRAIN_LINE * fit.network)
     hosts, per_host = max(1, row.gpus // 8), min(8, row.gpus)
     cluster = Cluster(hosts, per_host, fit.device(known.device), known.inside, far)
-    software = Software(fit.host, 0.0, published.MEGATRON.size)
+    software = Software(fit.host, 0.0, systems.MEGATRON.size)
     return step_seconds(transformer_times(row.model, row.run, cluster, software))
 
 
 def _row(values: Sequence[float]) -> Row:
-    model, run, gpus = published.vtrain_run(values)
+    model, run, gpus = plan_vtrain.vtrain_run(values)
     return Row(model, run, gpus, values[10] / 1e3)
 
 

@@ -25,9 +25,7 @@ from shardwise.launch import program
 from shardwise.planning.observation import Observation, finish
 from shardwise.planning.observed_engine import ObservedEngine
 from shardwise.planning.step_recorder import user_place
-
-SMALL = 2**16
-"""Elements up to which initial values are computed."""
+from shardwise.tiers.host_memory import MAPPED
 
 
 def main(arguments: list[str]) -> None:
@@ -90,12 +88,14 @@ def _replace_loader(observation: Observation, samples: int) -> None:
 
 def _skip_initial_values() -> None:
     """Let the functions of torch.nn.init leave large memory untouched: what nobody has written
-    takes none, so that a model may be larger than this machine. Small tensors get their values,
-    since a trial of how layers are split computes with them."""
+    takes none, so that a model may be larger than this machine. It is mapped for itself and holds
+    zeros; smaller blocks may hold anything, and a trial of how layers are split computes with
+    them, so these get their values."""
 
     def skipping(function: Callable[..., Any]) -> Callable[..., Any]:
         def unchanged(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            return tensor if tensor.numel() > SMALL else function(tensor, *args, **kwargs)
+            large = tensor.numel() * tensor.element_size() >= MAPPED
+            return tensor if large else function(tensor, *args, **kwargs)
 
         return unchanged
 

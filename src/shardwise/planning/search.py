@@ -6,6 +6,7 @@ where none fits, the smallest, with what it lacks.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -134,7 +135,7 @@ def _order(line: Line) -> tuple[bool, float, float, int]:
     choice = line.choice
     if not line.fits:
         return True, float(line.over + line.over_host), 0.0, 0
-    seconds = line.estimate.seconds if line.estimate is not None else 0.0
+    seconds = line.estimate.seconds if line.estimate is not None else math.inf
     away = sum(tier.kind != "device" for tier in choice.row.tiers)
     cost = away + choice.recomputed + choice.micro_batches / 1e3 + choice.tensor * choice.pipeline
     return False, seconds, cost, choice.row.level

@@ -50,7 +50,7 @@ def draw_times(figure: Any, placements: Sequence[TimedPlacement]) -> None:
     axis.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("seconds of a step")
-    axis.legend(fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    figure.legend(fontsize=8, ncols=5, loc="outside upper center", frameon=False)
 
 
 def bars_of(
